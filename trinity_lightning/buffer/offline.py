@@ -5,6 +5,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
     from trinity_lightning.trainer.policy import PolicyModule
 
 
+@dataclass(eq=False)
 class OfflineLoader:
     """Yields `steps_per_epoch` optimizer batches an epoch, each one read.
 
     Its state is the position in the epoch; that of the reader is the data module's.
 
-    Args:
+    Attributes:
         reader: where experiences come from.
         batch_size: experiences a batch: at most, or with whole groups, unless one group alone is larger.
         steps_per_epoch: batches an epoch.
@@ -50,57 +52,51 @@ class OfflineLoader:
         ConfigError: a number below 1, or a wait below 0.
     """
 
-    def __init__(
-        self,
-        reader: BufferReader,
-        batch_size: int,
-        steps_per_epoch: int,
-        *,
-        whole_groups: bool = True,
-        wait: float = 0.0,
-        max_response_length: int | None = None,
-        everywhere: Callable[[Callable[[], list[Experience]]], list[Experience]] = lambda read: read(),
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
-        whole_number("batch_size", batch_size, least=1)
-        whole_number("steps_per_epoch", steps_per_epoch, least=1)
-        number("wait", wait, least=0)
-        self._reader = reader
-        self._batch_size, self._steps_per_epoch = batch_size, steps_per_epoch
-        self._whole_groups, self._wait = whole_groups, wait
-        self._max_response_length = max_response_length
-        self._everywhere = everywhere
-        self._pause = pause
-        self._epoch, self._position = 1, 0
-        self._before: dict[str, Any] = {}  # where the reader stood before the last batch
+    reader: BufferReader
+    batch_size: int
+    steps_per_epoch: int
+    _: KW_ONLY
+    whole_groups: bool = True
+    wait: float = 0.0
+    max_response_length: int | None = None
+    everywhere: Callable[[Callable[[], list[Experience]]], list[Experience]] = lambda read: read()
+    pause: Callable[[float], None] = time.sleep
+    _epoch: int = field(default=1, init=False)
+    _position: int = field(default=0, init=False)
+    _before: dict[str, Any] = field(default_factory=dict, init=False)  # where the reader stood before the last batch
+
+    def __post_init__(self) -> None:
+        whole_number("batch_size", self.batch_size, least=1)
+        whole_number("steps_per_epoch", self.steps_per_epoch, least=1)
+        number("wait", self.wait, least=0)
 
     def __len__(self) -> int:
         """Optimizer batches an epoch: constant."""
-        return self._steps_per_epoch
+        return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[OptimizerBatch]:
         if self._position >= len(self):
             self._epoch, self._position = self._epoch + 1, 0
         for index in range(self._position, len(self)):
-            self._before = self._reader.state_dict()
-            experiences = self._everywhere(self._read)
+            self._before = self.reader.state_dict()
+            experiences = self.everywhere(self._read)
             if not experiences:
-                fixes = ["more data", "fewer steps", *filter(None, [self._reader.endless_with])]
+                fixes = ["more data", "fewer steps", *filter(None, [self.reader.endless_with])]
                 raise StorageError(
                     f"nothing left to read for step {index + 1} of {len(self)} in epoch {self._epoch} (waited "
-                    f"{self._wait:g} s). Give {' or '.join(fixes)}."
+                    f"{self.wait:g} s). Give {' or '.join(fixes)}."
                 )
             # Counted before it is handed out: a checkpoint after its training step then resumes with the next one.
             self._position = index + 1
-            yield OptimizerBatch.of(experiences, self._epoch, self._max_response_length)
+            yield OptimizerBatch.of(experiences, self._epoch, self.max_response_length)
 
     def _read(self) -> list[Experience]:
-        return self._reader.read(self._batch_size, whole_groups=self._whole_groups, wait=self._wait, pause=self._pause)
+        return self.reader.read(self.batch_size, whole_groups=self.whole_groups, wait=self.wait, pause=self.pause)
 
     def rewind(self, position: int) -> None:
         """Go back to batch `position`: the one after it was handed out but not trained on, and is read again."""
         if self._position > position:
-            self._reader.load_state_dict(self._before)
+            self.reader.load_state_dict(self._before)
             self._position = position
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, cast
 
@@ -151,29 +151,18 @@ START_SECONDS = 300.0
 ANSWER_SECONDS = 10.0
 
 
+@dataclass(eq=False)
 class RayRunner(WorkflowRunner):
     """A WorkflowRunner whose workflows run in a Ray actor; Ray must have been started (`RayCluster`).
 
     The actor works with copies of the models: requests go from there to the engine's server.
 
-    Args:
-        config: the explorer's configuration.
-        model: the rollout model.
-        auxiliary_models: one model of each auxiliary kind.
-        runner_id: for messages.
+    Attributes are those of every runner.
     """
 
-    def __init__(
-        self,
-        config: ExplorerConfig,
-        model: InferenceModel,
-        auxiliary_models: Sequence[InferenceModel] | None = None,
-        runner_id: int | None = None,
-    ) -> None:
-        super().__init__(config, model, auxiliary_models, runner_id)
-        self._actor: Any = None
-        self._pid: int | None = None  # of the actor, once it is ready
-        self._greeting: Any = None  # reference to that number
+    _actor: Any = field(default=None, init=False)
+    _pid: int | None = field(default=None, init=False)  # of the actor, once it is ready
+    _greeting: Any = field(default=None, init=False)  # reference to that number
 
     def launch(self) -> None:
         """Begin to start the worker; returns before it is ready.

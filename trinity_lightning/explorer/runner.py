@@ -59,27 +59,21 @@ class Attempt:
     seconds: float = 0.0
 
 
+@dataclass(eq=False)
 class WorkflowRunner:
     """Runs workflows with one model.
 
-    Args:
+    Attributes:
         config: the explorer's configuration (its seed is used here).
         model: the rollout model.
         auxiliary_models: one model of each auxiliary kind.
         runner_id: for messages.
     """
 
-    def __init__(
-        self,
-        config: ExplorerConfig,
-        model: InferenceModel,
-        auxiliary_models: Sequence[InferenceModel] | None = None,
-        runner_id: int | None = None,
-    ) -> None:
-        self.config = config
-        self.model = model
-        self.auxiliary_models = list(auxiliary_models or [])
-        self.runner_id = runner_id
+    config: ExplorerConfig
+    model: InferenceModel
+    auxiliary_models: Sequence[InferenceModel] = ()
+    runner_id: int | None = None
 
     async def run_task(
         self, task: Task, repeat_times: int = 1, run_id_base: int = 0

@@ -77,7 +77,7 @@ class RunnerWrapper:
             from trinity_lightning.explorer.ray import RayRunner
 
             kind = RayRunner
-        self.runner = kind(config, rollout_model, auxiliary_models, runner_id)
+        self.runner = kind(config, rollout_model, auxiliary_models or (), runner_id)
 
     async def run_with_retry(
         self,
