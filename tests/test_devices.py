@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
-from support.forked import Forked
+from support.process import Forked
 from support.runs import (
     ROOT,
     SHARDS,
@@ -28,7 +28,6 @@ from support.runs import (
     finished,
     only,
     rows,
-    start,
     steps_done,
     wait_for,
     with_a_server_killed,
@@ -209,11 +208,14 @@ def test_two_machines_train_the_jobs_of_a_sweep_that_srun_starts(machines: Machi
     alike(tmp_path / "outputs/1", one)
 
 
-def test_two_processes_train_the_jobs_of_a_sweep_that_submitit_submits(one: Path, tmp_path: Path) -> None:
+def test_two_processes_train_the_jobs_of_a_sweep_that_submitit_submits(
+    one: Path, run_train: Commands, tmp_path: Path
+) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="extra `sweep`")
     launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.nodes=1", "hydra.launcher.tasks_per_node=2")
     sweep = (*launcher, "hydra.launcher.timeout_min=5", "hydra.sweep.dir=outputs", f"steps=1,{STEPS}")
-    run = start(tmp_path, "--multirun", *RUN, *TWO, *sweep, PATH=installed(tmp_path / "slurm"))
+    settings = {"PATH": installed(tmp_path / "slurm"), "WARM": run_train.address}
+    run = run_train.start(tmp_path, "--multirun", *RUN, *TWO, *sweep, **settings)
     code, printed = run.wait(240), (tmp_path / "stdout").read_text()
     assert code == 0, printed[-4000:]
     assert (tmp_path / "outputs/0/model").is_dir()
