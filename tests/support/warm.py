@@ -33,6 +33,8 @@ from trinity_lightning.config import hydra
 from trinity_lightning.explorer.models import vllm_engine
 
 OF_RUNS = ("hydra.main", "transformers.models.llama.modeling_llama", "transformers.optimization")
+# What a process is started as, and what changes vLLM in a server that is told to import it.
+NOT_BEFORE = [f"trinity_lightning.{name}" for name in ("train", "evaluate", "plan", "report", "sync.ipc_worker")]
 OF_ENGINES = (
     "v1.engine.llm_engine",
     "v1.core.sched.scheduler",
@@ -54,14 +56,15 @@ OF_SERVERS = (
 
 
 def import_early() -> None:
-    """What most commands import."""
+    """What commands import, and what they make of it that is the same in each."""
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # as an engine sets it: before vLLM is imported
     own = (each.name for each in pkgutil.walk_packages(trinity_lightning.__path__, "trinity_lightning."))
     for name in (*OF_RUNS, *own):
-        importlib.import_module(name)
+        if name not in NOT_BEFORE:
+            importlib.import_module(name)
     Plugins.instance()  # of Hydra, which looks for them
     register_once()
     hydra.register = register_once
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # as an engine sets it: before vLLM is imported
     import_vllm(OF_ENGINES + OF_SERVERS)
     del os.environ["VLLM_LOGGING_LEVEL"]
     vllm_engine.CPU_CACHE_GB = 0.1  # engines start by filling it with zeros
