@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # whose runs are forked off a process that is warm
 
-from support.forked import Forked
+from support.process import Forked
 from support.runs import SMALL, Commands, only, steps_done
 
 RUN = ("+recipe=one_step_off_policy", *SMALL, "explorer.batch_size=4", "optimizer.lr=1e-3", "name=run")

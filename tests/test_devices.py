@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
-from support.forked import Forked
+from support.process import Forked
 from support.runs import (
     ROOT,
     SHARDS,
@@ -28,7 +28,6 @@ from support.runs import (
     finished,
     only,
     rows,
-    start,
     steps_done,
     wait_for,
     with_a_server_killed,
@@ -47,6 +46,7 @@ RUN += ("buffer.keep=true", "callbacks.checkpoint.every_n_epochs=1", "name=run")
 VLLM = ("+recipe=grpo", *SMALL, f"steps={STEPS}", "add_strategy=[dapo,grpo]", "explorer.repeat_times=2", "name=run")
 VLLM += ("algorithm.optimizer_steps=2", "algorithm.kl.coef=0.01", "callbacks.checkpoint.every_n_epochs=1")
 VLLM += ("optimizer.lr=1e-3",)
+QUICK = (*VLLM, "steps=4")  # of what is not ended in the middle
 PER_RANK = "engine.per_rank=true"
 AHEAD = ("+recipe=one_step_off_policy", *SMALL, "steps=4", "explorer.batch_size=4", "name=run")
 
@@ -67,6 +67,11 @@ def with_vllm(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
+def quick(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished(run_train, tmp_path_factory.mktemp("quick"), *QUICK)
+
+
+@pytest.fixture(scope="module")
 def ahead(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished(run_train, tmp_path_factory.mktemp("ahead"), *AHEAD)
 
@@ -77,9 +82,9 @@ def together(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> C
 
     def run(trainer: str) -> Path:
         folder = tmp_path_factory.mktemp(trainer)
-        done = run_train(folder, *VLLM, *TRAINERS[trainer])
+        done = run_train(folder, *QUICK, *TRAINERS[trainer])
         assert done.returncode == 0, done.stdout[-4000:]
-        assert done.stdout.count(f"step 2/{STEPS}") == 1
+        assert done.stdout.count("step 2/4") == 1
         return only(folder, "outputs/*/*")
 
     return cache(run)
@@ -91,17 +96,17 @@ def evaluated(run_train: Commands, run: Path) -> list[str]:
     tasks = ("eval_sampling.max_tokens=16", "+eval_tasksets.addition_heldout.args.heldout=16")
     done = run_train(run, *given, *tasks, program="trinity_lightning.evaluate")
     assert done.returncode == 0, done.stdout[-4000:]
-    lines = only(run, f"evaluation/completions/*_step_{STEPS}.jsonl").read_text().splitlines()
+    lines = only(run, "evaluation/completions/*_step_4.jsonl").read_text().splitlines()
     return [json.loads(line)["completion"] for line in lines]
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_two_processes_train_as_one(
-    with_vllm: Path, together: Callable[[str], Path], trainer: str, run_train: Commands
+    quick: Path, together: Callable[[str], Path], trainer: str, run_train: Commands
 ) -> None:
-    alike(together(trainer), with_vllm)
+    alike(together(trainer), quick)
     assert any(float(row["rollout/refill_tasks"] or 0) > 0 for row in rows(together(trainer)))
-    assert evaluated(run_train, together(trainer)) == evaluated(run_train, with_vllm)
+    assert evaluated(run_train, together(trainer)) == evaluated(run_train, quick)
 
 
 def test_groups_that_are_replaced_are_those_of_one_process(one: Path, two: Path) -> None:
@@ -111,9 +116,9 @@ def test_groups_that_are_replaced_are_those_of_one_process(one: Path, two: Path)
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_an_engine_in_each_process_rolls_out_as_one(
-    with_vllm: Path, trainer: str, run_train: Commands, tmp_path: Path
+    quick: Path, trainer: str, run_train: Commands, tmp_path: Path
 ) -> None:
-    alike(finished(run_train, tmp_path, *VLLM, *TRAINERS[trainer], PER_RANK), with_vllm)
+    alike(finished(run_train, tmp_path, *QUICK, *TRAINERS[trainer], PER_RANK), quick)
 
 
 def test_engines_of_the_processes_have_adapters_older_weights_and_evaluations_as_one(
@@ -209,11 +214,14 @@ def test_two_machines_train_the_jobs_of_a_sweep_that_srun_starts(machines: Machi
     alike(tmp_path / "outputs/1", one)
 
 
-def test_two_processes_train_the_jobs_of_a_sweep_that_submitit_submits(one: Path, tmp_path: Path) -> None:
+def test_two_processes_train_the_jobs_of_a_sweep_that_submitit_submits(
+    one: Path, run_train: Commands, tmp_path: Path
+) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="extra `sweep`")
     launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.nodes=1", "hydra.launcher.tasks_per_node=2")
     sweep = (*launcher, "hydra.launcher.timeout_min=5", "hydra.sweep.dir=outputs", f"steps=1,{STEPS}")
-    run = start(tmp_path, "--multirun", *RUN, *TWO, *sweep, PATH=installed(tmp_path / "slurm"))
+    settings = {"PATH": installed(tmp_path / "slurm"), "WARM": run_train.address}
+    run = run_train.start(tmp_path, "--multirun", *RUN, *TWO, *sweep, **settings)
     code, printed = run.wait(240), (tmp_path / "stdout").read_text()
     assert code == 0, printed[-4000:]
     assert (tmp_path / "outputs/0/model").is_dir()
@@ -331,7 +339,7 @@ def test_a_run_killed_while_shards_are_written_goes_on_from_the_checkpoint_befor
     together: Callable[[str], Path], run_train: Commands, tmp_path: Path
 ) -> None:
     """With the same bits; and what is evaluated of its last one is what is evaluated of one in a file."""
-    sharded = (*VLLM, *SHARDS, "trainer.strategy.save_distributed_checkpoint=true")
+    sharded = (*QUICK, *SHARDS, "trainer.strategy.save_distributed_checkpoint=true")
     run = stopped(run_train, tmp_path, "0 finish 2", *sharded)
     for each in (run, *run_train.followers(run)):
         os.kill(each.pid, signal.SIGKILL)

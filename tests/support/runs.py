@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.forked import Forked
+from support.process import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "trinity_lightning.train"

@@ -1,10 +1,16 @@
-"""What SLURM's commands do, for jobs of one machine, which run one after another: stand-ins by the names of `NAMES`."""
+"""What SLURM's commands do, for jobs of one machine, which run one after another: stand-ins by the names of `NAMES`.
+
+The first task of the first job is a process from its very beginning; all others are forked off the warm one that
+listens at the address in the environment variable WARM.
+"""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from support.process import Forked
 
 NAMES = ("sbatch", "srun", "sacct")
 
@@ -45,10 +51,14 @@ def jobs(script: str) -> None:
 def srun(*arguments: str) -> None:
     """The command as each task of the job."""
     command = arguments[arguments.index(sys.executable) :]
-    tasks = [
-        subprocess.Popen(command, env=os.environ | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0"})
-        for rank in map(str, range(int(os.environ["SLURM_NTASKS"])))
-    ]
+    module = command[command.index("-m") + 1 :]
+    tasks: list[Forked | subprocess.Popen[bytes]] = []
+    for rank in map(str, range(int(os.environ["SLURM_NTASKS"]))):
+        task = os.environ | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0"}
+        if rank == os.environ["SLURM_ARRAY_TASK_ID"] == "0":
+            tasks.append(subprocess.Popen(command, env=task))
+        else:
+            tasks.append(Forked(os.environ["WARM"], module, Path.cwd(), task, sys.stdout))
     sys.exit(max(task.wait() for task in tasks))
 
 

@@ -2,7 +2,7 @@
 
 Importing torch, Lightning and vLLM takes longer than a run of the tiny model. What a forked process does is what
 `python -m PROGRAM ARGUMENTS` would do, or `python PROGRAM.py ARGUMENTS`; only the imports are behind it. Requests come
-over the Unix socket of the first argument, from `support/forked.py`.
+over the Unix socket of the first argument, from `support/process.py`.
 """
 
 import atexit
@@ -10,6 +10,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -23,21 +24,17 @@ from typing import Any
 import torch
 from hydra.core.plugins import Plugins
 
+import trinity_lightning
 from support import garbage
+from support.compose import register_once
 from support.forked import fork_ranks, fork_servers, fork_sides
-from trinity_lightning.common.hardware import TORCH_DTYPES, product_flops
+from trinity_lightning.common.hardware import TORCH_DTYPES, product_flops, timed_product
+from trinity_lightning.config import hydra
 from trinity_lightning.explorer.models import vllm_engine
 
-OF_RUNS = (
-    "hydra.main",
-    "trinity_lightning.build",
-    "trinity_lightning.config.checks",
-    "trinity_lightning.explorer.models.transformers_engine",
-    "trinity_lightning.explorer.rewards.text",
-    "trinity_lightning.monitor.csv_logger",
-    "transformers.models.llama.modeling_llama",
-    "transformers.optimization",
-)
+OF_RUNS = ("hydra.main", "transformers.models.llama.modeling_llama", "transformers.optimization")
+# What a process is started as, and what changes vLLM in a server that is told to import it.
+NOT_BEFORE = [f"trinity_lightning.{name}" for name in ("train", "evaluate", "plan", "report", "sync.ipc_worker")]
 OF_ENGINES = (
     "v1.engine.llm_engine",
     "v1.core.sched.scheduler",
@@ -59,16 +56,21 @@ OF_SERVERS = (
 
 
 def import_early() -> None:
-    """What most commands import."""
-    for name in OF_RUNS:
-        importlib.import_module(name)
-    Plugins.instance()  # of Hydra, which looks for them
+    """What commands import, and what they make of it that is the same in each."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # as an engine sets it: before vLLM is imported
+    own = (each.name for each in pkgutil.walk_packages(trinity_lightning.__path__, "trinity_lightning."))
+    for name in (*OF_RUNS, *own):
+        if name not in NOT_BEFORE:
+            importlib.import_module(name)
+    Plugins.instance()  # of Hydra, which looks for them
+    register_once()
+    hydra.register = register_once
     import_vllm(OF_ENGINES + OF_SERVERS)
     del os.environ["VLLM_LOGGING_LEVEL"]
     vllm_engine.CPU_CACHE_GB = 0.1  # engines start by filling it with zeros
     for dtype in TORCH_DTYPES.values():
         product_flops(dtype, torch.get_num_threads())  # timed once a process: commands have it from here
+    timed_product()  # the same
 
 
 def import_vllm(names: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from support.policy import Gradients, Prepare, assert_same_gradients, batch_of, fit, groups, load_tiny, make_policy
+from support.replicas import Metrics
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
@@ -61,25 +62,23 @@ def test_ragged_batches_have_their_loss_and_gradients_through_few_graphs(layout,
     assert AutoModelForCausalLM.from_pretrained(tmp_path).state_dict().keys() == tiny.state_dict().keys()
 
 
-def test_the_first_ratio_of_a_step_is_one_in_bfloat16_too(graphs):
-    batches = [batch_of(groups())]
-    settings = {"layout": Layout.shared_prefix, "optimizer_steps": 2}
-    policy = make_policy(STILL, dtype="bf16", model={"compile_layers": True}, **settings)
-    assert fit(policy, batches, Prepare(batches)).logged_metrics["actor/ppo_kl"] == 0.0
-    assert graphs() > 0
-
-
 @pytest.mark.parametrize("layout", [Layout.auto, Layout.padded])
 def test_many_kinds_of_graphs_stay_those_of_training(layout, graphs):
-    """Both layouts, one row and several, a reference, columns before the step: the first ratio is 1, the first KL 0."""
+    """Both layouts, one row and several, a reference, columns before the step: the first ratio is 1, the first KL 0.
+
+    In bfloat16, of the first item, whose graphs are as new as those of the columns, and of the last. In between,
+    Layout.auto pads one row alone, which shared its prompt when the columns of all were computed.
+    """
     several, one = groups(), groups()[:1]
     batches = [batch_of(rows) for rows in (several, one, several)]
     settings = {"layout": layout, "optimizer_steps": 2, "kl": KLConfig(coef=0.01)}
     policy = make_policy(STILL, dtype="bf16", model={"compile_layers": True}, **settings)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        logged = fit(policy, batches, Prepare(batches)).logged_metrics
-    assert logged["actor/ppo_kl"] == 0.0
-    assert logged["actor/kl_loss"] == 0.0
+        fit(policy, batches, Prepare(batches), logged := Metrics())
+    for name in ("actor/ppo_kl", "actor/kl_loss"):
+        assert [item[name] for item in (logged.items[0], logged.items[-1])] == [0.0, 0.0]
+    shared = [item["perf/shared_prefix"] for item in logged.items]
+    assert shared == ([1.0, 0.0, 1.0] if layout == Layout.auto else [0.0] * 3)
     assert graphs() > 0
 
 
