@@ -276,6 +276,7 @@ def main() -> None:
     for name, text in pages().items():
         (DOCS / name).write_text(text)
     ALGORITHMS.write_text(algorithms_page())
+    print(f"written: {DOCS.relative_to(ROOT)}/*.md and {ALGORITHMS.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

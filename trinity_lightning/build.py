@@ -230,11 +230,11 @@ def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
         ("engine", f"{engine.name} ({dtype}){each}, context {engine.max_model_len}"),
         (
             "explore step",
-            f"{explorer.batch_size} prompts x {explorer.repeat_times} = {rollouts} rollouts, at most "
-            f"{rollouts * config.sampling.max_tokens} new tokens" + (f", and {expert} of an expert" if expert else ""),
+            f"{explorer.batch_size} prompts x {explorer.repeat_times} = {rollouts} rollouts of at most "
+            f"{config.sampling.max_tokens} new tokens" + (f", and {expert} of an expert" if expert else ""),
         ),
         ("training", f"{config.steps} explore steps x {items} optimizer steps = {config.steps * items}"),
-        ("objective", f"{config.algorithm.policy_loss.name}, {' then '.join(weighing)}"),
+        ("objective", f"policy loss {config.algorithm.policy_loss.name}, add strategy {' then '.join(weighing)}"),
     ]
 
 

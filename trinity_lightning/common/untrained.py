@@ -84,10 +84,11 @@ logger = logging.getLogger(__name__)
 REASONS = {
     "equal rewards": (
         "All runs of the task got the same reward, and their advantages are 0.",
-        "If all rewards are 0, one that the model can get: `completions/` shows what it writes, and whether "
-        "`sampling.max_tokens` cuts it off. Else tasks neither too easy nor too hard (`taskset.order=by_difficulty`), "
-        "more `explorer.repeat_times`, a reward with steps between wrong and right, or new tasks in their place: "
-        "`add_strategy=[dapo,grpo] explorer.max_refills=3`.",
+        "If all rewards of the step are one number, check that the reward function looks at the response, and that "
+        "the model can get another reward: `completions/` shows what it writes, and whether `sampling.max_tokens` cuts "
+        "it off. If tasks differ, choose tasks that are neither too easy nor too hard (`taskset.order=by_difficulty`), "
+        "more rollouts per task (`explorer.repeat_times`), a reward with steps between wrong and right, or have such "
+        "tasks replaced: `add_strategy=[dapo,grpo] explorer.max_refills=3`.",
     ),
     "zero advantage": (
         "The run's reward is that of the baseline, so its advantage is 0; the task's other runs are trained on.",
@@ -95,10 +96,10 @@ REASONS = {
     ),
     "filtered by NAME": (
         "The operator or add strategy NAME left it out.",
-        "Its arguments, say its threshold: fewer should be left out. What compares the runs of a task judges by their "
-        "rewards as they were before operators: if operators make up the reward, give it another number as `metric` "
-        "(`std_threshold` has none: take `reward_variance` in its place). With `dapo` what helps against `equal "
-        "rewards`.",
+        "Change its arguments (a threshold, say) so that it leaves out fewer. `dapo` leaves out tasks of equal "
+        "rewards: if all rewards are one number, check that the reward function looks at the response. What compares "
+        "the runs of a task judges by their rewards as they were before operators: if operators make up the reward, "
+        "give it another number as `metric` (`std_threshold` has none: take `reward_variance` in its place).",
     ),
     "truncated": (
         "The response was cut off, and `mask_response_truncated` masks it.",

@@ -1,6 +1,7 @@
 """What the configuration may set of a policy loss: its keyword arguments, their types, and means over sequences."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
@@ -34,7 +35,7 @@ def check_arguments(name: str, fn: PolicyLossFn, args: Mapping[str, Any]) -> Non
     """Refuse arguments that the policy loss of that name does not have, and values of the wrong type.
 
     Raises:
-        ConfigError: a `loss_agg_mode`, of a loss that has an average of its own.
+        ConfigError: a `loss_agg_mode`, of a loss that has an average of its own; a value that is NaN.
         TypeError: an unknown argument, the message lists the valid ones; or one of the wrong type.
     """
     valid = loss_arguments(fn)
@@ -66,7 +67,9 @@ def _signature(fn: PolicyLossFn) -> inspect.Signature:
 
 
 def _check_type(argument: str, value: object, annotation: Any) -> None:
-    """TypeError if the annotation names plain types only and the value is of none of them."""
+    """TypeError if the annotation names plain types only and the value is of none of them; ConfigError if it is NaN."""
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigError(f"{argument} is nan; give a number.")
     choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     plain = [_PLAIN.get(get_origin(choice) or choice) for choice in choices]
     known = [each for each in plain if each is not None]
