@@ -443,7 +443,7 @@ INTERACTIVE = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "interactive"}  # a shell,
             {"SLURM_NTASKS": "2"},
             "each task of srun would run one of its own",
         ),
-        ((), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "need one folder for the run"),
+        ((), {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "output_dir=outputs/"),
         ((), {"SLURM_NTASKS": "4", "SLURM_NNODES": "2"}, "srun has started 4 of the processes"),
     ],
 )

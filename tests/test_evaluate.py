@@ -90,7 +90,7 @@ def test_wrong_input_is_one_message(
     assert done.returncode == 2
     assert message in done.stdout
     assert "Traceback" not in done.stdout
-    assert not list(tmp_path.glob("outputs/*/*/*"))  # nothing is left of it
+    assert not (tmp_path / "outputs").exists()  # nothing is left of it
 
 
 @pytest.mark.parametrize(("accelerator", "expected"), [("auto", [torch.device("cuda", 0)]), ("cpu", [])])

@@ -56,7 +56,7 @@ def disk_full(_: int) -> None:
     [
         (("+recipe=grpo",), "cpu", ["while training", "while generating"]),
         (("+recipe=sft", "buffer.path=data.jsonl"), "cpu", ["while training"]),
-        (("+recipe=grpo", *TWO), "2 x cpu", ["memory of rank 1, each"]),
+        (("+recipe=grpo", *TWO), "2 x cpu", ["memory of rank 1, each", "while generating"]),
     ],
 )
 def test_the_table_at_the_start_says_what_memory_is_expected_on_which_devices(
@@ -67,7 +67,9 @@ def test_the_table_at_the_start_says_what_memory_is_expected_on_which_devices(
     run = build(composed("model=tiny", "logger=csv", *overrides, f"output_dir={tmp_path / 'run'}"))
     table = dict(_summary(run))
     assert table["devices"] == devices
-    assert "GiB free" in table["device memory"]
+    assert "GiB free" in table["memory"]
+    assert "device memory" not in table
+    assert ("while generating" in table) == ("while generating" in names)
     assert all("GiB" in table[name] for name in names)
 
 

@@ -29,7 +29,6 @@ from trinity_lightning.config.schema import typed_config
 from trinity_lightning.config.trainer import check_launched
 from trinity_lightning.config.training import KLConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.evaluate import evaluation_dir
 from trinity_lightning.train import check, check_models, check_objective
 
 # By the whole command, in a process of its own: what only that does, and one of each kind of error.
@@ -58,9 +57,17 @@ BY_THE_COMMAND = {
     ),
     "unknown reward": (["+recipe=grpo", "reward=last_numbr"], ["last_numbr", "Did you mean 'last_number'"]),
     "nothing to resume": (["+recipe=grpo", "ckpt_path=last"], ["no checkpoint", "ckpt_path=last"]),
+    "a recipe without its key": (["rloo"], ["cannot read the override 'rloo'", "Did you mean +recipe=rloo?"]),
+    "misspelt program": (["plann", "+recipe=grpo"], ["cannot read the override 'plann'", "Did you mean plan?"]),
+    "misspelt group of recipes": (["+recip=grpo"], ["unknown key 'recip'. Did you mean +recipe=NAME?"]),
     "unreadable override": (["+recipe=grpo", "seed=[1"], ["seed=[1"]),
     "a number for a name": (["+recipe=grpo", "engine=3"], ["GROUP=NAME, such as engine=vllm"]),
     "folder of a run that is a file": (["+recipe=grpo", "hydra.run.dir=taken"], ["hydra.run.dir:", "'taken'"]),
+    "output folder that cannot be made": (
+        ["+recipe=grpo", "output_dir=/proc/x"],
+        ["output_dir", "'/proc/x'", "give another one"],
+    ),
+    "output folder that cannot be written": (["+recipe=grpo", "output_dir=/proc/self"], ["output_dir", "'/proc/self/"]),
     "another primary file": (["--config-name", "grpo"], ["leave out --config-name", "+recipe=NAME"]),
 }
 
@@ -71,6 +78,14 @@ STREAM = ["+recipe=grpo", "algorithm=streams"]
 STREAMS = "+algorithm.policy_loss.args.streams"
 REFUSED = {
     "two recipes": (["+recipe=grpo", "+recipe=ppo"], ["recipe is chosen twice: give +recipe=NAME once."]),
+    "choice by the group's name": (
+        ["+recipe=grpo", "algorithm.name=dpo"],
+        ["unknown key 'algorithm.name'. Choose by algorithm=NAME or", "defaults, '- override /algorithm: NAME'."],
+    ),
+    "choice of a trainer by its name": (
+        ["+recipe=grpo", "+trainer.name=ddp"],
+        ["Choose by trainer=NAME"],
+    ),
     "strategy by its name": (["+recipe=grpo", "trainer.strategy=ddp"], ["choose trainer=ddp or trainer=fsdp2."]),
     "misspelt key": (["+recipe=grpo", "sede=1"], ["unknown key 'sede'", "Did you mean 'seed'"]),
     "key added past Hydra": (["+recipe=grpo", "+explorer.batchsize=4"], ["Did you mean 'explorer.batch_size'"]),
@@ -301,6 +316,11 @@ REFUSED = {
     ),
     "text for a number": (["+recipe=grpo", "optimizer.lr=fast"], ["optimizer.lr is 'fast'; give a number."]),
     "text for a switch": (["+recipe=grpo", "save_model=perhaps"], ["save_model is 'perhaps'; give true or false."]),
+    **{
+        f"a number for the switch {key}": (["+recipe=grpo", f"{key}={value}"], [f"{key} is '{value}'; give true or"])
+        for key, value in (("save_model", 3), ("model.compile", 0), ("model.lora.rslora", 1), ("engine.per_rank", 2))
+    },
+    "a number for a switch in a text": (["+recipe=grpo", "save_model='1'"], ["save_model is '1'; give true or false."]),
     "null for a number": (["+recipe=grpo", "steps=null"], ["steps cannot be null; give a value."]),
     "a number for a section": (["+recipe=grpo", "workflow.args=3"], ["workflow.args has keys; give {KEY: VALUE}."]),
     "a mapping for text": (["+recipe=grpo", "name={a: 1}"], ["name", "give some text."]),
@@ -640,7 +660,28 @@ def test_refused_at_once_with_one_sentence(case: str, tmp_path: Path) -> None:
     assert len(done.stderr.strip().splitlines()) <= 2
     assert "Error executing job" not in done.stderr
     assert "while resolving" not in done.stderr
-    assert not [path for path in tmp_path.glob("outputs/*/*") if path.is_dir()]  # nothing is left of it
+    assert not (tmp_path / "outputs").exists()  # nothing is left of it
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_no_checkpoint_is_refused_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DOOR.replace("lightning.train", "lightning.evaluate")]
+    command += ["+recipe=grpo", "model=tiny", "ckpt_path=last"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.stdout == "exit 2 []\n", done.stdout + done.stderr
+    assert "ckpt_path=last: there is no checkpoint under outputs/grpo" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["train", "evaluate", "plan"])
+def test_help_shows_how_a_command_is_written_and_no_configuration(program: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"trinity_lightning.{program}", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
+    for part in (f"  python -m trinity_lightning.{program} +recipe=grpo", "algorithm: ", "recipe: ", "--cfg job"):
+        assert part in done.stdout
+    assert len(done.stdout.splitlines()) <= 35
 
 
 @pytest.mark.slow
@@ -991,11 +1032,11 @@ def test_runs_and_evaluations_of_the_same_second_have_folders_of_their_own(
     monkeypatch.setattr(compose, "datetime", Mock(now=lambda: datetime(2026, 11, 21, 12)))
     runs = [Path(compose.run_dir(str(tmp_path), "grpo", None)) for _ in range(3)]
     assert [folder.name[19:] for folder in runs] == ["", "~2", "~3"]
-    evaluations = [Path(evaluation_dir(str(tmp_path), "grpo")) for _ in range(2)]
+    evaluations = [Path(compose.run_dir(str(tmp_path), "grpo", None, "evaluate")) for _ in range(2)]
     assert [folder.name[19:] for folder in evaluations] == ["", "~2"]
     assert {folder.parent for folder in evaluations} == {tmp_path / "grpo" / "evaluate"}
 
 
 def test_the_name_of_an_evaluation_is_no_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"name: '\.\./x' cannot be a folder's name"):
-        evaluation_dir(str(tmp_path), "../x")
+        compose.run_dir(str(tmp_path), "../x", None, "evaluate")

@@ -257,11 +257,7 @@ def online_parts(
 
 
 def explorer_callback(
-    config: TrainConfig,
-    folder: Path,
-    auxiliary_models: Mapping[str, HeldModel],
-    monitor: RunMonitor,
-    offload: bool,
+    config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, HeldModel], monitor: RunMonitor, offload: bool
 ) -> ExplorerCallback:
     """What rolls out, watched by the monitor; `offload`: see ExplorerCallback."""
     if any(each.source == "dataset" for each in config.eval_tasksets.values()):

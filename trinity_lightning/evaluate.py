@@ -29,6 +29,7 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
     Raises:
         ConfigError: nothing to evaluate on, no such checkpoint, or a value that cannot work.
     """
+    run = validate(config, trains=False)
     if not config.eval_tasksets:
         raise ConfigError(
             "there is nothing to evaluate on: give eval_tasksets, or a recipe that has some (+recipe=NAME)."
@@ -36,15 +37,17 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
     checkpoints = find_checkpoints(config)
     for each in checkpoints:
         check_whole(each)
+    check_models(run)
+    check_targets(config)
     from trinity_lightning.build import given
     from trinity_lightning.evaluation import build_evaluation
 
     try:
-        run: Evaluation = build_evaluation(config, checkpoints)
+        evaluation: Evaluation = build_evaluation(config, checkpoints)
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
-    with given(run.loggers, config):
-        return run.run()
+    with given(evaluation.loggers, config):
+        return evaluation.run()
 
 
 def find_checkpoints(config: DictConfig) -> list[Path]:
@@ -93,25 +96,18 @@ def _without_training(config: DictConfig) -> None:
                 config.trainer.pop(key, None)
 
 
-def evaluation_dir(root: str, name: str) -> str:
-    """A new folder for an evaluation; a ConfigError as of `config.hydra.run_dir`."""
-    return compose.run_dir(root, name, None, "evaluate")
-
-
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="evaluate")
 def _main(config: DictConfig) -> None:
     with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
+        compose.check_folder(config)
         _without_training(config)
-        check_models(validate(config, trains=False))
-        check_targets(config)
         evaluate(config)
 
 
 def main() -> None:
     """Console entry point: configuration errors are one message and exit code 2."""
-    OmegaConf.register_new_resolver("trinity.evaluation_dir", evaluation_dir, replace=True, use_cache=True)
-    compose.run_command(_main, new_folders=False)
+    compose.run_command(_main, within="evaluate")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.schema import config_dir
-from trinity_lightning.config.sections import Section, checked
+from trinity_lightning.config.sections import Section, checked, schema_of
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check
@@ -81,22 +81,22 @@ def plan(config: DictConfig) -> "RunPlan":
 def as_text(found: "RunPlan") -> str:
     """The plan as a person reads it."""
     devices = sum(each.devices for each in found.shares)
-    phases: list[tuple[str, Mapping[str, int]]] = []
+    phases: dict[str, Mapping[str, float]] = {}
     for each in found.shares:
         if each.memory.shared:
-            phases.append((f"{each.name}, training", each.memory.training))
-            phases.append((f"{each.name}, generating", each.memory.generating))
+            phases[f"{each.name}, training"] = rounded(each.memory.training)
+            phases[f"{each.name}, generating"] = rounded(each.memory.generating)
         else:  # the trainer alone while it trains, and vLLM alone all the time
-            phases.append((each.name, each.memory.training))
-    names = dict.fromkeys(name for _, parts in phases for name in parts)
-    rows = [[name, *(_gib(parts.get(name, 0)) for _, parts in phases)] for name in names]
-    rows.append(["all of it", *(_gib(sum(parts.values())) for _, parts in phases)])
+            phases[each.name] = rounded(each.memory.training)
+    names = dict.fromkeys(name for parts in phases.values() for name in parts)
+    rows = [[name, *(f"{parts[name]:.1f}" if name in parts else "-" for parts in phases.values())] for name in names]
+    rows.append(["all of it", *(f"{sum(parts.values()):.1f}" for parts in phases.values())])
     return "\n".join(
         [
             found.model,
             f"on {devices} x {found.hardware.name}",
             "",
-            *table(["GiB of a device", *(name for name, _ in phases)], rows),
+            *table(["GiB of a device", *phases], rows),
             "",
             *(f"{each.name}: {each.memory.rows()[0][1]}" for each in found.shares),
             *(f"{name}: {said}" for name, said in found.shares[0].memory.host_rows()),
@@ -138,6 +138,16 @@ def as_json(found: "RunPlan") -> str:
     )
 
 
+def rounded(parts: Mapping[str, int]) -> dict[str, float]:
+    """GiB of each part in tenths that add up to the sum's: down, but for those up that lose most, as many as needed."""
+    exact = {name: 10 * size / (1 << 30) for name, size in parts.items()}
+    tenths = {name: int(size) for name, size in exact.items()}
+    up = round(sum(exact.values())) - sum(tenths.values())
+    for name in sorted(exact, key=lambda name: tenths[name] - exact[name])[:up]:
+        tenths[name] += 1
+    return {name: each / 10 for name, each in tenths.items()}
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of columns as wide as their longest entry; all but the first to the right."""
     first, *others = [len(max(column, key=len)) for column in zip(header, *rows, strict=True)]
@@ -146,10 +156,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         right = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
         lines.append("  ".join([name.ljust(first), *right]).rstrip())
     return lines
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.1f}" if size else "-"
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="plan")
@@ -164,13 +170,13 @@ def _main(config: DictConfig) -> None:
 
 def register() -> None:
     """Make the keys `plan.*` known to Hydra."""
-    ConfigStore.instance().store(name="planning", node={"plan": PlanConfig})
+    ConfigStore.instance().store(name="planning", node={"plan": schema_of(PlanConfig)})
 
 
 def main() -> None:
     """Console entry point: configuration errors are one message and exit code 2."""
     register()
-    compose.run_command(_main, new_folders=False)
+    compose.run_command(_main, within=None)
 
 
 if __name__ == "__main__":

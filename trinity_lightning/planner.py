@@ -327,7 +327,8 @@ def rows_on_a_cpu(run: TrainConfig) -> list[tuple[str, str]]:
     except ConfigError as error:
         return [("memory expected", str(error))]
     others = [(f"memory of {each.name}, each", gib(each.memory.device - each.memory.left)) for each in shares[1:]]
-    return [*shares[0].memory.rows(), *others]
+    (_, free_now), *rows = shares[0].memory.rows()
+    return [("memory", free_now), *rows, *others]
 
 
 def _ranks(devices: int, first: MemoryPlan, *others: MemoryPlan) -> list[Share]:

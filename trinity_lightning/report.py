@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trinity_lightning.errors import ConfigError, TrinityError
-from trinity_lightning.page import write_report
 
 
 def check_run(folder: Path) -> None:
@@ -25,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for folder in parser.parse_args(arguments).folder:
         try:
             check_run(folder)
+            from trinity_lightning.page import write_report  # which imports Lightning
+
             print(write_report(folder))
         except (TrinityError, OSError) as error:
             print(f"trinity-lightning-report: {error}", file=sys.stderr)

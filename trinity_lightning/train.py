@@ -22,8 +22,6 @@ from trinity_lightning.errors import ConfigError
 if TYPE_CHECKING:
     import lightning as L
 
-PROGRAMS = ("plan", "evaluate", "report")
-
 
 def train(config: DictConfig) -> "L.Trainer":
     """Run a whole training: fit, then write the trained policy."""
@@ -41,11 +39,7 @@ def train(config: DictConfig) -> "L.Trainer":
 
 
 def check(config: DictConfig, here: bool = True) -> None:
-    """Refuse what cannot work on this machine, or, if not `here`, on any; before anything is loaded.
-
-    Raises:
-        ConfigError: names the key and the fix.
-    """
+    """Refuse what cannot work on this machine, or, if not `here`, on any, before anything is loaded; a ConfigError."""
     run = validate(config, here=here)
     if here and config.ckpt_path is not None:
         from trinity_lightning.config.checkpoints import check_checkpoint
@@ -92,6 +86,7 @@ def _main(config: DictConfig) -> float | None:
     compose.register()  # a sweep's launcher may have another process run this function alone
     with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
+        compose.check_folder(config)
         compose.check_read(config)
         compose.check_processes(config)
         check(config)
@@ -110,9 +105,9 @@ def _main(config: DictConfig) -> float | None:
 def main() -> None:
     """Console entry point: configuration errors are one message and exit code 2.
 
-    `trinity-lightning plan ...` is `python -m trinity_lightning.plan ...`, and so with the other PROGRAMS.
+    `trinity-lightning plan ...` is `python -m trinity_lightning.plan ...`, and so with the other programs.
     """
-    if (name := "".join(sys.argv[1:2])) in PROGRAMS:
+    if (name := "".join(sys.argv[1:2])) in compose.PROGRAMS:
         del sys.argv[1]
         import_module(f"trinity_lightning.{name}").main()
     else:

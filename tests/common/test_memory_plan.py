@@ -360,6 +360,11 @@ def test_a_budget_is_as_large_as_fits() -> None:
     assert micro_batch_tokens(QWEN_1_5B, training, 10**15) == 16384
 
 
+def test_the_table_of_a_trainer_alone_shows_no_generating() -> None:
+    found = plan(QWEN_1_5B, Training(2, 1024), None, 80 * GIB, HOST)
+    assert [name for name, _ in found.rows()] == ["device memory", "while training"]
+
+
 def test_the_table_shows_both_phases_of_a_sleeping_engine() -> None:
     found = plan(QWEN_1_5B, Training(2, 1024, checkpointing=True), Rollouts(2, 1024, 512), 32 * GIB, HOST)
     names = [name for name, _ in found.rows()]

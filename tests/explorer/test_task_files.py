@@ -85,6 +85,7 @@ def test_columns_of_csv_are_numbers_only_if_nothing_is_lost(tmp_path):
     ("content", "words"),
     [
         (b"[1, 2]", "line 3 of .*rows.jsonl is no JSON object"),
+        (b'{"a": 1', "line 3 of .*rows.jsonl is no JSON object.* at column 8"),
         (b'{"a": ', "line 3 of .*rows.jsonl is no JSON object.*column"),
         (b'"text"', "line 3 of .*rows.jsonl is no JSON object"),
         ('{"a": "é"}'.encode("latin1"), "line 3 of .*rows.jsonl is no UTF-8.*iconv"),

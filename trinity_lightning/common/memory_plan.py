@@ -152,7 +152,7 @@ class MemoryPlan:
         return [
             ("device memory", f"{gib(self.device)} free: {self.way}, leaves {gib(self.left)}"),
             ("while training", _listed(self.training)),
-            ("while generating", _listed(self.generating)),
+            *([("while generating", _listed(self.generating))] if self.shared else []),
             *self.host_rows(),
         ]
 

@@ -296,11 +296,7 @@ class Ranks(Alone):
         self.wait(begin, at, own.device)
 
     def wait(
-        self,
-        begin: Callable[[timedelta], Any],
-        at: str,
-        device: torch.device = CPU,
-        timeout: timedelta | None = None,
+        self, begin: Callable[[timedelta], Any], at: str, device: torch.device = CPU, timeout: timedelta | None = None
     ) -> None:
         """Begin something on `group`, in so much time, and wait for its end.
 

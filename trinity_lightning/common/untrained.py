@@ -105,10 +105,7 @@ REASONS = {
         "The response was cut off, and `mask_response_truncated` masks it.",
         "A larger `sampling.max_tokens`.",
     ),
-    "no trained tokens": (
-        "The action mask is zero throughout.",
-        "The workflow, or the operator that masks.",
-    ),
+    "no trained tokens": ("The action mask is zero throughout.", "The workflow, or the operator that masks."),
     "invalid reward": (
         "A reward of the task (`invalid METRIC`: what a filter judges by) is missing, NaN or infinite: its group is "
         "left out.",

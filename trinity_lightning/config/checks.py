@@ -11,14 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from trinity_lightning.config.engines import (
-    ENGINE_KEYS,
-    SENT,
-    Capabilities,
-    EngineSleep,
-    capabilities_of,
-    require_vllm,
-)
+from trinity_lightning.config.engines import ENGINE_KEYS, SENT, Capabilities, EngineSleep, capabilities_of, require_vllm
 from trinity_lightning.config.models import BUILT_IN_MODELS, check_model_name
 from trinity_lightning.config.registry import ASKING_WORKFLOWS, FILTERING_STRATEGIES, import_object
 from trinity_lightning.config.schema import (
@@ -276,11 +269,7 @@ HANDED_ON = {"WandbLogger": "wandb.init"}  # what takes the arguments that a cla
 
 
 def check_targets(config: DictConfig) -> None:
-    """Refuse a `_target_` that is not there, and keys that it has no argument for; imports it.
-
-    Raises:
-        ConfigError: names the key, and the nearest argument.
-    """
+    """Refuse a `_target_` that is not there, which is imported, and keys that are no argument of it; a ConfigError."""
     for name in FREE:
         node: Any = OmegaConf.to_container(config[name], resolve=False) if config[name] else {}
         objects = {name: node} if name == "trainer" else {f"{name}.{key}": entry for key, entry in node.items()}

@@ -20,9 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from trinity_lightning.config.engines import CAPABILITIES
-from trinity_lightning.config.hydra import CONFIG_ERRORS
+from trinity_lightning.config.hydra import CONFIG_ERRORS, PROGRAMS, begun
 from trinity_lightning.config.schema import TrainConfig, config_dir, options
-from trinity_lightning.config.sections import Section
+from trinity_lightning.config.sections import Section, schema_of
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
 
@@ -81,8 +81,12 @@ def explain_composition(error: Exception) -> str | None:
     if isinstance(error, UnicodeDecodeError):
         paths = [frame.f_locals["full_path"] for frame in frames if "full_path" in frame.f_locals]
         return f"{paths[-1] if paths else 'a configuration file'} is no text: give a YAML file in UTF-8."
-    if isinstance(error, OSError) and error.filename:
-        return f"hydra.run.dir: cannot make the run's folder, '{error.filename}': {error.strerror}."
+    failed = error if isinstance(error, OSError) else error.__cause__  # which logging wraps
+    if isinstance(failed, OSError) and failed.filename:
+        return (
+            f"output_dir or hydra.run.dir: cannot write the run's folder, '{failed.filename}': {failed.strerror}; give "
+            "another one."
+        )
     return None
 
 
@@ -97,7 +101,9 @@ def _explain_yaml(error: yaml.MarkedYAMLError) -> str:
 
 def _explain_grammar(override: str) -> str:
     if not override.partition("=")[0] or "=" not in override:
-        return f"cannot read the override '{override}': give KEY=VALUE."
+        names = dict(zip(PROGRAMS, PROGRAMS, strict=True)) | {each: f"+recipe={each}" for each in options("recipe")}
+        hint = f" Did you mean {names[match]}?" if (match := nearest(override, names)) else ""
+        return f"cannot read the override '{override}': give KEY=VALUE.{hint}"
     return (
         f"cannot read the override '{override}': close every bracket and quote, and quote a value with other "
         "characters that mean something to Hydra: 'KEY=\"VALUE\"'."
@@ -164,31 +170,29 @@ def _root(error: BaseException) -> BaseException:
 # -- how a command ends -----------------------------------------------------------------------------------------------
 
 
-def end_run(error: TrinityError | OmegaConfBaseException, folder: str | Path | None) -> NoReturn:
-    """Say what ended a run, to its log with the traceback, and exit: 2 for the configuration, 143 for SIGTERM, else 1.
-
-    Args:
-        error: what ended it.
-        folder: the run's, if this process made it: removed if a wrong configuration left nothing in it.
-    """
-    sentence = explain(error) if isinstance(error, OmegaConfBaseException) else str(error)
+def end_run(error: TrinityError | OmegaConfBaseException | KeyboardInterrupt, folder: str | Path | None) -> NoReturn:
+    """Say what ended a run, and exit, as `errors_as_sentences` says; the folder is None if it was there before."""
+    sentence = explain(error) if isinstance(error, OmegaConfBaseException) else str(error) or "interrupted."
     record = logging.LogRecord("trinity_lightning", logging.ERROR, "", 0, sentence, None, sys.exc_info())
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(record)
     print(f"trinity-lightning: {sentence}", file=sys.stderr)
-    if not isinstance(error, CONFIG_ERRORS):
+    if not isinstance(error, (*CONFIG_ERRORS, KeyboardInterrupt)):
         sys.exit(143 if isinstance(error, RankTerminatedError) else 1)
     if folder is not None:
         _discard_unused(Path(folder))
-    sys.exit(2)
+    sys.exit(130 if isinstance(error, KeyboardInterrupt) else 2)
 
 
 def _discard_unused(folder: Path) -> None:
-    """Remove the folder of a run that was refused before it wrote more than its log."""
+    """Remove the folder of a run that ended before it wrote more than its log, and those made to hold it."""
     inside = [path for path in folder.rglob("*") if path.is_file()]
     if all(path.parent.name == ".hydra" or path.suffix == ".log" for path in inside):
         shutil.rmtree(folder, ignore_errors=True)
+        for parent in folder.resolve().parents:
+            if parent in begun and not any(parent.iterdir()):
+                parent.rmdir()
 
 
 def end_command(error: Exception) -> None:
@@ -277,9 +281,13 @@ def unknown_key(key: str, siblings: Iterable[str]) -> str:
     if key in RENAMED:
         return f"unknown key '{key}'. It is called {RENAMED[key]}."
     prefix, dot, name = key.rpartition(".")
+    if name == "name" and prefix in _groups():
+        return f"unknown key '{key}'. Choose by {prefix}=NAME or, in a recipe's defaults, '- override /{prefix}: NAME'."
     names = sorted(siblings)
     match = nearest(name, names)
     hint = f" Did you mean '{prefix}{dot}{match}'?" if match else ""
+    if not dot and match is None and nearest(name, ["recipe"]):
+        hint = " Did you mean +recipe=NAME?"
     return f"unknown key '{key}'.{hint} Known here: {', '.join(names) or 'none'}."
 
 
@@ -324,7 +332,7 @@ S = TypeVar("S", bound=Section)
 def section_given(key: str, kind: type[S], given: Any) -> S:
     """The section of that kind that stands under the dotted key, of these values; errors as `section_of`."""
     tree = OmegaConf.create()
-    OmegaConf.update(tree, key, OmegaConf.structured(kind))
+    OmegaConf.update(tree, key, schema_of(kind))
     section = OmegaConf.select(tree, key)
     try:
         section.merge_with(given)

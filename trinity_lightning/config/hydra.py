@@ -5,8 +5,9 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import TrainConfig, config_dir, options
+from trinity_lightning.config.sections import schema_of
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig, trains_together
 from trinity_lightning.errors import ConfigError, TrinityError
 
+PROGRAMS = ("plan", "evaluate", "report")
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 
 # Groups of conf/ whose choices are parts of a kind, and what choosing one sets. A part needs a file there only if it
@@ -36,10 +39,13 @@ CHOICES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
 }
 
 
-def register() -> None:
-    """Make the schema, the recipes, the parts and our resolvers known to Hydra; calling it twice is allowed."""
+def register(within: str | None = "") -> None:
+    """Make the schema, the recipes, the parts and our resolvers known to Hydra; calling it twice is allowed.
+
+    `within` is as of `run_dir`; None: nothing is written, and there is no folder.
+    """
     store = ConfigStore.instance()
-    schema = OmegaConf.structured(TrainConfig)
+    schema = schema_of(TrainConfig)
     # Plain mappings: a PartConfig would not merge with the bare name that a recipe may give.
     schema.algorithm.policy_loss = OmegaConf.create(vars(AlgorithmConfig().policy_loss))
     schema.optimizer.lr_scheduler = OmegaConf.create(vars(OptimizerConfig().lr_scheduler))
@@ -51,11 +57,30 @@ def register() -> None:
     for group, (kind, chosen) in CHOICES.items():
         for name in set(PARTS[kind]).difference(options(group)):
             store.store(group=group, name=name, node=chosen(name))
-    OmegaConf.register_new_resolver("trinity.run_dir", run_dir, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver("trinity.run_dir", partial(_folder, within), replace=True)
     OmegaConf.register_new_resolver("trinity.group", _group, replace=True)
 
 
-begun: set[Path] = set()  # folders of runs and evaluations of this process
+begun: set[Path] = set()  # folders that this process made, or had Hydra make, for runs and evaluations
+
+
+def _folder(within: str | None, root: str, name: str, ckpt_path: str | None, *, _root_: DictConfig) -> str:
+    """Where Hydra writes: `output_dir`, if that is given, or a new folder."""
+    if within is None:
+        return "."
+    if there := OmegaConf.select(_root_, "hydra.runtime.output_dir"):  # what was resolved before
+        return there
+    given = _root_._get_node("output_dir")
+    if isinstance(given, Node) and given._value() != "${hydra:runtime.output_dir}":
+        with suppress(OSError):  # which Hydra will have, too, as it makes the folder
+            _begin(Path(_root_.output_dir))
+        return _root_.output_dir
+    return run_dir(root, name, None if within else ckpt_path, within)
+
+
+def _begin(folder: Path) -> None:
+    """Remember what is about to be made for a folder to be there."""
+    begun.update(each.resolve() for each in (folder, *folder.parents) if not each.exists())
 
 
 def run_dir(root: str, name: str, ckpt_path: str | None, within: str = "") -> str:
@@ -80,16 +105,14 @@ def _new_folder(folder: Path) -> Path:
     number = 1
     while True:
         try:
+            _begin(folder)
             folder.mkdir(parents=True)
-            begun.add(folder.resolve())
             return folder
-        except FileExistsError as error:
+        except OSError as error:
             if not folder.is_dir():
-                raise ConfigError(f"output_root: '{error.filename}' is a file, not a folder.") from error
+                raise ConfigError(f"output_root: cannot make the folder '{folder}': {error.strerror}.") from error
             number += 1
             folder = folder.with_name(f"{folder.name.partition('~')[0]}~{number}")
-        except OSError as error:
-            raise ConfigError(f"output_root: cannot make the folder '{folder}': {error.strerror}.") from error
 
 
 def _group(name: str, mode: Any, sweep_dir: str) -> str:
@@ -98,27 +121,27 @@ def _group(name: str, mode: Any, sweep_dir: str) -> str:
 
 
 def check_overrides(config: DictConfig) -> None:
-    """Refuse `NAME={}` of a mapping that is not empty: Hydra merges mappings, and it would change nothing.
-
-    Raises:
-        ConfigError: there is such an override.
-    """
+    """Refuse `NAME={}` of a mapping that is not empty, which changes nothing: Hydra merges mappings; a ConfigError."""
     for override in HydraConfig.get().overrides.task:
         name, _, value = override.partition("=")
-        entries = OmegaConf.select(config, name) if re.fullmatch(r"\{\s*\}", value) else None
-        if entries:
+        if re.fullmatch(r"\{\s*\}", value) and (entries := OmegaConf.select(config, name)):
             raise ConfigError(
                 f"{override} changes nothing, since Hydra merges mappings: leave out an entry by "
                 f"'~{name}.{next(iter(entries))}', or all of them by '~{name}'."
             )
 
 
-def check_read(config: DictConfig) -> None:
-    """Refuse keys about rollouts when training has no rollouts: on the command line, or in the user's own recipe.
+def check_folder(config: DictConfig) -> None:
+    """Refuse an `output_dir` that is not where Hydra writes its files and the log; a ConfigError."""
+    if (there := Path(HydraConfig.get().runtime.output_dir).resolve()) != Path(config.output_dir).resolve():
+        raise ConfigError(
+            f"output_dir is '{config.output_dir}', and this run's other files go to '{there}': give output_dir without "
+            "hydra.run.dir, or, for the jobs of a sweep, output_root or hydra.sweep.dir instead."
+        )
 
-    Raises:
-        ConfigError: names the keys.
-    """
+
+def check_read(config: DictConfig) -> None:
+    """Refuse keys about rollouts, of the command line or the user's own recipe, without rollouts; a ConfigError."""
     if (storage := OmegaConf.select(config, "buffer.storage")) != "memory":
         from trinity_lightning.config.stored import check_composed
 
@@ -135,16 +158,14 @@ def check_processes(config: DictConfig) -> None:
 
 @contextmanager
 def errors_as_sentences(folder: str | Path) -> Iterator[None]:
-    """One message and an exit code: 2 for errors of the configuration, 143 for SIGTERM on any rank, else 1.
+    """One message and an exit code: 2 for errors of the configuration, 130 for Ctrl-C, 143 for SIGTERM, else 1.
 
-    The traceback is in the run's log. A job of a sweep raises on, for the other jobs to be run.
-
-    Args:
-        folder: the run's; removed if a wrong configuration left nothing in it.
+    The traceback is in the run's log. A job of a sweep raises on, for the other jobs to be run. The folder is the
+    run's; it is removed if a wrong configuration or Ctrl-C left nothing in it.
     """
     try:
         yield
-    except (TrinityError, OmegaConfBaseException) as error:
+    except (TrinityError, OmegaConfBaseException, KeyboardInterrupt) as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise
         from trinity_lightning.config.explain import end_run
@@ -152,22 +173,14 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
         end_run(error, folder if Path(folder).resolve() in begun else None)
 
 
-def run_command(command: Callable[[], None], new_folders: bool = True) -> None:
-    """Run a console command: errors of the configuration are one message and exit code 2.
-
-    Args:
-        command: Hydra's main function.
-        new_folders: whether `trinity.run_dir` makes a run's folder. Hydra resolves it while it composes, also if
-            another folder is taken then.
-    """
+def run_command(command: Callable[[], None], within: str | None = "") -> None:
+    """Run Hydra's main function: errors of the configuration are one message and exit code 2; `within`: `register`."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us here; all but those of the configuration go on
     sys.path.insert(0, str(Path.cwd()))  # a reward or workflow of your own lies in the folder you start from
     if {"--help", "-h", "--cfg", "-c", "--info"} & {*sys.argv}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # what is only shown ends in silence if nobody reads on: `| head`
     try:
-        register()
-        if not new_folders:
-            OmegaConf.register_new_resolver("trinity.run_dir", lambda *_: "", replace=True)
+        register(within)
         command()
     except (*CONFIG_ERRORS, ValueError, OSError, RecursionError) as error:
         from trinity_lightning.config.explain import end_command

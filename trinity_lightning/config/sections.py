@@ -7,6 +7,8 @@ from enum import Enum
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
+from omegaconf import BooleanNode, DictConfig, OmegaConf
+
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.values import one_of
 from trinity_lightning.errors import ConfigError
@@ -98,6 +100,30 @@ def _checked_copy(section: T) -> T:
     values: dict[str, Any] = {each.name: getattr(section, each.name) for each in fields(section)}  # type: ignore[arg-type]
     copies = {name: _checked_copy(v) if is_dataclass(v) else copy.deepcopy(v) for name, v in values.items()}
     return type(section)(**copies)
+
+
+class _Flag(BooleanNode):
+    """True or false, or a word for it: OmegaConf alone would take every number for one of them."""
+
+    def _validate_and_convert_impl(self, value: Any) -> bool:
+        return super()._validate_and_convert_impl(value if isinstance(value, bool | str) else None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Flag":
+        copied = _Flag()
+        self._deepcopy_impl(copied, memo)
+        return copied
+
+
+def schema_of(kind: Any) -> DictConfig:
+    """The schema of a section's class, or one that was made already, with flags that take no numbers."""
+    schema = kind if isinstance(kind, DictConfig) else OmegaConf.structured(kind)
+    for name in schema:
+        node = schema._get_node(name)
+        if isinstance(node, BooleanNode):
+            schema.__dict__["_content"][name] = _Flag(node._value(), name, schema, is_optional=False)
+        elif isinstance(node, DictConfig) and not node._is_none():
+            schema_of(node)
+    return schema
 
 
 # -- parts: {name, args}, of which a bare name is short for {name: it} -------------------------------------------------

@@ -192,11 +192,12 @@ def check_start(config: DictConfig, hydra: Any) -> None:
             "its own: start the command without srun, with hydra/launcher=submitit_slurm, or give the values to try, "
             "such as optimizer.lr=1e-5,1e-4."
         )
-    named = any(each.startswith("hydra.run.dir=") for each in hydra.overrides.hydra)
+    given = (*hydra.overrides.hydra, *hydra.overrides.task)
+    named = any(each.startswith(("hydra.run.dir=", "output_dir=")) for each in given)
     if "RANK" in os.environ and not named and config.ckpt_path != "last":
         raise ConfigError(
             "processes that torchrun starts need one folder for the run: give it, such as "
-            f"hydra.run.dir={config.output_root}/{config.name}/first."
+            f"output_dir={config.output_root}/{config.name}/first."
         )
 
 

@@ -268,10 +268,7 @@ class Explorer:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def prepare(
-        self,
-        sink: Sink | None = None,
-        weights: Callable[[], WeightStream] | None = None,
-        watcher: Watcher = NOBODY,
+        self, sink: Sink | None = None, weights: Callable[[], WeightStream] | None = None, watcher: Watcher = NOBODY
     ) -> None:
         """Load or start the engines, ask whether endpoints are there, and start the runners.
 

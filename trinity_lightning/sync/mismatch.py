@@ -52,11 +52,7 @@ def different_texts(trainer: Sequence[float], engine: Sequence[float], what: str
 
 
 def different_logprobs(
-    trainer: Sequence[float],
-    engine: Sequence[float],
-    mean: tuple[float, float],
-    worst: tuple[float, float],
-    what: str,
+    trainer: Sequence[float], engine: Sequence[float], mean: tuple[float, float], worst: tuple[float, float], what: str
 ) -> WeightSyncError:
     """The error if they differ by more than rounding; the mean and the worst difference, each with what is allowed."""
     return WeightSyncError(

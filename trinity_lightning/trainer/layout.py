@@ -467,12 +467,7 @@ class Passes:
         return tuple(map(micro.spread, values))
 
     def columns(
-        self,
-        model: Any,
-        batch: OptimizerBatch,
-        placement: "Whole",
-        kept: Sequence[int] = (0,),
-        shared: bool = True,
+        self, model: Any, batch: OptimizerBatch, placement: "Whole", kept: Sequence[int] = (0,), shared: bool = True
     ) -> list[list[Tensor]]:
         """Of what the function yields, the kept ones (log-probabilities alone), each of every experience's response.
 

@@ -13,13 +13,7 @@ import torch
 from trinity_lightning.common.hardware import GIB, trim_heap
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.config.engines import (
-    CAPABILITIES,
-    EngineConfig,
-    EngineDtype,
-    EngineSleep,
-    require_vllm,
-)
+from trinity_lightning.config.engines import CAPABILITIES, EngineConfig, EngineDtype, EngineSleep, require_vllm
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine

@@ -17,12 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.engines import (
-    CAPABILITIES,
-    EngineConfig,
-    EngineDtype,
-    require_vllm,
-)
+from trinity_lightning.config.engines import CAPABILITIES, EngineConfig, EngineDtype, require_vllm
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig
 from trinity_lightning.config.servers import PARALLEL, check_vllm_args, visible_gpus

@@ -144,7 +144,7 @@ _NO_OBJECT = "is no JSON object, which every entry has to be"
 
 def _json_row(text: str, where: str) -> dict[str, Any]:
     try:
-        row = _DECODER.decode(text)
+        row = _DECODER.decode(text.rstrip())  # a column of this line, where it ends too early
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where} {_NO_OBJECT}: {error.msg} at column {error.colno}.") from error
     except _TwiceError as error:

@@ -1,0 +1,81 @@
+"""Folders of runs: where Hydra writes, and what is left of a run that ends at once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from support.compose import composed
+
+from trinity_lightning.config import hydra as compose
+from trinity_lightning.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    HydraConfig.instance().cfg = None
+
+
+def begin(*overrides: str) -> DictConfig:
+    """The configuration of a run that Hydra begins: it asks for its folder, and then says which one it took."""
+    config = composed("+recipe=grpo", *overrides, hydra=True)
+    config.hydra.runtime.output_dir = str(Path(config.hydra.run.dir).absolute())
+    HydraConfig.instance().set_config(config)
+    return config
+
+
+@pytest.mark.parametrize("given", ["mine", "a/b", "${output_root}/mine"])
+def test_hydra_writes_to_the_output_dir_that_is_given(given: str, tmp_path: Path) -> None:
+    config = begin(f"output_dir={given}")
+    assert Path(config.hydra.runtime.output_dir) == tmp_path / given.replace("${output_root}", "outputs")
+    compose.check_folder(config)
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_run_has_one_folder_however_often_it_is_asked_for(tmp_path: Path) -> None:
+    config = begin()
+    assert config.hydra.run.dir == config.output_dir == config.hydra.runtime.output_dir
+    compose.check_folder(config)
+    assert len(list((tmp_path / "outputs" / "grpo").iterdir())) == 1
+
+
+def test_two_folders_for_one_run_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^output_dir is 'mine', and this run's other files go to '.*/theirs'"):
+        compose.check_folder(begin("output_dir=mine", "hydra.run.dir=theirs"))
+
+
+@pytest.mark.parametrize("overrides", [(), ("output_dir=a/b",)])
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("no"), 2), (KeyboardInterrupt(), 130)])
+def test_nothing_is_left_of_a_run_that_wrote_nothing(
+    error: BaseException, code: int, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = Path(begin(*overrides).output_dir)
+    (folder / ".hydra").mkdir(parents=True)  # as Hydra does
+    (folder / ".hydra" / "config.yaml").touch()
+    (folder / "train.log").touch()
+    with pytest.raises(SystemExit) as ended, compose.errors_as_sentences(folder):
+        raise error
+    assert ended.value.code == code
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["mine/checkpoints/last.ckpt", "yours/metrics.csv"])
+def test_what_was_written_is_kept(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    begin(f"output_dir={folder}")
+    (folder.parent / name).parent.mkdir(parents=True)
+    (folder.parent / name).touch()
+    with pytest.raises(SystemExit), compose.errors_as_sentences(folder):
+        raise KeyboardInterrupt
+    assert (folder.parent / name).is_file()
+
+
+def test_a_folder_that_was_there_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    begin("output_dir=mine")
+    with pytest.raises(SystemExit), compose.errors_as_sentences("mine"):
+        raise ConfigError("no")
+    assert (tmp_path / "mine").is_dir()
