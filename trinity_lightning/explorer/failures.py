@@ -3,14 +3,13 @@
 import asyncio
 import logging
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Never
 
+from trinity_lightning.common.failures import of_a_library
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError, WorkflowBlockedError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.runner import Status, fails_by_reward
@@ -51,14 +50,10 @@ def no_engine(model: object) -> ConfigError:
 # -- an event loop that runs in another thread -------------------------------------------------------------------------
 
 
-PACKAGE = Path(__file__).parents[1]
-LIBRARIES = [PACKAGE, *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib"))]
-
-
 def blocker_of(thread: threading.Thread) -> str | None:
     """The innermost line that the thread's loop is in and no library has, with its workflow; None while it waits."""
     frames = list(_running(thread))
-    own = [frame for frame in frames if not _of_a_library(frame)]
+    own = [frame for frame in frames if not of_a_library(frame.f_code.co_filename)]
     place = next((_place(frame) for frame in own or frames), None)
     owners = (frame.f_locals.get("self") for frame in frames)
     workflow = next((f" (workflow '{type(each).__name__}')" for each in owners if isinstance(each, Workflow)), "")
@@ -94,11 +89,6 @@ def _running(thread: threading.Thread) -> Iterator[FrameType]:
 
 def _frame_of(thread: threading.Thread) -> FrameType | None:
     return sys._current_frames().get(thread.ident or 0)
-
-
-def _of_a_library(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return file.startswith("<frozen") or any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
 
 
 def _place(frame: FrameType) -> str:

@@ -18,7 +18,15 @@ from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.rewards import SCORER
-from trinity_lightning.explorer.runner import Status, WorkflowRunner, describe, fails_by_reward, summarize
+from trinity_lightning.explorer.runner import (
+    ENOUGH_FAILURES,
+    Failures,
+    Status,
+    WorkflowRunner,
+    describe,
+    fails_by_reward,
+    summarize,
+)
 from trinity_lightning.explorer.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -32,8 +40,6 @@ _Work = asyncio.Task[tuple[Status, list[Experience], int]]
 
 # The same task would fail the same way again.
 _FINAL_ERRORS = (ConfigError, PromptTooLongError)
-# If the first tasks to end are this many, and each failed in its reward functions, the others are given up.
-_ENOUGH_FAILURES = 16
 CHARACTERS = 4  # of a token, about
 _TIMES = ("time_per_task", "task_run_time")
 _STEP = re.compile(r"[0-9]+")
@@ -60,6 +66,9 @@ class RunnerWrapper:
         rollout_model: the model its workflows try with.
         auxiliary_models: one model of each auxiliary kind.
         config: the explorer's configuration.
+
+    Attributes:
+        failures: what attempts failed by; those of all runners, if a scheduler has several.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class RunnerWrapper:
         self.runner_id = runner_id
         self.config = config
         self.model = rollout_model
+        self.failures = Failures()
         self.runner = _runner_class(config)(config, rollout_model, auxiliary_models, runner_id)
 
     async def run_with_retry(
@@ -82,7 +92,7 @@ class RunnerWrapper:
         """Try the chunk's runs, and those that fail up to `max_retry_times` times more.
 
         Experiences of runs that succeeded are kept, also if others fail for good. Errors that would only come again
-        (a prompt that is too long, a wrong configuration) are not retried.
+        (a prompt that is too long, a wrong configuration, a reward function that fails at all) are not retried.
 
         Args:
             task: the chunk.
@@ -107,14 +117,13 @@ class RunnerWrapper:
             experiences += attempt.experiences
             failed = {run: error for run, error in failed.items() if run not in runs} | attempt.errors
             runs = sorted(run for run, error in attempt.errors.items() if not isinstance(error, _FINAL_ERRORS))
-            if not runs:
+            self.failures.add(f"runner {self.runner_id}, task {name}, attempt {attempted}", name, attempt)
+            if not runs or self.failures.will_come_again:
                 break
-            reasons = "; ".join(describe(attempt.errors))
-            logger.info("runner %d, task %s, attempt %d: %s", self.runner_id, name, attempted, reasons)
         experiences.sort(key=lambda experience: experience.eid.run)  # stable: the steps of a run stay in order
         times = {"time_per_task": seconds, "task_run_time": clock() - start}
         status, experiences = summarize(one, experiences, describe(failed), task.repeat_times, times)
-        if not status.ok:
+        if not status.ok and self.failures.is_new(one.batch_id, status.message):
             logger.warning("task %s: %s", name, status.message)
         return status, experiences, self.runner_id
 
@@ -248,6 +257,9 @@ class Scheduler:
             RunnerWrapper(i, rollout_model[i % len(rollout_model)], [of[i % len(of)] for of in auxiliary], config)
             for i in range(config.runners * len(rollout_model))
         ]
+        self._failures = Failures()
+        for each in self.runners:
+            each.failures = self._failures
         self._idle = list(self.runners)
         self._load = Counter[int]()  # tokens under way, by engine
         self._queue: list[tuple[tuple[int, bool], int, Chunk, ScheduledTask]] = []
@@ -264,7 +276,6 @@ class Scheduler:
             self._reward_workers = RewardWorkers(config.reward_workers, config.reward_timeout)
         self._started = False
         self._finished_at = 0.0  # when a chunk last finished that was still wanted
-        self._succeeded = False  # whether any task has given an experience
         self._changed = asyncio.Event()
 
     async def prepare(self) -> None:
@@ -448,7 +459,6 @@ class Scheduler:
             if self._times is not None and scheduled.is_train:
                 self._times.add(status)
             scheduled.take(chunk, status, experiences)
-            self._succeeded = self._succeeded or bool(experiences or status.eval_experiences)
             self._finished_at = asyncio.get_running_loop().time()
         self._notify()
         self._dispatch()
@@ -471,8 +481,8 @@ class Scheduler:
     def _rewards_fail(self, batch: Batch) -> bool:
         """Whether enough tasks ended, all of them by errors of reward functions, to give the others up."""
         return (
-            not self._succeeded
-            and len(batch.finished) >= _ENOUGH_FAILURES
+            not self._failures.succeeded
+            and len(batch.finished) >= ENOUGH_FAILURES
             and all(fails_by_reward(scheduled.merged()[0]) for scheduled in batch.finished)
         )
 

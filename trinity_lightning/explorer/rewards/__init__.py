@@ -115,8 +115,13 @@ def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
 
 
 def raised(name: str, error: BaseException) -> RewardError:
-    """What a rollout fails with if a reward function raised."""
-    return RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}")
+    """What a rollout fails with if a reward function raised; its traceback is a note, which other processes read."""
+    from trinity_lightning.common.failures import causes, own_traceback
+
+    failure = RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}")
+    failure.may_pass = any(isinstance(each, OSError) for each in causes(error))
+    failure.add_note(own_traceback(error))
+    return failure
 
 
 async def _call(reward: Reward, response: str, task: Task) -> Any:
