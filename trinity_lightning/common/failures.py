@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import dropwhile
 from pathlib import Path
 
-from trinity_lightning.errors import DiskFullError, TrinityError
+from trinity_lightning.errors import DiskFullError, RewardError, TrinityError
 
 PACKAGE = Path(__file__).parents[1]
 LIBRARIES = [PACKAGE, *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib"))]
@@ -32,11 +32,14 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def own_traceback(error: BaseException) -> str:
-    """Where it was raised, from the first line on that is no library's."""
+def raised(name: str, error: BaseException) -> RewardError:
+    """What a rollout fails with if a reward function raised; its traceback is a note, which other processes read."""
+    failure = RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}")
+    failure.may_pass = any(isinstance(each, OSError) for each in causes(error))
     stack = traceback.extract_tb(error.__traceback__)
     own = list(dropwhile(lambda frame: of_a_library(frame.filename), stack))
-    return "".join(traceback.format_list(own or stack)).rstrip()
+    failure.add_note("".join(traceback.format_list(own or stack)).rstrip())
+    return failure
 
 
 def of_a_library(file: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Never
 from trinity_lightning.common.failures import of_a_library
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError, WorkflowBlockedError
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.runner import Status, fails_by_reward
+from trinity_lightning.explorer.runner import ENOUGH_FAILURES, Attempt, Outcomes, Status, describe, fails_by_reward
 from trinity_lightning.explorer.workflows.workflow import Workflow
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,29 @@ def refuse_nothing(what: str, statuses: Sequence[Status], tasks: int) -> Never:
         "They were given up: see the errors above in the log"
     ]
     raise RolloutError(f"{nothing}. {'; '.join(reasons)}")
+
+
+def note(task: str, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
+    """Log what is new of why an attempt at a task failed, with the traceback of a reward function's own code.
+
+    Returns:
+        whether others will fail so, too: a reward function has raised the same at every answer, to several tasks.
+    """
+    for run, error in attempt.errors.items():
+        [text] = describe({run: error})
+        if not outcomes.succeeded:
+            outcomes.failed[task, run] = text if isinstance(error, RewardError) and not error.may_pass else None
+        own_traceback = "\n".join(getattr(error, "__notes__", []))
+        if own_traceback and own_traceback not in outcomes.said:
+            told = "task %s, attempt %d: %s; from now on it is only counted. It was raised at\n%s"
+            logger.warning(told, task, number, text, own_traceback)
+        elif text not in outcomes.said:
+            logger.info("task %s, attempt %d: %s", task, number, text)
+        outcomes.said |= {text, own_traceback}
+    if outcomes.succeeded or len(outcomes.failed) < ENOUGH_FAILURES:
+        return False
+    tasks, reasons = {each for each, _ in outcomes.failed}, set(outcomes.failed.values())
+    return len(tasks) > 1 and len(reasons) == 1 and None not in reasons
 
 
 def no_engine(model: object) -> ConfigError:

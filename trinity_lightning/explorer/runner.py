@@ -61,44 +61,19 @@ class Attempt:
     seconds: float = 0.0
 
 
-class Failures:
-    """What attempts at tasks have failed by since the start; each reason is logged once, with a reward's traceback.
+@dataclass
+class Outcomes:
+    """How attempts of all runners ended since the start; `explorer.failures.note` fills in what failed.
 
     Attributes:
-        succeeded: whether any attempt has given an experience.
+        succeeded: whether any has given an experience.
+        said: what the log has had.
+        failed: until then, by task and run, what a reward function raised; None: it was something else, or may pass.
     """
 
-    def __init__(self) -> None:
-        self.succeeded = False
-        self._said: set[tuple[Any, ...]] = set()
-        self._failed: set[tuple[str, int]] = set()  # tasks and runs
-        self._rewards: set[str | None] = set()  # the errors of reward functions; None: another, or one that may pass
-
-    @property
-    def will_come_again(self) -> bool:
-        """Whether a reward function has raised the same at every answer so far, to several tasks."""
-        alike = len(self._rewards) == 1 and None not in self._rewards and len({task for task, _ in self._failed}) > 1
-        return alike and len(self._failed) >= ENOUGH_FAILURES and not self.succeeded
-
-    def add(self, what: str, task: str, attempt: Attempt) -> None:
-        """Take note of how an attempt at a task ended, which `what` says in words."""
-        self.succeeded = self.succeeded or bool(attempt.experiences)
-        for run, error in attempt.errors.items():
-            [text] = describe({run: error})
-            if not self.succeeded:
-                self._failed.add((task, run))
-                self._rewards.add(text if isinstance(error, RewardError) and not error.may_pass else None)
-            notes, new = getattr(error, "__notes__", []), self.is_new(text)
-            if notes and self.is_new(*notes):
-                logger.warning("%s: %s; from now on it is only counted. It was raised at\n%s", what, text, *notes)
-            elif new:
-                logger.info("%s: %s", what, text)
-
-    def is_new(self, *what: Any) -> bool:
-        """Whether that is said for the first time."""
-        new = what not in self._said
-        self._said.add(what)
-        return new
+    succeeded: bool = False
+    said: set[Any] = field(default_factory=set)
+    failed: dict[tuple[str, int], str | None] = field(default_factory=dict)
 
 
 class WorkflowRunner:

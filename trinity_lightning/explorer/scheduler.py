@@ -20,7 +20,7 @@ from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.rewards import SCORER
 from trinity_lightning.explorer.runner import (
     ENOUGH_FAILURES,
-    Failures,
+    Outcomes,
     Status,
     WorkflowRunner,
     describe,
@@ -68,7 +68,7 @@ class RunnerWrapper:
         config: the explorer's configuration.
 
     Attributes:
-        failures: what attempts failed by; those of all runners, if a scheduler has several.
+        outcomes: of its attempts, and of those of the other runners of a scheduler.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RunnerWrapper:
         self.runner_id = runner_id
         self.config = config
         self.model = rollout_model
-        self.failures = Failures()
+        self.outcomes = Outcomes()
         self.runner = _runner_class(config)(config, rollout_model, auxiliary_models, runner_id)
 
     async def run_with_retry(
@@ -92,7 +92,8 @@ class RunnerWrapper:
         """Try the chunk's runs, and those that fail up to `max_retry_times` times more.
 
         Experiences of runs that succeeded are kept, also if others fail for good. Errors that would only come again
-        (a prompt that is too long, a wrong configuration, a reward function that fails at all) are not retried.
+        (a prompt that is too long, a wrong configuration, what a reward function raised everywhere) are not
+        retried.
 
         Args:
             task: the chunk.
@@ -117,13 +118,18 @@ class RunnerWrapper:
             experiences += attempt.experiences
             failed = {run: error for run, error in failed.items() if run not in runs} | attempt.errors
             runs = sorted(run for run, error in attempt.errors.items() if not isinstance(error, _FINAL_ERRORS))
-            self.failures.add(f"runner {self.runner_id}, task {name}, attempt {attempted}", name, attempt)
-            if not runs or self.failures.will_come_again:
+            self.outcomes.succeeded = self.outcomes.succeeded or bool(attempt.experiences)
+            if not attempt.errors:
+                break
+            from trinity_lightning.explorer.failures import note
+
+            if note(name, attempted, attempt, self.outcomes) or not runs:
                 break
         experiences.sort(key=lambda experience: experience.eid.run)  # stable: the steps of a run stay in order
         times = {"time_per_task": seconds, "task_run_time": clock() - start}
         status, experiences = summarize(one, experiences, describe(failed), task.repeat_times, times)
-        if not status.ok and self.failures.is_new(one.batch_id, status.message):
+        if not status.ok and (said := (one.batch_id, status.message)) not in self.outcomes.said:
+            self.outcomes.said.add(said)
             logger.warning("task %s: %s", name, status.message)
         return status, experiences, self.runner_id
 
@@ -257,9 +263,9 @@ class Scheduler:
             RunnerWrapper(i, rollout_model[i % len(rollout_model)], [of[i % len(of)] for of in auxiliary], config)
             for i in range(config.runners * len(rollout_model))
         ]
-        self._failures = Failures()
+        self._outcomes = Outcomes()
         for each in self.runners:
-            each.failures = self._failures
+            each.outcomes = self._outcomes
         self._idle = list(self.runners)
         self._load = Counter[int]()  # tokens under way, by engine
         self._queue: list[tuple[tuple[int, bool], int, Chunk, ScheduledTask]] = []
@@ -480,11 +486,8 @@ class Scheduler:
 
     def _rewards_fail(self, batch: Batch) -> bool:
         """Whether enough tasks ended, all of them by errors of reward functions, to give the others up."""
-        return (
-            not self._failures.succeeded
-            and len(batch.finished) >= ENOUGH_FAILURES
-            and all(fails_by_reward(scheduled.merged()[0]) for scheduled in batch.finished)
-        )
+        enough = len(batch.finished) >= ENOUGH_FAILURES and not self._outcomes.succeeded
+        return enough and all(fails_by_reward(scheduled.merged()[0]) for scheduled in batch.finished)
 
     async def _drop(self, batches: Sequence[Batch]) -> None:
         """Give up what is unfinished of these batches, and wait until its runners are free."""

@@ -114,16 +114,6 @@ def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
     return value, metrics
 
 
-def raised(name: str, error: BaseException) -> RewardError:
-    """What a rollout fails with if a reward function raised; its traceback is a note, which other processes read."""
-    from trinity_lightning.common.failures import causes, own_traceback
-
-    failure = RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}")
-    failure.may_pass = any(isinstance(each, OSError) for each in causes(error))
-    failure.add_note(own_traceback(error))
-    return failure
-
-
 async def _call(reward: Reward, response: str, task: Task) -> Any:
     try:
         if is_async(reward.function):
@@ -132,6 +122,8 @@ async def _call(reward: Reward, response: str, task: Task) -> Any:
         value = await run_in_thread(lambda: reward.function(response, task))
         return await value if inspect.isawaitable(value) else value
     except (Exception, SystemExit) as error:  # a reward that executes code may meet exit()
+        from trinity_lightning.common.failures import raised
+
         raise raised(reward.name, error) from error
 
 
