@@ -39,7 +39,7 @@ def resume(checkpoint: str, items: tuple[int, int] = (2, 2), name: str = "tiny",
 def test_a_checkpoint_of_another_model_is_refused_without_the_record_of_its_run(tmp_path: Path) -> None:
     checkpoint = written(tmp_path)
     assert resume(checkpoint) == checkpoint
-    with pytest.raises(ConfigError, match=r"model\.name is smollm2, and the run to resume trains tiny: choose that"):
+    with pytest.raises(ConfigError, match=r"model\.name is smollm2, and the checkpoint's run trains tiny: choose that"):
         resume(checkpoint, name="smollm2")
 
 
@@ -49,6 +49,20 @@ def test_a_model_that_has_been_moved_is_not_compared(tmp_path: Path, monkeypatch
     )
     with pytest.raises(ConfigError, match=r"trains tiny, which is not here to compare: put it back"):
         resume(written(tmp_path), name="smollm2")
+
+
+def test_another_seed_in_a_folder_of_its_own_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = written(tmp_path, callbacks={"ExplorerCallback": {"explorer": {"seed": 3}}})
+    resume(checkpoint, seed=3)
+    assert not caplog.text
+    resume(checkpoint, seed=4)
+    assert f"resuming with seed = 4; it was 3 in '{checkpoint}'" in caplog.text
+
+
+def test_a_run_that_has_finished_is_said_to_have_nothing_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    done = {"fit_loop": {"epoch_progress": {"current": {"processed": 2}}}}
+    resume(written(tmp_path, loops=done))
+    assert "nothing is left to do: all 2 steps are done" in caplog.text
 
 
 @pytest.mark.parametrize(

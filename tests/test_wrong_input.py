@@ -991,7 +991,7 @@ def test_a_resume_that_cannot_work_is_refused_and_leaves_the_record_alone(run_tr
     (tmp_path / "garbage.ckpt").write_bytes(b"garbage")
     for arguments, message in (
         (("ckpt_path=last", "steps=1"), "was written after step 2: give more steps"),
-        (("ckpt_path=last", "steps=3", "model=smollm2"), "the run to resume trains tiny"),
+        (("ckpt_path=last", "steps=3", "model=smollm2"), "the checkpoint's run trains tiny"),
         (("ckpt_path=garbage.ckpt", "steps=3"), "'garbage.ckpt' is no checkpoint of a training run"),
         (("ckpt_path=last", "steps=3", *CRITIC), "algorithm.critic is a value head, and that of the checkpoint"),
         (("ckpt_path=last", "steps=3", "model.lora.r=4"), "no adapters: leave model.lora out."),

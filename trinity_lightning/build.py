@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -398,18 +398,21 @@ def given(loggers: Collection[Logger], config: DictConfig) -> Iterator[None]:
             each.log_hyperparams(settings)
         yield
     except BaseException as error:
-        finish(loggers, failed=isinstance(error, Exception))  # not if it was interrupted
+        with suppress(Exception):  # why it failed is what matters
+            finish(loggers, failed=isinstance(error, Exception))  # not if it was interrupted
         raise
 
 
 def finish(loggers: Collection[Logger], failed: bool = False) -> None:
     """Write what is left, and end the run of W&B: the next job of a sweep gets a run of its own."""
-    for each in loggers:
-        each.save()
-    if any(isinstance(each, WandbLogger) for each in loggers):
-        import wandb
+    try:
+        for each in loggers:
+            each.save()
+    finally:
+        if any(isinstance(each, WandbLogger) for each in loggers):
+            import wandb
 
-        wandb.finish(exit_code=int(failed))  # not through the logger, which would begin a run if there is none
+            wandb.finish(exit_code=int(failed))  # not through the logger, which would begin a run if there is none
 
 
 def quiet_lightning() -> None:

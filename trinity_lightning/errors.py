@@ -22,6 +22,8 @@ class RolloutError(TrinityError):
 class RewardError(RolloutError):
     """A reward function raised, took too long, or returned something that is no finite number; the message names it."""
 
+    may_pass = False  # whether what it asked (a server, a disk) may answer another time
+
 
 class WorkflowBlockedError(RolloutError):
     """A workflow blocked the event loop, and with it every other rollout."""

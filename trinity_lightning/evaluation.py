@@ -21,6 +21,7 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.monitor.csv_logger import log_row
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
+from trinity_lightning.resume import check_model
 from trinity_lightning.sync.files import checkpoint_weights
 from trinity_lightning.sync.stream import WeightStream, as_checkpoint, skeleton
 from trinity_lightning.trainer.policy import PolicyModule
@@ -93,6 +94,8 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     Raises:
         ConfigError, ValueError, TypeError: a name or an argument that a part does not know.
     """
+    for each in checkpoints:
+        check_model(config.model.name, contents(each).get("hyper_parameters", {}).get("model", config.model.name))
     settle_dtypes(config, checkpoints[0] if checkpoints else None)
     typed = typed_config(config)
     folder = Path(config.output_dir)

@@ -46,34 +46,37 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     _check_kind(config.buffer.storage, checkpoint, path)
     _check_critic(config.algorithm.critic, checkpoint["state_dict"].keys(), path)
     check_resumed(checkpoint, config.optimizer)
-    _check_model(config.model.name, checkpoint["hyper_parameters"].get("model", config.model.name))
+    check_model(config.model.name, checkpoint["hyper_parameters"].get("model", config.model.name))
     _check_items(config.algorithm, checkpoint, path)
     check_lora(checkpoint, section_of("model.lora", LoRAConfig, config.model.lora))
     if step == config.steps:
-        logger.warning("all %d steps are done in '%s': give more steps to go on.", step, path)
+        logger.warning("nothing is left to do: all %d steps are done in '%s'. To go on, set steps=N.", step, path)
+    before = checkpoint.get("callbacks", {}).get("ExplorerCallback", {}).get("explorer", {}).get("seed", config.seed)
+    if before != config.seed:  # a run of its own, in another folder: that of its folder is refused
+        logger.warning("resuming with seed = %s; it was %s in '%s'", config.seed, before, path)
     return str(path)
 
 
 def _check_record(config: TrainConfig | DictConfig, before: DictConfig) -> None:
     """Refuse another model or seed than those of the run to resume; data in the seed's order refuse it, but late."""
-    _check_model(config.model.name, before.model.name)
+    check_model(config.model.name, before.model.name)
     if before.get("seed", config.seed) != config.seed:
         raise ConfigError(f"seed is {config.seed}, and that of the run to resume is {before.seed}: choose that one.")
 
 
-def _check_model(asked: str, before: str) -> None:
-    """Refuse another model, even if the weights fit it: the tokenizer and the reference would be another's."""
+def check_model(asked: str, before: str) -> None:
+    """Refuse another model than a checkpoint's, even if its weights fit: tokenizer and reference would be another's."""
     if asked == before:
         return
     try:
         is_same = resolve_model(asked) == resolve_model(before)
     except ConfigError as error:
         raise ConfigError(
-            f"model.name is {asked}, and the run to resume trains {before}, which is not here to compare: put it back "
-            "there, or link it."
+            f"model.name is {asked}, and the checkpoint's run trains {before}, which is not here to compare: put it "
+            "back there, or link it."
         ) from error
     if not is_same:
-        raise ConfigError(f"model.name is {asked}, and the run to resume trains {before}: choose that one.")
+        raise ConfigError(f"model.name is {asked}, and the checkpoint's run trains {before}: choose that one.")
 
 
 def _check_kind(storage: str, checkpoint: Mapping[str, Any], path: Path) -> None:

@@ -59,6 +59,18 @@ def fill(experiences, strategy=DAPO, operators=(), more=None, all_rows=False):
     return data, metrics
 
 
+class More:
+    """A refill: the groups of as many tasks, from number 5 on, all at once."""
+
+    def __init__(self, tasks, groups=1):
+        self.tasks = tasks
+        self.left = [make_group(5 + number, 2, rewards=[0.0, 1.0]) for number in range(groups)]
+
+    async def __call__(self, tasks):
+        given, self.left = self.left, []
+        return flat(*given)
+
+
 def reasons(experiences):
     return [exp.info.get(UNTRAINED) for exp in experiences]
 
@@ -137,17 +149,7 @@ class Grades(ExperienceOperatorV1):
 
 
 def test_a_refill_counts_the_survivors_by_their_rewards_before_shaping():
-    class More:
-        tasks = 1
-
-        def __init__(self):
-            self.left = [make_group(5, 2, rewards=[0.0, 1.0]), make_group(6, 2, rewards=[0.0, 1.0])]
-
-        async def __call__(self, tasks):
-            given, self.left = self.left, []
-            return flat(*given)
-
-    wrong, more = make_group(0, 2, rewards=[0.0, 0.0]), More()
+    wrong, more = make_group(0, 2, rewards=[0.0, 0.0]), More(tasks=1, groups=2)
     refills = flat(*more.left)
     bonus = shaped([(exp, float(exp.eid.run)) for exp in wrong + refills])
     data, metrics = fill(wrong, DAPO, [bonus], more)
@@ -304,16 +306,8 @@ def test_a_group_without_the_metric_in_one_response_is_left_out(filtered_by):
 def test_a_group_without_a_valid_reward_in_one_response_is_left_out_whatever_it_is_judged_by():
     """What weighs it after the filter would leave it out too: a refill must not count it."""
 
-    class More:
-        tasks = 2
-
-        def __init__(self):
-            self.left = [make_group(5, 2, rewards=[0.0, 1.0])]
-
-        async def __call__(self, tasks):
-            return self.left.pop() if self.left else []
-
-    invalid, mixed, more = make_group(0, 2, rewards=[0.0, float("nan")]), make_group(1, 2, rewards=[0.0, 1.0]), More()
+    invalid, mixed = make_group(0, 2, rewards=[0.0, float("nan")]), make_group(1, 2, rewards=[0.0, 1.0])
+    more = More(tasks=2)
     for exp in [*invalid, *mixed, *more.left[0]]:
         exp.metrics["reward/accuracy"] = float(exp.eid.run)
     data, metrics = fill(invalid + mixed, (("dapo", {"metric": "accuracy"}), ("grpo", {})), more=more)
@@ -368,19 +362,10 @@ def test_a_resumed_run_goes_on_past_a_step_without_the_metric_as_it_would_have(b
 
 
 def test_the_few_tasks_of_a_refill_may_all_lack_the_metric():
-    class More:
-        tasks = 2
-
-        def __init__(self):
-            self.left = [make_group(5, 2, rewards=[0.0, 1.0])]
-
-        async def __call__(self, tasks):
-            return self.left.pop() if self.left else []
-
     exps = make_group(0, 2, rewards=[0.0, 1.0])
     for exp in exps:
         exp.metrics["reward/accuracy"] = float(exp.eid.run)
-    data, _ = fill(exps, (("dapo", {"metric": "accuracy"}), ("grpo", {})), more=More())
+    data, _ = fill(exps, (("dapo", {"metric": "accuracy"}), ("grpo", {})), more=More(tasks=2))
     assert {exp.eid.task for exp in data.storage.experiences} == {0}
 
 

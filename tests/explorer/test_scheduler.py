@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -23,7 +24,9 @@ from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RewardError
 from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper
+from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.scheduler import enough_of
+from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import PartialFailure
 
 
@@ -317,6 +320,60 @@ def test_a_batch_whose_rewards_all_fail_is_given_up(min_num: int | None, ratio: 
         assert not scheduler.has_step(1)
 
     running(body, over_rollout=OverRolloutConfig(ratio=ratio))
+
+
+async def raising(workflow: Any) -> list[Experience]:
+    async def of_the_user(response: str, task: Task) -> float:
+        return task.raw_task["nonsense"]
+
+    await score(resolve_rewards(of_the_user), "7", workflow.task)
+    raise AssertionError("not reached")
+
+
+def test_a_reward_that_raises_everywhere_is_told_once_with_its_traceback_and_not_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    attempts = 0
+
+    async def counted(workflow: Any) -> list[Experience]:
+        nonlocal attempts
+        attempts += 1
+        return await raising(workflow)
+
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(counted)] * 40, 1)
+        statuses, _ = await scheduler.get_results(1)
+        assert {status.message for status in statuses} == {f"1 of 1 runs failed: RewardError: {why}"}
+
+    why = "reward function 'of_the_user' raised KeyError: 'nonsense'"
+    with caplog.at_level(logging.INFO):
+        running(body, max_retry_times=2)
+    assert attempts < 16 * 3
+    assert caplog.text.count(f"attempt 1: RewardError: {why}") == 1
+    assert caplog.text.count('return task.raw_task["nonsense"]') == 1
+    assert "rewards/__init__.py" not in caplog.text
+    assert caplog.text.count("1 of 1 runs failed") == 1
+
+
+@pytest.mark.parametrize("tasks", [1, 8])
+def test_a_reward_that_raises_is_tried_again_while_it_may_pass(tasks: int) -> None:
+    """As one of a single task may, and one whose server does not answer."""
+    attempts: Counter[int] = Counter()
+
+    async def body(workflow: Any) -> list[Experience]:
+        async def asks(response: str, task: Task) -> float:
+            attempts[int(task.task_id)] += 1
+            raise KeyError if tasks == 1 else ConnectionRefusedError("no server")
+
+        await score(resolve_rewards(asks), "7", workflow.task)
+        raise AssertionError("not reached")
+
+    async def scheduled(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(body, repeat_times=16)] * tasks, 1)
+        await scheduler.get_results(1)
+
+    running(scheduled, max_retry_times=2, runner_per_model=8)
+    assert attempts == dict.fromkeys(range(tasks), 16 * 3)
 
 
 def test_min_num_in_time_gives_nothing_up() -> None:

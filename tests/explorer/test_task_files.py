@@ -196,6 +196,13 @@ print([row["a"] for split in ("train", "test[1:]") for row in dataset_entries("m
 """
 
 
+CUT_SHORT = """
+import os
+import datasets
+datasets.DownloadManager.download = lambda *_: print(os.listdir(os.environ["AT"]), flush=True) or os._exit(0)
+"""
+
+
 @pytest.mark.slow
 def test_values_of_the_hub_are_those_of_its_files_and_stay_when_it_is_gone(tmp_path):
     config = "---\nconfigs:\n- config_name: main\n  data_files:\n"
@@ -204,15 +211,18 @@ def test_values_of_the_hub_are_those_of_its_files_and_stay_when_it_is_gone(tmp_p
     files = {"README.md": f"{config}---\n", "data/train.jsonl": "\n".join(rows), "data/test.jsonl": "\n".join(rows[:2])}
     with hub_of("me/mixed", {name: text.encode() for name, text in files.items()}) as url:
         shown = read_from_hub(tmp_path, HF_ENDPOINT=url)
+        # A start that is killed there, with nothing left to download, is no download in part.
+        at = tmp_path / "hub" / "datasets--me--mixed"
+        there = read_from_hub(tmp_path, CUT_SHORT + READ_FROM_HUB, HF_ENDPOINT=url, AT=str(at))
+        assert "snapshots" in there
+        assert "unfinished" not in there
     assert shown == f"{[*MIXED, MIXED[1]]}\n"
     assert read_from_hub(tmp_path, HF_HUB_OFFLINE="1") == shown
 
 
-def read_from_hub(folder: Path, **variables: str) -> str:
+def read_from_hub(folder: Path, code: str = READ_FROM_HUB, **variables: str) -> str:
     settings = environment() | {"HF_HOME": str(folder), **variables}
-    done = subprocess.run(
-        [sys.executable, "-c", READ_FROM_HUB], env=settings, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=settings, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -3,11 +3,13 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from support.engine_promises import EnginePromises, ask
+from support.metaspace import metaspace_model
 from transformers import AutoModelForCausalLM
 
 from trinity_lightning.common.inference import Completion
@@ -153,6 +155,14 @@ def test_a_bad_request_is_its_callers_alone(engine: TransformersEngine, driver: 
 def test_without_a_model_it_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"bind\(model\)"):
         asyncio.run(TransformersEngine("tiny").generate(PROMPT))
+
+
+def test_the_text_of_a_sentencepiece_tokenizer_begins_with_its_space(tmp_path: Path, model: Any) -> None:
+    engine = TransformersEngine(str(metaspace_model(tmp_path / "model")), max_model_len=CONTEXT)
+    engine.bind(model)
+    driver = Driver([engine])
+    assert ask(engine, driver).text.startswith(" word")
+    driver.close()
 
 
 def test_the_cache_of_a_batch_is_given_up_at_its_end(engine: TransformersEngine, driver: Driver) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.engine_promises import EnginePromises, ask, plain_logprobs
+from support.metaspace import metaspace_model
 from support.tiny_model import tiny_model
 from support.tiny_vllm import driven_engine, standing_still, tiny_engine
 
@@ -43,7 +44,7 @@ def on_a_host(engine: VLLMEngine, coroutine: Coroutine[Any, Any, Any]) -> Any:
         driver.close()
 
 
-# -- what cannot be loaded: before the shared engine exists, which then shows that nothing was left behind ------------
+# -- before the shared engine exists, which then shows that nothing was left behind -----------------------------------
 
 
 def test_a_folder_whose_weights_do_not_fit_is_a_load_error(tmp_path: Path) -> None:
@@ -55,6 +56,19 @@ def test_a_folder_whose_weights_do_not_fit_is_a_load_error(tmp_path: Path) -> No
     with pytest.raises(ModelLoadError, match=r"vLLM cannot load '.*broken'"):
         on_a_host(engine, engine.load())
     assert not torch.distributed.is_initialized()
+
+
+def test_the_text_of_a_sentencepiece_tokenizer_begins_with_the_space_that_vllm_gives_it(tmp_path: Path) -> None:
+    engine = tiny_engine(str(metaspace_model(tmp_path / "model")), max_model_len=64)
+    driver = Driver([engine])
+    try:
+        driver.run(engine.load())
+        decoded, looked_at = (ask(engine, driver, max_tokens=4, stop=stop).text for stop in (None, ["\x00"]))
+        driver.run(engine.shutdown())
+    finally:
+        driver.close()
+    assert decoded == looked_at
+    assert decoded.startswith(" word")
 
 
 def test_a_folder_without_a_model_is_a_load_error(tmp_path: Path) -> None:
@@ -155,6 +169,15 @@ def test_the_text_is_vllms_also_with_stop_tokens_and_with_special_tokens_kept(
         plain, looked_at = (ask(engine, driver, stop=stop, **settings) for stop in (None, never))
         assert plain == looked_at, settings
     assert engine.tokenizer.pad_token in ask(engine, driver, **special).text
+
+
+def test_text_is_made_on_the_way_only_where_it_must_be(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(engine, "_submit", lambda *_, detokenize, **__: asked.append(detokenize))
+    usual = {"include_stop_str_in_output": False, "skip_special_tokens": True, "spaces_between_special_tokens": True}
+    for settings in ({}, {"stop": []}, usual, *({name: not value} for name, value in usual.items()), {"stop": ["."]}):
+        engine._add("it", PROMPT, 1, settings)
+    assert asked == [False] * 3 + [True] * 4
 
 
 def test_samples_of_a_prompt_share_its_blocks(

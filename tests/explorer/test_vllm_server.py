@@ -303,6 +303,36 @@ def test_a_server_that_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPa
     asyncio.run(load_twice(Elsewhere(-4.61, -4.6)))
 
 
+class Answers:
+    """A client of a server that answers, or does not, after so many seconds."""
+
+    def __init__(self, answer: bool, seconds: float) -> None:
+        self.answer, self.seconds, self.closed = answer, seconds, False
+
+    async def answers(self) -> bool:
+        await asyncio.sleep(self.seconds)
+        return self.answer
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("answer", "seconds", "gives_weights", "stays"),
+    [(False, 0, True, False), (True, 0, True, True), (False, 3600, True, True), (False, 0, False, True)],
+    ids=["down", "up", "slow", "a copy in a Ray worker"],
+)
+def test_a_server_elsewhere_is_let_go_once_it_is_down_by_who_gives_it_weights(
+    answer: bool, seconds: float, gives_weights: bool, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "URL_SECONDS", 0.05)
+    engine: Any = Elsewhere(-1, -2)
+    engine._client = client = Answers(answer, seconds)
+    engine._again = (lambda: asyncio.sleep(0)) if gives_weights else None
+    assert asyncio.run(engine._why()) == ""
+    assert (engine._client is client, client.closed) == (stays, not stays)
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 

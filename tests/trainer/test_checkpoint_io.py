@@ -83,6 +83,19 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path):
         assert str(said.value).endswith(f"give the one before it, ckpt_path='{before}'.")
 
 
+def test_a_damaged_checkpoint_is_not_replaced_by_another_damaged_one(tmp_path):
+    first, second, last = (tmp_path / f"{number}.ckpt" for number in range(3))
+    for age, each in ((20, first), (10, second), (0, last)):
+        torch.save({"step": age}, each)
+        each.write_bytes(each.read_bytes() if each == first else b"damaged")
+        os.utime(each, (1000 - age, 1000 - age))
+    with pytest.raises(ConfigError, match=f"give the one before it, ckpt_path='{first}'"):
+        check_whole(last)
+    first.write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match="give another, or leave ckpt_path out to begin again"):
+        check_whole(last)
+
+
 def test_no_damage_is_read_as_if_it_were_whole(tmp_path):
     saved, path, rng = {"weight": torch.randn(100), "step": 4}, tmp_path / "it.ckpt", random.Random(0)
     torch.save(saved, path)

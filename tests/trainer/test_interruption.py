@@ -109,6 +109,29 @@ def test_nothing_is_saved_of_what_fails_after_training(tmp_path):
     assert not (tmp_path / "interrupted.ckpt").exists()
 
 
+class FailsAtFirst(lightning.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        raise TornError("before the first item of this fit")
+
+
+def test_nothing_is_saved_before_the_first_item(tmp_path, caplog):
+    """That of a new run, and that of a resumed one, whose checkpoint is still as good."""
+    data = OfflineExperienceDataModule(MemoryReader(make_experiences(count=16)), batch_size=8, steps_per_epoch=1)
+    checkpoint = None
+    for said in ("without a checkpoint. ", f"The previous checkpoint is intact. Resume with ckpt_path='{tmp_path}"):
+        trainer = quiet_trainer(tmp_path, StopCheckpoint(tmp_path), FailsAtFirst(), max_epochs=2)
+        with pytest.raises(TornError):
+            trainer.fit(make_policy(), datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        assert "stopped before anything was trained" in caplog.text
+        assert said in caplog.text
+        assert not (tmp_path / "interrupted.ckpt").exists()
+        trainer = quiet_trainer(tmp_path, max_epochs=1)
+        trainer.fit(make_policy(), datamodule=data)
+        checkpoint = tmp_path / "one.ckpt"
+        trainer.save_checkpoint(checkpoint)
+        caplog.clear()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("data", [read, listed])
 @pytest.mark.parametrize("item", [1, 2, STEPS * ITEMS])

@@ -1,6 +1,7 @@
 """PolicyModule over several items: steps, counters, precision, saving and resuming."""
 
 import gc
+import logging
 import math
 import warnings
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from support.policy import (
     optimizer_of,
     rate_of,
 )
+from support.trainer import quiet_trainer
 from torch.utils._pytree import tree_leaves
 
 import trinity_lightning.trainer.policy as policy_module
@@ -139,6 +141,17 @@ def test_pythons_collector_is_frozen_while_a_fit_trains_however_it_ends(error, m
     with nullcontext() if error is None else pytest.raises((ValueError, SystemExit)):
         fit(make_policy(), [batch_of(make_experiences())], *others)
     assert (seen, frozen) == ([True], [])
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*", "ignore:.*does not have many workers.*")
+def test_a_second_fit_of_a_trainer_says_nothing_of_callbacks(tmp_path, caplog):
+    trainer, loader = quiet_trainer(tmp_path), Items([batch_of(make_experiences())])
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        for epochs in (1, 2):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(make_policy(), loader)
+    assert trainer.current_epoch == 2
+    assert "callbacks" not in caplog.text
 
 
 def test_a_gradient_that_is_not_finite_takes_no_step_and_is_counted_and_named(tiny, caplog):

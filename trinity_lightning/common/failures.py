@@ -3,32 +3,57 @@
 import errno
 import os
 import signal
+import sysconfig
 import traceback
+from collections.abc import Iterator
+from itertools import dropwhile
 from pathlib import Path
 
-from trinity_lightning.errors import DiskFullError, TrinityError
+from trinity_lightning.errors import DiskFullError, RewardError, TrinityError
 
+PACKAGE = Path(__file__).parents[1]
+LIBRARIES = [PACKAGE, *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib"))]
 FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)}
 
 
 def disk_full(error: Exception, path: Path) -> DiskFullError | None:
     """What to raise in place of it, of this path or of the one that it names; None: it is of something else."""
-    cause: BaseException | None = None if isinstance(error, TrinityError) else error  # ours say enough
-    while cause is not None:  # torch.save fails once more as it ends the file; safetensors has the text alone
+    # Ours say enough. torch.save fails once more as it ends the file; safetensors has the text alone.
+    for cause in () if isinstance(error, TrinityError) else causes(error):
         for number in (each for each, text in FULL.items() if text in str(cause)):
             return DiskFullError(number, FULL[number], str(getattr(cause, "filename", None) or path))
-        cause = cause.__cause__ or cause.__context__
     return None
 
 
-def release(error: BaseException | None) -> None:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that it was raised for or after."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def raised(name: str, error: BaseException) -> RewardError:
+    """What a rollout fails with if a reward function raised; its traceback is a note, which other processes read."""
+    failure = RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}")
+    failure.may_pass = any(isinstance(each, OSError) for each in causes(error))
+    stack = traceback.extract_tb(error.__traceback__)
+    own = list(dropwhile(lambda frame: of_a_library(frame.filename), stack))
+    failure.add_note("".join(traceback.format_list(own or stack)).rstrip())
+    return failure
+
+
+def of_a_library(file: str) -> bool:
+    """Whether a file of code is Python's, this package's, or that of something installed."""
+    return file.startswith("<frozen") or any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
+
+
+def release(error: BaseException) -> None:
     """Let go of what the functions that raised an error hold, such as a policy; its traceback stays as it is.
 
     Hydra keeps the error of a sweep's job until all jobs have run, and the next one needs that memory.
     """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    for each in causes(error):
+        traceback.clear_frames(each.__traceback__)
 
 
 def how_it_ended(code: int) -> str:

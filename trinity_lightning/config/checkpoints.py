@@ -66,25 +66,30 @@ def check_whole(path: Path) -> None:
     folder are checked as they are read (`common.checkpoints`).
 
     Raises:
-        ConfigError: names the file, what is wrong, and the checkpoint before it, if there is one.
+        ConfigError: names the file, what is wrong, and the last checkpoint before it that is whole, if there is one.
     """
     if not is_checkpoint(path):
         what = "is a folder, and no whole checkpoint" if path.is_dir() else "is no file"
         raise ConfigError(f"ckpt_path: '{path}' {what}: give FOLDER/checkpoints/NAME.ckpt, or last.")
+    if (problem := _problem(path)) is None:
+        return
+    there = reversed(checkpoints_in(path.parent))
+    before = (each for each in there if each != path and each.stat().st_mtime <= path.stat().st_mtime)
+    whole = next((each for each in before if _problem(each) is None), None)
+    fix = f"the one before it, ckpt_path='{whole}'" if whole else "another, or leave ckpt_path out to begin again"
+    raise ConfigError(f"'{path}' is no checkpoint of a training run, or a damaged one ({problem}): give {fix}.")
+
+
+def _problem(path: Path) -> str | None:
+    """In what way a checkpoint is not as it was written; None: it is."""
     try:
         with ZipFile(path / REST if path.is_dir() else path) as archive:
             broken = archive.testzip()
-        problem = f"its part '{broken}' is not as it was written" if broken else None
         if path.is_dir():
             check_metadata(path)
     except Exception as error:  # zipfile raises a dozen types, by which bytes are wrong
-        problem = f"{error or type(error).__name__}".rstrip(".")
-    if problem is None:
-        return
-    there = checkpoints_in(path.parent)
-    before = [each for each in there if each != path and each.stat().st_mtime <= path.stat().st_mtime]
-    fix = f"the one before it, ckpt_path='{before[-1]}'" if before else "another, or leave ckpt_path out to begin again"
-    raise ConfigError(f"'{path}' is no checkpoint of a training run, or a damaged one ({problem}): give {fix}.")
+        return f"{error or type(error).__name__}".rstrip(".")
+    return f"its part '{broken}' is not as it was written" if broken else None
 
 
 def check_file(path: Path) -> None:

@@ -488,7 +488,7 @@ class Explorer:
         Args:
             with_weights: also otherwise, if a copy of them is kept: a step is to be done again with them.
         """
-        state = {"step": self.step, "taskset": self._cursor}
+        state = {"step": self.step, "taskset": self._cursor, "seed": self.config.seed}
         if self.config.sync_interval > 1 or with_weights:
             state["engines"] = self.engines.state_dict()
         return state

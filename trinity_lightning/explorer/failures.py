@@ -3,17 +3,16 @@
 import asyncio
 import logging
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Never
 
+from trinity_lightning.common.failures import of_a_library
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError, WorkflowBlockedError
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.runner import Status, fails_by_reward
+from trinity_lightning.explorer.runner import ENOUGH_FAILURES, Attempt, Outcomes, Status, describe, fails_by_reward
 from trinity_lightning.explorer.workflows.workflow import Workflow
 
 logger = logging.getLogger(__name__)
@@ -40,6 +39,29 @@ def refuse_nothing(what: str, statuses: Sequence[Status], tasks: int) -> Never:
     raise RolloutError(f"{nothing}. {'; '.join(reasons)}")
 
 
+def note(task: str, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
+    """Log what is new of why an attempt at a task failed, with the traceback of a reward function's own code.
+
+    Returns:
+        whether others will fail so, too: a reward function has raised the same at every answer, to several tasks.
+    """
+    for run, error in attempt.errors.items():
+        [text] = describe({run: error})
+        if not outcomes.succeeded:
+            outcomes.failed[task, run] = text if isinstance(error, RewardError) and not error.may_pass else None
+        own_traceback = "\n".join(getattr(error, "__notes__", []))
+        if own_traceback and own_traceback not in outcomes.said:
+            told = "task %s, attempt %d: %s; from now on it is only counted. It was raised at\n%s"
+            logger.warning(told, task, number, text, own_traceback)
+        elif text not in outcomes.said:
+            logger.info("task %s, attempt %d: %s", task, number, text)
+        outcomes.said |= {text, own_traceback}
+    if outcomes.succeeded or len(outcomes.failed) < ENOUGH_FAILURES:
+        return False
+    tasks, reasons = {each for each, _ in outcomes.failed}, set(outcomes.failed.values())
+    return len(tasks) > 1 and len(reasons) == 1 and None not in reasons
+
+
 def no_engine(model: object) -> ConfigError:
     """That a model is none that holds the policy."""
     return ConfigError(
@@ -51,14 +73,10 @@ def no_engine(model: object) -> ConfigError:
 # -- an event loop that runs in another thread -------------------------------------------------------------------------
 
 
-PACKAGE = Path(__file__).parents[1]
-LIBRARIES = [PACKAGE, *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib"))]
-
-
 def blocker_of(thread: threading.Thread) -> str | None:
     """The innermost line that the thread's loop is in and no library has, with its workflow; None while it waits."""
     frames = list(_running(thread))
-    own = [frame for frame in frames if not _of_a_library(frame)]
+    own = [frame for frame in frames if not of_a_library(frame.f_code.co_filename)]
     place = next((_place(frame) for frame in own or frames), None)
     owners = (frame.f_locals.get("self") for frame in frames)
     workflow = next((f" (workflow '{type(each).__name__}')" for each in owners if isinstance(each, Workflow)), "")
@@ -94,11 +112,6 @@ def _running(thread: threading.Thread) -> Iterator[FrameType]:
 
 def _frame_of(thread: threading.Thread) -> FrameType | None:
     return sys._current_frames().get(thread.ident or 0)
-
-
-def _of_a_library(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return file.startswith("<frozen") or any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
 
 
 def _place(frame: FrameType) -> str:

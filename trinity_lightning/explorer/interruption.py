@@ -43,6 +43,10 @@ def optimizer_steps_begun(trainer: Any) -> int:
     return trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.ready
 
 
+def items_begun(trainer: Any) -> int:
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
 def loaders_of(trainer: Any) -> list[Any]:
     loaders = trainer.fit_loop._combined_loader
     return [] if loaders is None else list(loaders.flattened)
@@ -61,8 +65,8 @@ class StopCheckpoint(L.Callback):
     What is saved is whole: an item (an optimizer batch) that was handed out and not trained on is handed out again by
     the resumed run, with the random states that it began with. For that a loader goes back to an item by `rewind`, or
     else to the state that it had before (Lightning reads one item ahead of a loader without a length: that one is not
-    handed out again). Nothing is saved if an optimizer step itself was cut short, nor at a second Ctrl-C. Whatever goes
-    wrong while it saves, the error that ended the run goes on.
+    handed out again). Nothing is saved before the first item, if an optimizer step itself was cut short, or at a second
+    Ctrl-C. Whatever goes wrong while it saves, the error that ended the run goes on.
 
     Ctrl-C is counted, and raised between two items, also while a loader waits for data there.
 
@@ -79,6 +83,7 @@ class StopCheckpoint(L.Callback):
         self._folder = folder
         self._command = command
         self._started = False
+        self._items = 0  # begun before this fit
         self._before = BeforeItem()
 
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
@@ -97,7 +102,7 @@ class StopCheckpoint(L.Callback):
             # Saved after the last item of an epoch: the next one begins. Lightning would not count it, and would take
             # checkpoints within it for those of a finished epoch.
             loop.reset_restart_stage()
-        self._before = BeforeItem.of(trainer)
+        self._before, self._items = BeforeItem.of(trainer), items_begun(trainer)
 
     def reason(self, trainer: L.Trainer) -> BaseException | None:
         """What the run is to end with, if it was asked to end, or if another of its processes has failed or died."""
@@ -127,7 +132,8 @@ class StopCheckpoint(L.Callback):
             if self.wanted:
                 from trinity_lightning.explorer.stopped import save_stopped
 
-                save_stopped(trainer, self._before, self._folder, self._command())
+                begun = items_begun(trainer) > self._items
+                save_stopped(trainer, self._before if begun else None, self._folder, self._command())
         finally:
             self._end()
 

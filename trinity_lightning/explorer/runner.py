@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # How long a cancelled run may clean up before it is left to itself, for its runner to be free.
 CANCEL_GRACE_SECONDS = 1.0
+# If so many runs, or tasks, failed in their reward functions before any succeeded, others are thought to fail, too.
+ENOUGH_FAILURES = 16
 
 
 @dataclass
@@ -57,6 +59,21 @@ class Attempt:
     experiences: list[Experience]
     errors: dict[int, BaseException]
     seconds: float = 0.0
+
+
+@dataclass
+class Outcomes:
+    """How attempts of all runners ended since the start; `explorer.failures.note` fills in what failed.
+
+    Attributes:
+        succeeded: whether any has given an experience.
+        said: what the log has had.
+        failed: until then, by task and run, what a reward function raised; None: it was something else, or may pass.
+    """
+
+    succeeded: bool = False
+    said: set[Any] = field(default_factory=set)
+    failed: dict[tuple[str, int], str | None] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

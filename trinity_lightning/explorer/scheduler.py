@@ -18,7 +18,15 @@ from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.rewards import SCORER
-from trinity_lightning.explorer.runner import Status, WorkflowRunner, describe, fails_by_reward, summarize
+from trinity_lightning.explorer.runner import (
+    ENOUGH_FAILURES,
+    Outcomes,
+    Status,
+    WorkflowRunner,
+    describe,
+    fails_by_reward,
+    summarize,
+)
 from trinity_lightning.explorer.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -32,8 +40,6 @@ _Work = asyncio.Task[tuple[Status, list[Experience], int]]
 
 # The same task would fail the same way again.
 _FINAL_ERRORS = (ConfigError, PromptTooLongError)
-# If the first tasks to end are this many, and each failed in its reward functions, the others are given up.
-_ENOUGH_FAILURES = 16
 CHARACTERS = 4  # of a token, about
 _TIMES = ("time_per_task", "task_run_time")
 _STEP = re.compile(r"[0-9]+")
@@ -60,6 +66,9 @@ class RunnerWrapper:
         rollout_model: the model its workflows try with.
         auxiliary_models: one model of each auxiliary kind.
         config: the explorer's configuration.
+
+    Attributes:
+        outcomes: of its attempts, and of those of the other runners of a scheduler.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class RunnerWrapper:
         self.runner_id = runner_id
         self.config = config
         self.model = rollout_model
+        self.outcomes = Outcomes()
         kind = WorkflowRunner
         if config.runner == "ray":
             from trinity_lightning.explorer.ray import RayRunner
@@ -87,7 +97,8 @@ class RunnerWrapper:
         """Try the chunk's runs, and those that fail up to `max_retry_times` times more.
 
         Experiences of runs that succeeded are kept, also if others fail for good. Errors that would only come again
-        (a prompt that is too long, a wrong configuration) are not retried.
+        (a prompt that is too long, a wrong configuration, what a reward function raised everywhere) are not
+        retried.
 
         Args:
             task: the chunk.
@@ -112,14 +123,18 @@ class RunnerWrapper:
             experiences += attempt.experiences
             failed = {run: error for run, error in failed.items() if run not in runs} | attempt.errors
             runs = sorted(run for run, error in attempt.errors.items() if not isinstance(error, _FINAL_ERRORS))
-            if not runs:
+            self.outcomes.succeeded = self.outcomes.succeeded or bool(attempt.experiences)
+            if not attempt.errors:
                 break
-            reasons = "; ".join(describe(attempt.errors))
-            logger.info("runner %d, task %s, attempt %d: %s", self.runner_id, name, attempted, reasons)
+            from trinity_lightning.explorer.failures import note
+
+            if note(name, attempted, attempt, self.outcomes) or not runs:
+                break
         experiences.sort(key=lambda experience: experience.eid.run)  # stable: the steps of a run stay in order
         times = {"time_per_task": seconds, "task_run_time": clock() - start}
         status, experiences = summarize(one, experiences, describe(failed), task.repeat_times, times)
-        if not status.ok:
+        if not status.ok and (said := (one.batch_id, status.message)) not in self.outcomes.said:
+            self.outcomes.said.add(said)
             logger.warning("task %s: %s", name, status.message)
         return status, experiences, self.runner_id
 
@@ -245,6 +260,9 @@ class Scheduler:
             RunnerWrapper(i, rollout_model[i % len(rollout_model)], [of[i % len(of)] for of in auxiliary], config)
             for i in range(config.runners * len(rollout_model))
         ]
+        self._outcomes = Outcomes()
+        for each in self.runners:
+            each.outcomes = self._outcomes
         self._idle = list(self.runners)
         self._load = Counter[int]()  # tokens under way, by engine
         self._queue: list[tuple[tuple[int, bool], int, Chunk, ScheduledTask]] = []
@@ -261,7 +279,6 @@ class Scheduler:
             self._reward_workers = RewardWorkers(config.reward_workers, config.reward_timeout)
         self._started = False
         self._finished_at = 0.0  # when a chunk last finished that was still wanted
-        self._succeeded = False  # whether any task has given an experience
         self._changed = asyncio.Event()
 
     async def prepare(self) -> None:
@@ -446,7 +463,6 @@ class Scheduler:
             if self._times is not None and scheduled.is_train:
                 self._times.add(status)
             scheduled.take(chunk, status, experiences)
-            self._succeeded = self._succeeded or bool(experiences or status.eval_experiences)
             self._finished_at = asyncio.get_running_loop().time()
         self._notify()
         self._dispatch()
@@ -468,11 +484,8 @@ class Scheduler:
 
     def _rewards_fail(self, batch: Batch) -> bool:
         """Whether enough tasks ended, all of them by errors of reward functions, to give the others up."""
-        return (
-            not self._succeeded
-            and len(batch.finished) >= _ENOUGH_FAILURES
-            and all(fails_by_reward(scheduled.merged()[0]) for scheduled in batch.finished)
-        )
+        enough = len(batch.finished) >= ENOUGH_FAILURES and not self._outcomes.succeeded
+        return enough and all(fails_by_reward(scheduled.merged()[0]) for scheduled in batch.finished)
 
     async def _drop(self, batches: Sequence[Batch]) -> None:
         """Give up what is unfinished of these batches, and wait until its runners are free."""

@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 FILE = "interrupted.ckpt"
 
 
-def save_stopped(trainer: Any, before: BeforeItem, folder: Path | None, command: str | None) -> None:
+def save_stopped(trainer: Any, before: BeforeItem | None, folder: Path | None, command: str | None) -> None:
     """Write the checkpoint, unless the weights are not whole; what goes wrong is logged: another error is on its way.
 
     Args:
         trainer: Lightning's.
-        before: where it stood before the item under way.
+        before: where it stood before the item under way; None: no item has begun, so that there is nothing to save.
         folder: see `StopCheckpoint`.
         command: what resumes the run on the command line; None: there is none.
     """
@@ -28,6 +28,9 @@ def save_stopped(trainer: Any, before: BeforeItem, folder: Path | None, command:
         logger.warning("stopped without a checkpoint: there is no ModelCheckpoint.")
         return
     path = Path(str(where)) / FILE
+    if before is None:
+        logger.warning("stopped before anything was trained, without a checkpoint. %s", _earlier(path, command))
+        return
     try:
         if _cut_short(trainer, before):
             earlier = _earlier(path, command)

@@ -174,7 +174,8 @@ class PolicyModule(L.LightningModule):
         if isinstance(self.trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             for each in self.trainer.checkpoint_callbacks:
                 check_local(getattr(each, "dirpath", None) or "")
-        return [_Thaw()]
+        # One is enough: Lightning would say of a second fit that it replaces the first one's.
+        return [] if any(isinstance(each, _Thaw) for each in vars(self.trainer)["callbacks"]) else [_Thaw()]
 
     def setup(self, stage: str) -> None:
         """Ask the data module for older weights; with precision bf16-true, hold the weights in bfloat16 (dtype=bf16).

@@ -213,6 +213,16 @@ class Engine(ABC):
 T = TypeVar("T")
 
 
+def response_text(tokenizer: Any, prompt: Sequence[int], written: Sequence[int]) -> str:
+    """The text of a response as it follows its prompt: SentencePiece decodes a first word without its space."""
+    before = list(prompt[-8:])  # tokens, some of which may be special and have no text
+    start, whole = (
+        tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for tokens in (before, [*before, *written])
+    )
+    return whole[len(start) :]
+
+
 class InProcessEngine(Engine):
     """Base of the in-process engines: queueing, waiting, cancelling, and failing without a hang.
 

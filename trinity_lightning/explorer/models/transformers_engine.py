@@ -12,7 +12,7 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import CAPABILITIES, EngineConfig
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.engine import InProcessEngine
+from trinity_lightning.explorer.models.engine import InProcessEngine, response_text
 from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
 
 # -- decoding: a batch, token by token, each sample with a generator and limits of its own -----------------------------
@@ -129,7 +129,7 @@ class Decoding:
         elif len(row.token_ids) >= row.request.max_tokens:
             row.finish_reason = "length"
         if row.finish_reason or row.request.stop:
-            row.text = self._tokenizer.decode(row.token_ids, skip_special_tokens=True)
+            row.text = response_text(self._tokenizer, row.request.token_ids, row.token_ids)
         found = [stop for stop in row.request.stop if stop in row.text]
         if found and token not in self._end_ids:
             row.finish_reason, row.stop_reason = "stop", min(found, key=row.text.index)

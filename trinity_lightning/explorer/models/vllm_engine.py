@@ -16,7 +16,7 @@ from trinity_lightning.common.random_state import random_state, restore_random_s
 from trinity_lightning.config.engines import CAPABILITIES, EngineConfig, EngineDtype, EngineSleep, require_vllm
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
-from trinity_lightning.explorer.models.engine import InProcessEngine
+from trinity_lightning.explorer.models.engine import InProcessEngine, response_text
 from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
 
 if TYPE_CHECKING:
@@ -244,18 +244,18 @@ class VLLMEngine(InProcessEngine):
                 prompt_token_ids=output.prompt_token_ids,
                 token_ids=list(sample.token_ids),
                 logprobs=_own_logprobs(sample.logprobs),
-                text=self._text(sample),
+                text=self._text(output.prompt_token_ids, sample),
                 finish_reason=sample.finish_reason,
                 stop_reason=sample.stop_reason,
             )
             for sample in sorted(output.outputs, key=lambda sample: sample.index)
         ]
 
-    def _text(self, sample: Any) -> str:
+    def _text(self, prompt: list[int], sample: Any) -> str:
         if sample.text or isinstance(sample.stop_reason, str):  # vLLM has made it
             return sample.text
         written = sample.token_ids[: -1 if sample.finish_reason == "stop" else None]  # without the token that ended it
-        return self._tokenizer.decode(written, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return response_text(self._tokenizer, prompt, written)
 
     @contextmanager
     def _own_random_stream(self) -> Iterator[None]:

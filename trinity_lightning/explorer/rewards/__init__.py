@@ -114,11 +114,6 @@ def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
     return value, metrics
 
 
-def raised(name: str, error: BaseException) -> RewardError:
-    """What a rollout fails with if a reward function raised."""
-    return RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}")
-
-
 async def _call(reward: Reward, response: str, task: Task) -> Any:
     try:
         if is_async(reward.function):
@@ -127,6 +122,8 @@ async def _call(reward: Reward, response: str, task: Task) -> Any:
         value = await run_in_thread(lambda: reward.function(response, task))
         return await value if inspect.isawaitable(value) else value
     except (Exception, SystemExit) as error:  # a reward that executes code may meet exit()
+        from trinity_lightning.common.failures import raised
+
         raise raised(reward.name, error) from error
 
 

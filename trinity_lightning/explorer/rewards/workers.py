@@ -18,10 +18,11 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from trinity_lightning.common.failures import raised
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
-from trinity_lightning.explorer.rewards import REWARDS, Reward, is_async, raised, resolve_rewards, worth, worth_here
+from trinity_lightning.explorer.rewards import REWARDS, Reward, is_async, resolve_rewards, worth, worth_here
 from trinity_lightning.explorer.tasks.task import Task
 
 logger = logging.getLogger(__name__)

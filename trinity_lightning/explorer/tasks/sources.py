@@ -186,10 +186,12 @@ def _files_of(path: str, subset: str | None) -> dict[str, list[Path]]:
         unfinished = _unfinished(path)
         with suppress(OSError):  # nothing is downloaded to a folder that is not to be written to
             unfinished.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.touch()
+            unfinished.unlink(missing_ok=True)
+            if not all(_is_cached(url) for urls in found.values() for url in urls):
+                unfinished.touch()
         copies = DownloadManager().download(found)
         with suppress(OSError):
-            unfinished.unlink()
+            unfinished.unlink(missing_ok=True)
     return {split: list(map(Path, each)) for split, each in copies.items()}
 
 
@@ -217,6 +219,17 @@ def _copy_of_hub(path: str) -> str | None:
         return snapshot_download(path, repo_type="dataset", local_files_only=True)
     except (HFValidationError, LocalEntryNotFoundError):
         return None
+
+
+def _is_cached(url: str) -> bool:
+    """Whether a file of the hub, hf://datasets/REPOSITORY@REVISION/NAME, is on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, _, place = url.removeprefix("hf://datasets/").partition("@")
+    revision, _, name = place.partition("/")
+    if not url.startswith("hf://datasets/"):
+        return False
+    return isinstance(try_to_load_from_cache(repository, name, revision=revision, repo_type="dataset"), str)
 
 
 def _unfinished(path: str) -> Path:
