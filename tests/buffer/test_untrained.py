@@ -222,7 +222,7 @@ def test_what_helps_is_said_once_for_each_reason(caplog):
         asyncio.run(data.fill(make_group(step, 2, rewards=rewards), step))
     said = [message for message in caplog.messages if message.startswith("what helps")]
     assert len(said) == 2
-    assert "'equal rewards': If all rewards are 0, one" in said[0]
+    assert "'equal rewards': If all rewards of the step are one number" in said[0]
     assert "'filtered by reward_filter': Its arguments" in said[1]
 
 

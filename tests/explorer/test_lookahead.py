@@ -12,6 +12,7 @@ from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.rollouts import PendingSteps, overlap
+from trinity_lightning.explorer.stopped import settle_shortly
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 
@@ -85,7 +86,7 @@ def test_what_is_given_up_leaves_no_part_of_a_step() -> None:
 def test_waiting_may_have_a_limit() -> None:
     made = Ahead(Gated())
     made.rollouts._begin(1)
-    made.rollouts.settle_shortly(0.2)
+    settle_shortly(made.rollouts, 0.2)
     with pytest.raises(TimeoutError):
         made.rollouts.wait()
     assert (made.taken, made.explorer.step, made.pending.target) == ([], 0, 1)

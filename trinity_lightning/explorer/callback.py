@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning as L
 
@@ -24,8 +24,11 @@ from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import NOBODY, Explorer, Watcher
 from trinity_lightning.explorer.interruption import StopCheckpoint
-from trinity_lightning.explorer.rollouts import PendingSteps, TrainablePolicy, TrainingRollouts, WeightVersions
+from trinity_lightning.explorer.rollouts import PendingSteps, TrainingRollouts, WeightVersions
 from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
+
+if TYPE_CHECKING:
+    from trinity_lightning.explorer.trainable import TrainablePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +136,10 @@ class ExplorerCallback(StopCheckpoint):
         """Save what is whole, rollouts in flight included, and free everything."""
         try:
             if self.wanted and self._running is not None and self._running.under_way:
+                from trinity_lightning.explorer.stopped import settle_shortly
+
                 self.ctrl_c.stopping()
-                self._running.settle_shortly(STOP_SECONDS)
+                settle_shortly(self._running, STOP_SECONDS)
             super().on_exception(trainer, pl_module, exception)
         finally:
             self._close()
@@ -289,7 +294,7 @@ def data_of(trainer: L.Trainer) -> ExperienceDataModule:
     return trainer.datamodule  # type: ignore[return-value,attr-defined]
 
 
-def policy_of(module: Any) -> TrainablePolicy:
+def policy_of(module: Any) -> "TrainablePolicy":
     return cast("TrainablePolicy", module)
 
 

@@ -70,6 +70,11 @@ def no_engine(model: object) -> ConfigError:
     )
 
 
+def no_task_left(step: int) -> ConfigError:
+    """What ends a run whose tasks do not last for its steps."""
+    return ConfigError(f"the taskset is exhausted after {step} explore steps; lower `steps`, or let it repeat.")
+
+
 # -- an event loop that runs in another thread -------------------------------------------------------------------------
 
 

@@ -4,17 +4,14 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.common.alone import ALONE, Alone
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.engines import SENT, SynchronizerConfig
-from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.driver import Driver, LoopTask
 from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
 from trinity_lightning.explorer.interruption import keep_sigterm
@@ -22,6 +19,7 @@ from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, pe
 from trinity_lightning.sync.stream import WeightStream, parameter_stream, shares_weights, weight_stream
 
 if TYPE_CHECKING:
+    from trinity_lightning.explorer.trainable import TrainablePolicy
     from trinity_lightning.trainer.host import HostMemory
 
 logger = logging.getLogger(__name__)
@@ -32,44 +30,6 @@ logger = logging.getLogger(__name__)
 # Extra seconds for engines if several ranks train: a rank that hangs is reported before the engines' own time-out.
 GRACE_SECONDS = 6.0
 _OLDER = -1  # instead of a global_step: the engines were given weights of a step before
-
-
-class Objective(Protocol):
-    """What rollouts need to know of the loss."""
-
-    needs_all_rows: bool
-
-    def expect_older_weights(self) -> None: ...
-
-
-class TrainablePolicy(Protocol):
-    """The module that is trained on rollouts, and whose weights engines are given: PolicyModule, or one's own."""
-
-    @property
-    def policy(self) -> Any:
-        """The Hugging Face model."""
-        ...
-
-    @property
-    def tokenizer(self) -> Any:
-        """Its tokenizer."""
-        ...
-
-    @property
-    def objective(self) -> Objective:
-        """Its loss."""
-        ...
-
-    def check_trainable(self) -> None:
-        """Raise what keeps it from being trained; called before an engine is loaded."""
-
-    def prepare_step(self, experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
-        """Columns that are computed once a step, before it is trained on."""
-        ...
-
-    def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """The log-probability of each token after the first."""
-        ...
 
 
 @dataclass
@@ -113,7 +73,7 @@ class SyncPolicy:
     """
 
     explorer: Explorer
-    policy: TrainablePolicy
+    policy: "TrainablePolicy"
     config: SynchronizerConfig
     versions: WeightVersions
     run: Callable[[Coroutine[Any, Any, Any], bool], Any]
@@ -190,10 +150,9 @@ class SyncPolicy:
         Ctrl-C waits: servers would have half of it.
         """
         limit = self.config.sync_timeout
-        grace = GRACE_SECONDS if self._ranks.size > 1 else 0.0
         try:
             with self._ranks.within(limit):
-                return self.run(asyncio.wait_for(coroutine, limit + grace), False)
+                return self.run(asyncio.wait_for(coroutine, limit + GRACE_SECONDS * (self._ranks.size > 1)), False)
         except TimeoutError as error:
             from trinity_lightning.sync.mismatch import not_in_time
 
@@ -240,13 +199,12 @@ class TrainingRollouts(Watcher):
     explorer: Explorer
     pending: PendingSteps
     synchronizer: SynchronizerConfig
-    policy: TrainablePolicy
+    policy: "TrainablePolicy"
     versions: WeightVersions
     host_memory: "HostMemory | None"
     interrupted: Callable[[], BaseException | None]
     watcher: Watcher
-    _begun: LoopTask[tuple[float, float]] | None = field(default=None, init=False)
-    _begun_at: float = field(default=0.0, init=False)
+    _begun: tuple[float, LoopTask[tuple[float, float]]] | None = field(default=None, init=False)  # when, and what
     _error: Exception | None = field(default=None, init=False)  # of what was begun and has ended
 
     def __post_init__(self) -> None:
@@ -264,7 +222,7 @@ class TrainingRollouts(Watcher):
     def close(self) -> None:
         """Give up what is under way, and free everything; an error that nobody has waited for is logged."""
         if self._begun is not None:
-            self.driver.cancel(self._begun)
+            self.driver.cancel(self._begun[1])
         if self._error is not None:
             logger.warning("the rollouts that were begun ahead failed: %s: %s", type(self._error).__name__, self._error)
         try:
@@ -316,9 +274,9 @@ class TrainingRollouts(Watcher):
         self.pending.target = target
         while explorer.step < target:
             if not await explorer.explore_step():
-                raise ConfigError(
-                    f"the taskset is exhausted after {explorer.step} explore steps; lower `steps`, or let it repeat."
-                )
+                from trinity_lightning.explorer.failures import no_task_left
+
+                raise no_task_left(explorer.step)
             self.pending.metrics[explorer.step], first = first | explorer.metrics, {}
 
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
@@ -356,8 +314,7 @@ class TrainingRollouts(Watcher):
         return metrics
 
     def _begin(self, target: int) -> None:
-        self._begun_at = time.perf_counter()  # first: the rollouts begin within the call
-        self._begun = self.driver.start(self._timed(target))
+        self._begun = time.perf_counter(), self.driver.start(self._timed(target))  # they begin within the call
 
     async def _timed(self, target: int) -> tuple[float, float]:
         start = time.perf_counter()
@@ -379,24 +336,16 @@ class TrainingRollouts(Watcher):
 
         With a limit the run is ending: only a second Ctrl-C ends the wait early, else Ctrl-C and SIGTERM do as above.
         """
-        begun, self._begun = self._begun, None
-        if begun is None:
+        if self._begun is None:
             return
-        training = self._begun_at, time.perf_counter()
+        (start, begun), self._begun = self._begun, None
+        training = start, time.perf_counter()
         try:
             rollouts = self.driver.wait(begun, interruptible=limit == math.inf, limit=limit)
         except Exception as error:
             self._error = error
         else:
             self.pending.metrics[self.explorer.step]["rollout/overlap"] = overlap(rollouts, training)
-
-    def settle_shortly(self, seconds: float) -> None:
-        """The run is ending: rollouts finished by then go into the checkpoint, a resumed run does the others again."""
-        logger.warning("waiting %g s for the rollouts in flight; Ctrl-C stops without a checkpoint.", seconds)
-        self.driver.hurry()
-        self.settle(seconds)
-        if self.explorer.step < self.pending.target:
-            logger.warning("the next step's rollouts are not in the checkpoint: a resumed run does them again.")
 
 
 def overlap(one: tuple[float, float], other: tuple[float, float]) -> float:

@@ -8,10 +8,20 @@ from trinity_lightning.common.random_state import restore_random_state
 from trinity_lightning.config.checkpoints import checkpoints_in
 from trinity_lightning.errors import TrinityError
 from trinity_lightning.explorer.interruption import BeforeItem, loaders_of, optimizer_steps_begun
+from trinity_lightning.explorer.rollouts import TrainingRollouts
 
 logger = logging.getLogger(__name__)
 
 FILE = "interrupted.ckpt"
+
+
+def settle_shortly(rollouts: TrainingRollouts, seconds: float) -> None:
+    """Wait for rollouts in flight: those finished then are in the checkpoint, a resumed run does the others again."""
+    logger.warning("waiting %g s for the rollouts in flight; Ctrl-C stops without a checkpoint.", seconds)
+    rollouts.driver.hurry()
+    rollouts.settle(seconds)
+    if rollouts.explorer.step < rollouts.pending.target:
+        logger.warning("the next step's rollouts are not in the checkpoint: a resumed run does them again.")
 
 
 def save_stopped(trainer: Any, before: BeforeItem | None, folder: Path | None, command: str | None) -> None:

@@ -5,6 +5,7 @@ import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -216,11 +217,8 @@ T = TypeVar("T")
 def response_text(tokenizer: Any, prompt: Sequence[int], written: Sequence[int]) -> str:
     """The text of a response as it follows its prompt: SentencePiece decodes a first word without its space."""
     before = list(prompt[-8:])  # tokens, some of which may be special and have no text
-    start, whole = (
-        tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        for tokens in (before, [*before, *written])
-    )
-    return whole[len(start) :]
+    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return decode([*before, *written])[len(decode(before)) :]
 
 
 class InProcessEngine(Engine):
