@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.compose import composed
 from support.runs import ROOT, RunTrain
 
@@ -34,7 +32,7 @@ from trinity_lightning.common.model_memory import ModelShape, Training
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.plan import as_json, as_text, register, rounded
+from trinity_lightning.plan import as_json, as_text, register
 from trinity_lightning.plan import plan as plan_of
 from trinity_lightning.planner import RunPlan, training_flops
 from trinity_lightning.sync.stream import skeleton
@@ -475,11 +473,3 @@ def test_the_command_prints_a_plan_and_leaves_no_folder(run_train: RunTrain, tmp
     assert refused.returncode == 2
     assert refused.stdout.startswith("trinity-lightning: unknown plan.device 'L5'. Did you mean 'L4'?")
     assert list(tmp_path.iterdir()) == []
-
-
-@given(st.dictionaries(st.text(), st.integers(0, 200 * GIB), max_size=9))
-def test_parts_are_rounded_so_that_they_add_up(parts: dict[str, int]) -> None:
-    shown = rounded(parts)
-    assert list(shown) == list(parts)
-    assert f"{sum(shown.values()):.1f}" == f"{round(10 * sum(parts.values()) / GIB) / 10:.1f}"
-    assert all(abs(shown[name] - size / GIB) < 0.1 + 1e-9 for name, size in parts.items())

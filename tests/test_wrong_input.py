@@ -367,6 +367,10 @@ REFUSED = {
         ["+recipe=grpo", "sampling.max_tokens=256"],
         ["sampling.max_tokens", "engine.max_model_len"],
     ),
+    "own engine as a choice": (
+        ["+recipe=grpo", "engine=my.Engine"],
+        ["unknown engine 'my.Engine'", "engine.name=my.Engine"],
+    ),
     "unknown group choice": (["+recipe=grpo", "engine=vlm"], ["unknown engine 'vlm'", "Did you mean 'vllm'"]),
     "missing model folder": (
         ["+recipe=grpo", "model=custom", "model.name=./missing"],

@@ -81,22 +81,22 @@ def plan(config: DictConfig) -> "RunPlan":
 def as_text(found: "RunPlan") -> str:
     """The plan as a person reads it."""
     devices = sum(each.devices for each in found.shares)
-    phases: dict[str, Mapping[str, float]] = {}
+    phases: list[tuple[str, Mapping[str, int]]] = []
     for each in found.shares:
         if each.memory.shared:
-            phases[f"{each.name}, training"] = rounded(each.memory.training)
-            phases[f"{each.name}, generating"] = rounded(each.memory.generating)
+            phases.append((f"{each.name}, training", each.memory.training))
+            phases.append((f"{each.name}, generating", each.memory.generating))
         else:  # the trainer alone while it trains, and vLLM alone all the time
-            phases[each.name] = rounded(each.memory.training)
-    names = dict.fromkeys(name for parts in phases.values() for name in parts)
-    rows = [[name, *(f"{parts[name]:.1f}" if name in parts else "-" for parts in phases.values())] for name in names]
-    rows.append(["all of it", *(f"{sum(parts.values()):.1f}" for parts in phases.values())])
+            phases.append((each.name, each.memory.training))
+    names = dict.fromkeys(name for _, parts in phases for name in parts)
+    rows = [[name, *(_gib(parts.get(name, 0)) for _, parts in phases)] for name in names]
+    rows.append(["all of it", *(_gib(sum(parts.values())) for _, parts in phases)])
     return "\n".join(
         [
             found.model,
             f"on {devices} x {found.hardware.name}",
             "",
-            *table(["GiB of a device", *phases], rows),
+            *table(["GiB of a device", *(name for name, _ in phases)], rows),
             "",
             *(f"{each.name}: {each.memory.rows()[0][1]}" for each in found.shares),
             *(f"{name}: {said}" for name, said in found.shares[0].memory.host_rows()),
@@ -138,16 +138,6 @@ def as_json(found: "RunPlan") -> str:
     )
 
 
-def rounded(parts: Mapping[str, int]) -> dict[str, float]:
-    """GiB of each part in tenths that add up to the sum's: down, but for those up that lose most, as many as needed."""
-    exact = {name: 10 * size / (1 << 30) for name, size in parts.items()}
-    tenths = {name: int(size) for name, size in exact.items()}
-    up = round(sum(exact.values())) - sum(tenths.values())
-    for name in sorted(exact, key=lambda name: tenths[name] - exact[name])[:up]:
-        tenths[name] += 1
-    return {name: each / 10 for name, each in tenths.items()}
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of columns as wide as their longest entry; all but the first to the right."""
     first, *others = [len(max(column, key=len)) for column in zip(header, *rows, strict=True)]
@@ -156,6 +146,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         right = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
         lines.append("  ".join([name.ljust(first), *right]).rstrip())
     return lines
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f}" if size else "-"
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="plan")

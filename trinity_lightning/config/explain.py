@@ -123,6 +123,8 @@ def _explain_missing(path: str, there: Sequence[str] | None) -> str:
     if not slash:
         return "there is no such file: leave out --config-name and --config-path, and choose a recipe by +recipe=NAME."
     own = " Your own is FOLDER/recipe/NAME.yaml, with --config-dir FOLDER." if group == "recipe" else ""
+    if group in ("engine", "workflow") and "." in name:
+        own = f" Your own goes by {group}.name={name}."
     return unknown_name(group, name, options(group) if there is None else there) + own
 
 
