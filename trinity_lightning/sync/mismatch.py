@@ -60,8 +60,7 @@ def different_logprobs(
         f"{mean[1]:.3g}), of the worst token {worst[0]:.3g} (allowed {worst[1]:.3g}); mean log-probability of the "
         f"trainer {sum(trainer) / len(trainer):.4f}, of the engine {sum(engine) / len(engine):.4f}. "
         "The engine does not have the trainer's weights, computes in another dtype (engine.dtype; --dtype of a "
-        "server of engine.urls), or another model. An engine of your own must compute `_logprobs` with the weights that "
-        "`_take` was given."
+        "server of engine.urls), or another model. One of yours must compute `_logprobs` with what `_take` was given."
     )
 
 
