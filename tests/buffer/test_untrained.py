@@ -223,7 +223,7 @@ def test_what_helps_is_said_once_for_each_reason(caplog):
     said = [message for message in caplog.messages if message.startswith("what helps")]
     assert len(said) == 2
     assert "'equal rewards': If all rewards of the step are one number" in said[0]
-    assert "'filtered by reward_filter': Its arguments" in said[1]
+    assert "'filtered by reward_filter': Change its arguments" in said[1]
 
 
 def test_every_reason_has_its_help():

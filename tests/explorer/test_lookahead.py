@@ -119,7 +119,8 @@ def test_a_failure_that_nobody_waits_for_is_logged(caplog: pytest.LogCaptureFixt
 def test_a_failure_that_came_before_it_was_given_up_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     made = Ahead(FakeModel(), broken)
     made.rollouts._begin(1)
-    begun: Any = made.rollouts._begun
+    _, begun = made.rollouts._begun or (0, None)
+    assert begun is not None
     made.rollouts.driver.run(until(lambda: begun.done))
     made.rollouts.close()
     assert "no reward today" in caplog.text

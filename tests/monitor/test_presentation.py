@@ -33,7 +33,8 @@ def test_no_name_stands_twice() -> None:
         ("experience_pipeline/untrained/filtered_by_my.Operator", "experience_pipeline/untrained/<reason>"),
         ("experience_pipeline/judge_2/score/mean", "experience_pipeline/<operator>/score/mean"),
         ("experience_pipeline/my.Operator/kept", "experience_pipeline/<operator>/<metric>"),
-        ("actor/is_weight/clipfrac", "actor/<metric>"),
+        ("actor/is_weight/clipfrac", "actor/is_weight/clipfrac"),
+        ("actor/my_own", "actor/<metric>"),
     ],
 )
 def test_a_name_is_found_by_its_pattern(name: str, pattern: str) -> None:

@@ -63,8 +63,8 @@ def import_early() -> None:
         if name not in NOT_BEFORE:
             importlib.import_module(name)
     Plugins.instance()  # of Hydra, which looks for them
-    register_once()
     hydra.register = register_once
+    register_once("")
     import_vllm(OF_ENGINES + OF_SERVERS)
     del os.environ["VLLM_LOGGING_LEVEL"]
     vllm_engine.CPU_CACHE_GB = 0.1  # engines start by filling it with zeros

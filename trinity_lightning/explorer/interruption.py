@@ -82,8 +82,7 @@ class StopCheckpoint(L.Callback):
         self.ctrl_c = CtrlC()
         self._folder = folder
         self._command = command
-        self._started = False
-        self._items = 0  # begun before this fit
+        self._started, self._items = False, 0  # items begun before this fit
         self._before = BeforeItem()
 
     # -- Lightning's hooks --------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO, check_local
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
 from trinity_lightning.trainer.layout import Part, Passes, collate, trained_tokens
-from trinity_lightning.trainer.model import lean_embeddings, load_model, logprob_function, usable_layout
+from trinity_lightning.trainer.model import LogprobFn, lean_embeddings, load_model, logprob_function, usable_layout
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.optim import (
     check_optimizer,
@@ -141,6 +141,7 @@ class PolicyModule(L.LightningModule):
         budget = self.algorithm.max_tokens_per_micro_batch
         self._given_tokens = planned_tokens if isinstance(budget, str) else budget
         self._passes: Passes | None = None
+        self._function: LogprobFn | None = None
         arguments: dict[str, Any] = {
             "model": model,
             "algorithm": plain(self.algorithm),
@@ -292,7 +293,7 @@ class PolicyModule(L.LightningModule):
             ModelLoadError, ConfigError: as `check_trainable` says.
         """
         if self._passes is None:
-            function = logprob_function(self.policy)
+            function = self._function = self._function or logprob_function(self.policy)
             layout = usable_layout(self.algorithm.layout, self.policy, function)
             if self.critic is not None:
                 layout = self.critic.usable_layout(layout)

@@ -137,7 +137,7 @@ def test_rec_without_options_is_reinforce():
     [
         ("topr", {"level": "tokens"}, "policy_loss.args.level 'tokens'. Did you mean 'token'"),
         ("topr", {"advantage_threshold": math.inf}, "advantage_threshold is inf"),
-        ("asymre", {"baseline_shift": math.nan}, "baseline_shift is nan"),
+        ("asymre", {"baseline_shift": math.nan}, "'baseline_shift' of policy loss 'asymre' is nan"),
         ("sppo", {"epsilon": 0.0}, "epsilon is 0.0; give a finite number above 0"),
         ("rec", {"regularizer_coef": 0.1}, "regularizer_coef has no effect without a regularizer"),
         ("rec", {"regularizer": "k2"}, "regularizer has no effect without a regularizer_coef"),
