@@ -62,7 +62,7 @@ def test_parts_of_ones_own_train_together(run_train: RunTrain, tmp_path: Path) -
     done = run_train(tmp_path, "+recipe=grpo", "model=tiny", "steps=2", *own, *small, *quiet)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "my_engine.PlainEngine (fp32)" in done.stdout
-    assert "my_loss.tempered, my_strategy.Sign" in done.stdout
+    assert "policy loss my_loss.tempered, add strategy my_strategy.Sign" in done.stdout
     run = only(tmp_path, "outputs/grpo/*")
     evaluated, *steps = (row for row in rows(run) if row["sync/probe_diff/max"] or row["actor/pg_loss"])
     assert evaluated["eval/addition_heldout/mean@1"] != ""

@@ -65,8 +65,8 @@ class StopCheckpoint(L.Callback):
     What is saved is whole: an item (an optimizer batch) that was handed out and not trained on is handed out again by
     the resumed run, with the random states that it began with. For that a loader goes back to an item by `rewind`, or
     else to the state that it had before (Lightning reads one item ahead of a loader without a length: that one is not
-    handed out again). Nothing is saved before the first item, if an optimizer step itself was cut short, or at a second
-    Ctrl-C. Whatever goes wrong while it saves, the error that ended the run goes on.
+    handed out again). Nothing is saved if an error comes before the first item, if an optimizer step itself was cut
+    short, or at a second Ctrl-C. Whatever goes wrong while it saves, the error that ended the run goes on.
 
     Ctrl-C is counted, and raised between two items, also while a loader waits for data there.
 
@@ -131,8 +131,8 @@ class StopCheckpoint(L.Callback):
             if self.wanted:
                 from trinity_lightning.explorer.stopped import save_stopped
 
-                begun = items_begun(trainer) > self._items
-                save_stopped(trainer, self._before if begun else None, self._folder, self._command())
+                worth_it = items_begun(trainer) > self._items or self.reason(trainer) is not None
+                save_stopped(trainer, self._before if worth_it else None, self._folder, self._command())
         finally:
             self._end()
 

@@ -29,7 +29,7 @@ def save_stopped(trainer: Any, before: BeforeItem | None, folder: Path | None, c
 
     Args:
         trainer: Lightning's.
-        before: where it stood before the item under way; None: no item has begun, so that there is nothing to save.
+        before: where it stood before the item under way; None: an error came before any, and nothing is new.
         folder: see `StopCheckpoint`.
         command: what resumes the run on the command line; None: there is none.
     """
