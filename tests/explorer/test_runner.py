@@ -486,3 +486,8 @@ def test_a_completion_says_what_to_do_instead_of_writing_to_it() -> None:
     with pytest.raises(FrozenInstanceError, match=r"'reward' of a Completion.*goes into the Experience"):
         completion.reward = 1.0  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     assert (replace(completion, text="y").text, copy.deepcopy(completion)) == ("y", completion)
+
+
+def test_a_runner_needs_no_auxiliary_models() -> None:
+    assert WorkflowRunner(ExplorerConfig(), FakeModel()).auxiliary_models == []
+    assert WorkflowRunner(ExplorerConfig(), FakeModel(), None, 3).auxiliary_models == []

@@ -114,6 +114,20 @@ class FailsAtFirst(lightning.Callback):
         raise TornError("before the first item of this fit")
 
 
+class StoppedAtFirst(lightning.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        trainer._signal_connector.received_sigterm = True
+        raise SIGTERMException
+
+
+def test_a_run_that_is_told_to_end_before_the_first_item_is_saved(tmp_path):
+    data = OfflineExperienceDataModule(MemoryReader(make_experiences(count=16)), batch_size=8, steps_per_epoch=1)
+    trainer = quiet_trainer(tmp_path, StopCheckpoint(tmp_path), StoppedAtFirst(), max_epochs=1)
+    with pytest.raises((SIGTERMException, SystemExit)):
+        trainer.fit(make_policy(), datamodule=data)
+    assert (tmp_path / "interrupted.ckpt").exists()
+
+
 def test_nothing_is_saved_before_the_first_item(tmp_path, caplog):
     """That of a new run, and that of a resumed one, whose checkpoint is still as good."""
     data = OfflineExperienceDataModule(MemoryReader(make_experiences(count=16)), batch_size=8, steps_per_epoch=1)

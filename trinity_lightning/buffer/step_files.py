@@ -118,7 +118,9 @@ class StepReader(CursorReader):
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if self.folder.is_file():
-            if not self.folder.read_bytes().startswith((MAGIC, _FRAMES)):
+            with self.folder.open("rb") as file:
+                is_kept = file.read(len(MAGIC) + len(_FRAMES)).startswith((MAGIC, _FRAMES))
+            if not is_kept:
                 raise StorageFormatError(
                     f"{self.folder}: a file that holds no kept rollouts: give a run's folder of experiences. Examples "
                     "(JSONL, CSV, parquet) are trained on by +recipe=sft or +recipe=dpo."

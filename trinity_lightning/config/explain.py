@@ -101,7 +101,7 @@ def _explain_yaml(error: yaml.MarkedYAMLError) -> str:
 
 def _explain_grammar(override: str) -> str:
     if not override.partition("=")[0] or "=" not in override:
-        names = dict(zip(PROGRAMS, PROGRAMS, strict=True)) | {each: f"+recipe={each}" for each in options("recipe")}
+        names = {each: each for each in PROGRAMS} | {each: f"+recipe={each}" for each in options("recipe")}
         hint = f" Did you mean {names[match]}?" if (match := nearest(override, names)) else ""
         return f"cannot read the override '{override}': give KEY=VALUE.{hint}"
     return (

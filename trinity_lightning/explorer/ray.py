@@ -232,7 +232,7 @@ class RayRunner(WorkflowRunner):
 
     async def _start_dead_servers(self) -> None:
         """The worker's copies of the models cannot: this process has started the servers."""
-        for model in (self.model, *self.auxiliary_models):
+        for model in (self.model, *(self.auxiliary_models or ())):
             if isinstance(model, HeldModel) and model.restarts is not None:
                 await model.load()
 

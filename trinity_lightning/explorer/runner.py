@@ -89,8 +89,11 @@ class WorkflowRunner:
 
     config: ExplorerConfig
     model: InferenceModel
-    auxiliary_models: Sequence[InferenceModel] = ()
+    auxiliary_models: Sequence[InferenceModel] | None = None
     runner_id: int | None = None
+
+    def __post_init__(self) -> None:
+        self.auxiliary_models = list(self.auxiliary_models or [])
 
     async def run_task(
         self, task: Task, repeat_times: int = 1, run_id_base: int = 0
@@ -153,7 +156,7 @@ class _BoundWorkflow:
         self.run = run
         workflow_class = resolve_workflow(task.workflow)
         self.view = self._bind(runner, runner.model, sampling=task.rollout_args, trained=not task.is_eval)
-        self.views: list[Any] = [self.view, *(self._bind(runner, model) for model in runner.auxiliary_models)]
+        self.views: list[Any] = [self.view, *(self._bind(runner, model) for model in runner.auxiliary_models or ())]
         self.is_blocking = not inspect.iscoroutinefunction(workflow_class.run)
         if self.is_blocking:
             from trinity_lightning.explorer.models.blocking import BlockingModel

@@ -66,9 +66,7 @@ class RunnerWrapper:
         rollout_model: the model its workflows try with.
         auxiliary_models: one model of each auxiliary kind.
         config: the explorer's configuration.
-
-    Attributes:
-        outcomes: of its attempts, and of those of the other runners of a scheduler.
+        outcomes: of attempts, which the runners of a scheduler share; None: its own.
     """
 
     def __init__(
@@ -77,17 +75,16 @@ class RunnerWrapper:
         rollout_model: InferenceModel,
         auxiliary_models: Sequence[InferenceModel] | None,
         config: ExplorerConfig,
+        outcomes: Outcomes | None = None,
     ) -> None:
-        self.runner_id = runner_id
-        self.config = config
-        self.model = rollout_model
-        self.outcomes = Outcomes()
+        self.runner_id, self.model, self.config = runner_id, rollout_model, config
+        self.outcomes = outcomes or Outcomes()
         kind = WorkflowRunner
         if config.runner == "ray":
             from trinity_lightning.explorer.ray import RayRunner
 
             kind = RayRunner
-        self.runner = kind(config, rollout_model, auxiliary_models or (), runner_id)
+        self.runner = kind(config, rollout_model, auxiliary_models, runner_id)
 
     async def run_with_retry(
         self,
@@ -256,13 +253,11 @@ class Scheduler:
             raise ConfigError("the scheduler needs at least one engine of the rollout and of each auxiliary model.")
         self.config = config
         self._cluster = _cluster(config, [*rollout_model, *itertools.chain(*auxiliary)])
+        self._outcomes, engines = Outcomes(), len(rollout_model)
         self.runners = [
-            RunnerWrapper(i, rollout_model[i % len(rollout_model)], [of[i % len(of)] for of in auxiliary], config)
-            for i in range(config.runners * len(rollout_model))
+            RunnerWrapper(i, rollout_model[i % engines], [of[i % len(of)] for of in auxiliary], config, self._outcomes)
+            for i in range(config.runners * engines)
         ]
-        self._outcomes = Outcomes()
-        for each in self.runners:
-            each.outcomes = self._outcomes
         self._idle = list(self.runners)
         self._load = Counter[int]()  # tokens under way, by engine
         self._queue: list[tuple[tuple[int, bool], int, Chunk, ScheduledTask]] = []
