@@ -260,6 +260,16 @@ def test_a_skipped_operator_leaves_no_trace(caplog):
     assert "half-way" in caplog.text
 
 
+def test_on_error_may_be_given_by_its_name():
+    """In code as in a configuration; it counted as `stop` unless it was the enum's member."""
+    pipeline, writer = pipeline_of(own("AddOne", "skip", fail_at=1))
+    metrics = process(pipeline, traced([0, 1]))
+    assert metrics["experience_pipeline/support.operators.AddOne/failed"] == 1
+    assert rewards(writer.written) == [0, 1]
+    with pytest.raises(ValueError, match="'skipp' is not a valid OnError"):
+        pipeline_of(own("AddOne", "skipp"))
+
+
 def test_a_skippable_operator_that_works_says_so():
     pipeline, writer = pipeline_of(own("AddOne", OnError.skip))
     metrics = process(pipeline, traced([0, 1]))

@@ -203,7 +203,7 @@ class OperatorChain:
         operators = create_operators(configs, auxiliary_models)
         labels = numbered([config.name for config in configs])
         self._stages = [
-            _Stage(operator, label, f"time/operator/{index}_{class_name(operator)}", config.on_error)
+            _Stage(operator, label, f"time/operator/{index}_{class_name(operator)}", OnError(config.on_error))
             for index, (operator, config, label) in enumerate(zip(operators, configs, labels, strict=True))
         ]
         self._folder = None if folder is None else Path(folder)
