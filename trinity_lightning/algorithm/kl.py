@@ -17,6 +17,7 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import (
     aggregate,
     log_ratio,
     token_share,
+    trained,
 )
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.training import AlgorithmConfig
@@ -101,8 +102,7 @@ def kl_loss(
     Raises:
         ValueError: unknown estimate, or unknown mode.
     """
-    outside = ~action_mask.bool()  # zeroed first: what is not finite there would reach the gradient as 0 * inf
-    per_token = KL_FN.get(name)(*(t.masked_fill(outside, 0.0) for t in (logprobs, ref_logprobs, old_logprobs)))
+    per_token = KL_FN.get(name)(*(trained(t, action_mask) for t in (logprobs, ref_logprobs, old_logprobs)))
     kl = aggregate(per_token, action_mask, loss_agg_mode, **totals)
     return coefficient * kl, {"kl_loss": kl.detach()}
 

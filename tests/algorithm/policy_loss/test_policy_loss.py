@@ -140,8 +140,8 @@ def test_what_is_outside_the_mask_does_not_matter(name):
     fn = POLICY_LOSS_FN.get(name)
     loss, grad, metrics = with_gradient(fn, logprobs, old, mask, advantages)
     for garbage in (float("nan"), -float("inf"), 1e30):
-        dirty, old_dirty = logprobs.masked_fill(~mask, garbage), old.masked_fill(~mask, garbage)
-        loss_dirty, grad_dirty, metrics_dirty = with_gradient(fn, dirty, old_dirty, mask, advantages)
+        dirty, old_dirty, dirty_advantages = (each.masked_fill(~mask, garbage) for each in (logprobs, old, advantages))
+        loss_dirty, grad_dirty, metrics_dirty = with_gradient(fn, dirty, old_dirty, mask, dirty_advantages)
         assert loss_dirty == loss
         assert torch.equal(grad_dirty, grad)
         assert metrics_dirty == metrics

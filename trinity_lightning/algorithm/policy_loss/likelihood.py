@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, aggregate
+from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, aggregate, trained
 from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
 
@@ -42,7 +42,7 @@ def reinforce(
     **totals: Unpack[BatchTotals],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """REINFORCE: -A lp (Williams 1992). The only metric is pg_loss. ConfigError: unknown mode."""
-    loss = aggregate(-advantages * logprobs, action_mask, loss_agg_mode, **totals)
+    loss = aggregate(-advantages * trained(logprobs, action_mask), action_mask, loss_agg_mode, **totals)
     return loss, {"pg_loss": loss.detach()}
 
 
@@ -63,8 +63,7 @@ def opmd(
         ConfigError: tau is negative or infinite, or the mode is unknown.
     """
     number("algorithm.policy_loss.args.tau", tau, least=0)
-    loss = aggregate(-advantages * logprobs / (1 + tau), action_mask, loss_agg_mode, **totals)
-    return loss, {"pg_loss": loss.detach()}
+    return reinforce(logprobs, old_logprobs, action_mask, advantages / (1 + tau), loss_agg_mode=loss_agg_mode, **totals)
 
 
 # -- a teacher's likeliest tokens --------------------------------------------------------------------------------------
@@ -107,8 +106,7 @@ def teacher_kl(
     one_of("algorithm.policy_loss.args.direction", direction, DIRECTIONS)
     policy, teacher = with_rest(top_k_logprobs), with_rest(teacher_top_k_logprobs)
     first, second = (policy, teacher) if direction == "reverse" else (teacher, policy)
-    divergence = (first.exp() * (first - second)).sum(-1)
-    loss = aggregate(divergence, action_mask, loss_agg_mode, **totals)
+    loss = aggregate((first.exp() * (first - second)).sum(-1), action_mask, loss_agg_mode, **totals)
     return loss, {"pg_loss": loss.detach()}
 
 
@@ -162,8 +160,8 @@ def dpo(
     mask = action_mask.bool()
     rows = torch.arange(len(mask), device=mask.device).view(-1, 2) if pairs is None else pairs
     count = max(totals.get("num_sequences") or len(mask), 2) // 2
-    policy = logprobs.masked_fill(~mask, 0.0).sum(-1)
-    scores = policy if reference_free else (logprobs - ref_logprobs).masked_fill(~mask, 0.0).sum(-1)
+    policy = trained(logprobs, mask).sum(-1)
+    scores = policy if reference_free else trained(logprobs - ref_logprobs, mask).sum(-1)
     compared = scores / mask.sum(-1).clamp(min=1) if loss_type == "ipo" else scores
     chosen, rejected = compared[rows].unbind(1)
     loss = _pair_losses(chosen - rejected, beta, loss_type, label_smoothing).sum() / count

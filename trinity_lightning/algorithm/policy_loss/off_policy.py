@@ -5,12 +5,14 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from trinity_lightning.algorithm.policy_loss.likelihood import reinforce
 from trinity_lightning.algorithm.policy_loss.policy_loss import (
     MAX_LOG_RATIO,
     BatchTotals,
     aggregate,
     log_ratio,
     ratio_metrics,
+    trained,
 )
 from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
@@ -54,9 +56,8 @@ def topr(
     of_level = log_r if level == "token" else log_r.sum(-1, keepdim=True).expand_as(log_r)
     bad = advantages <= advantage_threshold
     weight = torch.where(bad, of_level.clamp(max=0.0).exp(), 1.0)
-    loss = aggregate(-weight * advantages * logprobs, action_mask, loss_agg_mode, **totals)
-    cut = bad & (of_level > 0)
-    return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, pg_clipfrac=cut)
+    loss = aggregate(-weight * advantages * trained(logprobs, action_mask), action_mask, loss_agg_mode, **totals)
+    return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, pg_clipfrac=bad & (of_level > 0))
 
 
 def asymre(
@@ -82,8 +83,8 @@ def asymre(
         ConfigError: the shift is infinite, or the mode is unknown.
     """
     number("algorithm.policy_loss.args.baseline_shift", baseline_shift)
-    loss = aggregate(-(advantages - baseline_shift) * logprobs, action_mask, loss_agg_mode, **totals)
-    return loss, {"pg_loss": loss.detach()}
+    shifted = advantages - baseline_shift
+    return reinforce(logprobs, old_logprobs, action_mask, shifted, loss_agg_mode=loss_agg_mode, **totals)
 
 
 def sppo(
@@ -182,9 +183,8 @@ def rec(
         )
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     ratio = log_r.detach().exp()
-    inner, outer = (epsilon_low, epsilon_high), (epsilon_low_prime, epsilon_high_prime)
-    counts = _counts(clip_mode, ratio, advantages, inner, outer)
-    loss_token = -_weight(weight, ratio, advantages, temp) * advantages * logprobs * counts
+    counts = _counts(clip_mode, ratio, advantages, epsilons[:2], epsilons[2:])
+    loss_token = -_weight(weight, ratio, advantages, temp) * advantages * trained(logprobs, action_mask) * counts
     loss_token = loss_token + regularizer_coef * _regularizer(regularizer, logprobs, log_r)
     loss = aggregate(loss_token, action_mask, loss_agg_mode, **totals)
     return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, pg_clipfrac=~counts)

@@ -60,7 +60,7 @@ def aggregate(
         ConfigError: unknown mode.
     """
     mask = action_mask.bool()
-    values = values.masked_fill(~mask, 0.0)
+    values = trained(values, mask)
     if action_mask.is_floating_point():
         values = values * action_mask
     if loss_agg_mode == "token-mean":
@@ -68,6 +68,11 @@ def aggregate(
     from trinity_lightning.algorithm.policy_loss.arguments import mean_of_sequences
 
     return mean_of_sequences(values, mask, loss_agg_mode, num_sequences, max_response_length)
+
+
+def trained(values: Tensor, action_mask: Tensor) -> Tensor:
+    """The values, 0 outside the mask: what is not finite there would reach a product's gradient as 0 * inf. [b, r]"""
+    return values.masked_fill(~action_mask.bool(), 0.0)
 
 
 def token_share(condition: Tensor, action_mask: Tensor, num_tokens: int | None = None) -> Tensor:
@@ -187,5 +192,4 @@ def accepted(fn: PolicyLossFn, extras: Mapping[str, Any]) -> dict[str, Any]:
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor) -> Tensor:
     """log(pi_theta / pi_old) of each token, clamped to +-20; 0 outside the mask, whatever is there. [b, r]"""
-    difference = (logprobs - old_logprobs).masked_fill(~action_mask.bool(), 0.0)
-    return torch.clamp(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return trained(logprobs - old_logprobs, action_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

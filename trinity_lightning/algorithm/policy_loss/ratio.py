@@ -12,6 +12,7 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import (
     log_ratio,
     peak,
     ratio_metrics,
+    trained,
 )
 from trinity_lightning.algorithm.policy_loss.ppo import check_clip_range, out_of_range
 from trinity_lightning.config.values import number, one_of
@@ -49,10 +50,9 @@ def gspo(
     mask = action_mask.bool()
     log_r = log_ratio(logprobs, old_logprobs, mask)
     log_s = log_r.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    own = logprobs.masked_fill(~mask, 0.0)
+    own = trained(logprobs, mask)
     ratio = (log_s + own - own.detach()).exp()
-    clipped = ratio.clamp(1 - clip_range_low, 1 + clip_range_high)
-    loss_token = torch.maximum(-advantages * ratio, -advantages * clipped)
+    loss_token = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_range_low, 1 + clip_range_high) * advantages)
     loss = aggregate(loss_token, action_mask, loss_agg_mode, **totals)
     outside = out_of_range(ratio, advantages, clip_range_low, clip_range_high)
     return loss, ratio_metrics(loss, log_r, mask, num_computed_tokens, totals, **outside)
@@ -97,9 +97,8 @@ def cispo(
     ratio = log_r.exp()
     bounds = (1 - clip_range_low, 1 + clip_range_high) if absolute_cap is None else (0.0, absolute_cap)
     clipped = ratio.clamp(*bounds)
-    loss = aggregate(-clipped * advantages * logprobs, action_mask, loss_agg_mode, **totals)
-    cut = clipped != ratio
-    return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, pg_clipfrac=cut)
+    loss = aggregate(-clipped * advantages * trained(logprobs, action_mask), action_mask, loss_agg_mode, **totals)
+    return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, pg_clipfrac=clipped != ratio)
 
 
 def sapo(
@@ -131,8 +130,7 @@ def sapo(
         number(f"algorithm.policy_loss.args.{name}", tau, above=0)
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
-    gate = torch.sigmoid(tau * (log_r.exp() - 1)) * 4 / tau
-    loss = aggregate(-gate * advantages, action_mask, loss_agg_mode, **totals)
+    loss = aggregate(-4 / tau * torch.sigmoid(tau * log_r.expm1()) * advantages, action_mask, loss_agg_mode, **totals)
     return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals)
 
 
@@ -171,7 +169,7 @@ def dppo(
     one_of("algorithm.policy_loss.args.divergence", divergence, DIVERGENCES)
     number("algorithm.policy_loss.args.threshold", threshold, above=0, most=1 if divergence == "tv" else math.inf)
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
-    old = old_logprobs.masked_fill(~action_mask.bool(), 0.0)
+    old = trained(old_logprobs, action_mask)
     distance = _distance(old + log_r.detach(), old, divergence)
     far = distance > threshold
     low = far & (advantages < 0) & (log_r < 0)
