@@ -65,7 +65,9 @@ def import_early() -> None:
     Plugins.instance()  # of Hydra, which looks for them
     hydra.register = register_once
     register_once("")
+    register_once()  # as the run itself does it once more
     import_vllm(OF_ENGINES + OF_SERVERS)
+    configure_vllm()
     del os.environ["VLLM_LOGGING_LEVEL"]
     vllm_engine.CPU_CACHE_GB = 0.1  # engines start by filling it with zeros
     for dtype in TORCH_DTYPES.values():
@@ -82,6 +84,14 @@ def import_vllm(names: tuple[str, ...]) -> None:
         platform = importlib.import_module("vllm.platforms").current_platform
         platform.register_triton_kernel_overrides()  # looks through all modules, for each engine again
         platform.register_triton_kernel_overrides = lambda: None
+
+
+def configure_vllm() -> None:
+    """What else an engine would do when it starts."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())  # slow, with as many loggers as there are here
 
 
 def next_command(address: str) -> tuple[dict[str, Any], list[int]]:
