@@ -24,7 +24,7 @@ from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
 from trinity_lightning.errors import WorkflowBlockedError
-from trinity_lightning.explorer import callback as callback_module
+from trinity_lightning.explorer import stopped
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.models.engine import Engine
@@ -196,6 +196,7 @@ WAYS: dict[str, Callable[[Run], None]] = {
     "once the buffer has a step": lambda run: breaks(run.explorer, "_restarted", 2),
     "sync": lambda run: breaks(run.explorer, "sync_weight", 2),
     "columns": lambda run: breaks(run.policy, "prepare_step", 2),
+    "columns of the first step, which is rolled out": lambda run: breaks(run.policy, "prepare_step", 1),
     "first item of the run": lambda run: breaks(run.policy, "accumulate", 1),
     "first item of a step": lambda run: breaks(run.policy, "accumulate", 3),
     "last item of a step": lambda run: breaks(run.policy, "accumulate", 4, at_its_end=True),
@@ -219,6 +220,15 @@ def test_a_run_that_an_error_ended_goes_on_as_if_it_had_not(
     equal(whole, resumed)
     for row, other in zip(rows(resumed.folder), rows(whole.folder), strict=True):
         assert bool(row["time/sync_weight"]) == bool(other["time/sync_weight"])
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_an_error_before_there_are_rollouts_leaves_no_checkpoint(offset: int, tmp_path: Path) -> None:
+    run = Run(tmp_path, offset=offset)
+    breaks(run.explorer, "_run", 1)
+    with pytest.raises(TornError):
+        run.fit()
+    assert not run.checkpoint.exists()
 
 
 @pytest.mark.parametrize("item", [1, ITEMS + 1, STEPS * ITEMS])
@@ -340,7 +350,7 @@ def test_sigterm_while_rollouts_begun_ahead_are_waited_for_ends_the_wait(
 def test_after_an_error_rollouts_in_flight_are_waited_for_shortly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callback_module, "STOP_SECONDS", 0.3)
+    monkeypatch.setattr(stopped, "STOP_SECONDS", 0.3)
     whole = Run(tmp_path / "whole", offset=1).fit()
     run = Run(tmp_path, offset=1)
     roll_out = run.explorer._run

@@ -136,7 +136,7 @@ def test_nothing_is_saved_before_the_first_item(tmp_path, caplog):
         trainer = quiet_trainer(tmp_path, StopCheckpoint(tmp_path), FailsAtFirst(), max_epochs=2)
         with pytest.raises(TornError):
             trainer.fit(make_policy(), datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        assert "stopped before anything was trained" in caplog.text
+        assert "stopped before anything new was trained" in caplog.text
         assert said in caplog.text
         assert not (tmp_path / "interrupted.ckpt").exists()
         trainer = quiet_trainer(tmp_path, max_epochs=1)

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 20.0  # for rollouts in flight if a run ends early: schedulers of clusters kill 30 s after SIGTERM
-
 
 class ExplorerCallback(StopCheckpoint):
     """Runs an `Explorer` inside `Trainer.fit`: one explore step an epoch.
@@ -135,14 +133,21 @@ class ExplorerCallback(StopCheckpoint):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Save what is whole, rollouts in flight included, and free everything."""
         try:
-            if self.wanted and self._running is not None and self._running.under_way:
-                from trinity_lightning.explorer.stopped import settle_shortly
-
-                self.ctrl_c.stopping()
-                settle_shortly(self._running, STOP_SECONDS)
             super().on_exception(trainer, pl_module, exception)
         finally:
             self._close()
+
+    @property
+    def has_rollouts(self) -> bool:  # type: ignore[override]
+        """Whether a whole step's are there, which was not trained on yet."""
+        return bool(self._pending.metrics)
+
+    def settle(self) -> None:
+        """Wait for rollouts in flight, for a while."""
+        if self._running is not None and self._running.under_way:
+            from trinity_lightning.explorer.stopped import settle_shortly
+
+            settle_shortly(self._running, self.ctrl_c)
 
     def _close(self) -> None:
         """Free everything; an error of that is logged: the trained model, or the run's own error, matters more."""

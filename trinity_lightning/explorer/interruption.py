@@ -65,8 +65,8 @@ class StopCheckpoint(L.Callback):
     What is saved is whole: an item (an optimizer batch) that was handed out and not trained on is handed out again by
     the resumed run, with the random states that it began with. For that a loader goes back to an item by `rewind`, or
     else to the state that it had before (Lightning reads one item ahead of a loader without a length: that one is not
-    handed out again). Nothing is saved if an error comes before the first item, if an optimizer step itself was cut
-    short, or at a second Ctrl-C. Whatever goes wrong while it saves, the error that ended the run goes on.
+    handed out again). Nothing is saved if an error comes before there is anything new, if an optimizer step itself was
+    cut short, or at a second Ctrl-C. Whatever goes wrong while it saves, the error that ended the run goes on.
 
     Ctrl-C is counted, and raised between two items, also while a loader waits for data there.
 
@@ -76,20 +76,25 @@ class StopCheckpoint(L.Callback):
 
     Attributes:
         ctrl_c: how often it was pressed.
+        before: where the run stood before the item under way.
+        items: how many had begun before this fit.
+        has_rollouts: whether there are some that were not trained on yet, which a checkpoint would hold.
     """
+
+    has_rollouts = False
 
     def __init__(self, folder: Path | None = None, command: Callable[[], str | None] = lambda: None) -> None:
         self.ctrl_c = CtrlC()
-        self._folder = folder
-        self._command = command
-        self._started, self._items = False, 0  # items begun before this fit
-        self._before = BeforeItem()
+        self.folder = folder
+        self.command = command
+        self._started, self.items = False, 0
+        self.before = BeforeItem()
 
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Count Ctrl-C from now on."""
-        self._started, self._before, self.ctrl_c.count = False, BeforeItem(), 0
+        self._started, self.before, self.ctrl_c.count = False, BeforeItem(), 0
         self.ctrl_c.install()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -101,7 +106,7 @@ class StopCheckpoint(L.Callback):
             # Saved after the last item of an epoch: the next one begins. Lightning would not count it, and would take
             # checkpoints within it for those of a finished epoch.
             loop.reset_restart_stage()
-        self._before, self._items = BeforeItem.of(trainer), items_begun(trainer)
+        self.before, self.items = BeforeItem.of(trainer), items_begun(trainer)
 
     def reason(self, trainer: L.Trainer) -> BaseException | None:
         """What the run is to end with, if it was asked to end, or if another of its processes has failed or died."""
@@ -117,13 +122,13 @@ class StopCheckpoint(L.Callback):
         """Between two items, Ctrl-C stops the run."""
         if self.ctrl_c.count:
             raise KeyboardInterrupt
-        self._before.random_state = random_state()
+        self.before.random_state = random_state()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The item is done."""
-        self._before = BeforeItem.of(trainer)
+        self.before = BeforeItem.of(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Save what is whole."""
@@ -131,14 +136,16 @@ class StopCheckpoint(L.Callback):
             if self.wanted:
                 from trinity_lightning.explorer.stopped import save_stopped
 
-                worth_it = items_begun(trainer) > self._items or self.reason(trainer) is not None
-                save_stopped(trainer, self._before if worth_it else None, self._folder, self._command())
+                save_stopped(trainer, self)
         finally:
             self._end()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Give Ctrl-C back."""
         self._end()
+
+    def settle(self) -> None:
+        """Wait for what is under way beside training, for it to be saved, too."""
 
     def _end(self) -> None:
         self._started = False  # what fails from here on, a test say, has nothing to be saved

@@ -2,45 +2,54 @@
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.common.random_state import restore_random_state
 from trinity_lightning.config.checkpoints import checkpoints_in
 from trinity_lightning.errors import TrinityError
-from trinity_lightning.explorer.interruption import BeforeItem, loaders_of, optimizer_steps_begun
-from trinity_lightning.explorer.rollouts import TrainingRollouts
+from trinity_lightning.explorer.interruption import (
+    BeforeItem,
+    CtrlC,
+    StopCheckpoint,
+    items_begun,
+    loaders_of,
+    optimizer_steps_begun,
+)
+
+if TYPE_CHECKING:
+    from trinity_lightning.explorer.rollouts import TrainingRollouts
 
 logger = logging.getLogger(__name__)
 
 FILE = "interrupted.ckpt"
+STOP_SECONDS = 20.0  # for rollouts in flight if a run ends early: schedulers of clusters kill 30 s after SIGTERM
 
 
-def settle_shortly(rollouts: TrainingRollouts, seconds: float) -> None:
+def settle_shortly(rollouts: "TrainingRollouts", ctrl_c: CtrlC) -> None:
     """Wait for rollouts in flight: those finished then are in the checkpoint, a resumed run does the others again."""
-    logger.warning("waiting %g s for the rollouts in flight; Ctrl-C stops without a checkpoint.", seconds)
+    ctrl_c.stopping()
+    logger.warning("waiting %g s for the rollouts in flight; Ctrl-C stops without a checkpoint.", STOP_SECONDS)
     rollouts.driver.hurry()
-    rollouts.settle(seconds)
+    rollouts.settle(STOP_SECONDS)
     if rollouts.explorer.step < rollouts.pending.target:
         logger.warning("the next step's rollouts are not in the checkpoint: a resumed run does them again.")
 
 
-def save_stopped(trainer: Any, before: BeforeItem | None, folder: Path | None, command: str | None) -> None:
-    """Write the checkpoint, unless the weights are not whole; what goes wrong is logged: another error is on its way.
+def save_stopped(trainer: Any, callback: StopCheckpoint) -> None:
+    """Write the checkpoint, unless there is nothing new in it, or the weights are not whole.
 
-    Args:
-        trainer: Lightning's.
-        before: where it stood before the item under way; None: an error came before any, and nothing is new.
-        folder: see `StopCheckpoint`.
-        command: what resumes the run on the command line; None: there is none.
+    What goes wrong is logged: another error is on its way.
     """
-    where = folder or getattr(trainer.checkpoint_callback, "dirpath", None)
+    where = callback.folder or getattr(trainer.checkpoint_callback, "dirpath", None)
     if where is None:
         logger.warning("stopped without a checkpoint: there is no ModelCheckpoint.")
         return
-    path = Path(str(where)) / FILE
-    if before is None:
-        logger.warning("stopped before anything was trained, without a checkpoint. %s", _earlier(path, command))
+    path, command, before = Path(str(where)) / FILE, callback.command(), callback.before
+    was_asked = isinstance(callback.reason(trainer), KeyboardInterrupt | SystemExit)  # Ctrl-C, SIGTERM
+    if not (was_asked or callback.has_rollouts or items_begun(trainer) > callback.items):
+        logger.warning("stopped before anything new was trained, without a checkpoint. %s", _earlier(path, command))
         return
+    callback.settle()
     try:
         if _cut_short(trainer, before):
             earlier = _earlier(path, command)
