@@ -23,8 +23,9 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RewardError
-from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper
+from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper, failures
 from trinity_lightning.explorer.rewards import resolve_rewards, score
+from trinity_lightning.explorer.runner import Outcomes
 from trinity_lightning.explorer.scheduler import enough_of
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import PartialFailure
@@ -355,15 +356,27 @@ def test_a_reward_that_raises_everywhere_is_told_once_with_its_traceback_and_not
     assert caplog.text.count("1 of 1 runs failed") == 1
 
 
-@pytest.mark.parametrize("tasks", [1, 8])
-def test_a_reward_that_raises_is_tried_again_while_it_may_pass(tasks: int) -> None:
+class ServerError(Exception):
+    """As the clients of servers have them: of no kind that Python knows."""
+
+
+def test_what_the_log_has_had_is_remembered_for_a_while_only() -> None:
+    outcomes = Outcomes()
+    assert [failures.is_new(outcomes, text) for text in ("a", "a", "b")] == [True, False, True]
+    for number in range(failures.REMEMBERED):
+        failures.is_new(outcomes, f"took {number} s")
+    assert len(outcomes.said) < failures.REMEMBERED
+
+
+@pytest.mark.parametrize(("tasks", "error"), [(1, KeyError), (8, ConnectionRefusedError), (8, ServerError)])
+def test_a_reward_that_raises_is_tried_again_while_it_may_pass(tasks: int, error: type[Exception]) -> None:
     """As one of a single task may, and one whose server does not answer."""
     attempts: Counter[int] = Counter()
 
     async def body(workflow: Any) -> list[Experience]:
         async def asks(response: str, task: Task) -> float:
             attempts[int(task.task_id)] += 1
-            raise KeyError if tasks == 1 else ConnectionRefusedError("no server")
+            raise error("no server")
 
         await score(resolve_rewards(asks), "7", workflow.task)
         raise AssertionError("not reached")

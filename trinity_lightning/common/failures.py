@@ -1,4 +1,4 @@
-"""What failed outside of this program: a disk that is full, and how another process ended."""
+"""What failed: a full disk, another process, a reward function, in words; and what a traceback holds, let go."""
 
 import errno
 import os
@@ -13,6 +13,9 @@ from trinity_lightning.errors import DiskFullError, RewardError, TrinityError
 
 PACKAGE = Path(__file__).parents[1]
 LIBRARIES = [PACKAGE, *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib"))]
+# What Python raises of mistakes in code, which come again. What servers and disks raise is of other kinds.
+MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, SyntaxError)
+MISTAKES += (NotImplementedError, TypeError, ValueError)
 FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)}
 
 
@@ -35,7 +38,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def raised(name: str, error: BaseException) -> RewardError:
     """What a rollout fails with if a reward function raised; its traceback is a note, which other processes read."""
     failure = RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}")
-    failure.may_pass = any(isinstance(each, OSError) for each in causes(error))
+    failure.may_pass = not all(isinstance(each, MISTAKES) for each in causes(error))
     stack = traceback.extract_tb(error.__traceback__)
     own = list(dropwhile(lambda frame: of_a_library(frame.filename), stack))
     failure.add_note("".join(traceback.format_list(own or stack)).rstrip())

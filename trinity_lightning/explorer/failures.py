@@ -1,4 +1,4 @@
-"""What is said when nothing comes of rollouts: of a step without experiences, of an event loop that is blocked."""
+"""What is said of rollouts that fail, of a step without experiences, and of an event loop that is blocked."""
 
 import asyncio
 import logging
@@ -13,10 +13,12 @@ from trinity_lightning.common.failures import of_a_library
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError, WorkflowBlockedError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.runner import ENOUGH_FAILURES, Attempt, Outcomes, Status, describe, fails_by_reward
+from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import Workflow
 
 logger = logging.getLogger(__name__)
 
+REMEMBERED = 1000  # messages
 _FEW = 3  # different errors of reward functions that a message shows
 
 
@@ -49,17 +51,31 @@ def note(task: str, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
         [text] = describe({run: error})
         if not outcomes.succeeded:
             outcomes.failed[task, run] = text if isinstance(error, RewardError) and not error.may_pass else None
-        own_traceback = "\n".join(getattr(error, "__notes__", []))
-        if own_traceback and own_traceback not in outcomes.said:
-            told = "task %s, attempt %d: %s; from now on it is only counted. It was raised at\n%s"
-            logger.warning(told, task, number, text, own_traceback)
-        elif text not in outcomes.said:
+        own_traceback = "\n".join(getattr(error, "__notes__", [])) if isinstance(error, RewardError) else ""
+        text_is_new = is_new(outcomes, text)
+        if own_traceback and is_new(outcomes, own_traceback):
+            logger.warning("task %s, attempt %d: %s. It was raised at\n%s", task, number, text, own_traceback)
+        elif text_is_new:
             logger.info("task %s, attempt %d: %s", task, number, text)
-        outcomes.said |= {text, own_traceback}
     if outcomes.succeeded or len(outcomes.failed) < ENOUGH_FAILURES:
         return False
     tasks, reasons = {each for each, _ in outcomes.failed}, set(outcomes.failed.values())
     return len(tasks) > 1 and len(reasons) == 1 and None not in reasons
+
+
+def report(task: Task, status: Status, outcomes: Outcomes) -> None:
+    """Log how a task failed: of several of a batch that failed alike, that of the first."""
+    if is_new(outcomes, (task.batch_id, status.message)):
+        logger.warning("task %s/%s: %s", task.batch_id, task.task_id, status.message)
+
+
+def is_new(outcomes: Outcomes, message: object) -> bool:
+    """Whether the log has not had it lately; it is then noted as said."""
+    if len(outcomes.said) >= REMEMBERED:  # errors that name a time or an address are different each time
+        outcomes.said.clear()
+    before = len(outcomes.said)
+    outcomes.said.add(message)
+    return len(outcomes.said) > before
 
 
 def no_engine(model: object) -> ConfigError:

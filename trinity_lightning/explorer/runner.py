@@ -67,13 +67,13 @@ class Outcomes:
 
     Attributes:
         succeeded: whether any has given an experience.
-        said: what the log has had.
         failed: until then, by task and run, what a reward function raised; None: it was something else, or may pass.
+        said: what the log has had lately.
     """
 
     succeeded: bool = False
-    said: set[Any] = field(default_factory=set)
     failed: dict[tuple[str, int], str | None] = field(default_factory=dict)
+    said: set[Any] = field(default_factory=set)
 
 
 @dataclass(eq=False)

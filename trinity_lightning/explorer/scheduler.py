@@ -120,7 +120,8 @@ class RunnerWrapper:
             experiences += attempt.experiences
             failed = {run: error for run, error in failed.items() if run not in runs} | attempt.errors
             runs = sorted(run for run, error in attempt.errors.items() if not isinstance(error, _FINAL_ERRORS))
-            self.outcomes.succeeded = self.outcomes.succeeded or bool(attempt.experiences)
+            if attempt.experiences:
+                self.outcomes.succeeded, self.outcomes.failed = True, {}
             if not attempt.errors:
                 break
             from trinity_lightning.explorer.failures import note
@@ -130,9 +131,10 @@ class RunnerWrapper:
         experiences.sort(key=lambda experience: experience.eid.run)  # stable: the steps of a run stay in order
         times = {"time_per_task": seconds, "task_run_time": clock() - start}
         status, experiences = summarize(one, experiences, describe(failed), task.repeat_times, times)
-        if not status.ok and (said := (one.batch_id, status.message)) not in self.outcomes.said:
-            self.outcomes.said.add(said)
-            logger.warning("task %s: %s", name, status.message)
+        if not status.ok:
+            from trinity_lightning.explorer.failures import report
+
+            report(one, status, self.outcomes)
         return status, experiences, self.runner_id
 
 

@@ -95,14 +95,13 @@ class RewardWorkers:
         try:
             return await asyncio.wrap_future(future)
         except FutureTimeoutError:
-            raise RewardError(
+            raise _ended(
                 f"reward function '{reward.name}' took longer than {self._timeout:g} s (explorer.reward_timeout); its "
                 "process was ended"
             ) from None
         except ProcessExpired as error:
-            raise RewardError(
-                f"reward function '{reward.name}' ended its process with exit code {error.exitcode}"
-            ) from error
+            code = error.exitcode
+            raise _ended(f"reward function '{reward.name}' ended its process with exit code {code}") from error
         except BrokenProcessPool as error:
             raise RolloutError(f"reward function '{reward.name}' was not called: the processes ended") from error
 
@@ -125,6 +124,13 @@ class RewardWorkers:
         if pool is not None:
             pool.stop()
             pool.join()
+
+
+def _ended(message: str) -> RewardError:
+    """What a call failed with whose process was ended: it may have been slow to start, or short of memory."""
+    error = RewardError(message)
+    error.may_pass = True
+    return error
 
 
 def _sendable(reward: Reward, task: Task) -> bytes:
