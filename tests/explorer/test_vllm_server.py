@@ -1,12 +1,14 @@
 """vLLM in a process of its own, with the tiny model in float32: exact tokens, weights, failures, and its end."""
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
 import re
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -36,7 +38,7 @@ from trinity_lightning.errors import (
 )
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer, TaskSource, Watcher
-from trinity_lightning.explorer.models import vllm_server
+from trinity_lightning.explorer.models import server, vllm_server
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, _command_line
 from trinity_lightning.explorer.tasks.taskset import Taskset
@@ -331,6 +333,25 @@ def test_a_server_elsewhere_is_let_go_once_it_is_down_by_who_gives_it_weights(
     engine._again = (lambda: asyncio.sleep(0)) if gives_weights else None
     assert asyncio.run(engine._why()) == ""
     assert (engine._client is client, client.closed) == (stays, not stays)
+
+
+def test_a_machine_that_takes_no_connection_is_down_and_a_slow_server_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "CONNECT_SECONDS", 0.1)
+
+    async def answers(backlog: int) -> bool:
+        with socket.create_server(("127.0.0.1", 0), backlog=backlog) as listening, contextlib.ExitStack() as others:
+            if backlog == 0:  # so the queue is full, and packets for more are dropped
+                others.enter_context(socket.create_connection(listening.getsockname()))
+            client = ServerClient(f"http://127.0.0.1:{listening.getsockname()[1]}")
+            try:
+                async with asyncio.timeout(1):
+                    return await client.answers()
+            finally:
+                await client.close()
+
+    assert not asyncio.run(answers(backlog=0))
+    with pytest.raises(TimeoutError):
+        asyncio.run(answers(backlog=5))
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ import aiohttp
 from trinity_lightning.common.failures import how_it_ended
 from trinity_lightning.errors import ModelLoadError, RolloutError
 
+CONNECT_SECONDS = 2.0  # a server that is only slow accepts a connection at once: its machine does
+
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
@@ -52,9 +54,10 @@ class ServerClient:
         await self._session.close()
 
     async def answers(self) -> bool:
-        """Whether the server is up."""
+        """Whether the server is up: whether it answers, once it has accepted the connection."""
         try:
-            async with self._session.get("/health") as response:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+            async with self._session.get("/health", timeout=timeout) as response:
                 return response.status == 200
         except (aiohttp.ClientError, OSError):
             return False
