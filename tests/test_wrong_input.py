@@ -201,6 +201,10 @@ REFUSED = {
         ["+recipe=grpo", "taskset.source=dataset", "taskset.path="],
         ["taskset.path is empty: give a file, a folder"],
     ),
+    "a file without the source that reads it": (
+        ["+recipe=grpo", "taskset.path=tasks.jsonl"],
+        ["taskset.path has no effect without taskset.source=dataset or reasoning_gym"],
+    ),
     "a taskset of a name like the section's": (
         ["+recipe=grpo", "+tasksets={mine: {name: mine, source: dataset, path: ./my_taskset.jsonl}}"],
         ["tasksets.mine.path: there is no file or folder './my_taskset.jsonl'"],
@@ -237,10 +241,11 @@ REFUSED = {
         ["trainer.max_epochs is 4 and steps is 24", "set steps alone"],
     ),
     **{
-        f"training cut short by {key}": (
-            ["+recipe=grpo", f"+trainer.{key}={value}"],
+        f"training cut short by {plus}{key}": (
+            ["+recipe=grpo", f"{plus}trainer.{key}={value}"],
             [f"trainer.{key} would", "set steps"],
         )
+        for plus in ("", "+")
         for key, value in (
             ("limit_train_batches", "0"),
             ("overfit_batches", "0.1"),

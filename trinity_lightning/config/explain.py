@@ -10,6 +10,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -125,6 +126,8 @@ def _explain_missing(path: str, there: Sequence[str] | None) -> str:
     own = " Your own is FOLDER/recipe/NAME.yaml, with --config-dir FOLDER." if group == "recipe" else ""
     if group in ("engine", "workflow") and "." in name:
         own = f" Your own goes by {group}.name={name}."
+    if group == "model":
+        own = " Your own goes by model=custom model.name=FOLDER, or a name of the hub."
     return unknown_name(group, name, options(group) if there is None else there) + own
 
 
@@ -193,8 +196,9 @@ def _discard_unused(folder: Path) -> None:
     if all(path.parent.name == ".hydra" or path.suffix == ".log" for path in inside):
         shutil.rmtree(folder, ignore_errors=True)
         for parent in folder.resolve().parents:
-            if parent in begun and not any(parent.iterdir()):
-                parent.rmdir()
+            if parent in begun:
+                with suppress(OSError):  # something else is in it
+                    parent.rmdir()
 
 
 def end_command(error: Exception) -> None:
@@ -203,6 +207,16 @@ def end_command(error: Exception) -> None:
     if sentence is not None:
         print(f"trinity-lightning: {sentence}", file=sys.stderr)
         sys.exit(2)
+
+
+def exit_code(stop: KeyboardInterrupt | SystemExit) -> int | str | None:
+    """What a command ends with that was stopped: 143 for SIGTERM, for a pre-empted run not to look finished."""
+    if isinstance(stop, KeyboardInterrupt):
+        print("trinity-lightning: interrupted.", file=sys.stderr)
+        return 130
+    if type(stop).__name__ == "SIGTERMException":  # Lightning's, which has no code
+        return 143
+    return 130 if isinstance(stop.__context__, KeyboardInterrupt) else stop.code  # Lightning's own is 1
 
 
 # -- what OmegaConf says of a value -----------------------------------------------------------------------------------
@@ -255,6 +269,11 @@ def _not_there(key: str, parent: Any) -> str:
         return "plan.* is asked of another command: python -m trinity_lightning.plan, with the run's own arguments."
     if key == "trainer.strategy":
         return "trainer.strategy comes with a group: choose trainer=ddp or trainer=fsdp2."
+    if prefix == "trainer":
+        from trinity_lightning.config.trainer import NOT_OF_A_RUN
+
+        if name in NOT_OF_A_RUN:
+            return f"{key} {NOT_OF_A_RUN[name]}."
     if key in RENAMED or nearest(name, siblings):
         return unknown_key(key, siblings)
     if name == "args":
@@ -271,9 +290,14 @@ def _not_there(key: str, parent: Any) -> str:
 
 # What keys of earlier versions, and of other libraries, are called here.
 RENAMED = {
+    "algorithm.beta": "algorithm.kl.coef",
     "algorithm.kl_coef": "algorithm.kl.coef",
     "algorithm.policy_loss_args": "algorithm.policy_loss.args",
     "engine.kind": "engine.name",
+    "learning_rate": "optimizer.lr",
+    "max_completion_length": "sampling.max_tokens",
+    "max_steps": "steps",
+    "num_generations": "explorer.repeat_times",
     "optimizer.learning_rate": "optimizer.lr",
 }
 

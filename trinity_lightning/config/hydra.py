@@ -187,9 +187,7 @@ def run_command(command: Callable[[], None], within: str | None = "") -> None:
 
         end_command(error)
         raise
-    except KeyboardInterrupt:
-        print("trinity-lightning: interrupted.", file=sys.stderr)
-        sys.exit(130)
-    except SystemExit as stop:
-        # Lightning ends on SIGTERM with a SystemExit that has no code: a pre-empted run must not look finished.
-        sys.exit(143 if type(stop).__name__ == "SIGTERMException" else stop.code)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        from trinity_lightning.config.explain import exit_code
+
+        sys.exit(exit_code(stop))
