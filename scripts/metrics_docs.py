@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 WHY_UNTRAINED = """\
 ## Why a step trains nothing
 
-1. The run reports it. If a step trains on no response, its log line ends with `no rollout trained`. A warning above the
+1. The run reports it. If a step trains on no response, its log line says `no rollout trained`. A warning above the
    line, also in `train.log`, counts the responses for each reason, and another one says what helps. `report.html` lists
    such steps.
 2. The table below explains each reason.

@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -405,14 +405,13 @@ def given(loggers: Collection[Logger], config: DictConfig) -> Iterator[None]:
 
 def finish(loggers: Collection[Logger], failed: bool = False) -> None:
     """Write what is left, and end the run of W&B: the next job of a sweep gets a run of its own."""
-    try:
-        for each in loggers:
-            each.save()
-    finally:
+    with ExitStack() as ends:  # each of them, whatever another raises
         if any(isinstance(each, WandbLogger) for each in loggers):
             import wandb
 
-            wandb.finish(exit_code=int(failed))  # not through the logger, which would begin a run if there is none
+            ends.callback(wandb.finish, exit_code=int(failed))  # not by the logger, which would begin one if none is
+        for each in loggers:
+            ends.callback(each.save)
 
 
 def quiet_lightning() -> None:

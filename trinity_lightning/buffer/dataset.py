@@ -502,7 +502,9 @@ def loss_of(policy: Any, batch: OptimizerBatch) -> dict[str, float]:
         batch: its column of the reference is computed the first time.
     """
     policy.policy.eval()
-    with torch.no_grad(), policy.trainer.precision_plugin.forward_context():
-        losses, metrics = policy.accumulate(batch, policy.shares(batch, policy.passes().rows(batch)))
-    policy.policy.train()
+    try:
+        with torch.no_grad(), policy.trainer.precision_plugin.forward_context():
+            losses, metrics = policy.accumulate(batch, policy.shares(batch, policy.passes().rows(batch)))
+    finally:
+        policy.policy.train()
     return {"eval/loss": math.fsum(losses.tolist())} | {NAMES[name]: metrics[name] for name in NAMES if name in metrics}

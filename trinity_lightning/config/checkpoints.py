@@ -173,7 +173,7 @@ def resume_command(folder: str | Path) -> str | None:
     for source in hydra.runtime.config_sources:
         if source.provider == "command-line":
             words += ["--config-dir", source.path]
-    words += [each for each in hydra.overrides.task if not each.startswith(("ckpt_path=", "output_dir="))]
+    words += [each for each in hydra.overrides.task if not each.lstrip("+").startswith(("ckpt_path=", "output_dir="))]
     words += [each for each in hydra.overrides.hydra if not each.startswith(("hydra.mode=", "hydra.run.dir="))]
     words.append(f"hydra.run.dir={_quoted(str(Path(folder).absolute()))}")  # another run may be newer
     return shlex.join([*words, "ckpt_path=last"])

@@ -101,8 +101,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         },
     ),
     "environment": _within(
-        "explorer.workflows",
-        {"guess_number": "multi_turn.GuessNumber", "retry": "multi_turn.Retry"},
+        "explorer.workflows", {"guess_number": "multi_turn.GuessNumber", "retry": "multi_turn.Retry"}
     ),
     "reward function": _within(
         "explorer.rewards",

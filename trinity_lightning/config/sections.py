@@ -120,7 +120,7 @@ def schema_of(kind: Any) -> DictConfig:
     for name in schema:
         node = schema._get_node(name)
         if isinstance(node, BooleanNode):
-            schema.__dict__["_content"][name] = _Flag(node._value(), name, schema, is_optional=False)
+            schema.__dict__["_content"][name] = _Flag(node._value(), name, schema, is_optional=node._is_optional())
         elif isinstance(node, DictConfig) and not node._is_none():
             schema_of(node)
     return schema

@@ -193,7 +193,7 @@ def check_start(config: DictConfig, hydra: Any) -> None:
             "such as optimizer.lr=1e-5,1e-4."
         )
     given = (*hydra.overrides.hydra, *hydra.overrides.task)
-    named = any(each.startswith(("hydra.run.dir=", "output_dir=")) for each in given)
+    named = any(each.lstrip("+").startswith(("hydra.run.dir=", "output_dir=")) for each in given)
     if "RANK" in os.environ and not named and config.ckpt_path != "last":
         raise ConfigError(
             "processes that torchrun starts need one folder for the run: give it, such as "

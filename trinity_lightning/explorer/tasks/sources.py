@@ -186,8 +186,9 @@ def _files_of(path: str, subset: str | None) -> dict[str, list[Path]]:
         unfinished = _unfinished(path)
         with suppress(OSError):  # nothing is downloaded to a folder that is not to be written to
             unfinished.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.unlink(missing_ok=True)
-            if not all(_is_cached(url) for urls in found.values() for url in urls):
+            if all(_is_cached(url) for urls in found.values() for url in urls):
+                unfinished.unlink(missing_ok=True)
+            else:
                 unfinished.touch()
         copies = DownloadManager().download(found)
         with suppress(OSError):
