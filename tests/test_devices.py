@@ -312,7 +312,7 @@ def test_a_run_goes_on_with_any_number_of_processes_and_either_trainer(
     nothing_of_it = "nothing can be saved without the shares of all processes"
     strikes = {
         1: ((), terminate, 143, "stopped in step"),
-        2: (TWO, interrupt, 1, "stopped in step"),
+        2: (TWO, interrupt, 130, "stopped in step"),
         3: (SHARDS, terminate, 143, "stopped in step"),
         4: ((), terminate, 143, "stopped in step"),
         5: (SHARDS, kill_a_follower, 1, nothing_of_it),

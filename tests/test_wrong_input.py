@@ -203,7 +203,7 @@ REFUSED = {
     ),
     "a file without the source that reads it": (
         ["+recipe=grpo", "taskset.path=tasks.jsonl"],
-        ["taskset.path has no effect without taskset.source=dataset or reasoning_gym"],
+        ["taskset.path is tasks.jsonl, and source=addition reads none", "give source=dataset"],
     ),
     "a taskset of a name like the section's": (
         ["+recipe=grpo", "+tasksets={mine: {name: mine, source: dataset, path: ./my_taskset.jsonl}}"],

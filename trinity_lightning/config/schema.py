@@ -125,7 +125,7 @@ class TasksetConfig(Section, key="taskset"):
 
     name: str = MISSING
     source: str = checked("addition", one_of, names=TASK_SOURCES)
-    path: str | None = checked(None, only_with="source", among=("dataset", "reasoning_gym"))
+    path: str | None = None
     split: str = "train"
     size: int | None = None
     seed: int = 0

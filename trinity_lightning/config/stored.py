@@ -122,6 +122,10 @@ def check_taskset(taskset: TasksetConfig) -> None:
     """Refuse what the source of a taskset does not have; a ConfigError."""
     path = taskset.path if taskset.source == "dataset" else None
     check_dataset_path("taskset.path", path)
+    if taskset.path is not None and taskset.source == "addition":
+        raise ConfigError(
+            f"taskset.path is {taskset.path}, and source=addition reads none: give source=dataset and path=FILE."
+        )
     if taskset.size is not None and taskset.source != "reasoning_gym":
         part = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
         raise ConfigError(f"taskset.size belongs to taskset.source=reasoning_gym, not to {taskset.source}{part}.")
