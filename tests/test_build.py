@@ -20,6 +20,21 @@ class FullDisk(WandbLogger):
         raise OSError("the disk is full")
 
 
+class Saves(FullDisk):
+    saved = False
+
+    def save(self) -> None:
+        self.saved = True
+
+
+def test_every_logger_saves_though_another_cannot() -> None:
+    first, last = Saves(), Saves()
+    with pytest.raises(OSError, match="the disk is full"):
+        finish([first, FullDisk(), last])
+    assert first.saved
+    assert last.saved
+
+
 def test_a_run_of_wandb_ends_though_another_logger_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
     monkeypatch.setattr("wandb.finish", lambda exit_code: codes.append(exit_code))

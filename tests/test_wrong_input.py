@@ -372,6 +372,10 @@ REFUSED = {
         ["+recipe=grpo", "sampling.max_tokens=256"],
         ["sampling.max_tokens", "engine.max_model_len"],
     ),
+    "a folder as a choice of models": (
+        ["+recipe=grpo", "model=/my_model"],
+        ["unknown model '/my_model'", "model=custom model.name=FOLDER"],
+    ),
     "own engine as a choice": (
         ["+recipe=grpo", "engine=my.Engine"],
         ["unknown engine 'my.Engine'", "engine.name=my.Engine"],

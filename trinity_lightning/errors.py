@@ -20,13 +20,9 @@ class RolloutError(TrinityError):
 
 
 class RewardError(RolloutError):
-    """A reward function raised, took too long, or returned something that is no finite number; the message names it.
+    """A reward function raised, took too long, or returned something that is no finite number; the message names it."""
 
-    Attributes:
-        may_pass: whether it may work another time: what it asked (a server, a disk) did not answer, say.
-    """
-
-    may_pass = False
+    may_pass = False  # whether it may work another time: what it asked (a server, a disk) did not answer, say
 
 
 class WorkflowBlockedError(RolloutError):

@@ -17,7 +17,7 @@ from trinity_lightning.config.schema import PACKAGE_DIR
 from trinity_lightning.errors import ConfigError
 
 OVERRIDES = ["+recipe=grpo", "model=tiny", "ckpt_path=last", "hydra.run.dir=elsewhere", "hydra.verbose=true"]
-OVERRIDES += ["output_dir=elsewhere"]
+OVERRIDES += ["++output_dir=elsewhere"]
 
 
 @pytest.fixture

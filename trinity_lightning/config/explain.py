@@ -195,10 +195,9 @@ def _discard_unused(folder: Path) -> None:
     inside = [path for path in folder.rglob("*") if path.is_file()]
     if all(path.parent.name == ".hydra" or path.suffix == ".log" for path in inside):
         shutil.rmtree(folder, ignore_errors=True)
-        for parent in folder.resolve().parents:
-            if parent in begun:
-                with suppress(OSError):  # something else is in it
-                    parent.rmdir()
+        for parent in (each for each in folder.resolve().parents if each in begun):
+            with suppress(OSError):  # something else is in it
+                parent.rmdir()
 
 
 def end_command(error: Exception) -> None:

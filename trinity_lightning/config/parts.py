@@ -46,10 +46,15 @@ def operator_configs(group: Mapping[str, Any]) -> dict[str, OperatorConfig]:
     operators = {label: part_config(f"operators.{label}", it, label, OperatorConfig) for label, it in group.items()}
     for label, operator in operators.items():
         one_of("operator", operator.name, PARTS["experience operator"], with_paths=True)
-        if not isinstance(operator.on_error, OnError):
-            one_of(f"operators.{label}.on_error", operator.on_error, [each.value for each in OnError])
-            operator.on_error = OnError(operator.on_error)
+        operator.on_error = on_error_of(label, operator.on_error)
     return operators
+
+
+def on_error_of(label: str, given: OnError | str) -> OnError:
+    """What follows when the operator of that label fails, also by its name; a ConfigError if there is no such."""
+    if isinstance(given, OnError):
+        return given
+    return OnError(one_of(f"operators.{label}.on_error", given, [each.value for each in OnError]))
 
 
 # -- arguments of workflows, which are dataclasses of their own --------------------------------------------------------

@@ -52,11 +52,9 @@ def note(task: str, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
         if not outcomes.succeeded:
             outcomes.failed[task, run] = text if isinstance(error, RewardError) and not error.may_pass else None
         own_traceback = "\n".join(getattr(error, "__notes__", [])) if isinstance(error, RewardError) else ""
-        text_is_new = is_new(outcomes, text)
-        if own_traceback and is_new(outcomes, own_traceback):
-            logger.warning("task %s, attempt %d: %s. It was raised at\n%s", task, number, text, own_traceback)
-        elif text_is_new:
-            logger.info("task %s, attempt %d: %s", task, number, text)
+        if is_new(outcomes, own_traceback or text):
+            level, where = (logging.WARNING, ". It was raised at\n") if own_traceback else (logging.INFO, "")
+            logger.log(level, "task %s, attempt %d: %s%s%s", task, number, text, where, own_traceback)
     if outcomes.succeeded or len(outcomes.failed) < ENOUGH_FAILURES:
         return False
     tasks, reasons = {each for each, _ in outcomes.failed}, set(outcomes.failed.values())

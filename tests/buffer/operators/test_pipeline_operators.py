@@ -17,7 +17,7 @@ from trinity_lightning.buffer.operators.experience_operator import snapshot
 from trinity_lightning.buffer.pipeline import ExperiencePipeline
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.writer import BufferWriter
-from trinity_lightning.errors import OperatorError
+from trinity_lightning.errors import ConfigError, OperatorError
 
 
 class ListWriter(BufferWriter):
@@ -266,7 +266,7 @@ def test_on_error_may_be_given_by_its_name():
     metrics = process(pipeline, traced([0, 1]))
     assert metrics["experience_pipeline/support.operators.AddOne/failed"] == 1
     assert rewards(writer.written) == [0, 1]
-    with pytest.raises(ValueError, match="'skipp' is not a valid OnError"):
+    with pytest.raises(ConfigError, match=r"unknown operators\..*on_error 'skipp'.*Did you mean 'skip'"):
         pipeline_of(own("AddOne", "skipp"))
 
 

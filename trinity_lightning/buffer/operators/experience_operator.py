@@ -21,7 +21,7 @@ from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import RAW_REWARD, Untrained, is_valid_reward
-from trinity_lightning.config.parts import OnError, OperatorConfig
+from trinity_lightning.config.parts import OnError, OperatorConfig, on_error_of
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import numbered, unknown_name
 from trinity_lightning.errors import ConfigError, OperatorError
@@ -203,7 +203,9 @@ class OperatorChain:
         operators = create_operators(configs, auxiliary_models)
         labels = numbered([config.name for config in configs])
         self._stages = [
-            _Stage(operator, label, f"time/operator/{index}_{class_name(operator)}", OnError(config.on_error))
+            _Stage(
+                operator, label, f"time/operator/{index}_{class_name(operator)}", on_error_of(label, config.on_error)
+            )
             for index, (operator, config, label) in enumerate(zip(operators, configs, labels, strict=True))
         ]
         self._folder = None if folder is None else Path(folder)

@@ -56,7 +56,7 @@ class ServerClient:
     async def answers(self) -> bool:
         """Whether the server is up: whether it answers, once it has accepted the connection."""
         try:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+            timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
             async with self._session.get("/health", timeout=timeout) as response:
                 return response.status == 200
         except (aiohttp.ClientError, OSError):

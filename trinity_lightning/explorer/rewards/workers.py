@@ -95,13 +95,12 @@ class RewardWorkers:
         try:
             return await asyncio.wrap_future(future)
         except FutureTimeoutError:
-            raise _ended(
+            raise _lost(
                 f"reward function '{reward.name}' took longer than {self._timeout:g} s (explorer.reward_timeout); its "
                 "process was ended"
             ) from None
         except ProcessExpired as error:
-            code = error.exitcode
-            raise _ended(f"reward function '{reward.name}' ended its process with exit code {code}") from error
+            raise _lost(f"reward function '{reward.name}' ended its process with exit code {error.exitcode}") from error
         except BrokenProcessPool as error:
             raise RolloutError(f"reward function '{reward.name}' was not called: the processes ended") from error
 
@@ -126,7 +125,7 @@ class RewardWorkers:
             pool.join()
 
 
-def _ended(message: str) -> RewardError:
+def _lost(message: str) -> RewardError:
     """What a call failed with whose process was ended: it may have been slow to start, or short of memory."""
     error = RewardError(message)
     error.may_pass = True
