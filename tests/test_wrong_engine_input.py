@@ -507,7 +507,9 @@ def test_nccl_wants_vllm_for_its_sending_end(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str) -> None:
+def test_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine without a GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     arguments, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         validate(configured(*arguments))

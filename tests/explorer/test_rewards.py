@@ -631,7 +631,7 @@ def test_a_reward_that_raises_is_named(error: BaseException) -> None:
         (5, "cannot be called"),
         ("collections.Counter", "'collections.Counter' is a class: give a function"),
         ("os.getcwd", r"'os\.getcwd' cannot be called as \(response, task\): too many positional arguments\."),
-        (lambda response, task, *, scale: 1.0, "missing a required argument: 'scale'"),
+        (lambda response, task, *, scale: 1.0, "missing a required (keyword-only )?argument: 'scale'"),
         ({"math": "much"}, "weight of reward function 'math' is 'much'; give a finite number"),
         ({"math": float("nan")}, "give a finite number"),
         (["math", "math"], "two reward functions are called math"),

@@ -190,7 +190,8 @@ def test_a_large_model_has_longer_to_start(monkeypatch: pytest.MonkeyPatch) -> N
     assert seconds((10**5, 10**5)) == pytest.approx(600 + 2 * 10**10 / 25e6)
 
 
-def test_a_server_on_a_cpu_does_not_decode_speculatively() -> None:
+def test_a_server_on_a_cpu_does_not_decode_speculatively(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"engine.args.speculative_config: .*wrong log-probabilities"):
         VLLMServerEngine("tiny", args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}})
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, ReduceOp  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from trinity_lightning.common.ranks import Ranks
-from trinity_lightning.errors import RankError, WeightSyncError
+from trinity_lightning.errors import ConfigError, RankError, WeightSyncError
 from trinity_lightning.trainer.fsdp import ShardStrategy
 from trinity_lightning.trainer.shards import Mesh, Scatter, Shards, is_large
 
@@ -110,6 +111,12 @@ def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch:
     assert (received.device.type, received.shape, own.shape) == ("meta", (6,), (12,))  # two of four rows, of all four
     assert [options.reduceOp, *asked] == [ReduceOp.SUM] * 2  # not the mean, nor any other factor
     torch.testing.assert_close(layer.weight.grad.to_local(), 2 * len(rows) * factors[:2, None] * rows.mean(0))
+
+
+def test_a_torch_that_lacks_what_shards_need_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    with pytest.raises(ConfigError, match=r"trainer=fsdp2 needs a newer torch than .* choose trainer=ddp"):
+        ShardStrategy()
 
 
 def test_only_passes_with_gradients_of_the_policy_are_counted() -> None:

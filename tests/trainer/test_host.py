@@ -198,10 +198,10 @@ def test_what_left_is_not_where_it_was_and_a_checkpoint_of_it_is_the_same() -> N
     optimizer = MasterWeights(weights, adamw)
     take_step(weights, optimizer, 0)
     before = copy.deepcopy(optimizer.state_dict()["state"])
-    places = [tensor.data_ptr() for tensor in kept_of(optimizer)]
+    stayed = [tensor.data for tensor in kept_of(optimizer)]  # kept alive: nothing else can come to lie there
     memory = HostMemory(optimizer)
     memory.leave()
-    assert not set(places) & {tensor.data_ptr() for tensor in kept_of(optimizer)}
+    assert not {each.data_ptr() for each in stayed} & {tensor.data_ptr() for tensor in kept_of(optimizer)}
     torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
 
 
@@ -212,9 +212,9 @@ def test_a_checkpoint_loaded_meanwhile_comes_back_too() -> None:
     memory = HostMemory(other)
     memory.leave()  # the masters alone: there are no moments yet
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    places = [tensor.data_ptr() for tensor in kept_of(other)]
+    left = [tensor.data for tensor in kept_of(other)]  # kept alive: nothing else can come to lie there
     memory.come_back()
-    assert not set(places) & {tensor.data_ptr() for tensor in kept_of(other)}
+    assert not {each.data_ptr() for each in left} & {tensor.data_ptr() for tensor in kept_of(other)}
     take_step(weights, optimizer, 1)
     take_step(resumed, other, 1)
     assert all(torch.equal(one, other) for one, other in zip(weights, resumed, strict=True))

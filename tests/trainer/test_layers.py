@@ -235,6 +235,14 @@ def test_results_are_the_same_to_the_bit_and_gradients_as_exact(kind: Any, confi
         assert errors[0] < 1.2 * errors[1] + 1e-3
 
 
+def test_torchs_default_device_is_none_of_its_business() -> None:
+    """Lightning makes a model on a GPU with that as the default, which no generator of the CPU draws on."""
+    model = LlamaForCausalLM(LlamaConfig(**SMALL)).bfloat16()
+    with torch.device("meta"):
+        lean_layers(model)
+    assert min(lean_parts(model)) > 0
+
+
 def test_layers_that_compute_something_else_stay_as_they_are() -> None:
     model = nn.ModuleList([GemmaForCausalLM(GemmaConfig(**SMALL)).bfloat16(), MambaRMSNormGated(32).bfloat16()])
     lean_layers(model)

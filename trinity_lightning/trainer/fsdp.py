@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from trinity_lightning.common.checkpoints import contents, filled, new_folder, places_of, without_shards
@@ -33,6 +35,11 @@ class ShardStrategy(ReplicaStrategy):
 
     def __init__(self, save_distributed_checkpoint: bool | str = AUTO, **settings: Any) -> None:
         check_distributed_checkpoint(save_distributed_checkpoint)
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ConfigError(
+                f"trainer=fsdp2 needs a newer torch than {torch.__version__}, 2.13 for example: choose trainer=ddp, or "
+                "upgrade torch."
+            )
         super().__init__(**settings)
         self._in_shards = save_distributed_checkpoint
         self._folder = Path()  # the checkpoint that was read, if it is in shards

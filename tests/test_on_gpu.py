@@ -1,0 +1,137 @@
+"""On an NVIDIA GPU: the same numbers as on a CPU, and whole runs whose engines share the GPU with the trainer.
+
+Skipped where there is none. `python -m pytest tests/test_on_gpu.py` takes minutes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from support.engine_promises import ask, plain_logprobs
+from support.layouts import SCALE, dense, segments, states
+from support.policy import Gradients, assert_same_gradients, batch_of, fit, groups, make_policy
+from support.runs import only, rows, start
+from support.tiny_model import tiny_model, train_a_little
+from support.tiny_vllm import tiny_engine
+
+from trinity_lightning.config.engines import EngineSleep
+from trinity_lightning.config.training import Layout, LoRAConfig, OptimizerConfig
+from trinity_lightning.explorer.driver import Driver
+from trinity_lightning.sync.stream import weight_stream
+from trinity_lightning.trainer.gpu import FlexSharedPrefix
+from trinity_lightning.trainer.layers import Segments
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.filterwarnings("default"),  # of compilers and drivers: other releases than those tested elsewhere
+]
+LAYOUTS = (Layout.padded, Layout.shared_prefix)
+QUICK = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=4", "explorer.repeat_times=4")
+QUICK += ("sampling.max_tokens=12", "explorer.eval_on_startup=false", "explorer.eval_interval=0")
+EAGER = {"enforce_eager": True}  # vLLM would compile for a minute
+BATCHES = [batch_of(groups(count=16, seed=seed), step=seed + 1) for seed in range(3)]
+
+
+def trained(accelerator: str, optimizer: str = "adamw", **settings: Any) -> tuple[Gradients, dict[str, torch.Tensor]]:
+    """Losses and gradients of three steps, on the CPU; and the weights after them."""
+    seen = Gradients()
+    policy = make_policy(OptimizerConfig(name=optimizer, lr=1e-3), **settings)
+    fit(policy, BATCHES, seen, accelerator=accelerator)
+    seen.steps = [{name: each.cpu() for name, each in step.items()} for step in seen.steps]
+    return seen, {name: each.detach().cpu() for name, each in policy.state_dict().items()}
+
+
+@settings(deadline=None, max_examples=20)
+@given(layout=segments())
+def test_attention_and_its_gradients_are_those_of_a_dense_mask(layout: Segments) -> None:
+    tokens = layout.starts()[-1]
+    inputs = states(tokens, torch.float32)
+    expected = dense(layout, inputs)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    wanted = torch.autograd.grad((expected * weight).sum(), inputs)
+    shared = FlexSharedPrefix.of(layout, torch.device("cuda"))
+    mine = [each.detach().cuda().requires_grad_() for each in inputs]
+    padded = [torch.nn.functional.pad(each, (0, 0, 0, shared.padding)) for each in mine]
+    found = shared(padded[0], padded[1], padded[2], SCALE)[:, :tokens]
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+    gradients = torch.autograd.grad((found * weight.cuda()).sum(), mine)
+    for each, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(each.cpu(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", [{}, {"gradient_checkpointing": True}, {"compile_layers": True}])
+def test_steps_are_those_of_a_cpu(layout: Layout, model: dict[str, Any]) -> None:
+    mine, _ = trained("gpu", layout=layout, model=model)
+    cpu, _ = trained("cpu", layout=layout)
+    assert mine.losses == pytest.approx(cpu.losses, rel=1e-4)
+    # Later steps start from weights that rounding has moved apart.
+    assert_same_gradients(mine.steps[0], cpu.steps[0], tolerance=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lora", [None, LoRAConfig(r=4)])
+def test_bfloat16_learns_as_float32_does(layout: Layout, lora: LoRAConfig | None) -> None:
+    model = {} if lora is None else {"lora": lora}
+    rounded, _ = trained("gpu", dtype="bf16", layout=layout, model=model)
+    exact, _ = trained("cpu", layout=layout, model=model)
+    assert rounded.losses == pytest.approx(exact.losses, rel=0.1, abs=0.02)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_offload"])
+def test_a_step_is_repeated_to_the_bit(optimizer: str) -> None:
+    _, once = trained("gpu", optimizer, dtype="bf16", layout=Layout.padded)
+    _, again = trained("gpu", optimizer, dtype="bf16", layout=Layout.padded)
+    assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+def test_an_engine_in_this_process_takes_the_weights_and_sleeps() -> None:
+    """Its log-probabilities are those of a forward pass: before and after a sync, and after a sleep."""
+    pytest.importorskip("vllm")
+    engine = tiny_engine(max_model_len=128, sleep=EngineSleep.always, args=EAGER)
+    driver = Driver([engine])
+    try:
+        driver.run(engine.load())
+        first = ask(engine, driver)
+        assert list(first.logprobs) == pytest.approx(plain_logprobs(first), abs=1e-3)
+        model = tiny_model()
+        train_a_little(model)
+        driver.run(engine.sync_weights(weight_stream(model.cuda()), version=1))
+        second = ask(engine, driver)
+        assert list(second.logprobs) == pytest.approx(plain_logprobs(second, model=model.cpu()), abs=1e-3)
+        driver.run(engine.sleep())
+        driver.run(engine.wake_up())
+        assert ask(engine, driver).token_ids == second.token_ids
+        driver.run(engine.shutdown())
+    finally:
+        driver.close()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("engine=transformers",),
+        ("engine=vllm",),
+        ("engine=vllm", "engine.sleep=always"),
+        ("engine=vllm_server", "synchronizer=ipc"),
+        ("engine=vllm_server", "synchronizer=checkpoint"),
+    ],
+    ids=" ".join,
+)
+def test_whole_runs(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    if "engine=transformers" not in overrides:
+        pytest.importorskip("vllm")
+    eager = [f"+engine.args.{name}={value}" for name, value in EAGER.items() if overrides[0] != "engine=transformers"]
+    run = start(tmp_path, *QUICK, "steps=3", "logger=csv", *eager, *overrides)
+    try:
+        code = run.wait(180)
+    finally:
+        run.kill()
+    printed = (tmp_path / "stdout").read_text()
+    assert code == 0, printed[-6000:]
+    trained = [row for row in rows(only(tmp_path, "outputs/*/*")) if row["actor/logprob_diff/mean"]]
+    assert len(trained) == 3, printed[-3000:]
+    assert all(float(row["actor/logprob_diff/mean"]) < 1e-3 for row in trained)  # float32 on both sides
