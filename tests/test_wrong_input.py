@@ -413,6 +413,14 @@ REFUSED = {
         ["'eval_tasksets.mine' is not there yet", "'+eval_tasksets={mine: {name: mine, path: mine.jsonl}}'"],
     ),
     "key of a taskset": (["+recipe=grpo", "+eval_tasksets.addition_heldout.sizee=3"], ["sizee", "size"]),
+    "more prompts than a step can hold": (
+        ["+recipe=grpo", "explorer.batch_size=1000000000"],
+        ["explorer.batch_size is 1000000000; give a whole number from 1 to 100000"],
+    ),
+    "clipping by Lightning, without a plus": (
+        ["+recipe=grpo", "trainer.gradient_clip_val=1"],
+        ["unknown key 'trainer.gradient_clip_val'. It is called algorithm.max_grad_norm."],
+    ),
     "clipping by Lightning": (
         ["+recipe=grpo", "+trainer.gradient_clip_val=1.0"],
         ["trainer.gradient_clip_val", "set algorithm.max_grad_norm"],

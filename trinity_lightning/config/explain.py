@@ -298,6 +298,9 @@ RENAMED = {
     "max_steps": "steps",
     "num_generations": "explorer.repeat_times",
     "optimizer.learning_rate": "optimizer.lr",
+    "trainer.accumulate_grad_batches": "algorithm.max_tokens_per_micro_batch",
+    "trainer.gradient_clip_algorithm": "algorithm.max_grad_norm",
+    "trainer.gradient_clip_val": "algorithm.max_grad_norm",
 }
 
 

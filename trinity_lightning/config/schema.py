@@ -29,6 +29,7 @@ EXPERT_STORAGES = ("dataset", "file", "sql")
 
 
 DEFAULT_TEMPERATURE = 1.0  # of every engine
+MOST_OF_A_STEP = 100_000  # prompts, and rollouts of each: all of a step is held at once
 
 # Each of these makes the sampled distribution another than the policy's, whose gradient is taken. Those of the second
 # line only a workflow's calls can have.
@@ -219,8 +220,8 @@ class ExplorerConfig(Section, key="explorer"):
             cluster, reward workers.
     """
 
-    batch_size: int = checked(8, whole_number, least=1)
-    repeat_times: int = checked(8, whole_number, least=1)
+    batch_size: int = checked(8, whole_number, least=1, most=MOST_OF_A_STEP)
+    repeat_times: int = checked(8, whole_number, least=1, most=MOST_OF_A_STEP)
     runner_per_model: int | None = checked(8, whole_number, least=1, optional=True)
     max_timeout: float = checked(1800.0, number, above=0)
     max_retry_times: int = checked(2, whole_number, least=0)

@@ -52,17 +52,19 @@ def number(
     return value
 
 
-def whole_number(key: str, value: T, *, least: int, optional: bool = False, auto: bool = False) -> T:
-    """A whole number of at least `least`; or None, if `optional`, or "auto", if `auto`.
+def whole_number(
+    key: str, value: T, *, least: int, most: float = math.inf, optional: bool = False, auto: bool = False
+) -> T:
+    """A whole number of at least and at most these bounds; or None, if `optional`, or "auto", if `auto`.
 
     Raises:
         ConfigError: it is something else.
     """
     if (optional and value is None) or (auto and value == AUTO):
         return value
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value <= most:
         others = f", or {AUTO}" if auto else _or_null(optional)
-        raise ConfigError(f"{key} is {value!r}; give a whole number of {least} or more{others}.")
+        raise ConfigError(f"{key} is {value!r}; give a whole number{_bounds(least, -math.inf, most)}{others}.")
     return value
 
 
