@@ -102,8 +102,7 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
 
 def _restore_left_out(config: DictConfig) -> None:
     """A section that `~NAME` left out is as if nothing had been said of it."""
-    left_out = [each.name for each in dataclasses.fields(TrainConfig) if each.name not in list(config)]
-    if left_out:
+    if left_out := [each.name for each in dataclasses.fields(TrainConfig) if each.name not in list(config)]:
         defaults = OmegaConf.structured(TrainConfig)
         with open_dict(config):
             for name in left_out:
@@ -147,20 +146,13 @@ def _check_training(run: TrainConfig) -> None:
         raise ConfigError(
             "algorithm.policy_loss=dpo learns from preference pairs: set buffer=dataset and buffer.path=FILE of them."
         )
-    if rollouts and algorithm.optimizer_steps > 1:
-        from trinity_lightning.config.optimization import check_dealt  # an option
+    several, scheduled = algorithm.optimizer_steps > 1, run.optimizer.warmup_steps or run.optimizer.total_steps
+    if several or scheduled or algorithm.kl.name != KLConfig.name:
+        from trinity_lightning.config.optimization import check_optimization
 
-        check_dealt(algorithm.optimizer_steps, run.explorer.batch_size)
-    if algorithm.kl.name != KLConfig.name:
-        from trinity_lightning.config.optimization import check_weighed  # an option
-
-        check_weighed(algorithm.kl)
+        check_optimization(run)
     if run.optimizer.lr == 0 and "." not in run.optimizer.lr_scheduler.name and algorithm.critic is None:
         raise ConfigError("optimizer.lr is 0, and nothing would be trained: give a number above 0, such as 1e-6.")
-    if run.optimizer.warmup_steps or run.optimizer.total_steps:
-        from trinity_lightning.config.optimization import check_schedule  # an option
-
-        check_schedule(run.optimizer, run.steps * run.items)
     if algorithm.layout is Layout.shared_prefix and run.model.attn_implementation != "sdpa":
         raise ConfigError(
             "algorithm.layout=shared_prefix needs model.attn_implementation=sdpa, not "
@@ -245,14 +237,7 @@ def workflow_arguments(
 ) -> dict[str, Any]:
     """A workflow's arguments; the auxiliary model that it asks, if it does, by its number, as workflows know it.
 
-    Args:
-        workflow: its name.
-        args: as configured.
-        models: names of the auxiliary models.
-        section: what to call it in messages.
-
-    Raises:
-        ConfigError: there is no such model.
+    `models` are the names of the auxiliary models; a ConfigError, which names `section`: there is no such model.
     """
     key = ASKING_WORKFLOWS.get(workflow)
     if key is None:

@@ -68,11 +68,7 @@ ENGINE_KEYS = tuple(dict.fromkeys(key for each in CAPABILITIES.values() for key 
 
 
 def capabilities_of(name: str) -> Capabilities:
-    """Those of an engine by its name; one with a dotted path is imported for it.
-
-    Raises:
-        ConfigError: there is no such engine, or it lacks members of `Engine`.
-    """
+    """Those of an engine by its name; of one of your own as `config.parts.own_capabilities`."""
     if name in CAPABILITIES:
         return CAPABILITIES[name]
     from trinity_lightning.config.parts import own_capabilities
@@ -125,9 +121,6 @@ class EngineConfig(Section, key="engine"):
         gpus: of `vllm_server`: the GPUs that the servers share out among them, counted as this process sees them; a
             server of several splits the model over them (tensor_parallel_size, unless `args` says otherwise); null:
             every server takes the first.
-
-    Raises:
-        ConfigError: an unknown engine, a number that no engine can work with, or a URL that is none.
     """
 
     name: str = "vllm"
@@ -178,9 +171,6 @@ class SynchronizerConfig(Section, key="synchronizer"):
         sync_timeout: seconds after which a sync that hangs stops the run.
         lora: how adapters (model.lora) reach the engine: `merged` into the weights that it is sent; `adapter`, for vLLM
             to compute with them itself, next to the weights that it has loaded (here, or in servers of the run).
-
-    Raises:
-        ConfigError: an unknown method, or a number out of its range.
     """
 
     method: str = "auto"

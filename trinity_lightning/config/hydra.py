@@ -86,10 +86,8 @@ def _begin(folder: Path) -> None:
 def run_dir(root: str, name: str, ckpt_path: str | None, within: str = "") -> str:
     """A new folder for this run; with `ckpt_path=last` the newest one of that name that holds a checkpoint.
 
-    `within` is the folder, inside that of the name, in which evaluations have theirs.
-
-    Raises:
-        ConfigError: nothing to resume, a name that is no folder's name, or the folder cannot be made.
+    `within` is the folder, inside that of the name, in which evaluations have theirs. A ConfigError: nothing to resume,
+    a name that is no folder's name, or the folder cannot be made.
     """
     if not re.fullmatch(r"[\w.+=@-]*\w[\w.+=@-]*", name):
         raise ConfigError(f"name: '{name}' cannot be a folder's name; use letters, digits, '_', '-', '.', '+', '='.")

@@ -32,15 +32,14 @@ def cache_folder() -> Path:
 
 
 def check_model_name(name: str) -> None:
-    """Whether `name` can be a model, without importing torch or touching a network.
+    """Refuse what can be no model, without importing torch or touching a network.
 
     Args:
         name: `smollm2`, `tiny`, a folder that holds config.json, or a hub name `org/name`. Whether the hub has that
             model is found out only when it is loaded.
 
     Raises:
-        ConfigError: a missing folder, a folder without config.json, an unknown bare name, or a package that `smollm2`
-            needs is not installed; the message names the fix.
+        ConfigError: none of these, or a package that `smollm2` needs is not installed; the message names the fix.
     """
     if name == "smollm2":
         _check_smollm2_packages()
@@ -54,10 +53,7 @@ def resolve_model(name: str) -> Path | str:
     """What transformers and the engines load: a folder, or the hub name as it is.
 
     A built-in model is built into the cache folder when it is not there yet; several processes may do so at once.
-
-    Raises:
-        ConfigError: as `check_model_name`.
-        ModelLoadError: the cache folder cannot be written.
+    Errors as `check_model_name`, or a ModelLoadError: that folder cannot be written.
     """
     check_model_name(name)
     if name in BUILT_IN_MODELS:
@@ -74,9 +70,7 @@ def resolve_model(name: str) -> Path | str:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with a pad token: its end token if it has none of its own.
 
-    Raises:
-        ConfigError: as `check_model_name`.
-        ModelLoadError: the folder or the hub has no tokenizer under that name, or it has no end token.
+    Errors as `resolve_model`, or a ModelLoadError: there is no tokenizer under that name, or it has no end token.
     """
     source = resolve_model(name)
     from transformers import AutoTokenizer

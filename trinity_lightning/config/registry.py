@@ -43,15 +43,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     ),
     "KL estimate": _within(
         "algorithm.kl",
-        {
-            "abs": "absolute",
-            "corrected_k3": "corrected_k3",
-            "k1": "k1",
-            "k2": "k2",
-            "k3": "k3",
-            "low_var_kl": "low_var_kl",
-            "none": "none",
-        },
+        {"abs": "absolute"} | {name: name for name in ("corrected_k3", "k1", "k2", "k3", "low_var_kl", "none")},
     ),
     "add strategy": _within(
         "algorithm.add_strategy",
@@ -196,11 +188,7 @@ class Registry(Generic[T]):
         return decorator
 
     def get(self, name: str) -> T:
-        """What is registered under `name`, imported if need be.
-
-        Raises:
-            ConfigError: unknown name; the message lists the known ones and the nearest match.
-        """
+        """What is registered under `name`, imported if need be; a ConfigError lists the names if there is no such."""
         if name not in self:
             raise ConfigError(unknown_name(self.kind, name, self))
         if name not in self._items:
@@ -210,8 +198,7 @@ class Registry(Generic[T]):
     def resolve(self, part: object) -> object:
         """What is registered under a name, or is at a dotted path; what is no text is the part itself.
 
-        Raises:
-            ConfigError: unknown name, or nothing to import at that path.
+        Errors as `get`, or as `import_object`.
         """
         if not isinstance(part, str):
             return part

@@ -20,12 +20,9 @@ from trinity_lightning.errors import ConfigError
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 FREE = ("trainer", "logger", "callbacks")  # sections of Lightning's own objects, whose keys we do not know
-TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
 TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
 BUFFER_STORAGES = ("memory", "file", "sql", "dataset")
 REPLAYS = ("priority", "random")
-BUFFER_ORDERS = ("fifo", *REPLAYS)
-EXPERT_STORAGES = ("dataset", "file", "sql")
 
 
 DEFAULT_TEMPERATURE = 1.0  # of every engine
@@ -58,9 +55,6 @@ class SamplingConfig(Section, key="sampling"):
         presence_penalty: subtracted from the logits of tokens that have appeared.
         frequency_penalty: the same for each appearance.
         repetition_penalty: logits of tokens that have appeared are divided by it.
-
-    Raises:
-        ConfigError: a number that engines refuse.
     """
 
     temperature: float = checked(1.0, number, least=0)
@@ -80,13 +74,9 @@ class SamplingConfig(Section, key="sampling"):
 
 
 def check_trained_sampling(settings: Mapping[str, Any]) -> None:
-    """Refuse what would draw training rollouts from another distribution than the policy's.
+    """Refuse settings, by vLLM's names, that would draw rollouts from another distribution than the policy's.
 
-    Args:
-        settings: sampling settings by vLLM's names; None values are unset.
-
-    Raises:
-        ConfigError: names the setting.
+    None is an unset value; a ConfigError names the setting.
     """
     for name in EVALUATION_ONLY:
         if settings.get(name) is not None:
@@ -119,13 +109,10 @@ class TasksetConfig(Section, key="taskset"):
         prompt_field, answer_field, messages_field: names of an entry's fields.
         system_prompt: first message of every conversation; null for the chat template's own.
         args: further arguments of the source.
-
-    Raises:
-        ConfigError: an unknown source or order, or there is no such file.
     """
 
     name: str = MISSING
-    source: str = checked("addition", one_of, names=TASK_SOURCES)
+    source: str = checked("addition", one_of, names=("addition", "reasoning_gym", "dataset"))
     path: str | None = None
     split: str = "train"
     size: int | None = None
@@ -154,9 +141,6 @@ class OverRolloutConfig(Section, key="explorer.over_rollout"):
     Attributes:
         ratio: share of a step's tasks that may be left out; 0: none.
         wait_after_min: seconds to wait for the rest once `1 - ratio` of them are in.
-
-    Raises:
-        ConfigError: a number out of its range, or a wait that no ratio asks for.
     """
 
     ratio: float = 0.0
@@ -176,9 +160,6 @@ class DynamicTimeoutConfig(Section, key="explorer.dynamic_timeout"):
         enable: whether the time-out is min(max_timeout, ratio * average).
         ratio: how many times the average a task may take.
         warmup_min_steps: steps before it applies.
-
-    Raises:
-        ConfigError: a number out of its range, or one that is given while the time-out is not enabled.
     """
 
     enable: bool = False
@@ -214,10 +195,6 @@ class ExplorerConfig(Section, key="explorer"):
         eval_interval: explore steps between evaluations; 0 means never.
         eval_on_startup: evaluate before the first step too.
         seed: seed of all rollouts.
-
-    Raises:
-        ConfigError: a number out of its range, an unknown runner, or what a runner does not use: a Ray
-            cluster, reward workers.
     """
 
     batch_size: int = checked(8, whole_number, least=1, most=MOST_OF_A_STEP)
@@ -264,9 +241,6 @@ class WorkflowConfig(Section, key="workflow"):
     Attributes:
         name: a registered name, or the dotted path of your own class.
         args: its arguments.
-
-    Raises:
-        ConfigError: an unknown name, or a workflow that trains nothing.
     """
 
     name: str = MISSING
@@ -290,13 +264,10 @@ class ExpertConfig(Section, key="buffer.expert"):
         dataset: the prompts and answers, as of a taskset.
         path: the folder of `file`, which `buffer.keep` wrote; of `sql` the SQLite database.
         url: database of `sql`, instead of a path: postgresql://USER@HOST/NAME.
-
-    Raises:
-        ConfigError: a number or a storage that there is not, or nothing to read.
     """
 
     per_step: int = checked(0, whole_number, least=0)
-    storage: str = checked("dataset", one_of, names=EXPERT_STORAGES)
+    storage: str = checked("dataset", one_of, names=("dataset", "file", "sql"))
     dataset: TasksetConfig = field(default_factory=lambda: TasksetConfig(name="expert", source="dataset"))
     path: str | None = None
     url: str | None = None
@@ -330,16 +301,13 @@ class BufferConfig(Section, key="buffer"):
             * decay ** age in explore steps * use_decay ** times read.
         expert: expert data among the rollouts (`memory`).
         dataset: how a `dataset` is read.
-
-    Raises:
-        ConfigError: a number or a name that there is not, or nothing to read.
     """
 
     storage: str = checked("memory", one_of, names=BUFFER_STORAGES)
     path: str | None = None
     url: str | None = None
     keep: bool | str = False
-    order: str = checked("fifo", one_of, names=BUFFER_ORDERS)
+    order: str = checked("fifo", one_of, names=("fifo", *REPLAYS))
     reuse_limit: int | None = checked(1, whole_number, least=1, optional=True, only_with="order", among=REPLAYS)
     decay: float = checked(1.0, number, above=0, most=1, only_with="order", among=("priority",))
     use_decay: float = checked(1.0, number, above=0, most=1, only_with="order", among=("priority",))
@@ -392,9 +360,6 @@ class TrainConfig(Section):
         add_strategy: how rewards become advantages, in order: {name: {args: {...}}}; a key `name` overrides the name.
         trainer, logger, callbacks: Lightning objects, as `_target_` nodes.
         save_model: whether the trained policy is written to `<output_dir>/model` at the end.
-
-    Raises:
-        ConfigError: a number out of its range, or an unknown workflow.
     """
 
     name: str = "run"

@@ -23,7 +23,8 @@ class Section:
         key: where the section stands, and its messages say so; none if it may stand under any name.
 
     Raises:
-        ConfigError: there is no such key.
+        ConfigError: of every section: an unknown key, a value of another type or out of its range, settings that do not
+            go together, or a file or a package that is not there. The message names the key and the fix.
     """
 
     _key: ClassVar[str]
@@ -85,8 +86,7 @@ S = TypeVar("S", bound=Section)
 def section_of(key: str, kind: type[S], given: S | Mapping[str, Any] | None) -> S:
     """The section of that kind that stands under the dotted key: of these values, or a copy of what was one already.
 
-    Raises:
-        ConfigError: an unknown key, or a value that the section refuses; a dataclass can be changed after it was made.
+    Both are checked, with the errors of every section: a dataclass can be changed after it was made.
     """
     if isinstance(given, kind):
         return _checked_copy(given)
@@ -147,13 +147,8 @@ P = TypeVar("P", bound=PartConfig)
 
 
 def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = PartConfig) -> P:  # type: ignore[assignment]
-    """The part that stands under a key, however it is written.
-
-    Args:
-        key: where it stands, for messages.
-        given: a part already, a bare name, a mapping, or None.
-        name: its name, unless one is given.
-        kind: what to make of it.
+    """The part of that kind that stands under a key, however it is written: a part already, a bare name, a mapping,
+    or None; `name` is its name unless it has one.
 
     Raises:
         ConfigError: an unknown key, no name, or a value of the wrong kind.
@@ -180,11 +175,7 @@ def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = P
 
 
 def strategies(group: Mapping[str, Any]) -> dict[str, PartConfig]:
-    """The add strategies of {label: {name, args}}, in order.
-
-    Raises:
-        ConfigError: an unknown strategy or key, or a value of the wrong kind.
-    """
+    """The add strategies of {label: {name, args}}, in order; a ConfigError as `part_config`, or an unknown strategy."""
     found = {label: part_config(f"add_strategy.{label}", given, label) for label, given in group.items()}
     for strategy in found.values():
         one_of("add_strategy", strategy.name, PARTS["add strategy"], with_paths=True)

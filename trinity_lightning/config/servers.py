@@ -41,8 +41,6 @@ def check_places(engine: EngineConfig) -> None:
 def check_method(synchronizer: SynchronizerConfig) -> None:
     """Refuse an unknown way of sending weights, and a folder that it does not write to; a ConfigError."""
     method, folder = synchronizer.method, synchronizer.folder
-    if method == "tcp":
-        raise ConfigError("synchronizer.method=tcp is no more: set synchronizer=checkpoint, or nccl between GPUs.")
     one_of("synchronizer.method", method, ("auto", "memory", "checkpoint", *SENT))
     if folder is not None and method in SENT:
         raise ConfigError(
@@ -83,8 +81,8 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
         _check_auxiliary_model(f"auxiliary_models.{name}", model, run.explorer.sync_offset, here)
     if "servers" in can.keys:
         _check_policy_servers(run, here)
-    engines = {f"auxiliary_models.{name}.engine": model.engine for name, model in run.auxiliary_models.items()}
     there = gpu_count() if here else 0  # of another machine not known: `devices` has to say how many train
+    engines = {f"auxiliary_models.{name}.engine": model.engine for name, model in run.auxiliary_models.items()}
     for key, engine in {"engine": run.engine, **engines}.items():
         if engine.gpus:
             training = gpus_that_train(trainer, there)
@@ -172,12 +170,10 @@ def check_gpus_apart(key: str, gpus: Sequence[int], training: int, there: int) -
 
 def gpus_that_train(trainer: Mapping[str, Any], there: int) -> int:
     """How many GPUs of each machine train, by the arguments of Lightning's Trainer: its first ones of so many."""
-    devices = str(trainer.get("devices", 1))
     if trainer.get("accelerator") == "cpu":
         return 0
-    if devices in (AUTO, "-1"):
-        return there
-    return int(devices)
+    devices = str(trainer.get("devices", 1))
+    return there if devices in (AUTO, "-1") else int(devices)
 
 
 def _check_cores(key: str, engine: EngineConfig, servers: int, sync_offset: int) -> None:
@@ -214,17 +210,12 @@ def _check_gpu_to_gpu(run: TrainConfig, can: Capabilities, accelerator: str, the
         raise ConfigError(f"synchronizer={method} sends weights {how}, and {why}: take synchronizer=checkpoint.")
     if method == "nccl":
         _check_nccl(engine, can, there)
-    else:
-        _check_ipc(engine)
-
-
-def _check_ipc(engine: EngineConfig) -> None:
-    if engine.urls:
+    elif engine.urls:
         raise ConfigError(
             "synchronizer=ipc shares memory of the trainer's GPU with servers that are started here, and engine.urls "
             "names servers that run already: take synchronizer=nccl or checkpoint."
         )
-    if engine.gpus and set(engine.gpus) != {TRAINER_GPU}:
+    elif engine.gpus and set(engine.gpus) != {TRAINER_GPU}:
         raise ConfigError(
             f"engine.gpus is {engine.gpus}, and synchronizer=ipc shares memory of the trainer's GPU ({TRAINER_GPU}): "
             "leave engine.gpus out, or take synchronizer=nccl."
@@ -299,7 +290,8 @@ def _check_workers(run: TrainConfig) -> None:
 def _check_reachable(run: TrainConfig) -> None:
     """Refuse a Ray cluster whose machines cannot reach a server of this one; a ConfigError."""
     address = run.explorer.ray_address
-    if not _is_elsewhere(address):
+    host = ((address or "").rpartition(":")[0] or address or "auto").strip("[]")
+    if host in ("auto", "localhost", "::1") or host.startswith("127."):
         return
     unreachable = f"explorer.ray_address={address}: workers on other machines cannot reach"
     if not run.engine.urls:
@@ -313,13 +305,6 @@ def _check_reachable(run: TrainConfig) -> None:
                 f"{unreachable} the server of auxiliary model '{name}', which is started here: start it yourself and "
                 f"give auxiliary_models.{name}.url=http://HOST:PORT/v1."
             )
-
-
-def _is_elsewhere(address: str | None) -> bool:
-    if address in (None, "auto"):
-        return False
-    host = (address.rpartition(":")[0] or address).strip("[]")
-    return host not in ("localhost", "::1") and not host.startswith("127.")
 
 
 # -- vLLM's own arguments (engine.args), speculative decoding and sleep ------------------------------------------------
@@ -340,9 +325,17 @@ def check_vllm(run: TrainConfig, in_process: bool, here: bool) -> None:
 def check_vllm_args(key: str, engine: EngineConfig, in_process: bool, here: bool = True) -> None:
     """Refuse what vLLM would do wrong, here or anywhere, or could not do within this process; a ConfigError.
 
-    `key` is where the engine's section stands.
+    `key` is where the engine's section stands. With n-grams and float32, vLLM's CPU build gave a seed other tokens in a
+    batch than alone, and some that a random model is unsure of the log-probability 0; only greedy decoding was exact.
     """
-    _check_speculation(key, engine, here)
+    names = {"speculative": engine.speculative, "args.speculative_config": engine.args.get("speculative_config")}
+    asked = [name for name, value in names.items() if value]
+    if len(asked) > 1:
+        raise ConfigError(f"{key}.speculative asks for n-grams, and {key}.args.speculative_config too: leave one out.")
+    if asked and here and not gpu_count():
+        raise ConfigError(
+            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
+        )
     if in_process:
         check_one_device(engine.args)
 
@@ -363,22 +356,6 @@ def check_one_device(args: Mapping[str, Any]) -> None:
                 f"engine.args.{name} is {args[name]}, and engine=vllm computes on one device: choose "
                 "engine=vllm_server, and give its GPUs as engine.gpus."
             )
-
-
-def _check_speculation(key: str, engine: EngineConfig, here: bool) -> None:
-    """Refuse speculative decoding by vLLM's CPU build, whose samples are not the policy's then; a ConfigError.
-
-    With n-grams and float32, a seed gave other tokens in a batch than alone, and some that a random model is unsure of
-    the log-probability 0; only greedy decoding was exact.
-    """
-    names = {"speculative": engine.speculative, "args.speculative_config": engine.args.get("speculative_config")}
-    asked = [name for name, value in names.items() if value]
-    if len(asked) > 1:
-        raise ConfigError(f"{key}.speculative asks for n-grams, and {key}.args.speculative_config too: leave one out.")
-    if asked and here and not gpu_count():
-        raise ConfigError(
-            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
-        )
 
 
 def reason_of(error: Exception) -> str:
