@@ -22,11 +22,7 @@ from trinity_lightning.explorer.models.engine import Engine
 
 
 def engines_of(config: TrainConfig, folder: Path) -> list[Engine]:
-    """The engines that generate.
-
-    Raises:
-        ValueError: there is no such engine.
-    """
+    """The engines that generate."""
     engine: Any = import_object(PARTS["engine"].get(config.engine.name, config.engine.name))
     return list(engine.of_run(config, folder))
 
@@ -34,10 +30,7 @@ def engines_of(config: TrainConfig, folder: Path) -> list[Engine]:
 def check_room(config: TrainConfig, sends: bool = True) -> None:
     """Refuse what vLLM would once it has loaded: a context beyond a model's own, a split of heads, too large caches.
 
-    And, if weights are sent to it, a mixture of experts that cannot take them.
-
-    Raises:
-        ConfigError: names the key and what there is.
+    And, if weights are sent to it, a mixture of experts that cannot take them. A ConfigError.
     """
     started: list[tuple[str, str, EngineConfig, bool]] = []
     if config.auxiliary_models:
@@ -106,15 +99,11 @@ def thread_share(config: TrainConfig) -> list[L.Callback]:
 
 
 def settle_dtypes(config: DictConfig, checkpoint: str | Path | None) -> None:
-    """Set `model.dtype` and `engine.dtype` where they are `auto`.
+    """Set `model.dtype` and `engine.dtype` of a validated configuration where they are `auto`.
 
-    Weights are held as the checkpoint has them; without one, in the dtype that is faster here. The engine computes in
-    what the trainer computes in, which is bfloat16 under mixed precision too; engine=transformers has no dtype of its
-    own.
-
-    Args:
-        config: a validated configuration, which is changed.
-        checkpoint: what the run resumes from, or what is evaluated.
+    Weights are held as the checkpoint, which is resumed or evaluated, has them; without one, in the dtype that is
+    faster here. The engine computes in what the trainer computes in, which is bfloat16 under mixed precision too;
+    engine=transformers has no dtype of its own.
     """
     trainer = config.trainer or {}
     precision = trainer.get("precision")

@@ -46,9 +46,17 @@ def check(config: DictConfig, here: bool = True) -> None:
 
         check_checkpoint(config)
     check_models(run)
-    check_objective(run)
+    from trinity_lightning.explorer.workflows import resolve_workflow
+    from trinity_lightning.trainer.objective import Objective
+
+    try:
+        Objective(run.algorithm)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
     check_targets(config)
-    check_workflow(run)
+    if run.buffer.has_rollouts:
+        arguments = workflow_arguments(run.workflow.name, run.workflow.args, list(run.auxiliary_models))
+        resolve_workflow(run.workflow.name).check_args(arguments)
 
 
 def check_models(run: TrainConfig) -> None:
@@ -60,25 +68,6 @@ def check_models(run: TrainConfig) -> None:
 
         check_there(run)
     resolve_rewards(run.reward)
-
-
-def check_objective(run: TrainConfig) -> None:
-    """Refuse a policy loss, or an argument of it, that cannot work; a ConfigError."""
-    from trinity_lightning.trainer.objective import Objective
-
-    try:
-        Objective(run.algorithm)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error)) from error
-
-
-def check_workflow(run: TrainConfig) -> None:
-    """Refuse arguments that the workflow does not have; a ConfigError."""
-    from trinity_lightning.explorer.workflows import resolve_workflow
-
-    models = list(run.auxiliary_models)
-    if run.buffer.has_rollouts:
-        resolve_workflow(run.workflow.name).check_args(workflow_arguments(run.workflow.name, run.workflow.args, models))
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="train")
