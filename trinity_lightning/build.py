@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint, LambdaCallback, ModelCheckpo
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
+from trinity_lightning import config as late
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
@@ -145,9 +146,7 @@ def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:
 
         return checkpoint_to_resume(config, folder)
     if (folder / "config.yaml").exists():
-        from trinity_lightning.config.checkpoints import holds_a_run
-
-        raise holds_a_run(folder)
+        raise late.checkpoints.holds_a_run(folder)
     return None
 
 
@@ -277,9 +276,7 @@ def explorer_callback(
 
 
 def _resume_command(folder: Path) -> str | None:
-    from trinity_lightning.config.checkpoints import resume_command  # said if the run is stopped
-
-    return resume_command(folder)
+    return late.checkpoints.resume_command(folder)
 
 
 def _engines(config: TrainConfig, folder: Path) -> list[Engine]:

@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from omegaconf import DictConfig
 
+from trinity_lightning import config as late
 from trinity_lightning.common.hardware import faster_dtype
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
@@ -34,9 +35,7 @@ def check_room(config: TrainConfig, sends: bool = True) -> None:
     """
     started: list[tuple[str, str, EngineConfig, bool]] = []
     if config.auxiliary_models:
-        from trinity_lightning.config.auxiliary_models import auxiliary_servers
-
-        started += auxiliary_servers(config)
+        started += late.auxiliary_models.auxiliary_servers(config)
     if capabilities_of(config.engine.name).is_vllm and not config.engine.urls:
         started.append(("engine", config.model.name, config.engine, False))
     for key, model, engine, follows in started:
@@ -46,9 +45,7 @@ def check_room(config: TrainConfig, sends: bool = True) -> None:
         from trinity_lightning.common.devices import check_caches
 
         if config.engine.per_rank and "engine" in caches:
-            from trinity_lightning.config.trainer import processes_of
-
-            caches["engine"] *= processes_of(config.trainer or {})
+            caches["engine"] *= late.trainer.processes_of(config.trainer or {})
         check_caches(caches)
     if sends and config.model.name not in BUILT_IN_MODELS:
         from trinity_lightning.explorer.models.vllm_platforms import check_experts
@@ -64,9 +61,7 @@ def _check_model(key: str, name: str, engine: EngineConfig, follows: bool) -> No
     except (OSError, ValueError):  # vLLM may know a model that transformers does not, or says what is wrong
         return
     if engine.gpus:
-        from trinity_lightning.config.servers import gpus_of_a_server
-
-        gpus_of_a_server(key, engine, engine.servers, name, getattr(model, "num_attention_heads", 0))
+        late.servers.gpus_of_a_server(key, engine, engine.servers, name, getattr(model, "num_attention_heads", 0))
     longest = getattr(model, "max_position_embeddings", None)
     # Scaled positions have rules of their own, and vLLM can be made to go beyond: both are left to it.
     scaled = "hf_overrides" in engine.args or "factor" in (getattr(model, "rope_parameters", None) or {})

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from trinity_lightning import config as late
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked
 from trinity_lightning.config.training import WeightDtype
@@ -71,9 +72,7 @@ def capabilities_of(name: str) -> Capabilities:
     """Those of an engine by its name; of one of your own as `config.parts.own_capabilities`."""
     if name in CAPABILITIES:
         return CAPABILITIES[name]
-    from trinity_lightning.config.parts import own_capabilities
-
-    return own_capabilities(name)
+    return late.parts.own_capabilities(name)
 
 
 EngineDtype = WeightDtype  # the engine's compute dtype; `auto` follows the trainer's
@@ -141,9 +140,7 @@ class EngineConfig(Section, key="engine"):
         one_of("engine", self.name, PARTS["engine"], with_paths=True)
         super().__post_init__()
         if self.urls or self.gpus:
-            from trinity_lightning.config.servers import check_places
-
-            check_places(self)
+            late.servers.check_places(self)
 
     @property
     def quantizes(self) -> bool:
@@ -183,6 +180,4 @@ class SynchronizerConfig(Section, key="synchronizer"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method != "auto":
-            from trinity_lightning.config.servers import check_method
-
-            check_method(self)
+            late.servers.check_method(self)

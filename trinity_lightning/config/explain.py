@@ -24,6 +24,7 @@ from trinity_lightning.config.engines import CAPABILITIES
 from trinity_lightning.config.hydra import CONFIG_ERRORS, PROGRAMS, begun
 from trinity_lightning.config.schema import TrainConfig, config_dir, options
 from trinity_lightning.config.sections import S, schema_of
+from trinity_lightning.config.trainer import NOT_OF_A_RUN
 from trinity_lightning.config.training import SET_INSTEAD
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
@@ -270,8 +271,6 @@ def _not_there(key: str, parent: Any) -> str:
     if key == "trainer.strategy":
         return "trainer.strategy comes with a group: choose trainer=ddp or trainer=fsdp2."
     if prefix == "trainer":
-        from trinity_lightning.config.trainer import NOT_OF_A_RUN
-
         if name in NOT_OF_A_RUN:
             return f"{key} {NOT_OF_A_RUN[name]}."
         if name in SET_INSTEAD:

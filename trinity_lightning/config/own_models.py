@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trinity_lightning import config as late
 from trinity_lightning.config.models import BUILT_IN_MODELS, load_tokenizer
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.values import nearest, unknown_name
@@ -127,10 +128,6 @@ def check_there(run: TrainConfig) -> None:
     for name in (run.model.name, *(model.model for model in run.auxiliary_models.values() if model.url is None)):
         check_on_hub(name)
     if run.buffer.has_rollouts and run.auxiliary_models:
-        from trinity_lightning.config.auxiliary_models import check_vocabularies
-
-        check_vocabularies(run)
+        late.auxiliary_models.check_vocabularies(run)
     if run.algorithm.critic is not None and run.algorithm.critic.model is not None:
-        from trinity_lightning.config.objectives import check_value_model
-
-        check_value_model(run.algorithm.critic.model, run.model.name)
+        late.objectives.check_value_model(run.algorithm.critic.model, run.model.name)

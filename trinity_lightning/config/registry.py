@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar, cast
 
+from trinity_lightning import config as late
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 
@@ -153,14 +154,10 @@ def import_object(path: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        from trinity_lightning.config.parts import check_module
-
-        check_module(path, error)
+        late.parts.check_module(path, error)
         raise
     if not hasattr(module, attribute):
-        from trinity_lightning.config.parts import refuse_attribute
-
-        refuse_attribute(module, attribute)
+        late.parts.refuse_attribute(module, attribute)
     return getattr(module, attribute)
 
 

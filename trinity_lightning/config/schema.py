@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from trinity_lightning import config as late
 from trinity_lightning.config.engines import EngineConfig, SynchronizerConfig
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked, strategies
@@ -129,9 +130,7 @@ class TasksetConfig(Section, key="taskset"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.source == "reasoning_gym" or self.path is not None or self.size is not None:
-            from trinity_lightning.config.stored import check_taskset
-
-            check_taskset(self)
+            late.stored.check_taskset(self)
 
 
 @dataclass
@@ -143,13 +142,8 @@ class OverRolloutConfig(Section, key="explorer.over_rollout"):
         wait_after_min: seconds to wait for the rest once `1 - ratio` of them are in.
     """
 
-    ratio: float = 0.0
+    ratio: float = checked(0.0, number, least=0, most=0.99)
     wait_after_min: float = checked(30.0, number, least=0, only_with="ratio")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.ratio < 1:
-            raise ConfigError(f"explorer.over_rollout.ratio is {self.ratio}; give a number of at least 0 and below 1.")
 
 
 @dataclass
@@ -219,9 +213,7 @@ class ExplorerConfig(Section, key="explorer"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.runner == "ray" or self.ray_address is not None:
-            from trinity_lightning.config.servers import check_runner
-
-            check_runner(self)
+            late.servers.check_runner(self)
 
     @property
     def runners(self) -> int:
@@ -275,9 +267,7 @@ class ExpertConfig(Section, key="buffer.expert"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.per_step > 0:
-            from trinity_lightning.config.stored import check_expert_data
-
-            check_expert_data(self)
+            late.stored.check_expert_data(self)
 
 
 @dataclass
@@ -320,9 +310,7 @@ class BufferConfig(Section, key="buffer"):
         super().__post_init__()
         plain = self.has_rollouts and self.keep is False and self.order == "fifo" and self.dataset == DatasetConfig()
         if not plain or self.path or self.url:
-            from trinity_lightning.config.stored import check_buffer
-
-            check_buffer(self)
+            late.stored.check_buffer(self)
 
     @property
     def has_rollouts(self) -> bool:
@@ -396,14 +384,10 @@ class TrainConfig(Section):
         super().__post_init__()
         check_seed(self.seed)
         if self.operators:
-            from trinity_lightning.config.parts import operator_configs
-
-            self.operators = operator_configs(self.operators)
+            self.operators = late.parts.operator_configs(self.operators)
         self.add_strategy = strategies(self.add_strategy)
         if self.auxiliary_models:
-            from trinity_lightning.config.auxiliary_models import auxiliary_configs
-
-            self.auxiliary_models = auxiliary_configs(self)
+            self.auxiliary_models = late.auxiliary_models.auxiliary_configs(self)
 
     @property
     def items(self) -> int:
@@ -428,9 +412,7 @@ def typed_config(config: DictConfig) -> TrainConfig:
     try:
         return OmegaConf.to_object(OmegaConf.merge(config, dict.fromkeys(FREE)))  # type: ignore[return-value]
     except ConfigError:
-        from trinity_lightning.config.explain import check_sections_by_other_names
-
-        check_sections_by_other_names(config)
+        late.explain.check_sections_by_other_names(config)
         raise
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from omegaconf import BooleanNode, DictConfig, OmegaConf
 
+from trinity_lightning import config as late
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.values import one_of
 from trinity_lightning.errors import ConfigError
@@ -36,9 +37,7 @@ class Section:
         known: Mapping[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
         for name in given:
             if name not in known:
-                from trinity_lightning.config.explain import unknown_key
-
-                raise ConfigError(unknown_key(f"{cls._key}{name}", known))
+                raise ConfigError(late.explain.unknown_key(f"{cls._key}{name}", known))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -90,9 +89,7 @@ def section_of(key: str, kind: type[S], given: S | Mapping[str, Any] | None) -> 
     """
     if isinstance(given, kind):
         return _checked_copy(given)
-    from trinity_lightning.config.explain import section_given
-
-    return section_given(key, kind, given or {})
+    return late.explain.section_given(key, kind, given or {})
 
 
 def _checked_copy(section: T) -> T:
@@ -161,9 +158,8 @@ def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = P
         raise ConfigError(f"{key} is {entry!r}; give {{{', '.join(known)}}}, each of them optional.")
     for each in entry:
         if each not in known:
-            from trinity_lightning.config.explain import unknown_key
-
-            raise ConfigError(f"{unknown_key(f'{key}.{each}', known)} Arguments go into {key}.args: {key}.args.{each}.")
+            said = late.explain.unknown_key(f"{key}.{each}", known)
+            raise ConfigError(f"{said} Arguments go into {key}.args: {key}.args.{each}.")
     name, args = entry.get("name") or name, entry.get("args") or {}
     if name is None:
         raise ConfigError(f"{key} has no name: give {key}.name=NAME, in the place of {key}=NAME if there are args too.")

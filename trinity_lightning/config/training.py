@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from trinity_lightning import config as late
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked, part_config
 from trinity_lightning.config.values import AUTO, number, one_of, text, whole_number
@@ -72,9 +73,7 @@ class LoRAConfig(Section, key="model.lora"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.r is not None:
-            from trinity_lightning.config.optimization import check_lora
-
-            check_lora(self)
+            late.optimization.check_lora(self)
 
 
 @dataclass
@@ -203,17 +202,13 @@ class AlgorithmConfig(Section, key="algorithm"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.critic is not None:
-            from trinity_lightning.config.objectives import critic_config
-
-            self.critic = critic_config(self.critic)
+            self.critic = late.objectives.critic_config(self.critic)
         self.policy_loss = part_config("algorithm.policy_loss", self.policy_loss)
         one_of("algorithm.policy_loss", self.policy_loss.name, PARTS["policy loss"], with_paths=True)
         if "loss_agg_mode" in self.policy_loss.args:
             raise ConfigError("algorithm.policy_loss.args has no loss_agg_mode: set algorithm.loss_agg_mode.")
         if self.policy_loss.name == "streams":
-            from trinity_lightning.config.objectives import streams_of  # an option
-
-            streams_of(self)
+            late.objectives.streams_of(self)
         if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
             raise ConfigError(
                 "algorithm.old_logprobs=engine corrects already, and importance weights would once more: set "
@@ -311,9 +306,7 @@ class OptimizerConfig(Section, key="optimizer"):
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas is {list(self.betas)}; give two numbers in [0, 1).")
         if self.name != "adamw" or self.args:
-            from trinity_lightning.config.optimization import check_optimizer
-
-            check_optimizer(self)
+            late.optimization.check_optimizer(self)
         self.lr_scheduler = part_config("optimizer.lr_scheduler", self.lr_scheduler)
         one_of("optimizer.lr_scheduler", self.lr_scheduler.name, PARTS["schedule"], with_paths=True)
 
@@ -364,9 +357,7 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
         if (value := settings.get(key, allowed[0])) not in allowed:
             raise ConfigError(f"trainer.{key} is {value}: {fix}.")
     if not trains_together(settings) and not is_alone(settings):
-        from trinity_lightning.config.trainer import refuse_devices
-
-        refuse_devices(settings)
+        late.trainer.refuse_devices(settings)
     if (precision := settings.get("precision")) not in (*FULL, *MIXED, HALF):
         raise ConfigError(f"trainer.precision is {precision}: give 32-true, bf16-mixed or bf16-true.")
 

@@ -54,7 +54,8 @@ def whole_number(
     """A whole number of at least and at most these bounds; or None, if `optional`, or "auto", if `auto`."""
     if (optional and value is None) or (auto and value == AUTO):
         return value
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value <= most:
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_whole or not least <= value <= most:  # type: ignore[operator]
         others = f", or {AUTO}" if auto else _or_null(optional)
         raise ConfigError(f"{key} is {value!r}; give a whole number{_bounds(least, -math.inf, most)}{others}.")
     return value
