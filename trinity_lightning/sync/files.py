@@ -131,15 +131,12 @@ def _locked(memory: Path) -> tuple[Path, IO[str]]:
 
     A lock of `lockf` is its process's alone: a fork of the run that outlives it does not keep the memory.
     """
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=memory))
-        _own.add(folder)
-        with contextlib.suppress(FileNotFoundError):
-            lock = (folder / LOCK).open("w")
-            fcntl.lockf(lock, fcntl.LOCK_EX)
-            if (folder / LOCK).exists():
-                return folder, lock
-        _own.discard(folder)  # another run took it for a leftover before it was locked
+    hidden = Path(tempfile.mkdtemp(prefix=".", dir=memory))  # others see it when it is locked
+    lock = (hidden / LOCK).open("w")
+    fcntl.lockf(lock, fcntl.LOCK_EX)
+    folder = memory / f"{PREFIX}{hidden.name[1:]}"
+    _own.add(folder)
+    return hidden.rename(folder), lock
 
 
 def _delete_leftovers(memory: Path) -> None:

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
@@ -175,11 +174,6 @@ def shares_weights(models: Iterable[HeldModel]) -> bool:
     return any(model.capabilities.shares_weights for model in models)
 
 
-def _copy(stream: WeightStream) -> WeightStream:
-    """The same tensors in the host's memory, which later training leaves as they are."""
-    return WeightStream.of({name: tensor.to("cpu", copy=True) for name, tensor in stream}.items())
-
-
 class PolicyEngines(Generic[E]):
     """Engines that are always given the same weights.
 
@@ -221,9 +215,10 @@ class PolicyEngines(Generic[E]):
     async def sync(self, version: int) -> None:
         """Give every engine the trainer's present weights; RuntimeError if they are not connected."""
         stream = self._trainers()
-        if self._keeps_copy:  # first, and then sent: of a policy in shards each weight is put together once
+        if self._keeps_copy:  # on the host, and then sent: of a policy in shards each weight is put together once
             with while_sent(stream) as sent:
-                stream = await run_in_thread(partial(_copy, sent))
+                copied = ((name, tensor.to("cpu", copy=True)) for name, tensor in sent)
+                stream = await run_in_thread(lambda: WeightStream.of(copied))
         await self.send(stream, version)
 
     async def send(self, stream: WeightStream, version: int) -> None:
