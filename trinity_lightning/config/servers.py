@@ -78,13 +78,20 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
             require_ray()
             _check_workers(run)
     for name, model in run.auxiliary_models.items():
-        _check_auxiliary_model(f"auxiliary_models.{name}", model, run.explorer.sync_offset, here)
+        _check_auxiliary_model(f"auxiliary_models.{name}", model, here)
+    started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "speculative", "args")
+    if run.engine.urls and (given := run.engine.changed(*started)):
+        raise ConfigError(
+            f"engine.urls names servers that run already, and engine.{given[0]} is for servers that are started here: "
+            "leave one of them out."
+        )
+    engines = {f"auxiliary_models.{name}.engine": (model.engine, 1) for name, model in run.auxiliary_models.items()}
     if "servers" in can.keys:
-        _check_policy_servers(run, here)
-    there = gpu_count() if here else 0  # of another machine not known: `devices` has to say how many train
-    engines = {f"auxiliary_models.{name}.engine": model.engine for name, model in run.auxiliary_models.items()}
-    for key, engine in {"engine": run.engine, **engines}.items():
+        engines["engine"] = (run.engine, run.engine.servers)
+    for key, (engine, servers) in engines.items():
+        _check_share(key, engine, servers, run.explorer.sync_offset, here)
         if engine.gpus:
+            there = gpu_count() if here else 0  # of another machine not known: `devices` has to say how many train
             training = gpus_that_train(trainer, there)
             check_gpus_apart(key, engine.gpus, training, there or training + len(engine.gpus))
     if run.synchronizer.method in SENT:
@@ -106,17 +113,6 @@ def check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
         )
 
 
-def _check_policy_servers(run: TrainConfig, here: bool) -> None:
-    engine = run.engine
-    started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "speculative", "args")
-    if engine.urls and (given := engine.changed(*started)):
-        raise ConfigError(
-            f"engine.urls names servers that run already, and engine.{given[0]} is for servers that are started here: "
-            "leave one of them out."
-        )
-    _check_share("engine", engine, engine.servers, run.explorer.sync_offset, here)
-
-
 def _check_share(key: str, engine: EngineConfig, servers: int, sync_offset: int, here: bool) -> None:
     """Refuse GPUs that servers cannot share out, and GPUs and cores that this machine does not have; a ConfigError."""
     gpus = list(engine.gpus or ())
@@ -126,8 +122,19 @@ def _check_share(key: str, engine: EngineConfig, servers: int, sync_offset: int,
             "CUDA_VISIBLE_DEVICES, if it is set)."
         )
     gpus_of_a_server(key, engine, servers)
-    if here:
-        _check_cores(key, engine, servers, sync_offset)
+    if not here or engine.cpu_cores is None:
+        return
+    cores, taken = len(os.sched_getaffinity(0)), servers * engine.cpu_cores
+    if taken > cores:
+        raise ConfigError(
+            f"{key}.cpu_cores is {engine.cpu_cores}, for servers that take {taken} cores in all, and this process may "
+            f"use {cores}: give fewer, or null."
+        )
+    if taken == cores and sync_offset > 0:  # two that compute on one core slow each other down many times over
+        raise ConfigError(
+            f"{key}.cpu_cores is {engine.cpu_cores}: that leaves none of the {cores} cores to the trainer, which "
+            f"computes at the same time (explorer.sync_offset={sync_offset}). Give fewer, or null."
+        )
 
 
 def gpus_of_a_server(key: str, engine: EngineConfig, servers: int, model: str = "", heads: int = 0) -> int:
@@ -176,23 +183,6 @@ def gpus_that_train(trainer: Mapping[str, Any], there: int) -> int:
     return there if devices in (AUTO, "-1") else int(devices)
 
 
-def _check_cores(key: str, engine: EngineConfig, servers: int, sync_offset: int) -> None:
-    """Two that compute at once on one core slow each other down many times over, the trainer among them."""
-    if engine.cpu_cores is None:
-        return
-    there, taken = len(os.sched_getaffinity(0)), servers * engine.cpu_cores
-    if taken > there:
-        raise ConfigError(
-            f"{key}.cpu_cores is {engine.cpu_cores}, for servers that take {taken} cores in all, and this process may "
-            f"use {there}: give fewer, or null."
-        )
-    if taken == there and sync_offset > 0:
-        raise ConfigError(
-            f"{key}.cpu_cores is {engine.cpu_cores}: that leaves none of the {there} cores to the trainer, which "
-            f"computes at the same time (explorer.sync_offset={sync_offset}). Give fewer, or null."
-        )
-
-
 def _check_gpu_to_gpu(run: TrainConfig, can: Capabilities, accelerator: str, there: int | None) -> None:
     """Refuse it between devices that do not allow it, of which there are so many here; None: it is for elsewhere."""
     method, engine = run.synchronizer.method, run.engine
@@ -238,9 +228,8 @@ def _check_nccl(engine: EngineConfig, can: Capabilities, there: int | None) -> N
         )
 
 
-def _check_auxiliary_model(key: str, model: AuxiliaryConfig, sync_offset: int, here: bool) -> None:
+def _check_auxiliary_model(key: str, model: AuxiliaryConfig, here: bool) -> None:
     check_vllm_args(f"{key}.engine", model.engine, in_process=False, here=here)
-    _check_share(f"{key}.engine", model.engine, 1, sync_offset, here)
     if model.url is None:
         check_model_name(model.model)
     if not here:
