@@ -91,10 +91,7 @@ class MetricsCSVLogger(Logger):
         """Empty, like the version: Lightning then puts checkpoints directly into the folder of the run."""
         return ""
 
-    @property
-    def version(self) -> str:
-        """Empty."""
-        return ""
+    version = name  # type: ignore[assignment]
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Nothing: hyperparameters are no metrics, and the run's resolved configuration has a file of its own."""

@@ -453,8 +453,7 @@ def _apart(run: RunRecord) -> dict[int, list[Completion]]:
     if any(name and len(steps) > 1 for name, steps in run.completions.items()):
         return {}
     steps = run.completions.get("") or next(iter(run.completions.values()), {})
-    shown = {step: list(_first_of_each_task(its).values())[:_EXAMPLES] for step, its in sorted(steps.items())}
-    return shown if any(shown.values()) else {}
+    return {step: list(_first_of_each_task(its).values())[:_EXAMPLES] for step, its in sorted(steps.items()) if its}
 
 
 def _first_of_each_task(completions: Sequence[Completion]) -> dict[str, Completion]:
