@@ -27,7 +27,6 @@ TOPS = (
     "evaluation",
     "engines",
     "gpu_plan",
-    "page",
     "plan",
     "planner",
     "report",
@@ -80,7 +79,7 @@ MAX_FILE_LINES = 600  # cut by idea, not by length
 MAX_FUNCTION_LINES = 50  # of code: signatures with their types and docstrings may be as long as they need
 
 # What `+recipe=grpo` starts from: the modules that its names in the table of parts stand for are imported by name, and
-# metrics.csv and what experiences are sent as by a function that every run calls.
+# metrics.csv, the report and what experiences are sent as by a function that every run calls.
 DEFAULT_RUN = (
     "train",
     "build",
@@ -90,6 +89,7 @@ DEFAULT_RUN = (
     "algorithm.add_strategy.add_strategy",
     "algorithm.policy_loss.ppo",
     "monitor.csv_logger",
+    "monitor.report",
     "common.experience.codec",
 )
 MAX_DEFAULT_RUN = 8_000  # lines of code

@@ -14,8 +14,7 @@ from trinity_lightning.build import checkpoint_of
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.page import write_report
-from trinity_lightning.report import main
+from trinity_lightning.report import main, write_report
 
 QUICK = ("+recipe=grpo", *SMALL, "engine=transformers", "steps=2", "buffer.keep=true")
 EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"

@@ -101,10 +101,6 @@ REFUSED = {
         ("algorithm.old_logprobs=engine",),
         "once more: set algorithm.rollout_correction.level=none",
     ),
-    "a way that is no more": (
-        (*SERVER, "synchronizer.method=tcp"),
-        "synchronizer.method=tcp is no more: set synchronizer=checkpoint",
-    ),
     "an unknown way": (
         (*SERVER, "synchronizer.method=ncll"),
         "unknown synchronizer.method 'ncll'. Did you mean 'nccl'",

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint, LambdaCallback, ModelCheckpo
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 
+from trinity_lightning import config as late
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
@@ -33,7 +34,7 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
-from trinity_lightning.page import write_report
+from trinity_lightning.report import write_report
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -83,12 +84,9 @@ class Run:
 
     def _save_last_checkpoint(self) -> None:
         """For a run to be continued with more steps: the end of it, unless ModelCheckpoint has just written that."""
-        found = [each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-        if not found or found[0].dirpath is None:
-            return
-        checkpoint = found[0]
-        if checkpoint._last_global_step_saved != self.trainer.global_step:
-            self.trainer.save_checkpoint(Path(str(checkpoint.dirpath)) / "final.ckpt")
+        found = next((each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)), None)
+        if found and found.dirpath and found._last_global_step_saved != self.trainer.global_step:
+            self.trainer.save_checkpoint(Path(found.dirpath) / "final.ckpt")
 
 
 def build(config: DictConfig) -> Run:
@@ -141,18 +139,14 @@ def build(config: DictConfig) -> Run:
 def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:
     """The checkpoint to resume from, looked into before anything is loaded; None: there is none.
 
-    Raises:
-        ConfigError: it is none, of another model, or of a later step than the last one asked for; or a run is not to be
-            resumed, and its folder holds another one.
+    Errors as `resume.checkpoint_to_resume`; or, if nothing is to be resumed, the folder holds another run.
     """
     if config.ckpt_path is not None:
         from trinity_lightning.resume import checkpoint_to_resume
 
         return checkpoint_to_resume(config, folder)
     if (folder / "config.yaml").exists():
-        from trinity_lightning.config.checkpoints import holds_a_run
-
-        raise holds_a_run(folder)
+        raise late.checkpoints.holds_a_run(folder)
     return None
 
 
@@ -185,8 +179,8 @@ def _policy(config: TrainConfig, plan: "MemoryPlan | None") -> PolicyModule:
 
 
 def _trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
-    loggers = loggers_of(config)
-    callbacks += [instantiate(node) for node in (config.callbacks or {}).values()]
+    loggers = instances_of(config.logger)
+    callbacks += instances_of(config.callbacks)
     return instantiate(
         config.trainer,
         logger=loggers,
@@ -199,30 +193,29 @@ def _trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
 
 def _summary(run: Run) -> list[tuple[str, str]]:
     config, device, count = run.config, run.trainer.strategy.root_device, run.trainer.world_size
-    policy = [
+    rows = [
         ("run", f"{config.name}, seed {config.seed}, in {run.folder}"),
         ("model", f"{config.model.name} ({config.model.dtype.value})"),
         ("devices", f"{count} x {device.type}" if count > 1 else str(device)),
     ]
     if config.buffer.has_rollouts:
-        steps = _online_steps(config)
+        rows += _online_steps(config)
     else:
         from trinity_lightning.buffer.offline import summary
 
-        steps = summary(config)
-    memory = [] if run.plan is None else run.plan.rows()
+        rows += summary(config)
     if device.type == "cpu":
         from trinity_lightning.planner import rows_on_a_cpu
 
-        memory = rows_on_a_cpu(config)
-    return [*policy, *steps, *memory, ("resumed from", run.checkpoint or "nothing")]
+        rows += rows_on_a_cpu(config)
+    elif run.plan is not None:
+        rows += run.plan.rows()
+    return [*rows, ("resumed from", run.checkpoint or "nothing")]
 
 
 def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
-    explorer, engine = config.explorer, config.engine
-    rollouts = explorer.batch_size * explorer.repeat_times
-    expert = config.buffer.expert.per_step
-    items = config.items
+    explorer, engine, items = config.explorer, config.engine, config.items
+    rollouts, expert = explorer.batch_size * explorer.repeat_times, config.buffer.expert.per_step
     dtype = (config.model if capabilities_of(engine.name).shares_weights else engine).dtype.value
     each = ", one in each process" if engine.per_rank else ""
     weighing = [strategy.name for strategy in config.add_strategy.values()]
@@ -283,9 +276,7 @@ def explorer_callback(
 
 
 def _resume_command(folder: Path) -> str | None:
-    from trinity_lightning.config.checkpoints import resume_command  # said if the run is stopped
-
-    return resume_command(folder)
+    return late.checkpoints.resume_command(folder)
 
 
 def _engines(config: TrainConfig, folder: Path) -> list[Engine]:
@@ -334,15 +325,11 @@ def _arguments(config: TrainConfig) -> dict[str, Any]:
 
 def online_data(config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, HeldModel]) -> ExperienceDataModule:
     """The buffer that this run's rollouts fill."""
-    clients: dict[str | int, Any] = {
-        name: [model.get_openai_async_client()] for name, model in auxiliary_models.items()
-    }
-    keep = None
+    keep = experts = None
     if config.buffer.keep:
         from trinity_lightning.buffer.step_files import step_keeper
 
         keep = step_keeper(config.buffer, folder)
-    experts = None
     if config.buffer.expert.per_step > 0:
         from trinity_lightning.buffer.offline import expert_data
 
@@ -350,7 +337,7 @@ def online_data(config: TrainConfig, folder: Path, auxiliary_models: Mapping[str
     return ExperienceDataModule(
         [(strategy.name, strategy.args) for strategy in config.add_strategy.values()],
         operators=list(config.operators.values()),
-        auxiliary_models=clients,
+        auxiliary_models={name: [model.get_openai_async_client()] for name, model in auxiliary_models.items()},
         folder=folder,
         keep=keep,
         experts=experts,
@@ -384,9 +371,9 @@ def instantiate(node: Any, **arguments: Any) -> Any:
         raise ConfigError(f"{key if named else 'a node'}: {error.__cause__ or error}") from error
 
 
-def loggers_of(config: DictConfig) -> list[Logger]:
-    """The loggers; nothing has been logged yet, so that no run of W&B has begun."""
-    return [instantiate(node) for node in (config.logger or {}).values()]
+def instances_of(nodes: DictConfig | None) -> list[Any]:
+    """The objects of `_target_` nodes: callbacks, or loggers, of which no run of W&B has begun yet."""
+    return [instantiate(node) for node in (nodes or {}).values()]
 
 
 @contextmanager

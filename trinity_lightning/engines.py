@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from omegaconf import DictConfig
 
+from trinity_lightning import config as late
 from trinity_lightning.common.hardware import faster_dtype
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
@@ -22,11 +23,7 @@ from trinity_lightning.explorer.models.engine import Engine
 
 
 def engines_of(config: TrainConfig, folder: Path) -> list[Engine]:
-    """The engines that generate.
-
-    Raises:
-        ValueError: there is no such engine.
-    """
+    """The engines that generate."""
     engine: Any = import_object(PARTS["engine"].get(config.engine.name, config.engine.name))
     return list(engine.of_run(config, folder))
 
@@ -34,16 +31,11 @@ def engines_of(config: TrainConfig, folder: Path) -> list[Engine]:
 def check_room(config: TrainConfig, sends: bool = True) -> None:
     """Refuse what vLLM would once it has loaded: a context beyond a model's own, a split of heads, too large caches.
 
-    And, if weights are sent to it, a mixture of experts that cannot take them.
-
-    Raises:
-        ConfigError: names the key and what there is.
+    And, if weights are sent to it, a mixture of experts that cannot take them. A ConfigError.
     """
     started: list[tuple[str, str, EngineConfig, bool]] = []
     if config.auxiliary_models:
-        from trinity_lightning.config.auxiliary_models import auxiliary_servers
-
-        started += auxiliary_servers(config)
+        started += late.auxiliary_models.auxiliary_servers(config)
     if capabilities_of(config.engine.name).is_vllm and not config.engine.urls:
         started.append(("engine", config.model.name, config.engine, False))
     for key, model, engine, follows in started:
@@ -53,9 +45,7 @@ def check_room(config: TrainConfig, sends: bool = True) -> None:
         from trinity_lightning.common.devices import check_caches
 
         if config.engine.per_rank and "engine" in caches:
-            from trinity_lightning.config.trainer import processes_of
-
-            caches["engine"] *= processes_of(config.trainer or {})
+            caches["engine"] *= late.trainer.processes_of(config.trainer or {})
         check_caches(caches)
     if sends and config.model.name not in BUILT_IN_MODELS:
         from trinity_lightning.explorer.models.vllm_platforms import check_experts
@@ -71,9 +61,7 @@ def _check_model(key: str, name: str, engine: EngineConfig, follows: bool) -> No
     except (OSError, ValueError):  # vLLM may know a model that transformers does not, or says what is wrong
         return
     if engine.gpus:
-        from trinity_lightning.config.servers import gpus_of_a_server
-
-        gpus_of_a_server(key, engine, engine.servers, name, getattr(model, "num_attention_heads", 0))
+        late.servers.gpus_of_a_server(key, engine, engine.servers, name, getattr(model, "num_attention_heads", 0))
     longest = getattr(model, "max_position_embeddings", None)
     # Scaled positions have rules of their own, and vLLM can be made to go beyond: both are left to it.
     scaled = "hf_overrides" in engine.args or "factor" in (getattr(model, "rope_parameters", None) or {})
@@ -106,15 +94,11 @@ def thread_share(config: TrainConfig) -> list[L.Callback]:
 
 
 def settle_dtypes(config: DictConfig, checkpoint: str | Path | None) -> None:
-    """Set `model.dtype` and `engine.dtype` where they are `auto`.
+    """Set `model.dtype` and `engine.dtype` of a validated configuration where they are `auto`.
 
-    Weights are held as the checkpoint has them; without one, in the dtype that is faster here. The engine computes in
-    what the trainer computes in, which is bfloat16 under mixed precision too; engine=transformers has no dtype of its
-    own.
-
-    Args:
-        config: a validated configuration, which is changed.
-        checkpoint: what the run resumes from, or what is evaluated.
+    Weights are held as the checkpoint, which is resumed or evaluated, has them; without one, in the dtype that is
+    faster here. The engine computes in what the trainer computes in, which is bfloat16 under mixed precision too;
+    engine=transformers has no dtype of its own.
     """
     trainer = config.trainer or {}
     precision = trainer.get("precision")

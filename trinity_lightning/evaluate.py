@@ -19,15 +19,11 @@ from trinity_lightning.train import check_models
 if TYPE_CHECKING:
     from trinity_lightning.evaluation import Evaluation
 
-# Files that are written once, at the end or on Ctrl-C, sort behind the steps.
-_STEP = re.compile(r"(\d+)")
-
 
 def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
     """Evaluate as configured: the metrics by explore step, 0 being the model itself.
 
-    Raises:
-        ConfigError: nothing to evaluate on, no such checkpoint, or a value that cannot work.
+    A ConfigError: nothing to evaluate on, no such checkpoint, or a value that cannot work.
     """
     run = validate(config, trains=False)
     if not config.eval_tasksets:
@@ -53,8 +49,7 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
 def find_checkpoints(config: DictConfig) -> list[Path]:
     """The checkpoints that `ckpt_path` means, oldest first: none, a file, all of a folder, or the `last` of the recipe.
 
-    Raises:
-        ConfigError: there is none.
+    A ConfigError: it means some, and there is none.
     """
     if config.ckpt_path is None:
         return []
@@ -69,16 +64,16 @@ def find_checkpoints(config: DictConfig) -> list[Path]:
     return found
 
 
-def _by_step(path: Path) -> tuple[int, Sequence[int], str]:
-    numbers = [int(number) for number in _STEP.findall(path.name)]
-    return (0 if numbers else 1, numbers, path.name)
+def _by_step(path: Path) -> tuple[bool, Sequence[int], str]:
+    """Files that are written once, at the end or on Ctrl-C, are behind the steps."""
+    numbers = [int(number) for number in re.findall(r"\d+", path.name)]
+    return not numbers, numbers, path.name
 
 
 def _without_training(config: DictConfig) -> None:
     """Leave out what only training needs: an evaluation is one process, which gives checkpoints to servers as folders.
 
-    Raises:
-        ConfigError: servers that run already would have to see such a folder.
+    A ConfigError: servers that run already would have to see such a folder.
     """
     if OmegaConf.select(config, "synchronizer.method") in SENT:
         if config.engine.urls and config.synchronizer.folder is None:

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
-from trinity_lightning.build import eval_sources, finish, loggers_of, quiet_lightning, record_config
+from trinity_lightning.build import eval_sources, finish, instances_of, quiet_lightning, record_config
 from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.config.engines import TRAINER_GPU
 from trinity_lightning.config.models import resolve_model
@@ -89,11 +89,7 @@ def merged_weights(path: Path, model: str) -> WeightStream:
 
 
 def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
-    """The parts of an evaluation, connected.
-
-    Raises:
-        ConfigError, ValueError, TypeError: a name or an argument that a part does not know.
-    """
+    """The parts of an evaluation, connected; errors as `build.build`."""
     for each in checkpoints:
         check_model(config.model.name, contents(each).get("hyper_parameters", {}).get("model", config.model.name))
     settle_dtypes(config, checkpoints[0] if checkpoints else None)
@@ -112,7 +108,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
             policy.to(torch.device("cuda", TRAINER_GPU))  # as a Trainer would: there is none here
         for engine in engines:
             engine.bind(policy.policy)
-    loggers = loggers_of(config)
+    loggers: list[Logger] = instances_of(config.logger)
     monitor = RunMonitor(folder, total_steps=0)
     auxiliary_models = [[model] for model in auxiliary_models_of(typed, folder).values()]
     explorer = Explorer(typed.explorer, engines, None, eval_sources(typed), auxiliary_models)

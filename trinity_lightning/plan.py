@@ -44,9 +44,6 @@ class PlanConfig(Section, key="plan"):
         prompt_tokens: tokens of a prompt; null: all that the context leaves to it.
         response_tokens: tokens of a response; null: the most, sampling.max_tokens.
         json: print one line of JSON instead of the tables.
-
-    Raises:
-        ConfigError: a number out of its range.
     """
 
     device: str | None = None
@@ -65,8 +62,7 @@ class PlanConfig(Section, key="plan"):
 def plan(config: DictConfig) -> "RunPlan":
     """What the run that is configured needs.
 
-    Raises:
-        ConfigError: a value that cannot work, or what does not fit, with numbers and the knobs that help.
+    A ConfigError: a value that cannot work, or what does not fit, with numbers and the knobs that help.
     """
     if not isinstance(config.plan, DictConfig):
         raise ConfigError(f"plan is {config.plan!r}, and has keys: give plan.device={config.plan}.")

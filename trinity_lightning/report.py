@@ -7,14 +7,28 @@ from pathlib import Path
 
 from trinity_lightning.errors import ConfigError, TrinityError
 
+FILE = "report.html"
 
-def check_run(folder: Path) -> None:
-    """Refuse a folder without anything of a run in it with a ConfigError."""
-    if not (folder / "metrics.csv").is_file() and not (folder / "config.yaml").is_file():
-        raise ConfigError(
-            f"'{folder}' is no run's folder: it has neither metrics.csv nor config.yaml. Give one like "
-            "outputs/grpo/2026-01-31_12-00-00."
-        )
+
+def write_report(folder: str | Path) -> Path:
+    """Write `report.html`, one page that opens from disk, into a run's folder, in place of an earlier one; its path.
+
+    Raises:
+        StorageError: a file of kept experiences is damaged.
+    """
+    from trinity_lightning.common.files import write_atomically
+    from trinity_lightning.monitor.report import read_run, report_page  # which imports Lightning
+
+    folder = Path(folder)
+    run = read_run(folder.resolve())
+    if (kept := folder / "experiences").is_dir():
+        from trinity_lightning.buffer.step_files import counted, step_files
+
+        files = step_files(kept)
+        run.kept, run.kept_steps = counted(files), len(files)
+    # Lone surrogates, which JSON allows and UTF-8 does not, become question marks.
+    write_atomically(folder / FILE, report_page(run).encode(errors="replace"))
+    return folder / FILE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -23,9 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", nargs="+", type=Path, help="a run's folder, such as outputs/grpo/TIME")
     for folder in parser.parse_args(arguments).folder:
         try:
-            check_run(folder)
-            from trinity_lightning.page import write_report  # which imports Lightning
-
+            if not (folder / "metrics.csv").is_file() and not (folder / "config.yaml").is_file():
+                raise ConfigError(
+                    f"'{folder}' is no run's folder: it has neither metrics.csv nor config.yaml. Give one like "
+                    "outputs/grpo/2026-01-31_12-00-00."
+                )
             print(write_report(folder))
         except (TrinityError, OSError) as error:
             print(f"trinity-lightning-report: {error}", file=sys.stderr)

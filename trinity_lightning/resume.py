@@ -39,9 +39,11 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     step, _ = saved_weights(path)
     if step > config.steps:
         raise ConfigError(f"steps is {config.steps}, and '{path}' was written after step {step}: give more steps.")
-    record = folder / "config.yaml"
-    if record.is_file():
-        _check_record(config, recorded_run(record))
+    if (record := folder / "config.yaml").is_file():  # data in the seed's order would refuse another one, but late
+        run = recorded_run(record)
+        check_model(config.model.name, run.model.name)
+        if run.get("seed", config.seed) != config.seed:
+            raise ConfigError(f"seed is {config.seed}, and that of the run to resume is {run.seed}: choose that one.")
     checkpoint = contents(path)
     _check_kind(config.buffer.storage, checkpoint, path)
     _check_critic(config.algorithm.critic, checkpoint["state_dict"].keys(), path)
@@ -55,13 +57,6 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     if before != config.seed:  # a run of its own, in another folder: that of its folder is refused
         logger.warning("resuming with seed = %s; it was %s in '%s'", config.seed, before, path)
     return str(path)
-
-
-def _check_record(config: TrainConfig | DictConfig, before: DictConfig) -> None:
-    """Refuse another model or seed than those of the run to resume; data in the seed's order refuse it, but late."""
-    check_model(config.model.name, before.model.name)
-    if before.get("seed", config.seed) != config.seed:
-        raise ConfigError(f"seed is {config.seed}, and that of the run to resume is {before.seed}: choose that one.")
 
 
 def check_model(asked: str, before: str) -> None:
@@ -166,9 +161,8 @@ def dtype_of(checkpoint: str | Path) -> WeightDtype:
 def log_changes(config: DictConfig, file: Path) -> None:
     """Warn of what is no longer as the run's `config.yaml` has it."""
     before, now = (_flat(OmegaConf.to_container(each, resolve=True)) for each in (OmegaConf.load(file), config))
-    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    for key in changed:
-        if key not in ("ckpt_path", "output_dir"):
+    for key in sorted((before.keys() | now.keys()) - {"ckpt_path", "output_dir"}):
+        if before.get(key) != now.get(key):
             logger.warning("resuming with %s = %s; it was %s", key, now.get(key), before.get(key))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.auxiliary_models import AuxiliaryConfig
-from trinity_lightning.config.engines import EngineConfig, capabilities_of
+from trinity_lightning.config.engines import capabilities_of
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, server_cores
@@ -35,8 +35,11 @@ class ThreadShare(L.Callback):
         self._before: int | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Take fewer threads, if there are servers."""
-        engines = _servers_here(self._config)
+        """Take fewer threads, if servers are started here, for auxiliary models or the policy."""
+        config, can = self._config, capabilities_of(self._config.engine.name)
+        engines = [model.engine for model in config.auxiliary_models.values() if model.url is None]
+        if can.is_vllm and can.overlaps_training and not config.engine.urls:
+            engines.append(config.engine)
         if engines and trainer.node_rank == 0:  # they run where rank 0 does
             cores = sorted(os.sched_getaffinity(0))
             taken = {core for engine in engines for share in server_cores(cores, engine, True) for core in share}
@@ -52,10 +55,3 @@ class ThreadShare(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """The same if training ends with an error."""
         self.teardown(trainer, pl_module, "fit")
-
-
-def _servers_here(config: TrainConfig) -> list[EngineConfig]:
-    """The configuration of the servers that are started on this machine, for the policy and for auxiliary models."""
-    servers = [model.engine for model in config.auxiliary_models.values() if model.url is None]
-    can = capabilities_of(config.engine.name)
-    return [config.engine, *servers] if can.is_vllm and can.overlaps_training and not config.engine.urls else servers

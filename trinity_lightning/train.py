@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from trinity_lightning import config as late
 from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import check_targets, validate, workflow_arguments
@@ -42,13 +43,19 @@ def check(config: DictConfig, here: bool = True) -> None:
     """Refuse what cannot work on this machine, or, if not `here`, on any, before anything is loaded; a ConfigError."""
     run = validate(config, here=here)
     if here and config.ckpt_path is not None:
-        from trinity_lightning.config.checkpoints import check_checkpoint
-
-        check_checkpoint(config)
+        late.checkpoints.check_checkpoint(config)
     check_models(run)
-    check_objective(run)
+    from trinity_lightning.explorer.workflows import resolve_workflow
+    from trinity_lightning.trainer.objective import Objective
+
+    try:
+        Objective(run.algorithm)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
     check_targets(config)
-    check_workflow(run)
+    if run.buffer.has_rollouts:
+        arguments = workflow_arguments(run.workflow.name, run.workflow.args, list(run.auxiliary_models))
+        resolve_workflow(run.workflow.name).check_args(arguments)
 
 
 def check_models(run: TrainConfig) -> None:
@@ -56,29 +63,8 @@ def check_models(run: TrainConfig) -> None:
     from trinity_lightning.explorer.rewards import resolve_rewards
 
     if run.model.name not in BUILT_IN_MODELS or run.auxiliary_models or run.algorithm.critic is not None:
-        from trinity_lightning.config.own_models import check_there
-
-        check_there(run)
+        late.own_models.check_there(run)
     resolve_rewards(run.reward)
-
-
-def check_objective(run: TrainConfig) -> None:
-    """Refuse a policy loss, or an argument of it, that cannot work; a ConfigError."""
-    from trinity_lightning.trainer.objective import Objective
-
-    try:
-        Objective(run.algorithm)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error)) from error
-
-
-def check_workflow(run: TrainConfig) -> None:
-    """Refuse arguments that the workflow does not have; a ConfigError."""
-    from trinity_lightning.explorer.workflows import resolve_workflow
-
-    models = list(run.auxiliary_models)
-    if run.buffer.has_rollouts:
-        resolve_workflow(run.workflow.name).check_args(workflow_arguments(run.workflow.name, run.workflow.args, models))
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="train")

@@ -112,8 +112,12 @@ def test_a_section_refuses_the_value_however_it_is_given(section: Callable[..., 
 @pytest.mark.parametrize(
     ("section", "arguments", "refusal"),
     [
-        (ExplorerConfig, {"batch_size": "8"}, "explorer.batch_size is '8'; give a whole number of 1 or more."),
-        (ExplorerConfig, {"repeat_times": None}, "explorer.repeat_times is None; give a whole number of 1 or more."),
+        (ExplorerConfig, {"batch_size": "8"}, "explorer.batch_size is '8'; give a whole number from 1 to 100000."),
+        (
+            ExplorerConfig,
+            {"repeat_times": None},
+            "explorer.repeat_times is None; give a whole number from 1 to 100000.",
+        ),
         (AlgorithmConfig, {"entropy_coef": True}, "algorithm.entropy_coef is True; give a finite number of 0 or more."),
         (AlgorithmConfig, {"max_grad_norm": "1"}, "max_grad_norm is '1'; give a finite number above 0, or null."),
         (SamplingConfig, {"top_p": 1.5}, "sampling.top_p is 1.5; give a number above 0, at most 1, or null."),

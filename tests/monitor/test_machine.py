@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from trinity_lightning.monitor import machine
-from trinity_lightning.monitor.caveats import advice
-from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, resident_gb
+from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, advice, resident_gb
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -5,14 +5,13 @@ Imported by the runs that have any.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
 from trinity_lightning.config.engines import EngineConfig
-from trinity_lightning.config.models import load_tokenizer, resolve_model
-from trinity_lightning.config.own_models import check_same_vocabulary, config_of
+from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.parts import OperatorConfig
 from trinity_lightning.config.registry import ASKING_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig
@@ -35,10 +34,6 @@ class AuxiliaryConfig(Section):
         api_key_env: environment variable that holds the endpoint's key, such as OPENAI_API_KEY; null: none is sent.
         engine: knobs of a server started here, without `name`, `urls`, `servers` and `sleep`; max_model_len of a
             teacher (workflow on_policy_distill, operator teacher_top_k) is the policy's and one more.
-
-    Raises:
-        ConfigError: a URL that is none, what belongs to a server together with an endpoint, or the other way round, or
-            a knob that such a server does not have.
     """
 
     model: str = MISSING
@@ -66,11 +61,7 @@ class AuxiliaryConfig(Section):
 
 
 def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
-    """The auxiliary model that stands under a key: a section already, or a mapping.
-
-    Raises:
-        ConfigError: a key or a value that such a model does not have, or no model.
-    """
+    """The auxiliary model that stands under a key: a section already, or a mapping; errors as of every section."""
     named = {"model": "", **given} if isinstance(given, Mapping) else given
     section = section_of(key, AuxiliaryConfig, named) if isinstance(named, Mapping | AuxiliaryConfig) else None
     if section is None or not section.model:
@@ -79,13 +70,9 @@ def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
 
 
 def auxiliary_configs(run: TrainConfig) -> dict[str, Any]:
-    """The auxiliary models by name. A teacher that reads whole rollouts has room for those and the token it samples.
+    """The auxiliary models of a run, sections or mappings there, by name; errors as of every section.
 
-    Args:
-        run: a configuration whose auxiliary models are sections, or mappings.
-
-    Raises:
-        ConfigError: as `auxiliary_config`.
+    A teacher that reads whole rollouts has room for those and the token it samples.
     """
     given = run.auxiliary_models
     configs = {str(name): auxiliary_config(f"auxiliary_models.{name}", each) for name, each in given.items()}
@@ -100,8 +87,7 @@ def auxiliary_configs(run: TrainConfig) -> dict[str, Any]:
 def asked_model(section: str, workflow: str, args: Mapping[str, Any], models: Sequence[str]) -> int:
     """The number, among these models, of the one that a workflow of `ASKING_WORKFLOWS` asks by its arguments.
 
-    Raises:
-        ConfigError: there is no such model; it names the workflow's section.
+    A ConfigError, which names the workflow's section: there is no such model.
     """
     key = ASKING_WORKFLOWS[workflow]
     asked, fix = args.get(key, 0), f"Give one, such as +auxiliary_models.{key}.model=FOLDER."
@@ -146,15 +132,15 @@ def auxiliary_servers(run: TrainConfig) -> list[tuple[str, str, EngineConfig, bo
 
 
 def check_teachers(run: TrainConfig) -> None:
-    """Refuse an operator whose model does not exist, and a teacher that cannot do what it is asked for.
+    """Refuse an operator whose model does not exist, and a teacher that cannot do what it is asked for; a ConfigError.
 
-    Its context may be too short, its vocabulary smaller than the number of tokens asked for, its endpoint made for
-    chats only, or no strategy uses its answers.
-
-    Raises:
-        ConfigError: names the key and the fix.
+    Its context may be too short, its endpoint made for chats only, or no strategy uses its answers.
     """
-    _check_operators(run)
+    models = list(run.auxiliary_models)
+    for operator in (each for each in run.operators.values() if each.name in ASKING_OPERATORS):
+        if (model := _asked_by(operator)) not in models:
+            fix = f"Give it, such as +auxiliary_models.{model}.model=FOLDER."
+            raise ConfigError(f"operator {operator.name}: {unknown_name('auxiliary model', model, models)} {fix}")
     _check_weighed(run)
     longest, teachers = run.engine.max_model_len, teachers_of(run)
     for name in teachers:
@@ -208,30 +194,9 @@ def check_asked(run: TrainConfig) -> None:
             )
 
 
-def _check_operators(run: TrainConfig) -> None:
-    """Refuse operators that ask a model which is not there, or for more tokens than it knows; a ConfigError."""
-    models = list(run.auxiliary_models)
-    for operator in (each for each in run.operators.values() if each.name in ASKING_OPERATORS):
-        if (model := _asked_by(operator)) not in models:
-            fix = f"Give it, such as +auxiliary_models.{model}.model=FOLDER."
-            raise ConfigError(f"operator {operator.name}: {unknown_name('auxiliary model', model, models)} {fix}")
-        k, vocabulary = operator.args.get("k", 0), _vocabulary(run.model.name)
-        if vocabulary is not None and isinstance(k, int) and k > vocabulary:
-            raise ConfigError(
-                f"operator {operator.name}: k is {k}, and the model's vocabulary has {vocabulary} tokens."
-            )
-
-
 def check_vocabularies(run: TrainConfig) -> None:
     """Refuse a teacher, served here, with another vocabulary than the policy's; a ConfigError."""
     for name in teachers_of(run):
         teacher = run.auxiliary_models[name]
         if teacher.url is None:
             check_same_vocabulary(f"auxiliary_models.{name}.model", teacher.model, load_tokenizer(run.model.name))
-
-
-def _vocabulary(model: str) -> int | None:
-    """How many tokens the model knows, by its configuration; None: it is not on this machine yet, or does not say."""
-    folder = Path(resolve_model(model))
-    config = config_of(folder) if (folder / "config.json").is_file() else {}
-    return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))

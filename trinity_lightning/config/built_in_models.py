@@ -106,10 +106,7 @@ BUILDERS = {"smollm2": _convert_smollm2, "tiny": _build_tiny}
 def write_once(target: Path, build: Callable[[Path], None]) -> None:
     """Make a folder by `build(folder)`: next to its place, and then renamed, so that one seen there is complete.
 
-    Of two processes that build at once, the second keeps the first one's.
-
-    Raises:
-        ModelLoadError: the cache cannot be written to.
+    Of two processes that build at once, the second keeps the first's. A ModelLoadError: the cache cannot be written.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

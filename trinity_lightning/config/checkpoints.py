@@ -47,12 +47,7 @@ def hash_of(folder: Path) -> str:
 
 
 def check_metadata(folder: Path) -> None:
-    """Refuse METADATA that is not as it was written, by its hash: it has no checksum, and torch would read less.
-
-    Raises:
-        ValueError: it is not, or there is no hash.
-        OSError: there is none.
-    """
+    """A ValueError if METADATA is not as it was written, by its hash: it has no checksum, and torch would read less."""
     with ZipFile(folder / REST) as archive:
         (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
         if hash_of(folder).encode() not in archive.read(name):  # a text in a pickle, whatever else it holds
@@ -63,10 +58,8 @@ def check_whole(path: Path) -> None:
     """Refuse what is no file that torch.save wrote, or is no longer as it was written.
 
     Such a file is a zip archive with a checksum of each entry: all of it is read once, 3 GB a second. Shards in a
-    folder are checked as they are read (`common.checkpoints`).
-
-    Raises:
-        ConfigError: names the file, what is wrong, and the last checkpoint before it that is whole, if there is one.
+    folder are checked as they are read (`common.checkpoints`). A ConfigError names the file, what is wrong, and the
+    last checkpoint before it that is whole, if there is one.
     """
     if not is_checkpoint(path):
         what = "is a folder, and no whole checkpoint" if path.is_dir() else "is no file"
@@ -138,20 +131,14 @@ def _newest(folder: Path) -> Path:
 
 
 def recorded_run(record: Path) -> DictConfig:
-    """The `config.yaml` of a run.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """The `config.yaml` of a run; a ConfigError if the file is damaged."""
     try:
         run = OmegaConf.load(record)
-        name = OmegaConf.select(run, "model.name")
+        if isinstance(OmegaConf.select(run, "model.name"), str):
+            return run  # type: ignore[return-value]
+        reason = "it names no model"
     except Exception as error:  # of YAML, OmegaConf, the decoder or the disk
         reason = str(error).splitlines()[0]
-    else:
-        reason = "it names no model"
-        if isinstance(run, DictConfig) and isinstance(name, str):
-            return run
     raise ConfigError(
         f"'{record}', which says what the run to resume is, is damaged ({reason}): restore it, or delete it, and give "
         "the same configuration."

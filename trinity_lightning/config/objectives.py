@@ -14,7 +14,7 @@ from trinity_lightning.config.own_models import check_on_hub, check_same_vocabul
 from trinity_lightning.config.parts import OnError
 from trinity_lightning.config.registry import FILTERING_STRATEGIES, OFF_POLICY_LOSSES, PARTS, SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
-from trinity_lightning.config.sections import Section, checked
+from trinity_lightning.config.sections import Section, checked, section_of
 from trinity_lightning.config.training import AlgorithmConfig, LoRAConfig
 from trinity_lightning.config.values import flag, number, one_of, text, whole_number
 from trinity_lightning.errors import ConfigError
@@ -105,9 +105,6 @@ class CriticConfig(Section, key="algorithm.critic"):
         kl_coef: weight of a token's KL estimate against the initial policy, subtracted from its reward; 0: none.
         kl_name: the estimate: k1, k2, k3, low_var_kl, abs, corrected_k3.
         kl_target: nats a response that an adaptive weight aims at (arXiv 1909.08593, section 2.2); null: it stays.
-
-    Raises:
-        ConfigError: a number out of its range, or an unknown estimate.
     """
 
     model: str | None = checked(None, text, optional=True)
@@ -138,12 +135,10 @@ class CriticConfig(Section, key="algorithm.critic"):
 
 
 def critic_config(given: Any) -> CriticConfig:
-    """The section out of a mapping, or as it is; a ConfigError as of every section."""
-    if isinstance(given, CriticConfig):
-        return given
-    if not isinstance(given, Mapping):
+    """The section out of a mapping, or a copy of one; a ConfigError as of every section."""
+    if not isinstance(given, Mapping | CriticConfig):
         raise ConfigError(f"algorithm.critic is {given!r}; give null or a mapping, such as {{lr: 1.0e-4}}.")
-    return CriticConfig(**{str(key): value for key, value in given.items()})
+    return section_of("algorithm.critic", CriticConfig, given)
 
 
 def check_value_model(name: str, policy: str) -> None:
@@ -157,11 +152,7 @@ def check_value_model(name: str, policy: str) -> None:
 
 
 def check_critic(run: TrainConfig) -> None:
-    """Refuse a critic without what it learns from, and what weighs by a critic without one.
-
-    Raises:
-        ConfigError: names the key and the fix.
-    """
+    """Refuse a critic without what it learns from, and what weighs by a critic without one; a ConfigError."""
     critic = run.algorithm.critic
     if critic is None:
         raise ConfigError(
@@ -222,9 +213,6 @@ class StreamConfig(Section):
             name], a number for each token of the response, which its loss is multiplied by.
         weight: of the term.
         args: arguments of the loss.
-
-    Raises:
-        ConfigError: an unknown name, a weight out of its range, or a loss that its tokens lack something for.
     """
 
     loss: str = checked("ppo", one_of, names=LOSSES, with_paths=True)
@@ -263,17 +251,9 @@ def stream_configs(given: Any) -> dict[str, StreamConfig]:
 
 
 def _stream(key: str, given: Any) -> StreamConfig:
-    if isinstance(given, StreamConfig):
-        return given
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping | StreamConfig):
         raise ConfigError(f"{key} is {given!r}; give {{loss, tokens, weight, args}}, each of them optional.")
-    args = {} if given.get("args") is None else given["args"]
-    if not isinstance(args, Mapping):
-        raise ConfigError(f"{key}.args is {args!r}; give {{argument: value}}.")
-    try:
-        return StreamConfig(**{**given, "args": dict(args)})
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
+    return section_of(key, StreamConfig, given)
 
 
 def streams_of(algorithm: AlgorithmConfig) -> dict[str, StreamConfig]:
@@ -285,11 +265,7 @@ def streams_of(algorithm: AlgorithmConfig) -> dict[str, StreamConfig]:
 
 
 def check_streams(run: TrainConfig) -> bool:
-    """Whether a stream is of expert data.
-
-    Raises:
-        ConfigError: a stream without its tokens, or a loss without its teacher.
-    """
+    """Whether a stream is of expert data; a ConfigError: a stream without its tokens, or a loss without its teacher."""
     streams = streams_of(run.algorithm)
     one_turn = run.workflow.name in SINGLE_RESPONSE_WORKFLOWS or run.workflow.args.get("mode") == "step_wise"
     if run.buffer.has_rollouts and one_turn:
@@ -376,15 +352,8 @@ def check_corrected(algorithm: AlgorithmConfig) -> None:
 
 
 def check_older_weights(explorer: ExplorerConfig, engine: str, can: Capabilities) -> None:
-    """Refuse an engine that cannot have older weights, or generate while the trainer trains, if it has to.
-
-    Args:
-        explorer: how explore steps are run.
-        engine: what to call it in the message.
-        can: what it can do.
-
-    Raises:
-        ConfigError: it cannot.
+    """Refuse an engine, by that name in the message, that cannot have older weights, or generate during training, if it
+    has to; a ConfigError.
     """
     if explorer.sync_interval > 1 and can.shares_weights:
         raise ConfigError(
@@ -395,13 +364,4 @@ def check_older_weights(explorer: ExplorerConfig, engine: str, can: Capabilities
         raise ConfigError(
             f"explorer.sync_offset is {explorer.sync_offset}, and {engine} cannot generate while the trainer trains. "
             "Choose engine=vllm_server."
-        )
-
-
-def check_corrected_once(algorithm: AlgorithmConfig) -> None:
-    """Refuse importance weights besides a ratio against the engine; a ConfigError."""
-    if algorithm.rollout_correction.level != "none":
-        raise ConfigError(
-            "algorithm.old_logprobs=engine corrects already, and importance weights would once more: set "
-            "algorithm.rollout_correction.level=none."
         )

@@ -73,9 +73,22 @@ def check_adapters(run: TrainConfig) -> None:
 ENDING = ("cosine", "linear")  # polynomial stays at its lr_end from there on
 
 
-def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
-    """Refuse a schedule that ends before the run's optimizer steps do, or never reaches its peak; a ConfigError."""
-    schedule, horizon = optimizer.lr_scheduler.name, optimizer.total_steps or steps
+def check_optimization(run: TrainConfig) -> None:
+    """Refuse more optimizer steps than an explore step has prompts, a KL estimate whose coef is 0, which older
+    checkpoints may hold, and a schedule that ends before the run or never reaches its peak; a ConfigError.
+    """
+    algorithm, optimizer, prompts = run.algorithm, run.optimizer, run.explorer.batch_size
+    if run.buffer.has_rollouts and algorithm.optimizer_steps > prompts:
+        raise ConfigError(
+            f"algorithm.optimizer_steps ({algorithm.optimizer_steps}) is more than explorer.batch_size "
+            f"({prompts}), and the rollouts of a prompt stay together: give fewer."
+        )
+    if algorithm.kl.name not in ("none", KLConfig.name) and algorithm.kl.coef == 0:
+        raise ConfigError(
+            f"algorithm.kl.name={algorithm.kl.name} has no effect without algorithm.kl.coef: set that, or leave it out."
+        )
+    schedule, steps = optimizer.lr_scheduler.name, run.steps * run.items
+    horizon = optimizer.total_steps or steps
     if schedule in ENDING and horizon < steps:
         raise ConfigError(
             f"optimizer.total_steps is {horizon}, and optimizer.lr_scheduler={schedule} ends there; the run takes "
@@ -99,29 +112,3 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
         raise ConfigError(f"optimizer.args has {taken[0]}: set optimizer.{taken[0]}.")
     if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         raise ConfigError("optimizer.name=adamw_8bit needs torchao: pip install 'trinity-lightning[optim]'.")
-
-
-def check_dealt(optimizer_steps: int, prompts: int) -> None:
-    """Refuse more optimizer steps than an explore step has prompts; a ConfigError."""
-    if optimizer_steps > prompts:
-        raise ConfigError(
-            f"algorithm.optimizer_steps ({optimizer_steps}) is more than explorer.batch_size "
-            f"({prompts}), and the rollouts of a prompt stay together: give fewer."
-        )
-
-
-def check_kl(kl: KLConfig) -> None:
-    """Refuse a weight of no penalty; a ConfigError."""
-    if kl.name == "none" and kl.coef > 0:
-        raise ConfigError(
-            f"algorithm.kl.coef is {kl.coef}, and algorithm.kl.name=none has no penalty to weigh: choose k3, or "
-            "set algorithm.kl.coef=0."
-        )
-
-
-def check_weighed(kl: KLConfig) -> None:
-    """Refuse a KL estimate whose coef is 0; a ConfigError. Of runs only: older checkpoints may hold such a setting."""
-    if kl.name != "none" and kl.coef == 0:
-        raise ConfigError(
-            f"algorithm.kl.name={kl.name} has no effect without algorithm.kl.coef: set that, or leave it out."
-        )

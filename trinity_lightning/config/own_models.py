@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trinity_lightning import config as late
 from trinity_lightning.config.models import BUILT_IN_MODELS, load_tokenizer
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.values import nearest, unknown_name
@@ -42,11 +43,9 @@ def check_folder_or_hub_name(name: str) -> None:
 
 
 def check_same_vocabulary(key: str, name: str, tokenizer: Any) -> None:
-    """Refuse a model that reads or judges the policy's tokens by another vocabulary than the policy's tokenizer.
+    """Refuse a model, named by `key`, that would read the policy's tokens by another vocabulary; a ConfigError.
 
-    Raises:
-        ConfigError: the vocabularies differ; `key` says which setting to change.
-        ModelLoadError: the model has no tokenizer.
+    A ModelLoadError: the model has no tokenizer.
     """
     if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
@@ -56,11 +55,7 @@ def check_same_vocabulary(key: str, name: str, tokenizer: Any) -> None:
 
 
 def check_trainable(name: str) -> None:
-    """Refuse a folder whose files are damaged, or whose checkpoint is quantised or of no model that generates.
-
-    Raises:
-        ConfigError: names what to give instead.
-    """
+    """A ConfigError if a folder's files are damaged, or its checkpoint is quantised or of no model that generates."""
     folder = Path(name).expanduser()
     if not (folder / "config.json").is_file():
         return
@@ -103,10 +98,7 @@ def _check_weights(folder: Path) -> None:
 def check_on_hub(name: str) -> None:
     """Refuse a hub name that neither the cache has nor the hub, which is asked once: transformers asks for minutes.
 
-    A hub that answers late, or in a way of its own, is left to transformers.
-
-    Raises:
-        ConfigError: it is no name of a model, there is no such model, or the hub cannot be reached.
+    A ConfigError. A hub that answers late, or in a way of its own, is left to transformers.
     """
     if name in BUILT_IN_MODELS or Path(name).expanduser().is_dir():
         return
@@ -136,10 +128,6 @@ def check_there(run: TrainConfig) -> None:
     for name in (run.model.name, *(model.model for model in run.auxiliary_models.values() if model.url is None)):
         check_on_hub(name)
     if run.buffer.has_rollouts and run.auxiliary_models:
-        from trinity_lightning.config.auxiliary_models import check_vocabularies
-
-        check_vocabularies(run)
+        late.auxiliary_models.check_vocabularies(run)
     if run.algorithm.critic is not None and run.algorithm.critic.model is not None:
-        from trinity_lightning.config.objectives import check_value_model
-
-        check_value_model(run.algorithm.critic.model, run.model.name)
+        late.objectives.check_value_model(run.algorithm.critic.model, run.model.name)

@@ -1,6 +1,6 @@
 """Parts by name that a default run has none of: operators, workflows with arguments, and parts of one's own."""
 
-import dataclasses
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -38,11 +38,7 @@ class OperatorConfig(PartConfig):
 
 
 def operator_configs(group: Mapping[str, Any]) -> dict[str, OperatorConfig]:
-    """The operators of {label: {name, args, on_error}}, in order.
-
-    Raises:
-        ConfigError: an unknown operator or key, or a value of the wrong kind.
-    """
+    """The operators of {label: {name, args, on_error}}, in order; a ConfigError as `part_config`."""
     operators = {label: part_config(f"operators.{label}", it, label, OperatorConfig) for label, it in group.items()}
     for label, operator in operators.items():
         one_of("operator", operator.name, PARTS["experience operator"], with_paths=True)
@@ -63,19 +59,15 @@ def on_error_of(label: str, given: OnError | str) -> OnError:
 def arguments_of(workflow: str, kind: type[A], given: Mapping[str, Any]) -> A:
     """The settings of a workflow, by its name, as a dataclass of that kind.
 
-    Raises:
-        ConfigError: a name that the workflow does not know, one that is missing, or a wrong value.
+    A ConfigError: a name that the workflow does not know, one that is missing, or a wrong value.
     """
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    names = [field.name for field in fields]
+    parameters = inspect.signature(kind).parameters
     for name in given:
-        if name not in names:
-            raise ConfigError(unknown_name(f"argument of workflow '{workflow}'", name, names))
-    missing = dataclasses.MISSING
-    for field in fields:
-        required = field.default is missing and field.default_factory is missing
-        if required and given.get(field.name) is None:
-            raise ConfigError(f"workflow '{workflow}' needs workflow.args.{field.name}.")
+        if name not in parameters:
+            raise ConfigError(unknown_name(f"argument of workflow '{workflow}'", name, parameters))
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and given.get(name) is None:
+            raise ConfigError(f"workflow '{workflow}' needs workflow.args.{name}.")
     return kind(**given)
 
 
@@ -110,11 +102,7 @@ def refuse_attribute(module: ModuleType, attribute: str) -> NoReturn:
 
 
 def own_capabilities(name: str) -> Capabilities:
-    """Those of an engine that is not built in.
-
-    Raises:
-        ConfigError: there is no such engine, or it lacks members of `Engine`.
-    """
+    """Those of an engine that is not built in; a ConfigError: there is no such, or it lacks members of `Engine`."""
     try:
         engine = import_object(PARTS["engine"].get(name, name))
     except ValueError as error:

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar, cast
 
+from trinity_lightning import config as late
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 
@@ -43,15 +44,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     ),
     "KL estimate": _within(
         "algorithm.kl",
-        {
-            "abs": "absolute",
-            "corrected_k3": "corrected_k3",
-            "k1": "k1",
-            "k2": "k2",
-            "k3": "k3",
-            "low_var_kl": "low_var_kl",
-            "none": "none",
-        },
+        {"abs": "absolute"} | {name: name for name in ("corrected_k3", "k1", "k2", "k3", "low_var_kl", "none")},
     ),
     "add strategy": _within(
         "algorithm.add_strategy",
@@ -161,14 +154,10 @@ def import_object(path: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        from trinity_lightning.config.parts import check_module
-
-        check_module(path, error)
+        late.parts.check_module(path, error)
         raise
     if not hasattr(module, attribute):
-        from trinity_lightning.config.parts import refuse_attribute
-
-        refuse_attribute(module, attribute)
+        late.parts.refuse_attribute(module, attribute)
     return getattr(module, attribute)
 
 
@@ -196,11 +185,7 @@ class Registry(Generic[T]):
         return decorator
 
     def get(self, name: str) -> T:
-        """What is registered under `name`, imported if need be.
-
-        Raises:
-            ConfigError: unknown name; the message lists the known ones and the nearest match.
-        """
+        """What is registered under `name`, imported if need be; a ConfigError lists the names if there is no such."""
         if name not in self:
             raise ConfigError(unknown_name(self.kind, name, self))
         if name not in self._items:
@@ -210,8 +195,7 @@ class Registry(Generic[T]):
     def resolve(self, part: object) -> object:
         """What is registered under a name, or is at a dotted path; what is no text is the part itself.
 
-        Raises:
-            ConfigError: unknown name, or nothing to import at that path.
+        Errors as `get`, or as `import_object`.
         """
         if not isinstance(part, str):
             return part

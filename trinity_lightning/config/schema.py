@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from trinity_lightning import config as late
 from trinity_lightning.config.engines import EngineConfig, SynchronizerConfig
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked, strategies
@@ -20,15 +21,13 @@ from trinity_lightning.errors import ConfigError
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 FREE = ("trainer", "logger", "callbacks")  # sections of Lightning's own objects, whose keys we do not know
-TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
 TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
 BUFFER_STORAGES = ("memory", "file", "sql", "dataset")
 REPLAYS = ("priority", "random")
-BUFFER_ORDERS = ("fifo", *REPLAYS)
-EXPERT_STORAGES = ("dataset", "file", "sql")
 
 
 DEFAULT_TEMPERATURE = 1.0  # of every engine
+MOST_OF_A_STEP = 100_000  # prompts, and rollouts of each: all of a step is held at once
 
 # Each of these makes the sampled distribution another than the policy's, whose gradient is taken. Those of the second
 # line only a workflow's calls can have.
@@ -57,9 +56,6 @@ class SamplingConfig(Section, key="sampling"):
         presence_penalty: subtracted from the logits of tokens that have appeared.
         frequency_penalty: the same for each appearance.
         repetition_penalty: logits of tokens that have appeared are divided by it.
-
-    Raises:
-        ConfigError: a number that engines refuse.
     """
 
     temperature: float = checked(1.0, number, least=0)
@@ -79,13 +75,9 @@ class SamplingConfig(Section, key="sampling"):
 
 
 def check_trained_sampling(settings: Mapping[str, Any]) -> None:
-    """Refuse what would draw training rollouts from another distribution than the policy's.
+    """Refuse settings, by vLLM's names, that would draw rollouts from another distribution than the policy's.
 
-    Args:
-        settings: sampling settings by vLLM's names; None values are unset.
-
-    Raises:
-        ConfigError: names the setting.
+    None is an unset value; a ConfigError names the setting.
     """
     for name in EVALUATION_ONLY:
         if settings.get(name) is not None:
@@ -118,13 +110,10 @@ class TasksetConfig(Section, key="taskset"):
         prompt_field, answer_field, messages_field: names of an entry's fields.
         system_prompt: first message of every conversation; null for the chat template's own.
         args: further arguments of the source.
-
-    Raises:
-        ConfigError: an unknown source or order, or there is no such file.
     """
 
     name: str = MISSING
-    source: str = checked("addition", one_of, names=TASK_SOURCES)
+    source: str = checked("addition", one_of, names=("addition", "reasoning_gym", "dataset"))
     path: str | None = None
     split: str = "train"
     size: int | None = None
@@ -141,9 +130,7 @@ class TasksetConfig(Section, key="taskset"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.source == "reasoning_gym" or self.path is not None or self.size is not None:
-            from trinity_lightning.config.stored import check_taskset
-
-            check_taskset(self)
+            late.stored.check_taskset(self)
 
 
 @dataclass
@@ -153,18 +140,10 @@ class OverRolloutConfig(Section, key="explorer.over_rollout"):
     Attributes:
         ratio: share of a step's tasks that may be left out; 0: none.
         wait_after_min: seconds to wait for the rest once `1 - ratio` of them are in.
-
-    Raises:
-        ConfigError: a number out of its range, or a wait that no ratio asks for.
     """
 
-    ratio: float = 0.0
+    ratio: float = checked(0.0, number, least=0, most=0.99)
     wait_after_min: float = checked(30.0, number, least=0, only_with="ratio")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.ratio < 1:
-            raise ConfigError(f"explorer.over_rollout.ratio is {self.ratio}; give a number of at least 0 and below 1.")
 
 
 @dataclass
@@ -175,9 +154,6 @@ class DynamicTimeoutConfig(Section, key="explorer.dynamic_timeout"):
         enable: whether the time-out is min(max_timeout, ratio * average).
         ratio: how many times the average a task may take.
         warmup_min_steps: steps before it applies.
-
-    Raises:
-        ConfigError: a number out of its range, or one that is given while the time-out is not enabled.
     """
 
     enable: bool = False
@@ -213,14 +189,10 @@ class ExplorerConfig(Section, key="explorer"):
         eval_interval: explore steps between evaluations; 0 means never.
         eval_on_startup: evaluate before the first step too.
         seed: seed of all rollouts.
-
-    Raises:
-        ConfigError: a number out of its range, an unknown runner, or what a runner does not use: a Ray
-            cluster, reward workers.
     """
 
-    batch_size: int = checked(8, whole_number, least=1)
-    repeat_times: int = checked(8, whole_number, least=1)
+    batch_size: int = checked(8, whole_number, least=1, most=MOST_OF_A_STEP)
+    repeat_times: int = checked(8, whole_number, least=1, most=MOST_OF_A_STEP)
     runner_per_model: int | None = checked(8, whole_number, least=1, optional=True)
     max_timeout: float = checked(1800.0, number, above=0)
     max_retry_times: int = checked(2, whole_number, least=0)
@@ -241,9 +213,7 @@ class ExplorerConfig(Section, key="explorer"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.runner == "ray" or self.ray_address is not None:
-            from trinity_lightning.config.servers import check_runner
-
-            check_runner(self)
+            late.servers.check_runner(self)
 
     @property
     def runners(self) -> int:
@@ -263,9 +233,6 @@ class WorkflowConfig(Section, key="workflow"):
     Attributes:
         name: a registered name, or the dotted path of your own class.
         args: its arguments.
-
-    Raises:
-        ConfigError: an unknown name, or a workflow that trains nothing.
     """
 
     name: str = MISSING
@@ -289,13 +256,10 @@ class ExpertConfig(Section, key="buffer.expert"):
         dataset: the prompts and answers, as of a taskset.
         path: the folder of `file`, which `buffer.keep` wrote; of `sql` the SQLite database.
         url: database of `sql`, instead of a path: postgresql://USER@HOST/NAME.
-
-    Raises:
-        ConfigError: a number or a storage that there is not, or nothing to read.
     """
 
     per_step: int = checked(0, whole_number, least=0)
-    storage: str = checked("dataset", one_of, names=EXPERT_STORAGES)
+    storage: str = checked("dataset", one_of, names=("dataset", "file", "sql"))
     dataset: TasksetConfig = field(default_factory=lambda: TasksetConfig(name="expert", source="dataset"))
     path: str | None = None
     url: str | None = None
@@ -303,9 +267,7 @@ class ExpertConfig(Section, key="buffer.expert"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.per_step > 0:
-            from trinity_lightning.config.stored import check_expert_data
-
-            check_expert_data(self)
+            late.stored.check_expert_data(self)
 
 
 @dataclass
@@ -329,16 +291,13 @@ class BufferConfig(Section, key="buffer"):
             * decay ** age in explore steps * use_decay ** times read.
         expert: expert data among the rollouts (`memory`).
         dataset: how a `dataset` is read.
-
-    Raises:
-        ConfigError: a number or a name that there is not, or nothing to read.
     """
 
     storage: str = checked("memory", one_of, names=BUFFER_STORAGES)
     path: str | None = None
     url: str | None = None
     keep: bool | str = False
-    order: str = checked("fifo", one_of, names=BUFFER_ORDERS)
+    order: str = checked("fifo", one_of, names=("fifo", *REPLAYS))
     reuse_limit: int | None = checked(1, whole_number, least=1, optional=True, only_with="order", among=REPLAYS)
     decay: float = checked(1.0, number, above=0, most=1, only_with="order", among=("priority",))
     use_decay: float = checked(1.0, number, above=0, most=1, only_with="order", among=("priority",))
@@ -351,9 +310,7 @@ class BufferConfig(Section, key="buffer"):
         super().__post_init__()
         plain = self.has_rollouts and self.keep is False and self.order == "fifo" and self.dataset == DatasetConfig()
         if not plain or self.path or self.url:
-            from trinity_lightning.config.stored import check_buffer
-
-            check_buffer(self)
+            late.stored.check_buffer(self)
 
     @property
     def has_rollouts(self) -> bool:
@@ -391,9 +348,6 @@ class TrainConfig(Section):
         add_strategy: how rewards become advantages, in order: {name: {args: {...}}}; a key `name` overrides the name.
         trainer, logger, callbacks: Lightning objects, as `_target_` nodes.
         save_model: whether the trained policy is written to `<output_dir>/model` at the end.
-
-    Raises:
-        ConfigError: a number out of its range, or an unknown workflow.
     """
 
     name: str = "run"
@@ -430,14 +384,10 @@ class TrainConfig(Section):
         super().__post_init__()
         check_seed(self.seed)
         if self.operators:
-            from trinity_lightning.config.parts import operator_configs
-
-            self.operators = operator_configs(self.operators)
+            self.operators = late.parts.operator_configs(self.operators)
         self.add_strategy = strategies(self.add_strategy)
         if self.auxiliary_models:
-            from trinity_lightning.config.auxiliary_models import auxiliary_configs
-
-            self.auxiliary_models = auxiliary_configs(self)
+            self.auxiliary_models = late.auxiliary_models.auxiliary_configs(self)
 
     @property
     def items(self) -> int:
@@ -462,9 +412,7 @@ def typed_config(config: DictConfig) -> TrainConfig:
     try:
         return OmegaConf.to_object(OmegaConf.merge(config, dict.fromkeys(FREE)))  # type: ignore[return-value]
     except ConfigError:
-        from trinity_lightning.config.explain import check_sections_by_other_names
-
-        check_sections_by_other_names(config)
+        late.explain.check_sections_by_other_names(config)
         raise
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from omegaconf import BooleanNode, DictConfig, OmegaConf
 
+from trinity_lightning import config as late
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.values import one_of
 from trinity_lightning.errors import ConfigError
@@ -23,7 +24,8 @@ class Section:
         key: where the section stands, and its messages say so; none if it may stand under any name.
 
     Raises:
-        ConfigError: there is no such key.
+        ConfigError: of every section: an unknown key, a value of another type or out of its range, settings that do not
+            go together, or a file or a package that is not there. The message names the key and the fix.
     """
 
     _key: ClassVar[str]
@@ -35,9 +37,7 @@ class Section:
         known: Mapping[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
         for name in given:
             if name not in known:
-                from trinity_lightning.config.explain import unknown_key
-
-                raise ConfigError(unknown_key(f"{cls._key}{name}", known))
+                raise ConfigError(late.explain.unknown_key(f"{cls._key}{name}", known))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -85,14 +85,11 @@ S = TypeVar("S", bound=Section)
 def section_of(key: str, kind: type[S], given: S | Mapping[str, Any] | None) -> S:
     """The section of that kind that stands under the dotted key: of these values, or a copy of what was one already.
 
-    Raises:
-        ConfigError: an unknown key, or a value that the section refuses; a dataclass can be changed after it was made.
+    Both are checked, with the errors of every section: a dataclass can be changed after it was made.
     """
     if isinstance(given, kind):
         return _checked_copy(given)
-    from trinity_lightning.config.explain import section_given
-
-    return section_given(key, kind, given or {})
+    return late.explain.section_given(key, kind, given or {})
 
 
 def _checked_copy(section: T) -> T:
@@ -147,13 +144,8 @@ P = TypeVar("P", bound=PartConfig)
 
 
 def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = PartConfig) -> P:  # type: ignore[assignment]
-    """The part that stands under a key, however it is written.
-
-    Args:
-        key: where it stands, for messages.
-        given: a part already, a bare name, a mapping, or None.
-        name: its name, unless one is given.
-        kind: what to make of it.
+    """The part of that kind that stands under a key, however it is written: a part already, a bare name, a mapping,
+    or None; `name` is its name unless it has one.
 
     Raises:
         ConfigError: an unknown key, no name, or a value of the wrong kind.
@@ -166,9 +158,8 @@ def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = P
         raise ConfigError(f"{key} is {entry!r}; give {{{', '.join(known)}}}, each of them optional.")
     for each in entry:
         if each not in known:
-            from trinity_lightning.config.explain import unknown_key
-
-            raise ConfigError(f"{unknown_key(f'{key}.{each}', known)} Arguments go into {key}.args: {key}.args.{each}.")
+            said = late.explain.unknown_key(f"{key}.{each}", known)
+            raise ConfigError(f"{said} Arguments go into {key}.args: {key}.args.{each}.")
     name, args = entry.get("name") or name, entry.get("args") or {}
     if name is None:
         raise ConfigError(f"{key} has no name: give {key}.name=NAME, in the place of {key}=NAME if there are args too.")
@@ -180,11 +171,7 @@ def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = P
 
 
 def strategies(group: Mapping[str, Any]) -> dict[str, PartConfig]:
-    """The add strategies of {label: {name, args}}, in order.
-
-    Raises:
-        ConfigError: an unknown strategy or key, or a value of the wrong kind.
-    """
+    """The add strategies of {label: {name, args}}, in order; a ConfigError as `part_config`, or an unknown strategy."""
     found = {label: part_config(f"add_strategy.{label}", given, label) for label, given in group.items()}
     for strategy in found.values():
         one_of("add_strategy", strategy.name, PARTS["add strategy"], with_paths=True)

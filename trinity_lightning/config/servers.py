@@ -41,8 +41,6 @@ def check_places(engine: EngineConfig) -> None:
 def check_method(synchronizer: SynchronizerConfig) -> None:
     """Refuse an unknown way of sending weights, and a folder that it does not write to; a ConfigError."""
     method, folder = synchronizer.method, synchronizer.folder
-    if method == "tcp":
-        raise ConfigError("synchronizer.method=tcp is no more: set synchronizer=checkpoint, or nccl between GPUs.")
     one_of("synchronizer.method", method, ("auto", "memory", "checkpoint", *SENT))
     if folder is not None and method in SENT:
         raise ConfigError(
@@ -80,13 +78,20 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
             require_ray()
             _check_workers(run)
     for name, model in run.auxiliary_models.items():
-        _check_auxiliary_model(f"auxiliary_models.{name}", model, run.explorer.sync_offset, here)
+        _check_auxiliary_model(f"auxiliary_models.{name}", model, here)
+    started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "speculative", "args")
+    if run.engine.urls and (given := run.engine.changed(*started)):
+        raise ConfigError(
+            f"engine.urls names servers that run already, and engine.{given[0]} is for servers that are started here: "
+            "leave one of them out."
+        )
+    engines = {f"auxiliary_models.{name}.engine": (model.engine, 1) for name, model in run.auxiliary_models.items()}
     if "servers" in can.keys:
-        _check_policy_servers(run, here)
-    engines = {f"auxiliary_models.{name}.engine": model.engine for name, model in run.auxiliary_models.items()}
-    there = gpu_count() if here else 0  # of another machine not known: `devices` has to say how many train
-    for key, engine in {"engine": run.engine, **engines}.items():
+        engines["engine"] = (run.engine, run.engine.servers)
+    for key, (engine, servers) in engines.items():
+        _check_share(key, engine, servers, run.explorer.sync_offset, here)
         if engine.gpus:
+            there = gpu_count() if here else 0  # of another machine not known: `devices` has to say how many train
             training = gpus_that_train(trainer, there)
             check_gpus_apart(key, engine.gpus, training, there or training + len(engine.gpus))
     if run.synchronizer.method in SENT:
@@ -108,17 +113,6 @@ def check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
         )
 
 
-def _check_policy_servers(run: TrainConfig, here: bool) -> None:
-    engine = run.engine
-    started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "speculative", "args")
-    if engine.urls and (given := engine.changed(*started)):
-        raise ConfigError(
-            f"engine.urls names servers that run already, and engine.{given[0]} is for servers that are started here: "
-            "leave one of them out."
-        )
-    _check_share("engine", engine, engine.servers, run.explorer.sync_offset, here)
-
-
 def _check_share(key: str, engine: EngineConfig, servers: int, sync_offset: int, here: bool) -> None:
     """Refuse GPUs that servers cannot share out, and GPUs and cores that this machine does not have; a ConfigError."""
     gpus = list(engine.gpus or ())
@@ -128,8 +122,19 @@ def _check_share(key: str, engine: EngineConfig, servers: int, sync_offset: int,
             "CUDA_VISIBLE_DEVICES, if it is set)."
         )
     gpus_of_a_server(key, engine, servers)
-    if here:
-        _check_cores(key, engine, servers, sync_offset)
+    if not here or engine.cpu_cores is None:
+        return
+    cores, taken = len(os.sched_getaffinity(0)), servers * engine.cpu_cores
+    if taken > cores:
+        raise ConfigError(
+            f"{key}.cpu_cores is {engine.cpu_cores}, for servers that take {taken} cores in all, and this process may "
+            f"use {cores}: give fewer, or null."
+        )
+    if taken == cores and sync_offset > 0:  # two that compute on one core slow each other down many times over
+        raise ConfigError(
+            f"{key}.cpu_cores is {engine.cpu_cores}: that leaves none of the {cores} cores to the trainer, which "
+            f"computes at the same time (explorer.sync_offset={sync_offset}). Give fewer, or null."
+        )
 
 
 def gpus_of_a_server(key: str, engine: EngineConfig, servers: int, model: str = "", heads: int = 0) -> int:
@@ -172,29 +177,10 @@ def check_gpus_apart(key: str, gpus: Sequence[int], training: int, there: int) -
 
 def gpus_that_train(trainer: Mapping[str, Any], there: int) -> int:
     """How many GPUs of each machine train, by the arguments of Lightning's Trainer: its first ones of so many."""
-    devices = str(trainer.get("devices", 1))
     if trainer.get("accelerator") == "cpu":
         return 0
-    if devices in (AUTO, "-1"):
-        return there
-    return int(devices)
-
-
-def _check_cores(key: str, engine: EngineConfig, servers: int, sync_offset: int) -> None:
-    """Two that compute at once on one core slow each other down many times over, the trainer among them."""
-    if engine.cpu_cores is None:
-        return
-    there, taken = len(os.sched_getaffinity(0)), servers * engine.cpu_cores
-    if taken > there:
-        raise ConfigError(
-            f"{key}.cpu_cores is {engine.cpu_cores}, for servers that take {taken} cores in all, and this process may "
-            f"use {there}: give fewer, or null."
-        )
-    if taken == there and sync_offset > 0:
-        raise ConfigError(
-            f"{key}.cpu_cores is {engine.cpu_cores}: that leaves none of the {there} cores to the trainer, which "
-            f"computes at the same time (explorer.sync_offset={sync_offset}). Give fewer, or null."
-        )
+    devices = str(trainer.get("devices", 1))
+    return there if devices in (AUTO, "-1") else int(devices)
 
 
 def _check_gpu_to_gpu(run: TrainConfig, can: Capabilities, accelerator: str, there: int | None) -> None:
@@ -214,17 +200,12 @@ def _check_gpu_to_gpu(run: TrainConfig, can: Capabilities, accelerator: str, the
         raise ConfigError(f"synchronizer={method} sends weights {how}, and {why}: take synchronizer=checkpoint.")
     if method == "nccl":
         _check_nccl(engine, can, there)
-    else:
-        _check_ipc(engine)
-
-
-def _check_ipc(engine: EngineConfig) -> None:
-    if engine.urls:
+    elif engine.urls:
         raise ConfigError(
             "synchronizer=ipc shares memory of the trainer's GPU with servers that are started here, and engine.urls "
             "names servers that run already: take synchronizer=nccl or checkpoint."
         )
-    if engine.gpus and set(engine.gpus) != {TRAINER_GPU}:
+    elif engine.gpus and set(engine.gpus) != {TRAINER_GPU}:
         raise ConfigError(
             f"engine.gpus is {engine.gpus}, and synchronizer=ipc shares memory of the trainer's GPU ({TRAINER_GPU}): "
             "leave engine.gpus out, or take synchronizer=nccl."
@@ -247,9 +228,8 @@ def _check_nccl(engine: EngineConfig, can: Capabilities, there: int | None) -> N
         )
 
 
-def _check_auxiliary_model(key: str, model: AuxiliaryConfig, sync_offset: int, here: bool) -> None:
+def _check_auxiliary_model(key: str, model: AuxiliaryConfig, here: bool) -> None:
     check_vllm_args(f"{key}.engine", model.engine, in_process=False, here=here)
-    _check_share(f"{key}.engine", model.engine, 1, sync_offset, here)
     if model.url is None:
         check_model_name(model.model)
     if not here:
@@ -299,7 +279,8 @@ def _check_workers(run: TrainConfig) -> None:
 def _check_reachable(run: TrainConfig) -> None:
     """Refuse a Ray cluster whose machines cannot reach a server of this one; a ConfigError."""
     address = run.explorer.ray_address
-    if not _is_elsewhere(address):
+    host = ((address or "").rpartition(":")[0] or address or "auto").strip("[]")
+    if host in ("auto", "localhost", "::1") or host.startswith("127."):
         return
     unreachable = f"explorer.ray_address={address}: workers on other machines cannot reach"
     if not run.engine.urls:
@@ -313,13 +294,6 @@ def _check_reachable(run: TrainConfig) -> None:
                 f"{unreachable} the server of auxiliary model '{name}', which is started here: start it yourself and "
                 f"give auxiliary_models.{name}.url=http://HOST:PORT/v1."
             )
-
-
-def _is_elsewhere(address: str | None) -> bool:
-    if address in (None, "auto"):
-        return False
-    host = (address.rpartition(":")[0] or address).strip("[]")
-    return host not in ("localhost", "::1") and not host.startswith("127.")
 
 
 # -- vLLM's own arguments (engine.args), speculative decoding and sleep ------------------------------------------------
@@ -340,9 +314,17 @@ def check_vllm(run: TrainConfig, in_process: bool, here: bool) -> None:
 def check_vllm_args(key: str, engine: EngineConfig, in_process: bool, here: bool = True) -> None:
     """Refuse what vLLM would do wrong, here or anywhere, or could not do within this process; a ConfigError.
 
-    `key` is where the engine's section stands.
+    `key` is where the engine's section stands. With n-grams and float32, vLLM's CPU build gave a seed other tokens in a
+    batch than alone, and some that a random model is unsure of the log-probability 0; only greedy decoding was exact.
     """
-    _check_speculation(key, engine, here)
+    names = {"speculative": engine.speculative, "args.speculative_config": engine.args.get("speculative_config")}
+    asked = [name for name, value in names.items() if value]
+    if len(asked) > 1:
+        raise ConfigError(f"{key}.speculative asks for n-grams, and {key}.args.speculative_config too: leave one out.")
+    if asked and here and not gpu_count():
+        raise ConfigError(
+            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
+        )
     if in_process:
         check_one_device(engine.args)
 
@@ -363,22 +345,6 @@ def check_one_device(args: Mapping[str, Any]) -> None:
                 f"engine.args.{name} is {args[name]}, and engine=vllm computes on one device: choose "
                 "engine=vllm_server, and give its GPUs as engine.gpus."
             )
-
-
-def _check_speculation(key: str, engine: EngineConfig, here: bool) -> None:
-    """Refuse speculative decoding by vLLM's CPU build, whose samples are not the policy's then; a ConfigError.
-
-    With n-grams and float32, a seed gave other tokens in a batch than alone, and some that a random model is unsure of
-    the log-probability 0; only greedy decoding was exact.
-    """
-    names = {"speculative": engine.speculative, "args.speculative_config": engine.args.get("speculative_config")}
-    asked = [name for name, value in names.items() if value]
-    if len(asked) > 1:
-        raise ConfigError(f"{key}.speculative asks for n-grams, and {key}.args.speculative_config too: leave one out.")
-    if asked and here and not gpu_count():
-        raise ConfigError(
-            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
-        )
 
 
 def reason_of(error: Exception) -> str:

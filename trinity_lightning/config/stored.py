@@ -17,9 +17,11 @@ from trinity_lightning.errors import ConfigError
 DATASET_LOSSES = ("dpo", "sft")  # of examples out of a dataset, which have no advantages
 # Sections that runs without rollouts do not read, but for these keys: the longest row, for the memory plan, and, of
 # stored experiences, the longest response and weights by the log-probabilities that they have.
-OF_ROLLOUTS = ("add_strategy", "auxiliary_models", "engine", "eval_repeat_times", "eval_sampling", "eval_tasksets")
-OF_ROLLOUTS += ("eval_workflow", "explorer", "operators", "reward", "sampling", "synchronizer", "taskset", "tasksets")
-OF_ROLLOUTS += ("workflow",)
+OF_ROLLOUTS = (
+    *("add_strategy", "auxiliary_models", "engine", "eval_repeat_times", "eval_sampling", "eval_tasksets"),
+    *("eval_workflow", "explorer", "operators", "reward", "sampling", "synchronizer", "taskset", "tasksets"),
+    "workflow",
+)
 READ_BY_ALL = ("engine.max_model_len",)
 OF_STORED = ("algorithm.rollout_correction", "sampling.max_tokens", "workflow")
 
@@ -137,37 +139,31 @@ def check_buffer(buffer: BufferConfig) -> None:
     """Refuse invalid places to read from or to write to, and settings that the storage does not have; a ConfigError."""
     if not isinstance(buffer.keep, bool) and buffer.keep != "sql":
         raise ConfigError(f"buffer.keep is {buffer.keep!r}; give true, false or sql.")
-    if buffer.keep == "sql" or not buffer.has_rollouts:
-        _check_places(buffer)
-    elif buffer.path or buffer.url:
+    if buffer.has_rollouts and buffer.keep == "sql":
+        check_place("buffer", buffer.path, buffer.url)
+    elif buffer.has_rollouts and (buffer.path or buffer.url):
         raise ConfigError(
             "buffer.path and buffer.url are places to read from (buffer.storage=file, sql) or to write to "
             "(buffer.keep=sql): leave them out."
         )
+    elif not buffer.has_rollouts and buffer.keep:
+        raise ConfigError(f"buffer.keep is about rollouts, and buffer.storage={buffer.storage} has none: leave it out.")
+    elif buffer.storage in ("file", "sql"):
+        check_stored("buffer", buffer)
+    elif buffer.storage == "dataset":
+        _check_examples(buffer)
     if buffer.storage != "dataset" and buffer.dataset != DatasetConfig():
         raise ConfigError(f"buffer.dataset has no effect with buffer.storage={buffer.storage}: set buffer=dataset.")
     if buffer.order != "fifo" and buffer.storage != "sql":
         raise ConfigError(f"buffer.order={buffer.order} needs buffer.storage=sql, not {buffer.storage}.")
 
 
-def _check_places(buffer: BufferConfig) -> None:
-    """Refuse invalid places to read from or to write to; a ConfigError."""
-    if buffer.has_rollouts:
-        check_place("buffer", buffer.path, buffer.url)
-    elif buffer.keep:
-        raise ConfigError(f"buffer.keep is about rollouts, and buffer.storage={buffer.storage} has none: leave it out.")
-    elif buffer.storage != "dataset":
-        check_stored("buffer", buffer)
-    elif buffer.path is None or buffer.url is not None:
+def _check_examples(buffer: BufferConfig) -> None:
+    """Refuse examples that are not there, and held-out ones that are none or are trained on; a ConfigError."""
+    if buffer.path is None or buffer.url is not None:
         raise ConfigError("buffer=dataset reads buffer.path=FILE, a folder or a hub name, and no buffer.url.")
-    else:
-        check_dataset_path("buffer.path", buffer.path)
-        check_held_out(buffer.dataset)
-
-
-def check_held_out(dataset: DatasetConfig) -> None:
-    """Refuse held-out examples that are none, or those that are trained on; a ConfigError."""
-    held_out, key = dataset.held_out, "buffer.dataset.held_out"
+    check_dataset_path("buffer.path", buffer.path)
+    dataset, held_out, key = buffer.dataset, buffer.dataset.held_out, "buffer.dataset.held_out"
     if held_out.share is not None and (held_out.path or held_out.split):
         raise ConfigError(f"{key}: give a share of the examples, or a path or split of others, not both.")
     check_dataset_path(f"{key}.path", held_out.path)

@@ -16,8 +16,6 @@ from trinity_lightning.config.training import MIXED, SHARDS, check_trainer_setti
 from trinity_lightning.config.values import AUTO, number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
-ACCELERATORS = (AUTO, "cpu", "gpu", "cuda")
-
 _SET_BY_THE_RUN = "is set by the run itself: use the groups `callbacks` and `logger`"
 _SHORTER = "would end or thin out the run's training, which `steps` counts: set steps, and leave it out"
 _EVALUATION = "is about Lightning's validation, which a run has none of: set explorer.eval_interval and eval_tasksets"
@@ -35,10 +33,7 @@ NOT_OF_A_RUN = {
 
 def check_trainer(run: TrainConfig, settings: Mapping[str, Any], here: bool) -> None:
     """Refuse settings of `lightning.Trainer` that a run does not have, that do not go together with its others, or that
-    ask, of a run `here`, for devices that this machine lacks.
-
-    Raises:
-        ConfigError: names the setting and the fix.
+    ask, of a run `here`, for devices that this machine lacks; a ConfigError.
     """
     if not settings:
         raise ConfigError("trainer has been left out, and a run needs one: choose trainer=auto.")
@@ -50,7 +45,7 @@ def check_trainer(run: TrainConfig, settings: Mapping[str, Any], here: bool) -> 
             f"trainer.max_epochs is {epochs} and steps is {run.steps}, both the number of explore steps: set steps "
             "alone."
         )
-    one_of("trainer.accelerator", settings.get("accelerator", AUTO), ACCELERATORS)
+    one_of("trainer.accelerator", settings.get("accelerator", AUTO), (AUTO, "cpu", "gpu", "cuda"))
     devices = str(settings.get("devices", AUTO))
     if devices not in (AUTO, "-1") and not (devices.isdigit() and int(devices) > 0):
         raise ConfigError(
@@ -64,17 +59,11 @@ def check_trainer(run: TrainConfig, settings: Mapping[str, Any], here: bool) -> 
         check_shards(run, settings)
     if run.engine.per_rank and run.buffer.has_rollouts:
         _check_engines_of_ranks(run, settings)
-    if here:
-        _check_devices(settings)
-
-
-def _check_devices(settings: Mapping[str, Any]) -> None:
-    """Refuse devices and processes that this machine does not have; a ConfigError."""
-    if settings.get("accelerator") in ("gpu", "cuda") and not gpu_count():
+    if here and settings.get("accelerator") in ("gpu", "cuda") and not gpu_count():
         raise ConfigError(
             f"trainer.accelerator is {settings['accelerator']}, and this process sees no GPU: set trainer=cpu, or auto."
         )
-    if trains_together(settings):
+    if here and trains_together(settings):
         check_processes_here(settings)
 
 
@@ -98,11 +87,7 @@ ALWAYS = 2  # processes that any machine may have, if only to try it
 
 
 def check_processes_here(trainer: Mapping[str, Any]) -> None:
-    """Refuse more processes than a CPU has cores, and several machines that nothing connects.
-
-    Raises:
-        ConfigError: says how many there may be, or by which command the run is started.
-    """
+    """Refuse more processes than a CPU has cores, and several machines that nothing connects; a ConfigError."""
     devices, nodes = str(trainer.get("devices")), trainer.get("num_nodes", 1)
     if nodes > 1 and not any(name in os.environ for name in LAUNCHED):
         raise ConfigError(
@@ -174,9 +159,6 @@ def check_start(config: DictConfig, hydra: Any) -> None:
     """Refuse a sweep that each process would begin, torchrun's processes without one folder, and as `check_launched`.
 
     An evaluation is one process, whatever the recipe trains with, and is not checked by this.
-
-    Raises:
-        ConfigError: says how to start the run.
     """
     check_launched(config.trainer)
     by_srun = _by_srun()

@@ -8,12 +8,12 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from trinity_lightning import config as late
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked, part_config
 from trinity_lightning.config.values import AUTO, number, one_of, text, whole_number
 from trinity_lightning.errors import ConfigError
 
-OLD_LOGPROBS = ("trainer", "engine")
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 CORRECTION_LEVELS = ("token", "sequence")
 CORRECTION_MODES = ("truncate", "mask")
@@ -62,9 +62,6 @@ class LoRAConfig(Section, key="model.lora"):
         dropout: share of its inputs that an adapter does not see in training. It differs from device to device and with
             how a batch is cut, rows share no prefixes, and the first ratio of a step is not 1.
         rslora: scale by alpha / sqrt(r) (arXiv 2312.03732).
-
-    Raises:
-        ConfigError: a number out of its range, settings of an adapter without its rank, or peft is not installed.
     """
 
     r: int | None = checked(None, whole_number, least=1, optional=True)
@@ -76,9 +73,7 @@ class LoRAConfig(Section, key="model.lora"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.r is not None:
-            from trinity_lightning.config.optimization import check_lora
-
-            check_lora(self)
+            late.optimization.check_lora(self)
 
 
 @dataclass
@@ -115,9 +110,6 @@ class KLConfig(Section, key="algorithm.kl"):
     Attributes:
         name: the estimate: k1, k2, k3, low_var_kl, abs, corrected_k3, none.
         coef: its weight; 0 means none, and no reference model.
-
-    Raises:
-        ConfigError: an unknown estimate, or a weight that is negative, not finite, or of none.
     """
 
     name: str = checked("k3", one_of, names=PARTS["KL estimate"])
@@ -125,10 +117,11 @@ class KLConfig(Section, key="algorithm.kl"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.name != KLConfig.name:
-            from trinity_lightning.config.optimization import check_kl
-
-            check_kl(self)
+        if self.name == "none" and self.coef > 0:
+            raise ConfigError(
+                f"algorithm.kl.coef is {self.coef}, and algorithm.kl.name=none has no penalty to weigh: choose k3, or "
+                "set algorithm.kl.coef=0."
+            )
 
 
 @dataclass
@@ -139,9 +132,6 @@ class RolloutCorrectionConfig(Section, key="algorithm.rollout_correction"):
         level: `token`, `sequence`, or `none`.
         mode: what becomes of weights outside the range: `truncate`, its nearer end; or `mask`, 0.
         low, high: the range of weights.
-
-    Raises:
-        ConfigError: an unknown level or mode, or not 0 <= low <= high and 0 < high.
     """
 
     level: str = checked("token", one_of, names=("none", *CORRECTION_LEVELS))
@@ -192,16 +182,13 @@ class AlgorithmConfig(Section, key="algorithm"):
         max_grad_norm: gradients are clipped to this norm, a number above 0; null: never.
         max_bad_steps: a gradient that is not finite is left out and counted; so many in a row stop the run.
         critic: a critic, whose values make the advantages (add_strategy=critic, algorithm=ppo_critic); null: none.
-
-    Raises:
-        ConfigError: a value that would train on something else than it says, or on nothing.
     """
 
     policy_loss: Any = "ppo"
     loss_agg_mode: str | None = checked(None, one_of, names=LOSS_AGG_MODES, optional=True)
     kl: KLConfig = field(default_factory=KLConfig)
     entropy_coef: float = checked(0.0, number, least=0)
-    old_logprobs: str = checked("trainer", one_of, names=OLD_LOGPROBS)
+    old_logprobs: str = checked("trainer", one_of, names=("trainer", "engine"))
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     off_policy_mask_threshold: float | None = checked(None, number, least=0, optional=True)
     optimizer_steps: int = checked(1, whole_number, least=1)
@@ -215,27 +202,21 @@ class AlgorithmConfig(Section, key="algorithm"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.critic is not None:
-            from trinity_lightning.config.objectives import critic_config
-
-            self.critic = critic_config(self.critic)
+            self.critic = late.objectives.critic_config(self.critic)
         self.policy_loss = part_config("algorithm.policy_loss", self.policy_loss)
         one_of("algorithm.policy_loss", self.policy_loss.name, PARTS["policy loss"], with_paths=True)
         if "loss_agg_mode" in self.policy_loss.args:
             raise ConfigError("algorithm.policy_loss.args has no loss_agg_mode: set algorithm.loss_agg_mode.")
         if self.policy_loss.name == "streams":
-            from trinity_lightning.config.objectives import streams_of  # an option
-
-            streams_of(self)
-        if self.old_logprobs == "engine":
-            from trinity_lightning.config.objectives import check_corrected_once  # an option
-
-            check_corrected_once(self)
+            late.objectives.streams_of(self)
+        if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
+            raise ConfigError(
+                "algorithm.old_logprobs=engine corrects already, and importance weights would once more: set "
+                "algorithm.rollout_correction.level=none."
+            )
         if not isinstance(self.layout, Layout):  # a script may give its name
             one_of("algorithm.layout", self.layout, [each.value for each in Layout])
             self.layout = Layout(self.layout)
-
-
-OVERLONG = ("refuse", "drop", "truncate")
 
 
 @dataclass
@@ -247,9 +228,6 @@ class HeldOutConfig(Section, key="buffer.dataset.held_out"):
         split: or another split of the dataset (of `path`, if that is given),
         share: or a share of the examples, drawn by the run's seed.
         interval: optimizer steps from one measurement to the next; the last step's weights are measured too.
-
-    Raises:
-        ConfigError: a number out of its range.
     """
 
     path: str | None = None
@@ -279,16 +257,13 @@ class DatasetConfig(Section, key="buffer.dataset"):
         max_length: longest example in tokens; null: what the tokenizer allows.
         overlong: what becomes of a longer one: `refuse` the run, `drop` it, or `truncate` its end; both are counted.
         held_out: examples to measure the loss on.
-
-    Raises:
-        ConfigError: a number out of its range, or an unknown rule.
     """
 
     subset: str | None = None
     split: str = checked("train", text)
     shuffle: bool = True
     max_length: int | None = checked(None, whole_number, least=2, optional=True)
-    overlong: str = checked("refuse", one_of, names=OVERLONG)
+    overlong: str = checked("refuse", one_of, names=("refuse", "drop", "truncate"))
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
 
 
@@ -314,9 +289,6 @@ class OptimizerConfig(Section, key="optimizer"):
             num_training_steps), of which it takes what it needs. A name alone is short for {name: it}.
         warmup_steps: optimizer steps of linear warm-up; the first step has learning rate 0, as in transformers.
         total_steps: horizon of the schedule in optimizer steps; null: those of the run.
-
-    Raises:
-        ConfigError: a number out of its range, an unknown name, or torchao is needed and not installed.
     """
 
     name: str = checked("adamw", one_of, names=PARTS["optimizer"], with_paths=True)
@@ -334,9 +306,7 @@ class OptimizerConfig(Section, key="optimizer"):
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas is {list(self.betas)}; give two numbers in [0, 1).")
         if self.name != "adamw" or self.args:
-            from trinity_lightning.config.optimization import check_optimizer
-
-            check_optimizer(self)
+            late.optimization.check_optimizer(self)
         self.lr_scheduler = part_config("optimizer.lr_scheduler", self.lr_scheduler)
         one_of("optimizer.lr_scheduler", self.lr_scheduler.name, PARTS["schedule"], with_paths=True)
 
@@ -369,26 +339,25 @@ def is_alone(settings: Mapping[str, Any]) -> bool:
     return one and (settings.get("strategy") or AUTO) == AUTO
 
 
+_CLIPPING = "the policy clips gradients, set algorithm.max_grad_norm"
+# Settings of Lightning's Trainer that the policy has its own of: the values that change nothing, and what to set.
+SET_INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
+    "gradient_clip_val": ((None, 0), _CLIPPING),
+    "gradient_clip_algorithm": ((None,), _CLIPPING),
+    "accumulate_grad_batches": ((1,), "set algorithm.max_tokens_per_micro_batch, and algorithm.optimizer_steps"),
+}
+
+
 def check_trainer_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse settings of `lightning.Trainer` under which a policy would not train, or not as they say.
+    """Refuse settings of `lightning.Trainer`, by name, under which a policy would not train, or not as they say.
 
-    Args:
-        settings: the Trainer's arguments by name; what is left out has Lightning's default.
-
-    Raises:
-        ConfigError: names the setting and the knob to use.
+    A ConfigError names the setting and the knob to use.
     """
-    if settings.get("gradient_clip_val") or settings.get("gradient_clip_algorithm"):
-        raise ConfigError("trainer.gradient_clip_val: the policy clips gradients, set algorithm.max_grad_norm.")
-    if (batches := settings.get("accumulate_grad_batches", 1)) != 1:
-        raise ConfigError(
-            f"trainer.accumulate_grad_batches is {batches}: set algorithm.max_tokens_per_micro_batch, and "
-            "algorithm.optimizer_steps."
-        )
+    for key, (allowed, fix) in SET_INSTEAD.items():
+        if (value := settings.get(key, allowed[0])) not in allowed:
+            raise ConfigError(f"trainer.{key} is {value}: {fix}.")
     if not trains_together(settings) and not is_alone(settings):
-        from trinity_lightning.config.trainer import refuse_devices
-
-        refuse_devices(settings)
+        late.trainer.refuse_devices(settings)
     if (precision := settings.get("precision")) not in (*FULL, *MIXED, HALF):
         raise ConfigError(f"trainer.precision is {precision}: give 32-true, bf16-mixed or bf16-true.")
 

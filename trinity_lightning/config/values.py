@@ -1,4 +1,4 @@
-"""Checks of single values and names: each refuses with the name and the fix."""
+"""Checks of single values and names: each returns the value, or raises a ConfigError with the key and the fix."""
 
 import difflib
 import math
@@ -38,11 +38,7 @@ def number(
     most: float = math.inf,
     optional: bool = False,
 ) -> T:
-    """A finite number, of at least and at most these bounds, or above one; or None, if `optional`.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """A finite number, of at least and at most these bounds, or above one; or None, if `optional`."""
     if optional and value is None:
         return value
     is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
@@ -52,59 +48,42 @@ def number(
     return value
 
 
-def whole_number(key: str, value: T, *, least: int, optional: bool = False, auto: bool = False) -> T:
-    """A whole number of at least `least`; or None, if `optional`, or "auto", if `auto`.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+def whole_number(
+    key: str, value: T, *, least: int, most: float = math.inf, optional: bool = False, auto: bool = False
+) -> T:
+    """A whole number of at least and at most these bounds; or None, if `optional`, or "auto", if `auto`."""
     if (optional and value is None) or (auto and value == AUTO):
         return value
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_whole or not least <= value <= most:  # type: ignore[operator]
         others = f", or {AUTO}" if auto else _or_null(optional)
-        raise ConfigError(f"{key} is {value!r}; give a whole number of {least} or more{others}.")
+        raise ConfigError(f"{key} is {value!r}; give a whole number{_bounds(least, -math.inf, most)}{others}.")
     return value
 
 
 def flag(key: str, value: T) -> T:
-    """True or False.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{key} is {value!r}; give true or false.")
     return value
 
 
 def text(key: str, value: T, *, optional: bool = False) -> T:
-    """Text that is not empty; or None, if `optional`.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Text that is not empty; or None, if `optional`."""
     if (not isinstance(value, str) or not value) and not (optional and value is None):
         raise ConfigError(f"{key} is {value!r}; give some text{_or_null(optional)}.")
     return value
 
 
 def url(key: str, value: T, example: str) -> T:
-    """Text that begins as a URL does.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Text that begins as a URL does."""
     if not isinstance(value, str) or not value.startswith(("http://", "https://")):
         raise ConfigError(f"{key}: {value!r} is no URL; give one such as {example}.")
     return value
 
 
 def one_of(key: str, value: T, names: Collection[str], *, with_paths: bool = False, optional: bool = False) -> T:
-    """One of these names; a dotted path too, if `with_paths`; or None, if `optional`.
-
-    Raises:
-        ConfigError: it is something else; the message lists the names.
-    """
+    """One of these names; a dotted path too, if `with_paths`; or None, if `optional`."""
     is_path = with_paths and isinstance(value, str) and "." in value
     if (optional and value is None) or is_path or (isinstance(value, str) and value in names):
         return value

@@ -68,19 +68,18 @@ class MetricsCSVLogger(Logger):
 
     Args:
         dir: folder of the run, created when something is logged.
+
+    Attributes:
+        path: the file written.
     """
 
     def __init__(self, dir: str | Path) -> None:
         super().__init__()
         self._dir = Path(dir)
+        self.path = self._dir / "metrics.csv"
         self._columns: list[str] | None = None  # None: the file has not been looked at yet
         self._row: Row = {}
         self._row_start = 0  # size in bytes of the file before its last row
-
-    @property
-    def path(self) -> Path:
-        """The file written."""
-        return self._dir / "metrics.csv"
 
     @property
     def save_dir(self) -> str:
@@ -92,10 +91,7 @@ class MetricsCSVLogger(Logger):
         """Empty, like the version: Lightning then puts checkpoints directly into the folder of the run."""
         return ""
 
-    @property
-    def version(self) -> str:
-        """Empty."""
-        return ""
+    version = name  # type: ignore[assignment]
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Nothing: hyperparameters are no metrics, and the run's resolved configuration has a file of its own."""
@@ -113,8 +109,7 @@ class MetricsCSVLogger(Logger):
         else:
             self._row_start = self.path.stat().st_size if columns else 0
             self._row = cells
-        new = [name for name in cells if name not in columns]
-        if new:
+        if new := [name for name in cells if name not in columns]:
             before = read_rows(self.path, self._row_start)[1] if self._row_start else []
             self._write_all([*before, self._row], [*columns, *new])
         else:
@@ -124,20 +119,15 @@ class MetricsCSVLogger(Logger):
     def resume_at(self, explore_step: int, step: int | None = None) -> None:
         """Drop what an earlier run logged beyond the checkpoint that is resumed, to be logged again.
 
-        Args:
-            explore_step: the last explore step that the checkpoint knows of; the first row of a later one is dropped,
-                with all that follows it.
-            step: the trainer step that comes next, for a checkpoint within an explore step (or of a run without
-                explore steps): the first row of that trainer step or a later one is dropped too, and what follows.
-
-        Raises:
-            StorageFormatError: the file is damaged.
+        That is all from the first row on that is of a later explore step than the last one that the checkpoint knows
+        of, or of the trainer step that comes next (or a later one), if that is given. A StorageFormatError: the file is
+        damaged.
         """
         columns = self._load()
         rows = read_rows(self.path)[1] if columns else []
 
         def known(row: Row) -> bool:
-            late = "explore_step" in row and int(row["explore_step"]) > explore_step
+            late = int(row.get(STEP_METRIC, 0)) > explore_step
             return not late and (step is None or "step" not in row or int(row["step"]) < step)
 
         try:
@@ -195,8 +185,7 @@ def damaged(path: Path, error: Exception) -> StorageFormatError:
 def read_rows(path: Path, size: int = -1) -> tuple[list[str], list[Row]]:
     """Columns and rows in the first `size` bytes (-1: all) of a file, without empty cells and a torn last line.
 
-    Raises:
-        StorageFormatError: it is no table.
+    A StorageFormatError: it is no table.
     """
     with path.open("rb") as file:
         content = file.read(size)

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import threading
@@ -131,9 +132,7 @@ def describe_environment() -> dict[str, str]:
 
 def write_environment(folder: str | Path) -> None:
     """Write `environment.json` into a run's folder, in place of what an earlier part of the run wrote."""
-    path = Path(folder) / FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(describe_environment(), indent=2) + "\n").encode())
+    write_atomically(Path(folder) / FILE, (json.dumps(describe_environment(), indent=2) + "\n").encode())
 
 
 def _product() -> str:
@@ -175,6 +174,20 @@ def _read() -> tuple[float, float, float] | None:
     # User and system, its own and of its children that ended: what one leaves that ends meanwhile is with its parent's.
     own = _of_all_processes(lambda process: sum(process.cpu_times()[:4]))
     return time.perf_counter(), busy, own
+
+
+def advice(others: float, threads: int, cores: int) -> str | None:
+    """What to do if so many training threads and others (in cores) do not fit on the usable cores; None if they do.
+
+    The threads of an operation wait for its slowest: one that others hold back holds back all.
+    """
+    fitting = max(cores - math.ceil(others), 1)
+    if others < NOTABLE or threads + others <= cores or fitting >= threads:
+        return None
+    return (
+        f"other programs use {others:.1f} of {cores} cores while {threads} threads train, which wait for each other at "
+        f"every operation: if that lasts, restart with OMP_NUM_THREADS={fitting} and ckpt_path=last, which is faster."
+    )
 
 
 class CPULoad:

@@ -25,9 +25,6 @@ class StepProfiler(L.Callback):
     Args:
         folder: where to write.
         step: the explore step; the first one also allocates, and compiles primitives.
-
-    Raises:
-        ConfigError: `step` is no whole number above 0.
     """
 
     def __init__(self, folder: str | Path, step: int = 2) -> None:
@@ -37,11 +34,7 @@ class StepProfiler(L.Callback):
         self._done = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse, before anything is loaded, a run that ends before the step; an epoch is an explore step.
-
-        Raises:
-            ConfigError: there is no such step.
-        """
+        """Refuse, before anything is loaded, a run that ends before the step; a ConfigError."""
         last = trainer.max_epochs
         if last is not None and 0 <= last < self._step:
             raise ConfigError(f"callbacks.profiler.step is {self._step}, and the run ends with step {last}: give less.")

@@ -80,7 +80,7 @@ class RunRecord:
         folder: its path.
         config: the resolved configuration, as text.
         environment: versions and machine by name.
-        rows: of metrics.csv, numbers by name.
+        rows: of metrics.csv, numbers by name, of which the explore step is one.
         completions: by taskset ("" for training), the completions of the first and of the last file, by step.
         kept: rows of a table of the experiences kept; of some of the steps if there are many.
         kept_steps: how many steps were kept.
@@ -98,7 +98,7 @@ class RunRecord:
         """(explore step, value) of a metric, the mean if an explore step has several; empty without it."""
         by_step: dict[float, list[float]] = {}
         for row in self.rows:
-            if name in row and math.isfinite(row.get(STEP_METRIC, math.nan)):
+            if name in row:
                 by_step.setdefault(row[STEP_METRIC], []).append(row[name])
         return [(step, sum(values) / len(values)) for step, values in sorted(by_step.items())]
 
@@ -107,13 +107,9 @@ class RunRecord:
         sums: dict[float, float] = {}
         for row in self.rows:
             values = [row[name] for name in names if math.isfinite(row.get(name, math.nan))]
-            if values and math.isfinite(row.get(STEP_METRIC, math.nan)):
+            if values:
                 sums[row[STEP_METRIC]] = sums.get(row[STEP_METRIC], 0.0) + sum(values)
         return sums
-
-    def steps(self) -> list[float]:
-        """The explore steps that there are metrics of, in order."""
-        return sorted({row[STEP_METRIC] for row in self.rows if math.isfinite(row.get(STEP_METRIC, math.nan))})
 
     def names(self) -> list[str]:
         """The metrics there are, in order of their appearance."""
@@ -123,16 +119,20 @@ class RunRecord:
 def read_run(folder: str | Path) -> RunRecord:
     """Read a run's folder; what is missing stays empty. OSError: a file is there and cannot be read."""
     folder = Path(folder)
-    record = RunRecord(folder)
-    if (folder / "config.yaml").is_file():
-        record.config = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
-    if (folder / ENVIRONMENT_FILE).is_file():
-        found = _json((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8", errors="replace"))
-        record.environment = {str(name): str(value) for name, value in (found or {}).items()}
-    if (folder / "metrics.csv").is_file():
-        record.rows = [_numbers(row) for row in read_rows(folder / "metrics.csv")[1]]
-    record.completions = _completions(folder / "completions")
-    return record
+    environment = _json(_text(folder / ENVIRONMENT_FILE)) or {}
+    metrics = folder / "metrics.csv"
+    rows = map(_numbers, read_rows(metrics)[1] if metrics.is_file() else ())
+    return RunRecord(
+        folder,
+        config=_text(folder / "config.yaml"),
+        environment={str(name): str(value) for name, value in environment.items()},
+        rows=[row for row in rows if math.isfinite(row.get(STEP_METRIC, math.nan))],
+        completions=_completions(folder / "completions"),
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _numbers(row: dict[str, str]) -> dict[str, float]:
@@ -258,12 +258,8 @@ class _Frame:
 def line_chart(series: Mapping[str, Sequence[Point]], label: str) -> str:
     """Lines over explore steps; a value that is not finite (or beyond 1e100) interrupts its line.
 
-    Args:
-        series: points by name, in order of x; at least one finite point in all.
-        label: what the picture shows, for those who do not see it.
-
-    Raises:
-        ValueError: no finite point.
+    `series` are points by name, in order of x; `label` says what the picture shows, for those who do not see it. A
+    ValueError: there is no finite point.
     """
     finite = [point for points in series.values() for point in points if _drawable(point)]
     if not finite:
@@ -279,13 +275,7 @@ def line_chart(series: Mapping[str, Sequence[Point]], label: str) -> str:
 
 
 def stacked_bars(steps: Sequence[float], parts: Mapping[str, Sequence[float]], label: str) -> str:
-    """One bar a step, made of its parts from the bottom up.
-
-    Args:
-        steps: x of each bar, at least one.
-        parts: by name, a number of at least 0 for each step.
-        label: as `line_chart`.
-    """
+    """One bar a step, of which there is one or more, made of its parts, a height by name, from the bottom up."""
     heights, bars = [0.0] * len(steps), {}
     for name, values in parts.items():
         bars[name] = list(zip(steps, heights, values, strict=True))
@@ -411,7 +401,7 @@ def _times(run: RunRecord) -> tuple[Figure, list[tuple[str, str, str]]] | None:
 def _facts(run: RunRecord) -> list[tuple[str, str]]:
     """First and last value of what matters most, and what it took."""
     evaluated = [name for name in headline_metrics(run.names()) if name.startswith("eval/") and "/mean@" in name]
-    facts = [("explore steps", short(max(steps)))] if (steps := run.steps()) else []
+    facts = [("explore steps", short(max(row[STEP_METRIC] for row in run.rows)))] if run.rows else []
     for name in ("reward/mean", *evaluated, "response_length/mean"):
         if points := _finite(run.series(name)):
             ends = points if len(points) == 1 else (points[0], points[-1])
@@ -451,11 +441,10 @@ def _pairs(run: RunRecord) -> list[tuple[str, dict[int, list[Completion]]]]:
     pairs = []
     for name, steps in run.completions.items():
         if name and len(steps) > 1:
-            first, last = (_first_of_each_task(steps[step]) for step in sorted(steps))
-            both = [task for task in first if task in last][:_EXAMPLES]
-            if both:
-                found = dict(zip(sorted(steps), ([each[task] for task in both] for each in (first, last)), strict=True))
-                pairs.append((name, found))
+            answers = {step: _first_of_each_task(steps[step]) for step in sorted(steps)}
+            first, last = answers.values()
+            if both := [task for task in first if task in last][:_EXAMPLES]:
+                pairs.append((name, {step: [its[task] for task in both] for step, its in answers.items()}))
     return pairs
 
 
@@ -464,8 +453,7 @@ def _apart(run: RunRecord) -> dict[int, list[Completion]]:
     if any(name and len(steps) > 1 for name, steps in run.completions.items()):
         return {}
     steps = run.completions.get("") or next(iter(run.completions.values()), {})
-    shown = {step: list(_first_of_each_task(its).values())[:_EXAMPLES] for step, its in sorted(steps.items())}
-    return shown if any(shown.values()) else {}
+    return {step: list(_first_of_each_task(its).values())[:_EXAMPLES] for step, its in sorted(steps.items()) if its}
 
 
 def _first_of_each_task(completions: Sequence[Completion]) -> dict[str, Completion]:

@@ -3,12 +3,14 @@
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 import wandb
 from lightning.pytorch.loggers import WandbLogger
 from tqdm import tqdm
@@ -17,11 +19,12 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import UNTRAINED
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, MetricsCSVLogger, last_row, log_row, next_row, step_of
-from trinity_lightning.monitor.machine import NOTABLE, CPULoad, MemoryMeter, write_environment
+from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, advice, write_environment
 from trinity_lightning.monitor.presentation import format_step_line, metric_globs
 
 LOGPROB_DIFF = "actor/logprob_diff/mean"
 MOST_LOGPROB_DIFF = 1.0  # rounding gives hundredths, weights of a few steps ago tenths; the mean weight is then e^-1
+logger = logging.getLogger(__name__)
 # What is printed too: conf/train.yaml sends it to train.log alone, for the terminal not to show it twice.
 printed = logging.getLogger("trinity_lightning.printed")
 
@@ -132,19 +135,25 @@ class RunMonitor(L.Callback):
         """Once: the weights that correct for such an engine leave next to nothing to learn from."""
         if difference > MOST_LOGPROB_DIFF and not self._warned_of_engine:
             self._warned_of_engine = True
-            from trinity_lightning.monitor.caveats import warn_of_engine
-
-            warn_of_engine(LOGPROB_DIFF, difference, step)
+            logger.warning(
+                "explore step %d: the log-probabilities that the engine gave its responses are %.1f nats from the "
+                "trainer's in the mean (%s). Either they are not those of the distribution that it samples from, or "
+                "the weights that it samples with are too old: look at the engine's own log-probabilities, and at "
+                "synchronizer and explorer.sync_interval.",
+                step,
+                difference,
+                LOGPROB_DIFF,
+            )
 
     def _load_of_others(self) -> dict[str, float]:
         """The metric, if it could be measured; a warning, once, if it is too much."""
         others = self._load.take()
         if others is None:
             return {}
-        if others >= NOTABLE and not self._advised:
-            from trinity_lightning.monitor.caveats import warn_of_load
-
-            self._advised = warn_of_load(others)
+        advised = advice(others, torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        if advised is not None and not self._advised:
+            self._advised = True
+            logger.warning("%s", advised)
         return {"perf/other_cores": others}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -186,11 +195,7 @@ def write_completions(
     Returns:
         The first rows of a table, with one set of columns: all of these but task and run.
     """
-    records = [_record(step, each) for each in experiences]
-    if taskset is None:
-        for record, experience in zip(records, experiences, strict=True):
-            reason = experience.info.get(UNTRAINED)
-            record |= {"trained": reason is None, "reason": reason}
+    records = [_record(step, each, of_training=taskset is None) for each in experiences]
     folder.mkdir(parents=True, exist_ok=True)
     name = f"step_{step}" if taskset is None else f"eval_{taskset.replace('/', '_')}_step_{step}"
     lines = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
@@ -202,9 +207,9 @@ def write_completions(
     return [{column: record.get(column) for column in columns} for record in shown]
 
 
-def _record(step: int, experience: Experience) -> dict[str, Any]:
+def _record(step: int, experience: Experience, of_training: bool) -> dict[str, Any]:
     rewards = {name: _number(v) for name, v in (experience.metrics or {}).items() if name.startswith(REWARD_PREFIX)}
-    advantages = experience.advantages
+    advantages, reason = experience.advantages, experience.info.get(UNTRAINED)
     return {
         "step": step,
         "task": experience.eid.task,
@@ -216,6 +221,7 @@ def _record(step: int, experience: Experience) -> dict[str, Any]:
         "advantage": _number(advantages[0]) if advantages is not None and len(advantages) else None,
         "length": len(experience.tokens) - experience.prompt_length,
         "truncated": experience.truncate_status is not None,
+        **({"trained": reason is None, "reason": reason} if of_training else {}),
     }
 
 

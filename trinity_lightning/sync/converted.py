@@ -37,14 +37,9 @@ def converted(
     conversions: list[Any],
     device: torch.device,
 ) -> WeightStream:
-    """The tensors that `take` gives, as checkpoints have them, a layer at a time; see `as_checkpoint`.
+    """The tensors that `take` gives, as checkpoints have them, a layer at a time; arguments as of `as_checkpoint`.
 
-    Args:
-        tensors: by a model's own parameter names; only their shapes and dtypes are read.
-        take: the tensor of a name, when its turn comes to be sent.
-        model: whose names they are.
-        conversions: how transformers makes its parameters from its checkpoints.
-        device: where the tensors come from.
+    `conversions` are how transformers makes the model's parameters from its checkpoints.
     """
     plain = copy.copy(model)
     plain._weight_conversions = conversions
@@ -62,9 +57,7 @@ def converted(
 
 def _shapes(tensors: Mapping[str, Tensor], groups: Sequence[Sequence[str]], model: Any) -> dict[str, Shape]:
     """Names and shapes of what is streamed, in its order."""
-    empty = (
-        {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in names} for names in groups
-    )
+    empty = ({name: torch.empty_like(tensors[name], device="meta") for name in names} for names in groups)
     return {name: tuple(tensor.shape) for group in empty for name, tensor in _reverted(group, model).items()}
 
 

@@ -10,7 +10,7 @@ import threading
 import weakref
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import IO, Any
+from typing import IO
 
 import torch
 from safetensors import SafetensorError
@@ -36,11 +36,7 @@ def fits_in_memory(size: int, storage: int, memory: int, due: int = 0) -> bool:
     """Whether to write weights to storage that is memory: only if it has room for twice the copies that exist during a
     write.
 
-    Args:
-        size: bytes of the weights.
-        storage: bytes that are free in the storage.
-        memory: bytes of memory that are free.
-        due: of those, bytes that training is still going to take.
+    All in bytes: the weights, what is free in the storage and of memory, and what training is still going to take.
     """
     return 2 * (KEPT + 1) * size <= min(storage, memory - due)
 
@@ -69,8 +65,7 @@ class WeightFolder:
     def write(self, stream: WeightStream, dtype: torch.dtype) -> Path:
         """The folder that holds these weights, in the engine's dtype; written again unless it is the same stream.
 
-        Raises:
-            WeightSyncError: it cannot be written.
+        A WeightSyncError: it cannot be written.
         """
         with self._lock:
             if stream is not self._stream:
@@ -136,15 +131,12 @@ def _locked(memory: Path) -> tuple[Path, IO[str]]:
 
     A lock of `lockf` is its process's alone: a fork of the run that outlives it does not keep the memory.
     """
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=memory))
-        _own.add(folder)
-        with contextlib.suppress(FileNotFoundError):
-            lock = (folder / LOCK).open("w")
-            fcntl.lockf(lock, fcntl.LOCK_EX)
-            if (folder / LOCK).exists():
-                return folder, lock
-        _own.discard(folder)  # another run took it for a leftover before it was locked
+    hidden = Path(tempfile.mkdtemp(prefix=".", dir=memory))  # others see it when it is locked
+    lock = (hidden / LOCK).open("w")
+    fcntl.lockf(lock, fcntl.LOCK_EX)
+    folder = memory / f"{PREFIX}{hidden.name[1:]}"
+    _own.add(folder)
+    return hidden.rename(folder), lock
 
 
 def _delete_leftovers(memory: Path) -> None:
@@ -167,8 +159,7 @@ _POLICY = "model."  # PolicyModule.model
 def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
     """The explore step that a checkpoint was written after, and the policy's weights in it, by its parameters' names.
 
-    Raises:
-        ConfigError: not a checkpoint of a training run.
+    A ConfigError: not a checkpoint of a training run.
     """
     from trinity_lightning.common.checkpoints import whole  # servers, which use the folder alone, read no checkpoint
 
@@ -180,20 +171,15 @@ def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
 def saved_weights(path: str | Path) -> tuple[int, dict[str, Tensor]]:
     """The step, and the weights by the checkpoint's names as `common.checkpoints.contents` has them: not read yet.
 
-    Raises:
-        ConfigError: not a checkpoint of a training run.
+    Errors as `checkpoint_weights`.
     """
     from trinity_lightning.common.checkpoints import contents
 
     try:
         checkpoint = contents(path)
-        step = _explore_step(checkpoint)
+        # Not the explorer's, which may be ahead; nor "epoch", which is counted up only after a checkpoint at its end.
+        step = int(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])
         weights = {name: each for name, each in checkpoint["state_dict"].items() if name.startswith(_POLICY)}
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, UnpicklingError) as error:
         raise ConfigError(f"'{path}' is no checkpoint of a training run: {type(error).__name__}: {error}") from error
     return step, weights
-
-
-def _explore_step(checkpoint: dict[str, Any]) -> int:
-    # Not the explorer's, which may be ahead; and not "epoch", which is counted up only after a checkpoint at its end.
-    return int(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])

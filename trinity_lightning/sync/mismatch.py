@@ -16,7 +16,7 @@ def misfit(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> WeightSy
     wrong = [
         f"'{name}' {tuple(shape)}, expected {tuple(expected[name])}"
         for name, shape in sent.items()
-        if name in expected and tuple(shape) != tuple(expected[name])
+        if name in expected and shape != expected[name]
     ]
     kinds = {"missing": missing, "unknown to the engine": unknown, "wrong shape": wrong}
     problems = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]

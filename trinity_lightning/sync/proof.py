@@ -72,8 +72,7 @@ class Tolerance:
 def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolerance, what: str) -> tuple[float, float]:
     """Mean and maximum absolute difference of two lists of log-probabilities.
 
-    Raises:
-        WeightSyncError: beyond the tolerance (or not a number), with both values.
+    A WeightSyncError, with both values: beyond the tolerance, or not a number.
     """
     if len(trainer) != len(engine) or not trainer:
         from trinity_lightning.sync.mismatch import different_texts
@@ -161,8 +160,7 @@ class Synchronizer:
     def sync(self) -> dict[str, float]:
         """Send the present weights, after the drill the first time and followed by a probe if it is due; metrics.
 
-        Raises:
-            WeightSyncError: an engine did not take the weights.
+        A WeightSyncError: an engine did not take the weights.
         """
         if self._syncs == 0 and self.with_drill:
             self._drill()

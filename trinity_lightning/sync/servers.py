@@ -129,11 +129,7 @@ class NCCLGroup:
         return {"nccl_unique_id_b64": name, "rank_offset": rank_offset, "world_size": self._world_size}
 
     def open(self) -> None:
-        """Wait until all workers have joined; `close` does not wake it.
-
-        Raises:
-            RuntimeError: NCCL refuses, or `close` was called meanwhile.
-        """
+        """Wait until all workers have joined, which `close` does not end; RuntimeError: NCCL refuses, or was closed."""
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
         with torch.cuda.device(self.device):
@@ -146,11 +142,7 @@ class NCCLGroup:
             raise RuntimeError("the group was closed")
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Send a contiguous tensor of `device`; `flush` waits for its end.
-
-        Raises:
-            RuntimeError: NCCL failed, or `close` was called.
-        """
+        """Send a contiguous tensor of `device`; `flush` waits for its end. RuntimeError: NCCL failed, or was closed."""
         communicator = self._communicator
         if communicator is None:
             raise RuntimeError("the group was closed")
@@ -190,22 +182,14 @@ class WeightGroup(ToServers):
         self._lock = asyncio.Lock()  # one group at a time is formed
 
     async def form(self, shapes: Mapping[str, Shape]) -> None:
-        """Have every worker of every server join.
-
-        Args:
-            shapes: of what is going to be sent.
-
-        Raises:
-            WeightSyncError: the weights do not fit the servers, or a server did not join.
-        """
+        """Have every worker of every server join; a WeightSyncError if one does not, or if these shapes do not fit."""
         await self.check(shapes)
         self._group = await self._joined_by(self._servers)
 
     async def send(self, stream: WeightStream, version: int) -> None:
         """Give every server these weights; one that died is started again first.
 
-        Raises:
-            WeightSyncError: they do not fit, and no server was touched; or a server failed, and the group is broken.
+        A WeightSyncError: they do not fit, and no server was touched; or a server failed, and the group is broken.
         """
         if self._broken:
             raise WeightSyncError("the group of trainer and servers broke in an earlier weight sync.")
@@ -344,10 +328,7 @@ def rebuild_arguments(handle: Mapping[str, Any]) -> tuple[Any, ...]:
 def buckets(shapes: Mapping[str, Shape], width: int, most: int) -> list[list[str]]:
     """Names in their order, in lists whose tensors take at most `most` bytes together, or that have one larger tensor.
 
-    Args:
-        shapes: of the tensors.
-        width: bytes of a number.
-        most: bytes.
+    `width` is the bytes of a number.
     """
     found: list[list[str]] = []
     filled = 0
@@ -362,15 +343,7 @@ def buckets(shapes: Mapping[str, Shape], width: int, most: int) -> list[list[str
 
 
 class SharedBuffer:
-    """Memory of a GPU that one server maps.
-
-    Args:
-        size: bytes.
-        device: the GPU.
-
-    Raises:
-        RuntimeError: there is no room, or it cannot be shared.
-    """
+    """Memory of a GPU, of that many bytes, that one server maps; a RuntimeError: no room, or it cannot be shared."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._device = device
@@ -410,11 +383,7 @@ class SharedMemory(ToServers):
         await self.check(shapes)
 
     async def send(self, stream: WeightStream, version: int) -> None:
-        """Give every server these weights; one that died is started again first.
-
-        Raises:
-            WeightSyncError: they do not fit, and no server was touched; or a server failed, and may hold half of them.
-        """
+        """As `WeightGroup.send`; after a WeightSyncError a server may hold half of the weights."""
         await self.form(stream.shapes)
         for server in self._servers:
             await self._deliver(server, stream, version)

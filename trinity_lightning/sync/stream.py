@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ from trinity_lightning.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from trinity_lightning.sync.converted import Parts
+    from trinity_lightning.sync.servers import SharedMemory, WeightGroup
 
 Shape = tuple[int, ...]
 
@@ -74,19 +74,11 @@ def while_sent(stream: WeightStream) -> Iterator[WeightStream]:
 
 
 def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
-    """Refuse a stream that lacks a tensor, brings one too many, or has a wrong shape, before an engine is touched.
-
-    Raises:
-        WeightSyncError: lists the differences and says what to do.
-    """
-    if _as_tuples(sent) != _as_tuples(expected):
+    """A WeightSyncError if a stream lacks a tensor, brings one too many, or has a wrong shape; no engine is touched."""
+    if dict(sent) != dict(expected):
         from trinity_lightning.sync.mismatch import misfit
 
         raise misfit(sent, expected)
-
-
-def _as_tuples(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 def weight_stream(model: nn.Module) -> WeightStream:
@@ -174,25 +166,12 @@ class PolicyEngine(HeldModel, Protocol):
     async def wake_up(self) -> None: ...
 
 
-class WeightSender(Protocol):
-    """Sends weights to all engines at once, each of which then has that version, until it is closed."""
-
-    async def send(self, stream: WeightStream, version: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
 E = TypeVar("E", bound=PolicyEngine)
 
 
 def shares_weights(models: Iterable[HeldModel]) -> bool:
     """Whether any of these engines generates with the trainer's own weights: there are no older ones to give it."""
     return any(model.capabilities.shares_weights for model in models)
-
-
-def _copy(stream: WeightStream) -> WeightStream:
-    """The same tensors in the host's memory, which later training leaves as they are."""
-    return WeightStream.of({name: tensor.to("cpu", copy=True) for name, tensor in stream}.items())
 
 
 class PolicyEngines(Generic[E]):
@@ -216,14 +195,10 @@ class PolicyEngines(Generic[E]):
         self._keeps_copy = keeps_copy
         self._given: WeightStream | None = None
         self._restored: tuple[dict[str, Tensor], int] | None = None
-        self.group: WeightSender | None = None
+        self.group: WeightGroup | SharedMemory | None = None
 
     async def join(self, shapes: Mapping[str, Shape] | None = None) -> None:
-        """Send weights without a file from now on; see `WeightGroup` and `SharedMemory` for errors.
-
-        Args:
-            shapes: of what is going to be sent; None: as the trainer's weights are.
-        """
+        """Send weights, of these shapes or the trainer's, without a file from now on; errors as of a group's `form`."""
         from trinity_lightning.sync.servers import group_of
 
         stream = self._trainers()
@@ -240,9 +215,10 @@ class PolicyEngines(Generic[E]):
     async def sync(self, version: int) -> None:
         """Give every engine the trainer's present weights; RuntimeError if they are not connected."""
         stream = self._trainers()
-        if self._keeps_copy:  # first, and then sent: of a policy in shards each weight is put together once
+        if self._keeps_copy:  # on the host, and then sent: of a policy in shards each weight is put together once
             with while_sent(stream) as sent:
-                stream = await run_in_thread(partial(_copy, sent))
+                copied = ((name, tensor.to("cpu", copy=True)) for name, tensor in sent)
+                stream = await run_in_thread(lambda: WeightStream.of(copied))
         await self.send(stream, version)
 
     async def send(self, stream: WeightStream, version: int) -> None:
@@ -269,9 +245,7 @@ class PolicyEngines(Generic[E]):
     def weight(self, name: str) -> Tensor:
         """The weight of that name that the engines were last given, or the trainer's present one if no copy is kept.
 
-        Raises:
-            KeyError: unknown name; the message has the nearest match.
-            RuntimeError: the trainer's weights are not connected.
+        A KeyError has the nearest name; a RuntimeError: the trainer's weights are not connected.
         """
         stream = self._present()
         if name not in stream.shapes:
