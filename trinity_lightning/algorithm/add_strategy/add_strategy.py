@@ -187,6 +187,18 @@ class AddStrategy(ABC):
         return group_by(experiences, "task")
 
 
+def check_returned(strategy: AddStrategy, method: str, returned: Any, first: type, meant: str) -> None:
+    """Refuse what a method of a strategy, of somebody's own perhaps, returned, unless it is such a pair.
+
+    Raises:
+        ConfigError: names the strategy, and says what the method must return.
+    """
+    pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
+    if not (isinstance(pair[0], first) and isinstance(pair[1], Mapping)):
+        found = type(returned).__name__ if pair == (None, None) else ", ".join(type(each).__name__ for each in pair)
+        raise ConfigError(f"{type(strategy).__name__}.{method} must return ({meant}), not {found}.")
+
+
 class GroupAdvantageStrategy(AddStrategy):
     """An add strategy that compares the experiences of a group with each other.
 
@@ -210,6 +222,8 @@ class GroupAdvantageStrategy(AddStrategy):
     def weigh_groups(self, groups: Groups) -> tuple[list[list[Experience]], list[Metrics]]:
         """`calculate_group_advantage` of every group: what to write of each, and their metrics."""
         weighed = [self.calculate_group_advantage(group_id, exps) for group_id, exps in groups.items()]
+        for each in weighed:
+            check_returned(self, "calculate_group_advantage", each, list, "list of experiences, metrics by name")
         return [exps for exps, _ in weighed], [metrics for _, metrics in weighed]
 
     async def add(  # pyright: ignore[reportIncompatibleMethodOverride]  # `exps` is the name its users know
@@ -272,7 +286,14 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         if not runs:
             return [], []
         rewards = torch.tensor([run_reward(run) for run in runs], dtype=torch.float64)
-        scores, group_metrics = self.score(rewards, index_of(runs_by_group), runs)
+        returned = self.score(rewards, index_of(runs_by_group), runs)
+        check_returned(self, "score", returned, Tensor, "tensor of scores, metrics by name")
+        scores, group_metrics = returned
+        shapes = {"scores": (scores, len(runs))} | {name: (each, len(groups)) for name, each in group_metrics.items()}
+        for name, (each, count) in shapes.items():
+            if not isinstance(each, Tensor) or each.shape != (count,):
+                what = f"shape {list(each.shape)}" if isinstance(each, Tensor) else repr(each)
+                raise ConfigError(f"{type(self).__name__}.score must return {name} as a tensor [{count}], not {what}.")
         per_step = [score for run, score in zip(runs, scores.tolist(), strict=True) for _ in run]
         set_advantages([exp for run in runs for exp in run], per_step)
         kept = self.kept_groups(runs_by_group)
@@ -386,7 +407,9 @@ class ComposedAddStrategy(AddStrategy):
         self.stages = {}
         count, metrics = 0, {}
         for label, strategy, recorder in zip(self._labels, self.strategies, self._recorders, strict=True):
-            count, added = await strategy.add(experiences, step)
+            returned: Any = await strategy.add(experiences, step)
+            check_returned(strategy, "add", returned, int, "number of experiences written, metrics by name")
+            count, added = returned
             self.stages[label] = experiences = recorder.take()
             metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
         return count, metrics

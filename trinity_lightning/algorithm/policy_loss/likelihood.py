@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, aggregate, trained
+from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
 
@@ -155,9 +156,12 @@ def dpo(
 
     Raises:
         ConfigError: a number is out of its range, an unknown loss type, or smoothing of another one than "sigmoid".
+        ExperienceError: an odd number of rows, and no `pairs`.
     """
     _check_dpo(beta, loss_type, label_smoothing)
     mask = action_mask.bool()
+    if pairs is None and len(mask) % 2:
+        raise ExperienceError(f"dpo is of pairs of rows, chosen and rejected, and here are {len(mask)}: leave one out.")
     rows = torch.arange(len(mask), device=mask.device).view(-1, 2) if pairs is None else pairs
     count = max(totals.get("num_sequences") or len(mask), 2) // 2
     policy = trained(logprobs, mask).sum(-1)
