@@ -1,12 +1,12 @@
-"""Optional terms of the loss: KL of policy and reference, entropy; and a mask of tokens that it leaves out.
+"""Options of the loss: the KL of policy and reference; and a mask of tokens that it leaves out.
 
 With d = ref - lp, both log-probabilities of a token sampled from pi (Schulman, "Approximating KL divergence", 2020):
 k1 = -d is unbiased and noisy, k2 = d^2 / 2 biased and calm, k3 = exp(d) - d - 1 unbiased and never negative.
 Log-ratios are clamped to +-20 before any exp: values and gradients stay finite whatever the models say.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Unpack
+from collections.abc import Callable
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import (
     trained,
 )
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.training import AlgorithmConfig
 
 # (logprobs, ref_logprobs, old_logprobs), each [b, r], to the estimate of each token [b, r]
 KLFn = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -105,36 +104,6 @@ def kl_loss(
     per_token = KL_FN.get(name)(*(trained(t, action_mask) for t in (logprobs, ref_logprobs, old_logprobs)))
     kl = aggregate(per_token, action_mask, loss_agg_mode, **totals)
     return coefficient * kl, {"kl_loss": kl.detach()}
-
-
-def with_penalties(
-    loss: Tensor,
-    config: AlgorithmConfig,
-    logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    old_logprobs: Tensor,
-    entropies: Tensor,
-    action_mask: Tensor,
-    totals: Mapping[str, Any],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """A policy loss with the configured terms: + kl.coef * KL - entropy_coef * entropy; and the metrics of the KL.
-
-    Args:
-        loss: of the policy.
-        config: whose `kl` and `entropy_coef` are read.
-        logprobs, ref_logprobs, old_logprobs, action_mask: as of `kl_loss`.
-        entropies: of the policy's distribution at each response token, in nats [b, r].
-        totals: how both are aggregated.
-    """
-    metrics: dict[str, Tensor] = {}
-    if config.kl.coef != 0 and ref_logprobs is not None:
-        term, metrics = kl_loss(
-            config.kl.name, logprobs, ref_logprobs, old_logprobs, action_mask, coefficient=config.kl.coef, **totals
-        )
-        loss = loss + term
-    if config.entropy_coef != 0:
-        loss = loss - config.entropy_coef * aggregate(entropies, action_mask, **totals)
-    return loss, metrics
 
 
 # -- tokens that are left out: of bad responses that the policy no longer says -----------------------------------------

@@ -387,7 +387,7 @@ def _shared(experiences: Sequence[Experience], part: Part, device: torch.device)
 
         attention = FlexSharedPrefix.of(segments, device)
     else:
-        attention = CpuSharedPrefix.of(segments)
+        attention = CpuSharedPrefix(segments)
     padding = torch.zeros(attention.padding, dtype=torch.int64)
     prefix, prefix_start = torch.tensor(behind).unbind(1)
     positions = [torch.arange(len(tokens)) for tokens in prefixes]

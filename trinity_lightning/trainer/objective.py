@@ -153,11 +153,13 @@ class Objective:
         )
         metrics |= policy_metrics
         totals["loss_agg_mode"] = self._mode
-        if self._has_kl or self.needs_entropy:
-            from trinity_lightning.algorithm.kl import with_penalties  # an option
+        if ref is not None and self._has_kl:
+            from trinity_lightning.algorithm.kl import kl_loss  # an option
 
-            loss, kl_metrics = with_penalties(loss, config, logprobs, ref, old, entropy, mask, totals)
-            metrics |= kl_metrics
+            kl, kl_metrics = kl_loss(config.kl.name, logprobs, ref, old, mask, coefficient=config.kl.coef, **totals)
+            loss, metrics = loss + kl, metrics | kl_metrics
+        if self.needs_entropy:
+            loss = loss - config.entropy_coef * aggregate(entropy, mask, **totals)
         metrics["entropy"] = aggregate(entropy.detach(), mask, num_tokens=computed_tokens)
         return loss, metrics
 
