@@ -25,10 +25,8 @@ from trinity_lightning.config.registry import Registry
 KLFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 KL_FN: Registry[KLFn] = Registry("KL estimate")
 
-# low_var_kl: bound of the estimate
-MAX_LOW_VAR_KL = 10.0
-# corrected_k3: bound of the importance ratio
-MAX_CORRECTION = 2.0
+MAX_LOW_VAR_KL = 10.0  # of the estimate low_var_kl
+MAX_CORRECTION = 2.0  # of the importance ratio of corrected_k3
 
 
 def none(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -48,7 +46,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """exp(d) - d - 1, with d clamped to +-20."""
-    d = _clamped(ref_logprobs - logprobs)
+    d = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(d) - d
 
 
@@ -68,12 +66,9 @@ def corrected_k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -
     The tokens were sampled from pi_old: the ratio, through which the gradient flows too, makes the estimate and its
     gradient those of the current policy (DeepSeek-V3.2, arXiv 2512.02556).
     """
-    ratio = _clamped(logprobs - old_logprobs).exp().clamp(0.0, MAX_CORRECTION)
+    log_r = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_r.exp().clamp(0.0, MAX_CORRECTION)
     return ratio * k3(logprobs, ref_logprobs, old_logprobs)
-
-
-def _clamped(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def kl_loss(

@@ -26,13 +26,13 @@ from trinity_lightning.config.registry import PARTS, Registry, import_object
 from trinity_lightning.config.values import number, numbered, one_of, unknown_name
 from trinity_lightning.errors import ConfigError
 
-# -- Groups: validate, filter, set advantages, gather metrics ----------------------------------------------------------
-
-
 logger = logging.getLogger(__name__)
 
 Groups = dict[str, list[Experience]]
 Metrics = dict[str, float]
+INVALID_GROUP_COUNT = "group_advantages/invalid_group_count"
+
+# -- Groups: validate, filter, set advantages, gather metrics ----------------------------------------------------------
 
 
 def reject_dpo(exps: Sequence[Experience]) -> None:
@@ -52,10 +52,7 @@ def split_valid(
 ) -> tuple[Groups, int]:
     """The valid groups, and the number of the others, which are logged and marked as untrained.
 
-    Args:
-        groups: by id.
-        is_valid: here, whether all rewards of a group are finite numbers.
-        numbers: what `is_valid` looks at, in words.
+    `numbers` says in words what `is_valid` looks at.
     """
     valid = {id_: exps for id_, exps in groups.items() if is_valid(exps)}
     invalid = [id_ for id_ in groups if id_ not in valid]
@@ -124,10 +121,7 @@ def by_group(metrics: Mapping[str, Tensor], count: int) -> list[Metrics]:
 
 # -- The strategies ----------------------------------------------------------------------------------------------------
 
-
 ADD_STRATEGY: Registry[type["AddStrategy"]] = Registry("add strategy")
-
-INVALID_GROUP_COUNT = "group_advantages/invalid_group_count"
 
 
 class AddStrategy(ABC):
@@ -345,21 +339,17 @@ class _Recorder(BufferWriter):
 
     def __init__(self, writer: BufferWriter | None) -> None:
         self._writer = writer
-        self._held: list[Experience] = []
+        self.held: list[Experience] = []
 
     def write(self, experiences: list[Experience]) -> None:
         if self._writer is not None:
             self._writer.write(experiences)
-        self._held += experiences
+        self.held += experiences
 
     async def write_async(self, experiences: list[Experience]) -> None:
         if self._writer is not None:
             await self._writer.write_async(experiences)
-        self._held += experiences
-
-    def take(self) -> list[Experience]:
-        held, self._held = self._held, []
-        return held
+        self.held += experiences
 
 
 class ComposedAddStrategy(AddStrategy):
@@ -370,7 +360,7 @@ class ComposedAddStrategy(AddStrategy):
     name is called `grpo_2`).
 
     Args:
-        specs: registry name (or dotted path) and arguments of each strategy, in order; at least one.
+        specs: as of `create_add_strategy`.
         writer: where the last one writes.
 
     Attributes:
@@ -383,8 +373,9 @@ class ComposedAddStrategy(AddStrategy):
     def __init__(self, specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> None:
         super().__init__(writer)
         if not specs:
-            known = ", ".join(sorted(ADD_STRATEGY))
-            raise ConfigError(f"add_strategy names no strategy: give at least one of {known}.")
+            raise ConfigError(
+                f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}."
+            )
         self.stages: dict[str, list[Experience]] = {}
         self._recorders = [*(_Recorder(None) for _ in specs[1:]), _Recorder(writer)]
         self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._recorders, strict=True)]
@@ -396,21 +387,20 @@ class ComposedAddStrategy(AddStrategy):
         """None: `specs` has no default."""
         return {}
 
-    def survivors(self, experiences: list[Experience]) -> dict[str, list[Experience]]:
+    def survivors(self, experiences: list[Experience]) -> Groups:
         """What the first strategy lets through; see `AddStrategy.survivors`."""
         return self.strategies[0].survivors(experiences)
 
-    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, float]]:
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         """Run the step through all strategies; see `AddStrategy.add`."""
-        for recorder in self._recorders:
-            recorder.take()  # left behind by a step that failed half-way
         self.stages = {}
         count, metrics = 0, {}
         for label, strategy, recorder in zip(self._labels, self.strategies, self._recorders, strict=True):
+            recorder.held = []
             returned: Any = await strategy.add(experiences, step)
             check_returned(strategy, "add", returned, int, "number of experiences written, metrics by name")
             count, added = returned
-            self.stages[label] = experiences = recorder.take()
+            self.stages[label] = experiences = recorder.held
             metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
         return count, metrics
 

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import xxhash
@@ -54,39 +54,21 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         """At least `missing` copies, of whole groups, if there is any group."""
         copies: list[Experience] = []
         rng = random.Random(f"{self.seed}/{step}")
-        tasks = _FreshTasks(experiences)
+        taken = {str(exp.eid.task) for exp in experiences}  # 1 and "1" make the same task identifier
         while groups and len(copies) < missing:
             for group in rng.sample(list(groups.values()), len(groups)):
                 if len(copies) >= missing:
                     break
-                copies += _copy_group(group, tasks)
+                copies += _copy_group(group, taken)
         return copies
 
 
-class _FreshTasks:
-    """Task ids that no experience of the step has: further numbers for ints, `<task>-copy-<n>` for strings."""
-
-    def __init__(self, experiences: list[Experience]) -> None:
-        tasks = {exp.eid.task for exp in experiences}
-        self._taken = {str(task) for task in tasks}  # 1 and "1" make the same task identifier
-        self._next = max((task for task in tasks if isinstance(task, int)), default=-1) + 1
-
-    def fresh(self, task: int | str) -> int | str:
-        name = next(name for name in self._names(task) if str(name) not in self._taken)
-        self._taken.add(str(name))
-        if isinstance(name, int):
-            self._next = name + 1
-        return name
-
-    def _names(self, task: int | str) -> Iterator[int | str]:
-        number = self._next if isinstance(task, int) else 1
-        while True:
-            yield number if isinstance(task, int) else f"{task}-copy-{number}"
-            number += 1
-
-
-def _copy_group(group: list[Experience], tasks: _FreshTasks) -> list[Experience]:
-    task = tasks.fresh(group[0].eid.task)
+def _copy_group(group: list[Experience], taken: set[str]) -> list[Experience]:
+    """A copy of a group under a task that is not taken: a further number for an int, else `<task>-copy-<n>`."""
+    own = group[0].eid.task
+    names = count(len(taken)) if isinstance(own, int) else (f"{own}-copy-{number}" for number in count(1))
+    task = next(name for name in names if str(name) not in taken)
+    taken.add(str(task))
     copies = []
     for row, exp in enumerate(group):
         copied = copy.copy(exp)

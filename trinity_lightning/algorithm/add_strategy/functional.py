@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy.group_advantages import STD_LEVELS as STD_LEVELS
-from trinity_lightning.algorithm.add_strategy.group_advantages import GroupStats as GroupStats
 from trinity_lightning.algorithm.add_strategy.group_advantages import (
     as_rewards,
     group_extreme,
@@ -27,8 +26,6 @@ from trinity_lightning.algorithm.add_strategy.group_advantages import (
 from trinity_lightning.config.values import number, one_of
 
 OPMD_BASELINES = ("mean", "logavgexp")
-# Inside the square root of the whitening, as in REINFORCE++.
-WHITEN_EPSILON = 1e-8
 
 
 def std_above(rewards: Tensor, groups: Tensor, threshold: float) -> Tensor:
@@ -138,14 +135,13 @@ def gigpo_advantages(
         step_weight: weight of A_step.
         std_norm: divide by the (unbiased) standard deviation; else only subtract the mean.
     """
-    if std_norm:
-        of_episodes = grpo_advantages(episode_returns, tasks, epsilon)
-    else:
-        of_episodes = dr_grpo_advantages(episode_returns, tasks)
     stats = group_stats(step_returns, states)
     of_steps = stats.centred  # 0 for a state met once: by itself it says nothing of the action taken
     if std_norm:
+        of_episodes = grpo_advantages(episode_returns, tasks, epsilon)
         of_steps = zero_where_equal(of_steps / (stats.std[stats.index] + epsilon), stats, least=1)
+    else:
+        of_episodes = dr_grpo_advantages(episode_returns, tasks)
     return as_rewards(of_episodes.double()[episodes] + step_weight * of_steps, step_returns)
 
 
@@ -174,7 +170,7 @@ def reinforce_plus_plus_advantages(rewards: Tensor, groups: Tensor, num_tokens: 
     total = weight.sum()
     deviation = centred - (weight * centred).sum() / total.clamp(min=1)
     variance = (weight * deviation.square()).sum() / (total - 1).clamp(min=1)
-    return as_rewards(deviation / (variance + WHITEN_EPSILON).sqrt(), rewards)
+    return as_rewards(deviation / (variance + 1e-8).sqrt(), rewards)
 
 
 def rewards_differ(rewards: Tensor, groups: Tensor, variance_threshold: float = 0.0) -> Tensor:

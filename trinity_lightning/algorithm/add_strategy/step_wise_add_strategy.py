@@ -29,11 +29,9 @@ from trinity_lightning.config.values import flag, number, numbered, one_of, text
 
 
 class RunAdvantageStrategy(AddStrategy):
-    """An add strategy that groups by task and then by run, and writes one run at a time.
+    """An add strategy that groups by task and then by run (`runs_of`), and writes one run at a time.
 
-    Experiences with the same run and the same step do not say which belong together: each is a run of its own, as it
-    is for all strategies (`runs_of`).
-    Here each experience is weighed as a step of its run, whatever rewards the other steps have.
+    Each experience is weighed as a step of its run, whatever rewards the other steps have.
 
     A task of which a reward that matters is no finite number is left out, logged, and counted in
     `group_advantages/invalid_group_count`.
@@ -227,12 +225,8 @@ class GiGPOAddStrategy(RunAdvantageStrategy):
     def _states(self, steps: list[Experience], tasks: list[int]) -> torch.Tensor:
         """Position of each step's state among those of the explore step; states of different tasks differ. [S]."""
         positions: dict[Hashable, int] = {}
-        return torch.tensor(
-            [
-                positions.setdefault((task, self._state(exp)), len(positions))
-                for exp, task in zip(steps, tasks, strict=True)
-            ]
-        )
+        states = zip(tasks, map(self._state, steps), strict=True)
+        return torch.tensor([positions.setdefault(each, len(positions)) for each in states])
 
     def _state(self, exp: Experience) -> Hashable:
         if self.state_key not in exp.info:

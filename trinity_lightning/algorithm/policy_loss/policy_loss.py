@@ -150,6 +150,9 @@ class PolicyLossFn(Protocol):
     Returns:
         The loss, whose sum over micro-batches is the optimizer batch's, and metrics that combine by `combine_metrics`.
         `pg_loss` is always among them.
+
+    Raises:
+        ConfigError: an argument of the loss's own is out of its range, or a name that it does not know.
     """
 
     def __call__(
