@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import psutil
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -57,9 +56,9 @@ _MEETINGS = itertools.count()  # counts the Trainers of this process, alike on a
 class ReplicaStrategy(DDPStrategy):
     """The same policy on every device; whoever computes gradients adds them up by `ranks`.
 
-    There is no DistributedDataParallel: its reducer averages, after every backward pass, in the weights' dtype. What
-    Lightning itself decides together goes by `ranks`, too. Within a step a rank waits `timeout` seconds for another,
-    for rollouts however long they take; further settings are those of DDPStrategy.
+    There is no DistributedDataParallel: its reducer averages, after every backward pass, in the weights' dtype. Within
+    a step a rank waits `timeout` seconds for another, for rollouts however long they take; further settings are those
+    of DDPStrategy.
     """
 
     def __init__(self, timeout: float = 1800.0, **settings: Any) -> None:
@@ -124,7 +123,6 @@ class ReplicaStrategy(DDPStrategy):
                 self.ranks.add_up(weights)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all."""
         self._together.exchange(None, patient=True, at="a barrier")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -170,17 +168,14 @@ class Replicas(Whole):
         torch.manual_seed(drawn + self.ranks.rank)
 
     def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
-        """The micro-batches of this rank."""
         return list(shares[self.ranks.rank])
 
     def from_all_ranks(self, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Losses and metrics of the micro-batches of all ranks, in the order of ranks."""
         own = ([loss.cpu() for loss in losses], [{name: v.cpu() for name, v in each.items()} for each in metrics])
         found = self.ranks.exchange(own)
         return [loss for losses, _ in found for loss in losses], [each for _, metrics in found for each in metrics]
 
     def add_up_gradients(self, model: Any) -> None:
-        """Sum them over all ranks."""
         add_up_gradients(model.parameters(), self.ranks)
 
 
@@ -244,25 +239,14 @@ class _Launcher(_SubprocessScriptLauncher):
 
         In one of those: whether the process that started it has.
         """
-        where = self.cluster_environment
-        if isinstance(where, LightningEnvironment) and where.local_rank() > 0 and not _runs(os.environ.get(STARTED_BY)):
+        where, parent = self.cluster_environment, str(os.getppid())  # another one once its own has ended
+        started = isinstance(where, LightningEnvironment) and where.local_rank() > 0  # if by hand, nothing is known
+        if started and os.environ.get(STARTED_BY, parent) != parent:
             return "the process that started this one has ended."
         ended = [(rank, code) for rank, process in enumerate(self.procs, start=1) if (code := process.poll())]
         ended.sort(key=lambda each: each[1] > 0)
         words = "; ".join(f"the process of rank {rank} {how_it_ended(code)}" for rank, code in ended)
         return f"{words}." if words else None
-
-
-def _runs(starter: str | None) -> bool:
-    """Whether the process of this id has not ended, reaped or not; a younger one than this has its id from another.
-
-    None, of a process that was started by hand: nothing is known.
-    """
-    try:
-        process = psutil.Process(None if starter is None else int(starter))
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= psutil.Process().create_time()
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _mark(folder: Path) -> Any:
