@@ -86,10 +86,7 @@ def kl_loss(
 
     Args:
         name: estimate, of `KL_FN`.
-        logprobs: [b, r].
-        ref_logprobs: of the reference model [b, r].
-        old_logprobs: at the start of the step, without gradient [b, r].
-        action_mask: which tokens are trained, bool [b, r].
+        logprobs, ref_logprobs, old_logprobs, action_mask: as of `PolicyLossFn` [b, r].
         coefficient: weight of the KL.
         loss_agg_mode: see `aggregate`.
 
@@ -120,10 +117,8 @@ def off_policy_mask(
     (DeepSeek-V3.2, arXiv 2512.02556, equation 9). The totals that normalise the loss still count them.
 
     Args:
-        logprobs: the present policy's [b, r].
+        logprobs, action_mask, advantages: as of `PolicyLossFn` [b, r].
         rollout_logprobs: those of the policy that sampled [b, r].
-        action_mask: which tokens are trained, bool [b, r].
-        advantages: A [b, r].
         threshold: in nats a token.
         num_tokens: trained tokens of the whole optimizer batch; None: of these tensors.
 

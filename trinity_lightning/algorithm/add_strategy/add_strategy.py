@@ -127,10 +127,7 @@ ADD_STRATEGY: Registry[type["AddStrategy"]] = Registry("add strategy")
 class AddStrategy(ABC):
     """Sets the advantages of an explore step's experiences (its groups are complete), and writes what is to be trained.
 
-    The mathematics is in `group_advantages.py` and `functional.py`.
-
-    Args:
-        writer: where the experiences go.
+    The mathematics is in `group_advantages.py` and `functional.py`; experiences go to the `writer`.
 
     Raises:
         TypeError: an argument the strategy does not have; the message lists those it has.
@@ -223,7 +220,6 @@ class GroupAdvantageStrategy(AddStrategy):
     async def add(  # pyright: ignore[reportIncompatibleMethodOverride]  # `exps` is the name its users know
         self, exps: list[Experience], step: int
     ) -> tuple[int, Metrics]:
-        """Weigh and write the experiences, one write a group; see `AddStrategy.add`."""
         if not exps:
             return 0, {}
         reject_dpo(exps)
@@ -240,13 +236,11 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
     """Groups by task, and gives every run one score, a function of the rewards of the explore step.
 
     A run of several steps has one reward, that of each of its experiences, and counts once; its score goes to all of
-    them. Where the rewards of its steps differ it is refused: those are for `step_wise_grpo` and `gigpo`.
-
-    All groups are scored in one tensor operation, unless a subclass defines `calculate_group_advantage` itself.
+    them. Where the rewards of its steps differ it is refused: those are for `step_wise_grpo` and `gigpo`. All groups
+    are scored in one tensor operation, unless a subclass defines `calculate_group_advantage` itself.
     """
 
     def group_experiences(self, exps: list[Experience]) -> Groups:
-        """The experiences of each task."""
         return group_by(exps, "task")
 
     @abstractmethod
@@ -269,7 +263,6 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         return weighed[0], metrics[0]
 
     def weigh_groups(self, groups: Groups) -> tuple[list[list[Experience]], list[Metrics]]:
-        """Weigh all groups at once."""
         if type(self).calculate_group_advantage is not TaskAdvantageStrategy.calculate_group_advantage:
             return super().weigh_groups(groups)
         return self._weigh(groups)
@@ -298,8 +291,7 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
 class GRPOAddStrategy(TaskAdvantageStrategy):
     """GRPO: (r - mean) / (std + epsilon) within a task (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
-    The standard deviation is unbiased; a group of one has mean 0 and standard deviation 1; a group of equal rewards
-    has advantages of exactly 0.
+    The standard deviation is unbiased; a group of one has mean 0 and standard deviation 1, equal rewards advantage 0.
 
     Args:
         epsilon: added to the standard deviation.
@@ -359,15 +351,10 @@ class ComposedAddStrategy(AddStrategy):
     has reported already gets the later strategy's name as prefix: `grpo/filtered_count` (a second strategy of the same
     name is called `grpo_2`).
 
-    Args:
-        specs: as of `create_add_strategy`.
-        writer: where the last one writes.
+    Arguments and errors are those of `create_add_strategy`.
 
     Attributes:
         stages: of the last step, by the name of each strategy what it let through, in order.
-
-    Raises:
-        ConfigError: no entry, or an argument's value is out of range.
     """
 
     def __init__(self, specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> None:
@@ -388,11 +375,9 @@ class ComposedAddStrategy(AddStrategy):
         return {}
 
     def survivors(self, experiences: list[Experience]) -> Groups:
-        """What the first strategy lets through; see `AddStrategy.survivors`."""
         return self.strategies[0].survivors(experiences)
 
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Run the step through all strategies; see `AddStrategy.add`."""
         self.stages = {}
         count, metrics = 0, {}
         for label, strategy, recorder in zip(self._labels, self.strategies, self._recorders, strict=True):
@@ -411,7 +396,7 @@ def create_add_strategy(specs: Sequence[tuple[str, Mapping[str, Any]]], writer: 
     Args:
         specs: registry name (or dotted path of a class) and arguments of each strategy, in order. One entry gives that
             strategy itself, several a `ComposedAddStrategy`.
-        writer: where the experiences go in the end.
+        writer: where the last one writes.
 
     Raises:
         ConfigError: no entry, or an argument's value is out of range.

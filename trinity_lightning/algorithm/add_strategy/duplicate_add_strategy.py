@@ -17,18 +17,15 @@ from trinity_lightning.config.values import whole_number
 class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
     """Writes the groups whose rewards differ, then copies of whole groups until the step is as large as before.
 
-    POLARIS (Hu et al., 2025). It sets no advantages: it goes before another strategy. Whether rewards differ
-    is decided as in `reward_variance`. Groups are copied in a seeded order, none a second time before all have been
-    copied once; whole ones, so that the count may pass that of the input by less than a group. A copy has a task of its
-    own, and is therefore a group of its own, and shares its tensors with the original.
+    POLARIS (Hu et al., 2025). It sets no advantages: it goes before another strategy. Whether rewards differ is decided
+    as in `reward_variance`, by the same arguments. Groups are copied in a seeded order, none a second time before all
+    have been copied once; whole ones, so that the count may pass that of the input by less than a group. A copy has a
+    task, and so a group, of its own, and shares its tensors with the original. All are written in one write.
 
     `filtered_count` counts the experiences left out, `duplicated_count` the copies; `add_strategy_time` is in seconds.
 
     Args:
-        writer: where the experiences go, in one write.
-        variance_threshold: what the population variance of a group's rewards must exceed.
         seed: with the explore step it decides which groups are copied.
-        metric: what to judge by in place of the reward before operators, as in `reward_variance`.
     """
 
     def __init__(
@@ -43,7 +40,6 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         self.seed = whole_number("seed", seed, least=0)
 
     async def _write(self, kept: Groups, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Write the groups and their copies, in one write."""
         originals = [exp for group in kept.values() for exp in group]
         copies = self._copies(kept, experiences, len(experiences) - len(originals), step)
         if originals:

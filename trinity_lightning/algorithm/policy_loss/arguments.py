@@ -56,10 +56,7 @@ def loss_arguments(fn: PolicyLossFn) -> dict[str, inspect.Parameter]:
 
 
 def _signature(fn: PolicyLossFn) -> inspect.Signature:
-    """The signature, its annotations as types even where `from __future__ import annotations` leaves them as text.
-
-    All stay text if one of them uses a name that exists for type checkers only; such arguments are not checked.
-    """
+    """The signature, its annotations as types; as text, which is not checked, if a name in them is not to be found."""
     try:
         return inspect.signature(fn, eval_str=True)
     except (NameError, AttributeError, TypeError, SyntaxError):
