@@ -68,12 +68,10 @@ class Segments:
 # Queries of a tile. Short segments share one while that computes at most so many more scores.
 TILE_TOKENS, FREE_SCORES = 64, 1024
 # Tiles are computed together if padding computes at most so many more scores for each, in which time torch would have
-# called the operations of another, and up to so many in all: scores of all heads should fit into a core's cache. A
-# layer of SmolLM2, forward and backward, on two cores with AMX: 4.0 instead of 5.0 ms for 415 tokens of short rows, 9.0
-# instead of 12.2 for a prefix of 64 and eight rows of 128 tokens.
+# called the operations of another, and up to so many in all: scores of all heads should fit into a core's cache. (A
+# layer of SmolLM2 takes three quarters of the time, for a prefix of 64 and eight rows of 128 tokens.)
 FREE_PADDING, MOST_SCORES = 2048, 100_000
-# Keys of a tile are padded to multiples of this: torch's kernel is slow on a shape that is new to it.
-KEY_STEP = 16
+KEY_STEP = 16  # keys of a tile are padded to multiples of this: torch's kernel is slow on a shape that is new to it
 
 # Tokens of neighbouring queries, and of the keys that any of them sees: int64 [queries] and [keys].
 _Tile = tuple[Tensor, Tensor]
@@ -302,10 +300,7 @@ def attention(
 def _short_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """`sdpa`, in float32 where a whole sequence of at most 192 tokens comes in bfloat16 on the CPU.
-
-    Its gradients are three times as exact there, too.
-    """
+    """`sdpa`, in float32 where a whole sequence of at most 192 tokens comes in bfloat16 on the CPU."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     whole = query.shape[2] == key.shape[2]  # not one new token before a cache
@@ -327,9 +322,9 @@ CHECKED_ROWS = 4
 
 
 def lean_layers(model: nn.Module) -> None:
-    """Let the norms and gated feed-forward parts of the kinds that are known here keep less, each in its place.
+    """Let norms and gated feed-forward parts keep less, each in its place.
 
-    Of a kind are layers with the same parts that, tried on random weights, have the same results to the bit.
+    Those with the parts of a kind below that, tried on random weights, have the same results to the bit.
     """
     tried: dict[tuple[type, ...], bool] = {}
     for module in list(model.modules()):
@@ -371,11 +366,9 @@ class LeanNorm(nn.Module):
 
     @classmethod
     def has_parts_of(cls, module: nn.Module) -> bool:
-        """Whether it may be one."""
         return hasattr(module, "variance_epsilon") and [name for name, _ in module.named_parameters()] == ["weight"]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """States [..., width] of the same shape."""
         if not _is_rounded_on_cpu(hidden_states) or self.weight.dtype != hidden_states.dtype:
             return super().forward(hidden_states)
         return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
@@ -411,11 +404,9 @@ class LeanFeedForward(nn.Module):
 
     @classmethod
     def has_parts_of(cls, module: nn.Module) -> bool:
-        """Whether it may be one."""
         return [name for name, _ in module.named_children()] == cls.parts
 
     def forward(self, x: Tensor) -> Tensor:
-        """States [..., width] of the same shape."""
         if not _is_rounded_on_cpu(x):
             return super().forward(x)
         gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj

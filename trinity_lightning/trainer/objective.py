@@ -59,7 +59,8 @@ class Objective:
         # what the loss is
         train_all = [self.pairs or has_gradient_without_advantage(each) for each in of_rollouts]
         self._ignores_advantages = all(train_all)
-        self._mode = _aggregation((of_rollouts or losses)[0])
+        mode = inspect.signature((of_rollouts or losses)[0]).parameters.get("loss_agg_mode")
+        self._mode = "token-mean" if mode is None else mode.default  # KL and entropy are aggregated as the loss is
         self._has_kl = config.kl.coef != 0
         self._against_engine = config.old_logprobs == "engine"
         if self.pairs or self._against_engine or self._ignores_advantages:
@@ -76,13 +77,16 @@ class Objective:
         self._needs_engine = self._against_engine
         self.caveats = []
         if self._has_kl and config.kl.name == "k1":
-            from trinity_lightning.trainer.faults import K1_AS_A_LOSS
-
-            self.caveats.append(K1_AS_A_LOSS)
+            self.caveats.append(
+                "algorithm.kl.name=k1 does not hold the policy near the reference: as a loss its expected gradient is "
+                "0. Choose k2 or k3."
+            )
         if config.rollout_correction.level != "none" and not self.pairs and not all(map(is_weighed, of_rollouts)):
-            from trinity_lightning.trainer.faults import PARTLY_CORRECTED
-
-            self.caveats.append(PARTLY_CORRECTED.format(config.policy_loss.name))
+            self.caveats.append(
+                f"algorithm.rollout_correction multiplies advantages by its weights, and policy loss "
+                f"'{config.policy_loss.name}' is not proportional to those: the weights are not its own. Set "
+                "algorithm.rollout_correction.level=none."
+            )
 
     def expect_older_weights(self) -> None:
         """Experiences are going to be of weights before the present ones; a ConfigError if nothing corrects for it."""
@@ -106,8 +110,7 @@ class Objective:
             logprobs: log-probabilities of the response tokens [B, R], with gradient; if the micro-batch has candidates,
                 theirs follow, [B, R, 1 + k].
             entropy: their entropies [B, R], with gradient.
-            micro: the micro-batch.
-            batch: the whole optimizer batch, whose totals normalise the loss.
+            micro, batch: the micro-batch, and the whole, whose totals normalise the loss.
             computed_tokens: trained tokens that were not skipped, over all micro-batches; normalises measurements.
             sampled_tokens: those of them that an engine sampled; normalises what compares it with the trainer.
 
@@ -219,12 +222,6 @@ def _column(micro: MicroBatch, name: str) -> Tensor:
 
         raise no_column(name)
     return micro.columns[name]
-
-
-def _aggregation(loss_fn: PolicyLossFn) -> str:
-    """The loss's `loss_agg_mode`, for KL and entropy to be aggregated alike; token-mean where it has none."""
-    mode = inspect.signature(loss_fn).parameters.get("loss_agg_mode")
-    return "token-mean" if mode is None else mode.default
 
 
 def _requires_reference(loss_fn: PolicyLossFn) -> bool:
