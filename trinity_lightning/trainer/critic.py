@@ -16,9 +16,9 @@ from trinity_lightning.config.objectives import CriticConfig
 from trinity_lightning.config.own_models import check_same_vocabulary
 from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
-from trinity_lightning.trainer.faults import no_column
 from trinity_lightning.trainer.layout import MicroBatch, Passes
 from trinity_lightning.trainer.model import lean_embeddings, logprob_function, usable_layout
+from trinity_lightning.trainer.objective import column
 from trinity_lightning.trainer.optim import parameter_groups
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
@@ -62,11 +62,7 @@ class Critic(nn.Module):
 
     @classmethod
     def load(cls, config: CriticConfig, policy: Any, tokenizer: Any, load: Callable[[str], Any]) -> "Critic":
-        """The critic of a policy with this tokenizer; `load` loads a value model by its name.
-
-        Raises:
-            ConfigError: the value model has another vocabulary.
-        """
+        """The critic of a policy with this tokenizer; `load` loads a value model. ConfigError: it has another's."""
         if config.model is None:
             return cls(config, policy)
         check_same_vocabulary("algorithm.critic.model", config.model, tokenizer)
@@ -183,8 +179,7 @@ class Critic(nn.Module):
     def begin(self, batch: OptimizerBatch, step: int) -> None:
         """Optimizer step `step`, from 0, is to train on it; ConfigError if it lacks columns of `prepare_step`."""
         for name in ("values", "returns", "advantages"):
-            if name not in batch.columns:
-                raise no_column(name)
+            column(batch.columns, name)
         self.warms_up = step < self.config.warmup_steps
 
     def joined(

@@ -35,7 +35,6 @@ from trinity_lightning.common.ranks import Ranks, add_up_gradients
 from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.trainer.layout import (
-    Part,
     Passes,
     PrefixGroup,
     collate,
@@ -86,7 +85,7 @@ class ReplicaStrategy(DDPStrategy):
         self._check_folder()
 
     def _check_folder(self) -> None:
-        """Refuse ranks that do not see the folder of rank 0: checkpoints would be missed, or another run's be read.
+        """Refuse ranks that do not see rank 0's folder: checkpoints would be missed, or another run's be read.
 
         Raises:
             ConfigError: names them, or rank 0 cannot write to the folder.
@@ -167,9 +166,6 @@ class Replicas(Whole):
         drawn = self.ranks.exchange(int(torch.randint(2**62, ())))[0]
         torch.manual_seed(drawn + self.ranks.rank)
 
-    def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
-        return list(shares[self.ranks.rank])
-
     def from_all_ranks(self, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
         own = ([loss.cpu() for loss in losses], [{name: v.cpu() for name, v in each.items()} for each in metrics])
         found = self.ranks.exchange(own)
@@ -183,10 +179,9 @@ class Replicas(Whole):
 
 
 def deal(batch: OptimizerBatch, rows: Sequence[int], size: int, max_tokens: int, layout: Layout) -> list[list[int]]:
-    """Rows dealt to `size` ranks for each to compute about as many tokens; none, for some, if there are few.
+    """Rows dealt to `size` ranks for each to compute about as many tokens; arguments as of `cut`.
 
     Rows that share a prefix stay together, unless there is too much of them for one rank; a pair always does.
-    Arguments as of `cut`.
     """
     lengths = [len(e.tokens) for e in batch.experiences]
     groups = [group_of(unit, 0, lengths) for unit in units_of(rows, lengths, batch.unit)]

@@ -112,10 +112,6 @@ def _has_ratio(loss_fn: PolicyLossFn) -> bool:
     )
 
 
-def no_column(name: str) -> ConfigError:
-    return ConfigError(f"the optimizer batch lacks the column '{name}': set it to PolicyModule.prepare_step's result.")
-
-
 # -- of a gradient: what of the optimizer batch it came from -----------------------------------------------------------
 
 MAX_NAMED = 5

@@ -42,10 +42,6 @@ class Segments:
         """Where each segment starts, prefixes first; and T."""
         return [0, *accumulate([*self.prefixes, *self.own])]
 
-    def own_starts(self) -> list[int]:
-        """Where each row's own tokens start; and T."""
-        return self.starts()[len(self.prefixes) :]
-
     def seen(self) -> list[int]:
         """The prefix that each segment sees; -1: none."""
         alone = len(self.own) - sum(self.members)
@@ -169,14 +165,14 @@ class _Group:
         queries: rows of the table, of one key head after the other, int64 [heads * n * q].
         padded: which of those are padding, int64.
         keys: rows of the table, int64 [heads * n * k].
-        hidden: 0 where a query sees a key, else minus infinity: float32 [n, q, 1, k].
+        bias: 0 where a query sees a key, else minus infinity: float32 [n, q, 1, k].
     """
 
     heads: int
     queries: Tensor
     padded: Tensor
     keys: Tensor
-    hidden: Tensor
+    bias: Tensor
 
     @classmethod
     def of(cls, tiles: Sequence[_Tile], segment: Tensor, prefix: Tensor, heads: int) -> "_Group":
@@ -184,19 +180,19 @@ class _Group:
         (queries, no_query), (keys, no_key) = map(_padded, zip(*tiles, strict=True), (1, KEY_STEP))
         query, key = queries[..., None], keys[:, None]
         visible = (segment[query] == segment[key]) & (key <= query) | (prefix[query] == segment[key])
-        hidden = torch.zeros(visible.shape).masked_fill_(~visible | no_key[:, None], -torch.inf)
+        bias = torch.zeros(visible.shape).masked_fill_(~visible | no_key[:, None], -torch.inf)
         of_head = torch.arange(heads)[:, None]
         queries, keys = ((each.flatten() * heads + of_head).flatten() for each in (queries, keys))
-        return cls(heads, queries, no_query.flatten().repeat(heads).nonzero()[:, 0], keys, hidden[:, :, None])
+        return cls(heads, queries, no_query.flatten().repeat(heads).nonzero()[:, 0], keys, bias[:, :, None])
 
     def states(self, table: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Those of the queries [heads, n, q * shared, D], or of the keys [heads, n, k, D]."""
-        return table.index_select(0, rows).to(dtype).view(self.heads, len(self.hidden), -1, table.shape[-1])
+        return table.index_select(0, rows).to(dtype).view(self.heads, len(self.bias), -1, table.shape[-1])
 
     def mask(self, heads: int, shared: int, dtype: torch.dtype) -> Tensor:
         """A copy for so many key heads and queries of each: [heads, n, q * shared, k]."""
-        n, queries, _, keys = self.hidden.shape
-        return torch.empty(heads, n, queries, shared, keys, dtype=dtype).copy_(self.hidden).flatten(2, 3)
+        n, queries, _, keys = self.bias.shape
+        return torch.empty(heads, n, queries, shared, keys, dtype=dtype).copy_(self.bias).flatten(2, 3)
 
 
 # Groups; and where the result of each row of a table is among those of all groups' queries: int64 [T * key heads].

@@ -388,7 +388,7 @@ def _shared(experiences: Sequence[Experience], part: Part, device: torch.device)
         "attention_mask": NO_MASK,
         "shared_prefix": attention,
     }
-    return _Tokens(inputs, prefix, prefix_start, torch.tensor(segments.own_starts()[:-1]))
+    return _Tokens(inputs, prefix, prefix_start, torch.tensor(segments.starts()[len(shared) : -1]))
 
 
 def _logprobs(experience: Experience) -> Tensor:

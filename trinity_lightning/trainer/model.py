@@ -106,7 +106,6 @@ class LeanEmbedding(nn.Embedding):
     """Embeddings whose gradient is added up in place on a CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Vectors [..., width] of ids [...]."""
         if self.weight.device.type != "cpu":
             return super().forward(input)
         return _Lookup.apply(input, self.weight, self.padding_idx)
@@ -196,7 +195,6 @@ class Head:
         return logits.float() * self.scale if self.scale != 1.0 else logits
 
     def bytes_per_token(self, hidden: Tensor) -> int:
-        """Memory of one token's logits."""
         vocabulary = getattr(self.projection, "out_features", hidden.shape[-1])
         return vocabulary * (4 if self.softcap or self.scale != 1.0 else hidden.element_size())
 

@@ -1,6 +1,7 @@
 """The loss of one micro-batch: policy loss, importance weights, KL and entropy, put together from `algorithm`."""
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,7 +120,7 @@ class Objective:
         """
         mask, config = micro.action_mask, self._config
         logprobs, top_k_logprobs = (logprobs[..., 0], logprobs[..., 1:]) if logprobs.dim() == 3 else (logprobs, None)
-        trainer = _column(micro, "old_logprobs") if self.needs_old_logprobs else logprobs.detach()
+        trainer = column(micro.columns, "old_logprobs") if self.needs_old_logprobs else logprobs.detach()
         advantages, metrics = self._corrected(self._advantages(micro), micro, trainer, sampled_tokens)
         sampled = self._engine(micro, trainer)
         old = sampled if self._against_engine else trainer
@@ -140,7 +141,7 @@ class Objective:
             "num_sequences": batch.num_sequences,
             "max_response_length": batch.max_response_length,
         }
-        ref = _column(micro, "ref_logprobs") if self.needs_reference else None
+        ref = column(micro.columns, "ref_logprobs") if self.needs_reference else None
         extras = {
             "ref_logprobs": ref,
             "num_computed_tokens": computed_tokens,
@@ -216,12 +217,11 @@ class Objective:
         return torch.where(sampled, advantages * weights, advantages), metrics | weight_metrics
 
 
-def _column(micro: MicroBatch, name: str) -> Tensor:
-    if name not in micro.columns:
-        from trinity_lightning.trainer.faults import no_column
-
-        raise no_column(name)
-    return micro.columns[name]
+def column(columns: Mapping[str, Any], name: str) -> Any:
+    """The column of that name; a ConfigError if there is none."""
+    if name in columns:
+        return columns[name]
+    raise ConfigError(f"the optimizer batch lacks the column '{name}': set it to PolicyModule.prepare_step's result.")
 
 
 def _requires_reference(loss_fn: PolicyLossFn) -> bool:

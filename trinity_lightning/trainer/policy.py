@@ -320,9 +320,8 @@ class PolicyModule(L.LightningModule):
         try:
             losses, metrics = self.accumulate(batch, shares)
             clip, limit = self.placement.clip, self.algorithm.max_grad_norm
-            norms = {"actor": clip(self.policy.parameters(), limit)}
-            if self.critic is not None:
-                norms["critic"] = clip(self.critic.parameters(), limit)
+            trained = {"actor": self.policy, "critic": self.critic}
+            norms = {name: clip(each.parameters(), limit) for name, each in trained.items() if each is not None}
             if not math.isfinite(norm := math.hypot(*norms.values())):
                 from trinity_lightning.trainer.faults import count_bad_step
 
@@ -471,10 +470,13 @@ class PolicyModule(L.LightningModule):
         Raises:
             ConfigError: as of `Resumption`; or the adapters are not this policy's.
         """
-        from trinity_lightning.trainer.resumed import Resumption, complete
+        if "adapter" in checkpoint or self.lora.r is not None:
+            from trinity_lightning.trainer.adapter import put_base_in
 
-        complete(checkpoint, self)
+            put_base_in(checkpoint, self)
         if self._trainer is not None:
+            from trinity_lightning.trainer.resumed import Resumption
+
             self._resumption = Resumption(self, checkpoint, own_optimizer=self._optimizer_factory is not None)
             if self.algorithm.max_tokens_per_micro_batch == AUTO:
                 self._given_tokens, self._passes = self._resumption.max_tokens, None

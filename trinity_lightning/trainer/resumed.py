@@ -1,12 +1,9 @@
 """Resuming a policy from a checkpoint: what of the checkpoint does not fit it, and a changed schedule."""
 
-import copy
 import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
-
-from torch.optim import Optimizer
 
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import OFFLOADED, LoRAConfig, OptimizerConfig
@@ -64,16 +61,15 @@ class Resumption:
         for group, settings in zip(optimizer.param_groups, made, strict=True):
             group.update({key: value for key, value in settings.items() if key not in SCHEDULED})
         if self._schedule_changed or peak_learning_rates(optimizer) != peak_rates:
-            schedule = rescheduled(optimizer, policy.optimizer_config, made, policy.global_step)
+            for group, settings in zip(optimizer.param_groups, made, strict=True):
+                group.pop("initial_lr", None)
+                group.update(settings)
+            schedule = learning_rate_schedule(optimizer, policy.optimizer_config)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Detected call of", category=UserWarning)
+                for _ in range(policy.global_step):  # to the learning rates, and momenta, of the present step
+                    schedule.step()
             policy.trainer.strategy.lr_scheduler_configs[0].scheduler = schedule
-
-
-def complete(checkpoint: dict[str, Any], policy: PolicyModule) -> None:
-    """Give a checkpoint of adapters the frozen weights, which it does not hold; errors as of `adapter.put_base_in`."""
-    if "adapter" in checkpoint or policy.lora.r is not None:
-        from trinity_lightning.trainer.adapter import put_base_in
-
-        put_base_in(checkpoint, policy)
 
 
 def misfit(error: RuntimeError, model: str) -> ConfigError:
@@ -119,19 +115,3 @@ def schedule_changed(before: OptimizerConfig, config: OptimizerConfig) -> bool:
     if (before.betas, before.args) != (config.betas, config.args):  # momenta, which a schedule may change
         return True
     return schedule_settings(before) != schedule_settings(config)
-
-
-def rescheduled(optimizer: Optimizer, config: OptimizerConfig, made: list[dict[str, Any]], steps: int) -> Any:
-    """A new schedule for an optimizer that resumes from a checkpoint, after that many steps.
-
-    Its groups get what was configured when they were made, and the schedule's learning rates and momenta of that step.
-    """
-    for group, settings in zip(optimizer.param_groups, made, strict=True):
-        group.pop("initial_lr", None)
-        group.update(copy.deepcopy(settings))
-    schedule = learning_rate_schedule(optimizer, config)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of", category=UserWarning)
-        for _ in range(steps):
-            schedule.step()
-    return schedule

@@ -150,7 +150,7 @@ class OwnScore(GRPOAddStrategy):
 
 
 class OwnGroup(GRPOAddStrategy):
-    def calculate_group_advantage(self, group_id, exps):
+    def calculate_group_advantage(self, group_id, exps):  # pyright: ignore[reportIncompatibleMethodOverride]
         return exps
 
 

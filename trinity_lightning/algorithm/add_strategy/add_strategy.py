@@ -165,10 +165,9 @@ class AddStrategy(ABC):
         """Which of the groups, each of its runs, to write: those above `std_threshold`, by rewards before operators."""
         if self.std_threshold is None or not groups:
             return [True] * len(groups)
-        from trinity_lightning.algorithm.add_strategy.functional import std_above  # an option
-
         rewards = torch.tensor([raw_reward(last_step(run)) for runs in groups for run in runs], dtype=torch.float64)
-        return std_above(rewards, index_of(groups), self.std_threshold).tolist()
+        stats = group_stats(rewards, index_of(groups))
+        return ((stats.size > 1) & (stats.std > self.std_threshold)).tolist()
 
     def _filtered(self, given: int, written: int) -> Metrics:
         return {} if self.std_threshold is None else {"filtered_count": float(given - written)}

@@ -28,12 +28,6 @@ from trinity_lightning.config.values import number, one_of
 OPMD_BASELINES = ("mean", "logavgexp")
 
 
-def std_above(rewards: Tensor, groups: Tensor, threshold: float) -> Tensor:
-    """Which groups have at least two rewards with an (unbiased) standard deviation above the threshold, bool [G]."""
-    stats = group_stats(rewards, groups)
-    return (stats.size > 1) & (stats.std > threshold)
-
-
 def dr_grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
     """Dr. GRPO: r - mean, without the division by the standard deviation (arXiv 2503.20783)."""
     return as_rewards(minus_baseline(rewards, group_stats(rewards, groups)), rewards)
