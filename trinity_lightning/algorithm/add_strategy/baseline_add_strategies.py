@@ -124,11 +124,8 @@ class CriticAddStrategy(GroupAdvantageStrategy):
         return exps, {"reward_mean": fmean(run_reward([each]) for each in exps)}
 
 
-# -- a teacher's opinion of each token takes the place of a reward -----------------------------------------------------
-
-
 class OnPolicyDistillAddStrategy(GroupAdvantageStrategy):
-    """kl_coef * (teacher_logprobs - logprobs) of each trained token.
+    """kl_coef * (teacher_logprobs - logprobs) of each trained token: a teacher's opinion in place of a reward.
 
     Source: "On-Policy Distillation", Thinking Machines Lab, 2025. Experiences need no reward, but one that is not a
     finite number leaves its group out, as does such a log-probability of a trained token. The metric reverse_kl is the
