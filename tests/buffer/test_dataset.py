@@ -1,14 +1,17 @@
 """Entries in TRL's formats as experiences: what is the prompt, what is trained on, and what is refused."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from support.dataset import GENERATION, assistant, user
 
-from trinity_lightning.buffer.dataset import Example, ExampleReader, read_examples
+from trinity_lightning.buffer.dataset import Example, ExampleReader, loss_of, read_examples
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError, StorageError
 
@@ -282,3 +285,17 @@ def test_the_position_in_equal_tokens_with_another_mask_is_refused():
 def test_the_position_in_other_examples_is_refused(other):
     with pytest.raises(StorageError, match="belongs to another buffer"):
         ExampleReader(examples(), "data", seed=1).load_state_dict(other.state_dict())
+
+
+def test_a_policy_whose_held_out_loss_fails_is_in_training_mode_again():
+    model = torch.nn.Linear(1, 1)
+
+    def passes():
+        assert not model.training
+        raise torch.OutOfMemoryError
+
+    trainer = SimpleNamespace(precision_plugin=Precision())
+    batch = OptimizerBatch.of([Experience(tokens=[1, 2], prompt_length=1)], explore_step=0)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss_of(SimpleNamespace(policy=model, trainer=trainer, passes=passes, accumulate=None, shares=None), batch)
+    assert model.training

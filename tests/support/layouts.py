@@ -75,7 +75,7 @@ def visible(layout: Segments) -> torch.Tensor:
     row = len(layout.own) - sum(layout.members)
     for prefix, count in enumerate(layout.members):
         for _ in range(count):
-            own = slice(*layout.own_starts()[row : row + 2])
+            own = slice(*layout.starts()[len(layout.prefixes) :][row : row + 2])
             mask[own, starts[prefix] : starts[prefix + 1]] = True
             row += 1
     return mask

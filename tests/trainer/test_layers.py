@@ -118,7 +118,7 @@ def test_a_policy_uses_it_without_a_mask_and_saves_nothing_of_it(tmp_path, monke
 
 def attend(layout: Segments, inputs: list[torch.Tensor]) -> torch.Tensor:
     query, key, value = inputs
-    return CpuSharedPrefix.of(layout)(query, key, value, SCALE)
+    return CpuSharedPrefix(layout)(query, key, value, SCALE)
 
 
 def with_gradients(result: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -161,7 +161,7 @@ def test_values_may_be_rounded_where_queries_are_not():
 def test_one_layout_serves_models_with_other_numbers_of_key_heads():
     layout = Segments([20, 9], [3, 2], [5, 20, 3, 8, 11, 2])
     inputs = states(layout.starts()[-1], torch.float64)
-    attention, truth = CpuSharedPrefix.of(layout), with_gradients(dense(layout, inputs), inputs)
+    attention, truth = CpuSharedPrefix(layout), with_gradients(dense(layout, inputs), inputs)
     for times in (1, HEADS // KEY_HEADS, 1):
         query, key, value = inputs
         result = attention(query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), SCALE)

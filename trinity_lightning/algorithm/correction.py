@@ -1,7 +1,9 @@
 """The policy that sampled against the one that trains: how far they differ, and what makes up for it.
 
 Responses are sampled by the inference engine, whose numerics (and sometimes weights) are not the trainer's. The
-functions take per-token tensors [b, r] of one micro-batch and return metrics that combine by `combine_metrics`.
+functions take per-token tensors [b, r] of one micro-batch, and return metrics that combine by `combine_metrics`:
+log-probabilities of the trainer, by the weights that the engine had (`old`), and of the engine (`rollout`), and which
+tokens are trained. `num_tokens` are the trained tokens of the whole optimizer batch; None: of these tensors.
 """
 
 from torch import Tensor
@@ -15,14 +17,7 @@ from trinity_lightning.errors import ConfigError
 def logprob_difference(
     old_logprobs: Tensor, rollout_logprobs: Tensor, action_mask: Tensor, *, num_tokens: int | None = None
 ) -> dict[str, Tensor]:
-    """logprob_diff/mean and logprob_diff/max of |old - rollout| over the trained tokens.
-
-    Args:
-        old_logprobs: the trainer's, of the weights that the engine had [b, r].
-        rollout_logprobs: the engine's [b, r].
-        action_mask: which tokens are trained, bool [b, r].
-        num_tokens: trained tokens of the whole optimizer batch; None: of these tensors.
-    """
+    """logprob_diff/mean and logprob_diff/max of |old - rollout| over the trained tokens."""
     difference = (old_logprobs.detach() - rollout_logprobs).abs().masked_fill(~action_mask.bool(), 0.0)
     return {
         "logprob_diff/mean": aggregate(difference, action_mask, num_tokens=num_tokens),
@@ -48,14 +43,9 @@ def rollout_correction(
     off-policy RL training", 2025.)
 
     Args:
-        old_logprobs: the trainer's [b, r].
-        rollout_logprobs: the engine's [b, r].
-        action_mask: which tokens are trained, bool [b, r].
         level: "token": each token has its own weight; "sequence": all have the product over the sequence's tokens.
         mode: "truncate": clamp weights to [min_weight, max_weight]; "mask": set those outside to 0.
-        min_weight: lower bound.
-        max_weight: upper bound.
-        num_tokens: trained tokens of the whole optimizer batch; None: of these tensors.
+        min_weight, max_weight: the bounds.
 
     Returns:
         Weights without gradient, 0 outside the mask [b, r]; and metrics over trained tokens: is_weight/mean and

@@ -1,12 +1,12 @@
-"""Optional terms of the loss: KL of policy and reference, entropy; and a mask of tokens that it leaves out.
+"""Options of the loss: the KL of policy and reference; and a mask of tokens that it leaves out.
 
 With d = ref - lp, both log-probabilities of a token sampled from pi (Schulman, "Approximating KL divergence", 2020):
 k1 = -d is unbiased and noisy, k2 = d^2 / 2 biased and calm, k3 = exp(d) - d - 1 unbiased and never negative.
 Log-ratios are clamped to +-20 before any exp: values and gradients stay finite whatever the models say.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Unpack
+from collections.abc import Callable
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -20,16 +20,13 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import (
     trained,
 )
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.training import AlgorithmConfig
 
 # (logprobs, ref_logprobs, old_logprobs), each [b, r], to the estimate of each token [b, r]
 KLFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 KL_FN: Registry[KLFn] = Registry("KL estimate")
 
-# low_var_kl: bound of the estimate
-MAX_LOW_VAR_KL = 10.0
-# corrected_k3: bound of the importance ratio
-MAX_CORRECTION = 2.0
+MAX_LOW_VAR_KL = 10.0  # of the estimate low_var_kl
+MAX_CORRECTION = 2.0  # of the importance ratio of corrected_k3
 
 
 def none(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -49,7 +46,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """exp(d) - d - 1, with d clamped to +-20."""
-    d = _clamped(ref_logprobs - logprobs)
+    d = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(d) - d
 
 
@@ -69,12 +66,9 @@ def corrected_k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -
     The tokens were sampled from pi_old: the ratio, through which the gradient flows too, makes the estimate and its
     gradient those of the current policy (DeepSeek-V3.2, arXiv 2512.02556).
     """
-    ratio = _clamped(logprobs - old_logprobs).exp().clamp(0.0, MAX_CORRECTION)
+    log_r = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_r.exp().clamp(0.0, MAX_CORRECTION)
     return ratio * k3(logprobs, ref_logprobs, old_logprobs)
-
-
-def _clamped(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def kl_loss(
@@ -92,10 +86,7 @@ def kl_loss(
 
     Args:
         name: estimate, of `KL_FN`.
-        logprobs: [b, r].
-        ref_logprobs: of the reference model [b, r].
-        old_logprobs: at the start of the step, without gradient [b, r].
-        action_mask: which tokens are trained, bool [b, r].
+        logprobs, ref_logprobs, old_logprobs, action_mask: as of `PolicyLossFn` [b, r].
         coefficient: weight of the KL.
         loss_agg_mode: see `aggregate`.
 
@@ -105,36 +96,6 @@ def kl_loss(
     per_token = KL_FN.get(name)(*(trained(t, action_mask) for t in (logprobs, ref_logprobs, old_logprobs)))
     kl = aggregate(per_token, action_mask, loss_agg_mode, **totals)
     return coefficient * kl, {"kl_loss": kl.detach()}
-
-
-def with_penalties(
-    loss: Tensor,
-    config: AlgorithmConfig,
-    logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    old_logprobs: Tensor,
-    entropies: Tensor,
-    action_mask: Tensor,
-    totals: Mapping[str, Any],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """A policy loss with the configured terms: + kl.coef * KL - entropy_coef * entropy; and the metrics of the KL.
-
-    Args:
-        loss: of the policy.
-        config: whose `kl` and `entropy_coef` are read.
-        logprobs, ref_logprobs, old_logprobs, action_mask: as of `kl_loss`.
-        entropies: of the policy's distribution at each response token, in nats [b, r].
-        totals: how both are aggregated.
-    """
-    metrics: dict[str, Tensor] = {}
-    if config.kl.coef != 0 and ref_logprobs is not None:
-        term, metrics = kl_loss(
-            config.kl.name, logprobs, ref_logprobs, old_logprobs, action_mask, coefficient=config.kl.coef, **totals
-        )
-        loss = loss + term
-    if config.entropy_coef != 0:
-        loss = loss - config.entropy_coef * aggregate(entropies, action_mask, **totals)
-    return loss, metrics
 
 
 # -- tokens that are left out: of bad responses that the policy no longer says -----------------------------------------
@@ -156,10 +117,8 @@ def off_policy_mask(
     (DeepSeek-V3.2, arXiv 2512.02556, equation 9). The totals that normalise the loss still count them.
 
     Args:
-        logprobs: the present policy's [b, r].
+        logprobs, action_mask, advantages: as of `PolicyLossFn` [b, r].
         rollout_logprobs: those of the policy that sampled [b, r].
-        action_mask: which tokens are trained, bool [b, r].
-        advantages: A [b, r].
         threshold: in nats a token.
         num_tokens: trained tokens of the whole optimizer batch; None: of these tensors.
 

@@ -57,7 +57,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "duplicate_informative": "duplicate_add_strategy.DuplicateInformativeAddStrategy",
             "gigpo": "step_wise_add_strategy.GiGPOAddStrategy",
             "grpo": "add_strategy.GRPOAddStrategy",
-            "on_policy_distill": "on_policy_distill_add_strategy.OnPolicyDistillAddStrategy",
+            "on_policy_distill": "baseline_add_strategies.OnPolicyDistillAddStrategy",
             "opmd": "baseline_add_strategies.OPMDAddStrategy",
             "reinforce": "baseline_add_strategies.REINFORCEAddStrategy",
             "reinforce_plus_plus": "baseline_add_strategies.REINFORCEPlusPlusAddStrategy",

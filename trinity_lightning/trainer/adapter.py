@@ -34,11 +34,7 @@ class Adapter:
     """The adapters of a Hugging Face model, which is changed in place: it keeps its class, and has them as `adapter`.
 
     A is random, and B zero at first: the model computes what it did. Both have the dtype of the weight that they adapt.
-
-    Args:
-        model: whose weights are frozen.
-        config: with a rank.
-        base: name or folder of the model, for people who load the adapters.
+    `base` is the model's name or folder, for people who load the adapters.
 
     Raises:
         ConfigError: a target is no linear layer of the model, or is its head.
@@ -77,7 +73,6 @@ class Adapter:
         return getattr(self._model, "shards", None)
 
     def _read(self, name: str) -> Tensor:
-        """The parameter that the model has by that name; one in shards is put together."""
         return self._model.get_parameter(name).detach() if self._shards is None else self._shards.whole(name)
 
     @torch.no_grad()
@@ -122,8 +117,7 @@ class Adapter:
     def off(self) -> Iterator[None]:
         """The model as it was before it was trained: B is zero meanwhile.
 
-        peft's own switch would make torch.compile build other graphs, which round otherwise: the first estimate of a
-        KL penalty would not be 0.
+        (peft's own switch would make torch.compile build other graphs, which round otherwise.)
         """
         with self._restored() as before:
             for _, b, _ in before:
@@ -213,11 +207,7 @@ def shapes_alone(config: ModelConfig) -> dict[str, Shape]:
 
 
 def check_adapter(config: ModelConfig) -> None:
-    """Refuse targets that the model lacks, and a rank above that of all their weights, none of which are loaded.
-
-    Raises:
-        ConfigError: as of Adapter; or such a rank.
-    """
+    """ConfigError for targets that the model lacks, or a rank above that of all their weights; none are loaded."""
     model = skeleton(str(resolve_model(config.name)))
     targets = _targets(model, config.lora.targets)
     adapted = [each for name, each in model.named_modules() if name.rpartition(".")[2] in targets]
@@ -227,7 +217,7 @@ def check_adapter(config: ModelConfig) -> None:
 
 
 def put_base_in(checkpoint: dict[str, Any], module: Any) -> None:
-    """Give a checkpoint that was left with adapters alone the frozen weights of a PolicyModule, which is to load it.
+    """Give a checkpoint of adapters alone the frozen weights of a PolicyModule, which is to load it.
 
     Raises:
         ConfigError: one of the two has no adapters, they have other settings, or they belong to other weights.
@@ -242,11 +232,7 @@ def put_base_in(checkpoint: dict[str, Any], module: Any) -> None:
 
 
 def _targets(model: Any, asked: str | list[str]) -> list[str]:
-    """Names of the linear layers to adapt, without what stands before their last part.
-
-    Raises:
-        ConfigError: there is no such layer.
-    """
+    """Last parts of the names of the linear layers to adapt. ConfigError: there is no such layer."""
     head = model.get_output_embeddings()
     linear = [
         name for name, each in model.named_modules() if isinstance(each, (nn.Linear, Conv1D)) and each is not head
@@ -259,7 +245,6 @@ def _targets(model: Any, asked: str | list[str]) -> list[str]:
 
 
 def _local(parameter: Any) -> Tensor:
-    """What of it is in this process."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 

@@ -18,19 +18,18 @@ from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.layout import MicroBatch, Passes
 from trinity_lightning.trainer.model import lean_embeddings, logprob_function, usable_layout
+from trinity_lightning.trainer.objective import column
 from trinity_lightning.trainer.optim import parameter_groups
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
-# Ziegler et al. 2019 (arXiv 1909.08593), section 2.2: how fast the weight of the KL follows its error, and the error's
-# bound.
+# How fast the weight of the KL follows its error, and the error's bound: Ziegler et al. 2019, arXiv 1909.08593, 2.2.
 GAIN, MAX_ERROR = 0.1, 0.2
 
 
 class Critic(nn.Module):
-    """A value head, on the policy's last hidden states or on those of a value model.
+    """A value head in float32, on the policy's last hidden states or on those of a value model.
 
-    The head begins with zeros: the first advantages are the rewards to go. It computes in float32, whatever the states
-    are.
+    The head begins with zeros: the first advantages are the rewards to go.
 
     Args:
         config: the section.
@@ -63,12 +62,7 @@ class Critic(nn.Module):
 
     @classmethod
     def load(cls, config: CriticConfig, policy: Any, tokenizer: Any, load: Callable[[str], Any]) -> "Critic":
-        """The critic of a policy with this tokenizer; `load` loads a value model by its name.
-
-        Raises:
-            ConfigError: the value model has another vocabulary.
-            ModelLoadError: it cannot be loaded.
-        """
+        """The critic of a policy with this tokenizer; `load` loads a value model. ConfigError: it has another's."""
         if config.model is None:
             return cls(config, policy)
         check_same_vocabulary("algorithm.critic.model", config.model, tokenizer)
@@ -183,17 +177,9 @@ class Critic(nn.Module):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def begin(self, batch: OptimizerBatch, step: int) -> None:
-        """An optimizer batch is going to be trained on, as optimizer step `step`, counted from 0.
-
-        Raises:
-            ConfigError: the batch lacks columns of `PolicyModule.prepare_step`.
-        """
+        """Optimizer step `step`, from 0, is to train on it; ConfigError if it lacks columns of `prepare_step`."""
         for name in ("values", "returns", "advantages"):
-            if name not in batch.columns:
-                raise ConfigError(
-                    f"the optimizer batch lacks the column '{name}', which algorithm.critic needs: set columns to "
-                    "PolicyModule.prepare_step's result."
-                )
+            column(batch.columns, name)
         self.warms_up = step < self.config.warmup_steps
 
     def joined(

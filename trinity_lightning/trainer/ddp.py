@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import psutil
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -36,7 +35,6 @@ from trinity_lightning.common.ranks import Ranks, add_up_gradients
 from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.trainer.layout import (
-    Part,
     Passes,
     PrefixGroup,
     collate,
@@ -57,9 +55,9 @@ _MEETINGS = itertools.count()  # counts the Trainers of this process, alike on a
 class ReplicaStrategy(DDPStrategy):
     """The same policy on every device; whoever computes gradients adds them up by `ranks`.
 
-    There is no DistributedDataParallel: its reducer averages, after every backward pass, in the weights' dtype. What
-    Lightning itself decides together goes by `ranks`, too. Within a step a rank waits `timeout` seconds for another,
-    for rollouts however long they take; further settings are those of DDPStrategy.
+    There is no DistributedDataParallel: its reducer averages, after every backward pass, in the weights' dtype. Within
+    a step a rank waits `timeout` seconds for another, for rollouts however long they take; further settings are those
+    of DDPStrategy.
     """
 
     def __init__(self, timeout: float = 1800.0, **settings: Any) -> None:
@@ -87,7 +85,7 @@ class ReplicaStrategy(DDPStrategy):
         self._check_folder()
 
     def _check_folder(self) -> None:
-        """Refuse ranks that do not see the folder of rank 0: checkpoints would be missed, or another run's be read.
+        """Refuse ranks that do not see rank 0's folder: checkpoints would be missed, or another run's be read.
 
         Raises:
             ConfigError: names them, or rank 0 cannot write to the folder.
@@ -124,7 +122,6 @@ class ReplicaStrategy(DDPStrategy):
                 self.ranks.add_up(weights)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all."""
         self._together.exchange(None, patient=True, at="a barrier")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -169,18 +166,12 @@ class Replicas(Whole):
         drawn = self.ranks.exchange(int(torch.randint(2**62, ())))[0]
         torch.manual_seed(drawn + self.ranks.rank)
 
-    def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
-        """The micro-batches of this rank."""
-        return list(shares[self.ranks.rank])
-
     def from_all_ranks(self, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Losses and metrics of the micro-batches of all ranks, in the order of ranks."""
         own = ([loss.cpu() for loss in losses], [{name: v.cpu() for name, v in each.items()} for each in metrics])
         found = self.ranks.exchange(own)
         return [loss for losses, _ in found for loss in losses], [each for _, metrics in found for each in metrics]
 
     def add_up_gradients(self, model: Any) -> None:
-        """Sum them over all ranks."""
         add_up_gradients(model.parameters(), self.ranks)
 
 
@@ -188,10 +179,9 @@ class Replicas(Whole):
 
 
 def deal(batch: OptimizerBatch, rows: Sequence[int], size: int, max_tokens: int, layout: Layout) -> list[list[int]]:
-    """Rows dealt to `size` ranks for each to compute about as many tokens; none, for some, if there are few.
+    """Rows dealt to `size` ranks for each to compute about as many tokens; arguments as of `cut`.
 
     Rows that share a prefix stay together, unless there is too much of them for one rank; a pair always does.
-    Arguments as of `cut`.
     """
     lengths = [len(e.tokens) for e in batch.experiences]
     groups = [group_of(unit, 0, lengths) for unit in units_of(rows, lengths, batch.unit)]
@@ -244,25 +234,14 @@ class _Launcher(_SubprocessScriptLauncher):
 
         In one of those: whether the process that started it has.
         """
-        where = self.cluster_environment
-        if isinstance(where, LightningEnvironment) and where.local_rank() > 0 and not _runs(os.environ.get(STARTED_BY)):
+        where, parent = self.cluster_environment, str(os.getppid())  # another one once its own has ended
+        started = isinstance(where, LightningEnvironment) and where.local_rank() > 0  # if by hand, nothing is known
+        if started and os.environ.get(STARTED_BY, parent) != parent:
             return "the process that started this one has ended."
         ended = [(rank, code) for rank, process in enumerate(self.procs, start=1) if (code := process.poll())]
         ended.sort(key=lambda each: each[1] > 0)
         words = "; ".join(f"the process of rank {rank} {how_it_ended(code)}" for rank, code in ended)
         return f"{words}." if words else None
-
-
-def _runs(starter: str | None) -> bool:
-    """Whether the process of this id has not ended, reaped or not; a younger one than this has its id from another.
-
-    None, of a process that was started by hand: nothing is known.
-    """
-    try:
-        process = psutil.Process(None if starter is None else int(starter))
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= psutil.Process().create_time()
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _mark(folder: Path) -> Any:

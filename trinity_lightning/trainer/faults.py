@@ -23,16 +23,6 @@ logger = logging.getLogger(__name__)
 
 # -- of a loss: by itself, with settings that it has no use for, or with a batch ---------------------------------------
 
-# Caveats of an objective, said once a run.
-K1_AS_A_LOSS = (
-    "algorithm.kl.name=k1 does not hold the policy near the reference: as a loss its expected gradient is 0. Choose k2 "
-    "or k3."
-)
-PARTLY_CORRECTED = (
-    "algorithm.rollout_correction multiplies advantages by its weights, and policy loss '{}' is not proportional to "
-    "those: the weights are not its own. Set algorithm.rollout_correction.level=none."
-)
-
 
 def check_result(name: str, loss_fn: PolicyLossFn) -> None:
     """Refuse a policy loss that cannot be called as it will be, or does not return what it has to; by trying it."""
@@ -40,8 +30,7 @@ def check_result(name: str, loss_fn: PolicyLossFn) -> None:
         returned: Any = call(loss_fn, advantage=1.0)[0]
     except TypeError as error:
         raise ConfigError(f"policy loss '{name}' cannot be called as docs/architecture.md shows: {error}") from error
-    pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
-    loss, metrics = pair
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
     if not (isinstance(loss, Tensor) and isinstance(metrics, Mapping) and "pg_loss" in metrics):
         raise ConfigError(f"policy loss '{name}' must return (loss, metrics), a tensor and a dict with 'pg_loss'.")
     if loss.numel() != 1:
@@ -56,11 +45,9 @@ def check_result(name: str, loss_fn: PolicyLossFn) -> None:
 def check_settings(
     config: AlgorithmConfig, losses: Sequence[PolicyLossFn], pairs: bool, ignores_advantages: bool
 ) -> None:
-    """Refuse settings that the loss has no use for; a ConfigError.
+    """Refuse settings that a loss made of these `losses` has no use for; a ConfigError.
 
     Args:
-        config: the section.
-        losses: what the loss is made of.
         pairs: whether it is of preference pairs.
         ignores_advantages: whether it trains on all tokens, whatever their advantage.
     """
@@ -91,8 +78,6 @@ def check_batch(batch: OptimizerBatch, config: AlgorithmConfig, pairs: bool, nee
     """Refuse what the loss cannot be computed of; an ExperienceError, which names an experience.
 
     Args:
-        batch: of rollouts, an expert's answers or preference pairs.
-        config: the section.
         pairs: whether the loss is of preference pairs.
         needs_engine: whether it needs the log-probabilities of the engine that sampled.
     """
@@ -125,11 +110,6 @@ def _has_ratio(loss_fn: PolicyLossFn) -> bool:
         for advantage in (1.0, -1.0)
         for one, other in zip(tried(loss_fn, advantage, moved=0.0), tried(loss_fn, advantage, moved=-1.0), strict=True)
     )
-
-
-def no_column(name: str) -> ConfigError:
-    """That an optimizer batch lacks a column."""
-    return ConfigError(f"the optimizer batch lacks the column '{name}': set it to PolicyModule.prepare_step's result.")
 
 
 # -- of a gradient: what of the optimizer batch it came from -----------------------------------------------------------
@@ -166,8 +146,7 @@ def describe_fault(
 ) -> str:
     """The experiences with values that are not finite, or whose loss is not, and the first parameter at fault.
 
-    `parts` are the rows, and `losses` [parts] the loss of each micro-batch; `parameters`: names of those whose
-    gradients are not finite.
+    `losses` [parts] are those of micro-batches of these rows; `parameters` have gradients that are not finite.
     """
     computed = sorted(row for part in parts for row in part)
     wrong = {row: names for row in computed if (names := _not_finite(batch, row))}

@@ -14,7 +14,7 @@ from torch import nn
 from trinity_lightning.common.hardware import product_flops
 from trinity_lightning.common.model_config import layer_configs, query_width
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.trainer.layout import Part, computed_tokens, padding_ratio, trained_tokens
+from trinity_lightning.trainer.layout import Part, computed_tokens, trained_tokens
 
 # -- what a device can compute: `perf/mfu` is a share of it ------------------------------------------------------------
 
@@ -34,18 +34,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 # -- what a step needs -------------------------------------------------------------------------------------------------
 
-# Names that configurations have for the number of experts of a layer.
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a layer, as configurations call them
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step sends through the model.
+    """What a step sends through the model: tokens through the layers, padding included; positions through the head.
 
-    Attributes:
-        tokens: tokens through the layers, padding included.
-        predicted: positions through the head.
-        pairs: of a token and one that it attends to (itself, or one before), in one layer.
+    `pairs` are those of a token and one that it attends to (itself, or one before), in one layer.
     """
 
     tokens: int
@@ -54,7 +50,6 @@ class Work:
 
     @classmethod
     def of(cls, lengths: Sequence[int], parts: Sequence[Part], predicted: int) -> "Work":
-        """Of these micro-batches of rows of these lengths."""
         return cls(computed_tokens(parts), predicted, sum(_pairs(lengths, part) for part in parts))
 
 
@@ -90,17 +85,21 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: Any) -> "ModelSize":
-        """Of a causal language model of transformers."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
         tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} | {id(head)}
-        share = _expert_share(config)
+        experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
+        share = config.num_experts_per_tok / experts if experts else 1.0
         body = sum(
             parameter.numel() * (share if ".experts." in name else 1.0)
             for name, parameter in model.named_parameters()
             if id(parameter) not in tables
         )
-        return cls(round(body), head.numel(), _attention_width(config), frozen=not head.requires_grad)
+        layers = layer_configs(config)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+        attend = "full_attention", "sliding_attention"  # not linear_attention
+        width = sum(query_width(layer) for layer, kind in zip(layers, kinds, strict=False) if kind in attend)
+        return cls(round(body), head.numel(), width, frozen=not head.requires_grad)
 
     def training_flops(self, work: Work) -> int:
         """Operations of forward and backward: 6 a token and weight; 4 + 8 a pair and unit of the queries' width.
@@ -109,19 +108,6 @@ class ModelSize:
         """
         weights = self.body * work.tokens + self.head * work.predicted
         return (4 if self.frozen else 6) * weights + 12 * self.attention * work.pairs
-
-
-def _expert_share(config: Any) -> float:
-    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
-    return config.num_experts_per_tok / experts if experts else 1.0
-
-
-def _attention_width(config: Any) -> int:
-    """Over the layers that attend to every token before, or to a window of them; `linear_attention` does not count."""
-    layers = layer_configs(config)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
-    pairs = zip(layers, kinds, strict=False)
-    return sum(query_width(layer) for layer, kind in pairs if kind in ("full_attention", "sliding_attention"))
 
 
 def products_dtype(model: Any, device: torch.device, precision: Any) -> torch.dtype:
@@ -139,12 +125,13 @@ def step_costs(
     `peak` is how many operations a second the devices can compute; None: not known, and no `perf/mfu`.
     """
     lengths = [len(e.tokens) for e in batch.experiences]
-    trained = trained_tokens(batch, parts)
+    computed, trained = computed_tokens(parts), trained_tokens(batch, parts)
+    real = sum(lengths[row] for part in parts for row in part.rows)
     costs = {
-        "perf/padding_ratio": padding_ratio(lengths, parts),
-        "perf/computed_tokens": computed_tokens(parts),
+        "perf/padding_ratio": computed / real,
+        "perf/computed_tokens": computed,
         "perf/shared_prefix": any(part.groups for part in parts),
-        "perf/tokens_per_second": sum(lengths[row] for part in parts for row in part.rows) / seconds,
+        "perf/tokens_per_second": real / seconds,
         "perf/trained_tokens_per_second": trained / seconds,
         "time/train": seconds,
     }

@@ -22,10 +22,8 @@ class ShardStrategy(ReplicaStrategy):
     """The policy, its gradients, its optimizer's state and the reference in shards; else as ReplicaStrategy.
 
     Weights of bfloat16 are computed with in bfloat16, and their shards are float32: there are no other masters. One
-    process alone shards nothing.
-
-    It is made of the strategy of replicas, whose hand-over of steps, metrics and faults it shares. Lightning's
-    ModelParallelStrategy has none of that, and writes checkpoints without a CheckpointIO: one could be half of a file.
+    process alone shards nothing. (Lightning's ModelParallelStrategy does not hand over steps, metrics and faults as
+    that of replicas does, and writes checkpoints without a CheckpointIO: one could be half of a file.)
 
     A checkpoint is that of one device, which rank 0 puts together in its host's memory, or, with
     `save_distributed_checkpoint`, a folder to which each rank writes its shares; `auto`: if it has ONE_FILE_BYTES.
@@ -91,13 +89,13 @@ class ShardStrategy(ReplicaStrategy):
             self.shards.refresh()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights as one device has them, on rank 0; nothing on the others, which are asked for their shares."""
+        """The weights as one device has them, on rank 0, which asks the others for their shares; nothing on those."""
         if self.shards is None:
             return super().lightning_module_state_dict()
         return without_shards(self.shards.module_state()) if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state as one device has it, on rank 0; nothing on the others, which send their shares."""
+        """The optimizer's state, likewise."""
         if self.shards is None:
             return super().optimizer_state(optimizer)
         return without_shards(self.shards.optimizer_state()) if self.is_global_zero else {}

@@ -15,10 +15,9 @@ from trinity_lightning.trainer.optim import MasterWeights, are_rounded
 class HostMasters(MasterWeights):
     """Masters on the host; a device has of each parameter its weight and, until the step, its float32 gradient.
 
-    A step copies the gradients, which are clipped by then, to the host, waits for them once, and sends the new weights
-    back in their own dtype. Both go through one buffer of 4 bytes a parameter, which is pinned if the device is a GPU.
-    The state is that of the same optimizer on the device, and a checkpoint of either is one of the other: float32
-    weights are their masters, which it has none of.
+    A step copies the clipped gradients to the host, waits for them once, and sends the new weights back in their own
+    dtype, both through one buffer of 4 bytes a parameter, which is pinned if the device is a GPU. A checkpoint is that
+    of the same optimizer on the device: float32 weights are their masters, which it has none of.
     """
 
     def __init__(self, params: list[dict[str, Any]], factory: Callable[[Any], Optimizer]) -> None:
@@ -62,7 +61,6 @@ class HostMasters(MasterWeights):
             weight.copy_(rounded.copy_(master), non_blocking=True)
 
     def _wait(self) -> None:
-        """Until the gradients are there."""
         device = self.weights[0].device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -74,8 +72,7 @@ class HostMasters(MasterWeights):
 class HostMemory:
     """Moves what an optimizer keeps of each parameter to the host and back, bit for bit.
 
-    The tensors stay the same objects, for references to them to stay valid; no step may be taken meanwhile.
-    A checkpoint that is written meanwhile is the same. A plain optimizer has moments alone, and no masters.
+    The tensors stay the same objects; no step may be taken meanwhile, and a checkpoint written meanwhile is the same.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -42,10 +42,6 @@ class Segments:
         """Where each segment starts, prefixes first; and T."""
         return [0, *accumulate([*self.prefixes, *self.own])]
 
-    def own_starts(self) -> list[int]:
-        """Where each row's own tokens start; and T."""
-        return self.starts()[len(self.prefixes) :]
-
     def seen(self) -> list[int]:
         """The prefix that each segment sees; -1: none."""
         alone = len(self.own) - sum(self.members)
@@ -68,41 +64,13 @@ class Segments:
 # Queries of a tile. Short segments share one while that computes at most so many more scores.
 TILE_TOKENS, FREE_SCORES = 64, 1024
 # Tiles are computed together if padding computes at most so many more scores for each, in which time torch would have
-# called the operations of another, and up to so many in all: scores of all heads should fit into a core's cache. A
-# layer of SmolLM2, forward and backward, on two cores with AMX: 4.0 instead of 5.0 ms for 415 tokens of short rows, 9.0
-# instead of 12.2 for a prefix of 64 and eight rows of 128 tokens.
+# called the operations of another, and up to so many in all: scores of all heads should fit into a core's cache. (A
+# layer of SmolLM2 takes three quarters of the time, for a prefix of 64 and eight rows of 128 tokens.)
 FREE_PADDING, MOST_SCORES = 2048, 100_000
-# Keys of a tile are padded to multiples of this: torch's kernel is slow on a shape that is new to it.
-KEY_STEP = 16
+KEY_STEP = 16  # keys of a tile are padded to multiples of this: torch's kernel is slow on a shape that is new to it
 
 # Tokens of neighbouring queries, and of the keys that any of them sees: int64 [queries] and [keys].
 _Tile = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class _Tiles:
-    """Tiles padded to one shape, each by its own first tokens.
-
-    Attributes:
-        queries: tokens, int64 [n, queries].
-        padding: which of those are padding, bool [n, queries].
-        keys: tokens, int64 [n, keys].
-        mask: 0 where a query sees a key, else minus infinity: float32 [n, queries, 1, keys].
-    """
-
-    queries: Tensor
-    padding: Tensor
-    keys: Tensor
-    mask: Tensor
-
-    @classmethod
-    def of(cls, tiles: Sequence[_Tile], segment: Tensor, prefix: Tensor) -> "_Tiles":
-        """`segment` and `prefix` are those of each token, int64 [T]."""
-        (queries, no_query), (keys, no_key) = map(_padded, zip(*tiles, strict=True), (1, KEY_STEP))
-        query, key = queries[..., None], keys[:, None]
-        visible = (segment[query] == segment[key]) & (key <= query) | (prefix[query] == segment[key])
-        mask = torch.zeros(visible.shape).masked_fill_(~visible | no_key[:, None], -torch.inf)
-        return cls(queries, no_query, keys, mask[:, :, None])
 
 
 def _padded(tokens: Sequence[Tensor], step: int) -> tuple[Tensor, Tensor]:
@@ -166,27 +134,20 @@ def _alike(tiles: Sequence[_Tile]) -> list[list[_Tile]]:
 
 @dataclass(frozen=True)
 class CpuSharedPrefix:
-    """Attention over shared prefixes on a CPU.
+    """Attention over shared prefixes on a CPU, of tokens that lie as the segments say.
 
     Attributes:
-        tiles: which together have each of the T tokens once among their queries.
         padding: tokens to append to the T; none.
     """
 
-    tiles: Sequence[_Tiles]
+    segments: Segments
     padding = 0
     _of_heads: "dict[int, _Groups]" = field(default_factory=dict, init=False)  # by key heads: the same in all layers
-
-    @classmethod
-    def of(cls, segments: Segments) -> "CpuSharedPrefix":
-        """For tokens that lie so."""
-        segment, prefix = segments.of_tokens()
-        return cls([_Tiles.of(each, segment, prefix) for each in _alike(_tiles(segments))])
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
         heads = key.shape[1]
-        groups = self._of_heads.get(heads) or self._of_heads.setdefault(heads, _groups(self.tiles, heads))
+        groups = self._of_heads.get(heads) or self._of_heads.setdefault(heads, _groups(self.segments, heads))
         states = (each[0].to(query.dtype).transpose(0, 1) for each in (query, key, value))
         tables = (each.unflatten(1, (heads, -1)).flatten(0, 1) for each in states)
         return _Attention.apply(*tables, groups, scale).view(1, query.shape[2], query.shape[1], -1)
@@ -194,45 +155,54 @@ class CpuSharedPrefix:
 
 @dataclass(frozen=True)
 class _Group:
-    """Which rows of a table are those of some tiles: row t * key heads + h of [T * key heads, shared, D] is token t's.
+    """Tiles padded to one shape, each by its own first tokens.
+
+    They are n tiles of q queries and k keys in a table [T * heads, shared, D] of all tokens: its row t * heads + h is
+    that of token t and key head h, whose `shared` query heads are further queries.
 
     Attributes:
-        tiles: the tiles.
         heads: key heads.
-        queries: rows of queries, of one key head after the other, int64 [key heads * n * queries].
+        queries: rows of the table, of one key head after the other, int64 [heads * n * q].
         padded: which of those are padding, int64.
-        keys: rows of keys, int64 [key heads * n * keys].
+        keys: rows of the table, int64 [heads * n * k].
+        bias: 0 where a query sees a key, else minus infinity: float32 [n, q, 1, k].
     """
 
-    tiles: _Tiles
     heads: int
     queries: Tensor
     padded: Tensor
     keys: Tensor
+    bias: Tensor
 
     @classmethod
-    def of(cls, tiles: _Tiles, heads: int) -> "_Group":
+    def of(cls, tiles: Sequence[_Tile], segment: Tensor, prefix: Tensor, heads: int) -> "_Group":
+        """`segment` and `prefix` are those of each token, int64 [T]."""
+        (queries, no_query), (keys, no_key) = map(_padded, zip(*tiles, strict=True), (1, KEY_STEP))
+        query, key = queries[..., None], keys[:, None]
+        visible = (segment[query] == segment[key]) & (key <= query) | (prefix[query] == segment[key])
+        bias = torch.zeros(visible.shape).masked_fill_(~visible | no_key[:, None], -torch.inf)
         of_head = torch.arange(heads)[:, None]
-        queries, keys = ((each.flatten() * heads + of_head).flatten() for each in (tiles.queries, tiles.keys))
-        return cls(tiles, heads, queries, tiles.padding.flatten().repeat(heads).nonzero()[:, 0], keys)
+        queries, keys = ((each.flatten() * heads + of_head).flatten() for each in (queries, keys))
+        return cls(heads, queries, no_query.flatten().repeat(heads).nonzero()[:, 0], keys, bias[:, :, None])
 
     def states(self, table: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Those of the queries [key heads, n, queries * shared, D], or of the keys [key heads, n, keys, D]."""
-        return table.index_select(0, rows).to(dtype).view(self.heads, len(self.tiles.keys), -1, table.shape[-1])
+        """Those of the queries [heads, n, q * shared, D], or of the keys [heads, n, k, D]."""
+        return table.index_select(0, rows).to(dtype).view(self.heads, len(self.bias), -1, table.shape[-1])
 
     def mask(self, heads: int, shared: int, dtype: torch.dtype) -> Tensor:
-        """A copy for so many key heads and queries of each: [heads, n, queries * shared, keys]."""
-        tiles, rows, _, columns = self.tiles.mask.shape
-        return torch.empty(heads, tiles, rows, shared, columns, dtype=dtype).copy_(self.tiles.mask).flatten(2, 3)
+        """A copy for so many key heads and queries of each: [heads, n, q * shared, k]."""
+        n, queries, _, keys = self.bias.shape
+        return torch.empty(heads, n, queries, shared, keys, dtype=dtype).copy_(self.bias).flatten(2, 3)
 
 
 # Groups; and where the result of each row of a table is among those of all groups' queries: int64 [T * key heads].
 _Groups = tuple[list[_Group], Tensor]
 
 
-def _groups(tiles: Sequence[_Tiles], heads: int) -> _Groups:
-    groups = [_Group.of(each, heads) for each in tiles]
-    real = torch.cat([~each.padding.flatten().repeat(heads) for each in tiles]).nonzero()[:, 0]
+def _groups(segments: Segments, heads: int) -> _Groups:
+    segment, prefix = segments.of_tokens()
+    groups = [_Group.of(tiles, segment, prefix, heads) for tiles in _alike(_tiles(segments))]
+    real = torch.cat([torch.ones_like(each.queries).index_fill_(0, each.padded, 0) for each in groups]).nonzero()[:, 0]
     places = torch.empty_like(real)
     places[torch.cat([group.queries for group in groups])[real]] = real
     return groups, places
@@ -326,10 +296,7 @@ def attention(
 def _short_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """`sdpa`, in float32 where a whole sequence of at most 192 tokens comes in bfloat16 on the CPU.
-
-    Its gradients are three times as exact there, too.
-    """
+    """`sdpa`, in float32 where a whole sequence of at most 192 tokens comes in bfloat16 on the CPU."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     whole = query.shape[2] == key.shape[2]  # not one new token before a cache
@@ -351,9 +318,9 @@ CHECKED_ROWS = 4
 
 
 def lean_layers(model: nn.Module) -> None:
-    """Let the norms and gated feed-forward parts of the kinds that are known here keep less, each in its place.
+    """Let norms and gated feed-forward parts keep less, each in its place.
 
-    Of a kind are layers with the same parts that, tried on random weights, have the same results to the bit.
+    Those with the parts of a kind below that, tried on random weights, have the same results to the bit.
     """
     tried: dict[tuple[type, ...], bool] = {}
     for module in list(model.modules()):
@@ -400,11 +367,9 @@ class LeanNorm(nn.Module):
 
     @classmethod
     def has_parts_of(cls, module: nn.Module) -> bool:
-        """Whether it may be one."""
         return hasattr(module, "variance_epsilon") and [name for name, _ in module.named_parameters()] == ["weight"]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """States [..., width] of the same shape."""
         if not _is_rounded_on_cpu(hidden_states) or self.weight.dtype != hidden_states.dtype:
             return super().forward(hidden_states)
         return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
@@ -440,11 +405,9 @@ class LeanFeedForward(nn.Module):
 
     @classmethod
     def has_parts_of(cls, module: nn.Module) -> bool:
-        """Whether it may be one."""
         return [name for name, _ in module.named_children()] == cls.parts
 
     def forward(self, x: Tensor) -> Tensor:
-        """States [..., width] of the same shape."""
         if not _is_rounded_on_cpu(x):
             return super().forward(x)
         gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 # -- micro-batches by a budget of computed tokens ----------------------------------------------------------------------
 
-# `auto` shares prefixes if that computes at most this share of the padded layout's tokens. Such a token of SmolLM2 took
-# 1.0 to 1.1 times a padded one's time in float32, and up to 1.24 in bfloat16.
+# `auto` shares prefixes if that computes at most this share of the padded layout's tokens: each takes up to 1.24 times
+# a padded one's time (SmolLM2 in bfloat16).
 WORTH_SHARING = 0.8
 # Different prompts that a group looks back over, for the time to grow with their number and not with its square.
 MOST_PROMPTS = 64
@@ -34,10 +34,9 @@ MOST_PROMPTS = 64
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Rows whose prompts begin alike.
+    """Rows of an optimizer batch whose prompts begin alike.
 
     Attributes:
-        rows: rows of the optimizer batch.
         prefix: how many tokens all of their prompts begin with, computed once; 0 if there is only one row.
         tokens: computed tokens: the prefix and what each row has behind it.
     """
@@ -49,10 +48,9 @@ class PrefixGroup:
 
 @dataclass(frozen=True)
 class Part:
-    """What one micro-batch computes.
+    """What one micro-batch computes: these rows of the optimizer batch, in this order.
 
     Attributes:
-        rows: rows of the optimizer batch, in the micro-batch's order.
         tokens: computed tokens, of one forward and backward pass: what its time and memory depend on.
         groups: its rows by shared prefix, those without one first; none in the padded layout.
     """
@@ -67,14 +65,14 @@ def rows_to_train(batch: OptimizerBatch, skip_zero_advantage: bool) -> list[int]
 
     An expert's rows are always worth it: the loss of such rows needs no advantages.
     """
-    return [row for row, experience in enumerate(batch.experiences) if _is_trained(experience, skip_zero_advantage)]
-
-
-def _is_trained(experience: Experience, skip_zero_advantage: bool) -> bool:
-    mask = trained_mask(experience)
-    if skip_zero_advantage and experience.advantages is not None and not is_expert(experience):
-        mask = mask & (experience.advantages != 0)
-    return bool(mask.any())
+    rows = []
+    for row, experience in enumerate(batch.experiences):
+        mask = trained_mask(experience)
+        if skip_zero_advantage and experience.advantages is not None and not is_expert(experience):
+            mask = mask & (experience.advantages != 0)
+        if mask.any():
+            rows.append(row)
+    return rows
 
 
 def cut(batch: OptimizerBatch, rows: Sequence[int], max_tokens: int, layout: Layout) -> list[Part]:
@@ -101,12 +99,6 @@ def worth_sharing(padded: int, shared: int) -> bool:
 def computed_tokens(parts: Sequence[Part]) -> int:
     """Tokens of all forward passes: padding counts, and a shared prefix once."""
     return sum(part.tokens for part in parts)
-
-
-def padding_ratio(lengths: Sequence[int], parts: Sequence[Part]) -> float:
-    """Computed tokens per real token, by the length of each row: above 1 if padded, below 1 if prefixes are shared."""
-    real = sum(lengths[row] for part in parts for row in part.rows)
-    return computed_tokens(parts) / max(real, 1)
 
 
 def trained_tokens(batch: OptimizerBatch, parts: Sequence[Part], sampled: bool = False) -> int:
@@ -181,14 +173,14 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 def prefix_groups(experiences: Sequence[Experience], rows: Sequence[int], max_tokens: int) -> list[PrefixGroup]:
     """The rows, grouped by what their prompts begin with, for few tokens to be computed.
 
-    It is the tokens that decide: a task's rollouts share their prompt, unless a workflow gave them different ones;
-    an expert's row shares it too if it has the same; and of tasks with one row each, what they begin with in common.
-    Rows of different prompts are grouped only if they fit a micro-batch together, and at most `MOST_PROMPTS` of them.
+    It is the tokens that decide: a task's rollouts share their prompt, unless a workflow gave them different ones, and
+    tasks with one row each what they begin with in common. Rows of different prompts are grouped only if they fit a
+    micro-batch together, and at most `MOST_PROMPTS` of them.
 
     Example:
-        Rows 0 and 1 have the prompt [5, 6, 7], row 2 has [5, 6, 8], row 3 has [9]; each has a response of one token.
-        [5, 6, 7] computed once for rows 0 and 1 saves 3 tokens, [5, 6] computed once for rows 0 to 2 saves 4. So rows
-        0 to 2 are a group with a prefix of 2 tokens, which computes 2 + 2 + 2 + 2 tokens; row 3 is one by itself.
+        Rows 0 and 1 have the prompt [5, 6, 7], row 2 has [5, 6, 8], row 3 has [9]. [5, 6, 7] computed once for rows 0
+        and 1 saves 3 tokens, [5, 6] computed once for rows 0 to 2 saves 4. So rows 0 to 2 are a group with a prefix of
+        2 tokens; row 3 is one by itself.
     """
     lengths = [len(e.tokens) for e in experiences]
     prompts = _distinct_prompts(experiences, rows)
@@ -211,9 +203,7 @@ class _Prompt:
 
 
 def _distinct_prompts(experiences: Sequence[Experience], rows: Sequence[int]) -> list[_Prompt]:
-    """Sorted, so that prompts with a common prefix are neighbours, and any two share the least of what neighbours
-    between them share.
-    """
+    """Sorted: prompts with a common prefix are neighbours, and any two share the least of what those between share."""
     found: dict[bytes, _Prompt] = {}
     for row in rows:
         tokens = experiences[row].tokens[: experiences[row].prompt_length]
@@ -226,8 +216,8 @@ def _distinct_prompts(experiences: Sequence[Experience], rows: Sequence[int]) ->
 def _best_runs(prompts: Sequence[_Prompt], common: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
     """All prompts in runs [start, end) of neighbours, the last one first, such that shared prefixes save the most.
 
-    By dynamic programming: saved(end) = max over start of saved(start) + prefix(start, end) * (rows - 1). (A group
-    around another one might save a little more.) `common` is what each prompt shares with the next.
+    By dynamic programming: saved(end) = max over start of saved(start) + prefix(start, end) * (rows - 1). `common` is
+    what each prompt shares with the next.
     """
     best = [(0, 0)]  # of the first prompts: tokens saved, and where the last run starts
     for end, prompt in enumerate(prompts):
@@ -267,7 +257,7 @@ NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 @dataclass
 class MicroBatch:
-    """A part of an optimizer batch. B rows, R tokens of the longest response, n computed tokens in all.
+    """A part of an optimizer batch: B rows, R tokens of the longest response, n computed tokens in all.
 
     Attributes:
         inputs: keyword arguments of the model's forward pass: token ids, and where prefixes are shared what that needs.
@@ -387,7 +377,7 @@ def _shared(experiences: Sequence[Experience], part: Part, device: torch.device)
 
         attention = FlexSharedPrefix.of(segments, device)
     else:
-        attention = CpuSharedPrefix.of(segments)
+        attention = CpuSharedPrefix(segments)
     padding = torch.zeros(attention.padding, dtype=torch.int64)
     prefix, prefix_start = torch.tensor(behind).unbind(1)
     positions = [torch.arange(len(tokens)) for tokens in prefixes]
@@ -398,7 +388,7 @@ def _shared(experiences: Sequence[Experience], part: Part, device: torch.device)
         "attention_mask": NO_MASK,
         "shared_prefix": attention,
     }
-    return _Tokens(inputs, prefix, prefix_start, torch.tensor(segments.own_starts()[:-1]))
+    return _Tokens(inputs, prefix, prefix_start, torch.tensor(segments.starts()[len(shared) : -1]))
 
 
 def _logprobs(experience: Experience) -> Tensor:
@@ -425,8 +415,6 @@ class Passes:
     """How rows go through the policy, or a model of its architecture: what `auto` stands for on this device.
 
     Attributes:
-        device: for which that is.
-        layout: how rows lie in memory.
         max_tokens: most computed tokens of a micro-batch.
         function: what is computed of trained tokens; log-probabilities first.
         all_rows: whether rows without advantage are computed too.
@@ -442,7 +430,6 @@ class Passes:
     as_trained: bool
 
     def rows(self, batch: OptimizerBatch) -> list[int]:
-        """The rows that are worth computing."""
         return rows_to_train(batch, skip_zero_advantage=not self.all_rows)
 
     def shares(self, batch: OptimizerBatch, rows: Sequence[int], ranks: int = 1) -> list[list[Part]]:
@@ -461,17 +448,15 @@ class Passes:
 
     def through(self, model: Any, micro: MicroBatch, placement: "Whole") -> tuple[Tensor, ...]:
         """What the function yields of the computed tokens, each [B, R] (candidates: [B, R, 1 + k]); 0 elsewhere."""
-        values = placement.logprobs(
-            self.function, model, micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows]
-        )
-        return tuple(map(micro.spread, values))
+        given = micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows]
+        return tuple(map(micro.spread, placement.logprobs(self.function, model, *given)))
 
     def columns(
         self, model: Any, batch: OptimizerBatch, placement: "Whole", kept: Sequence[int] = (0,), shared: bool = True
     ) -> list[list[Tensor]]:
         """Of what the function yields, the kept ones (log-probabilities alone), each of every experience's response.
 
-        Each rank computes its share of the rows, and they are added up; or all of them, if they are not `shared`.
+        Each rank computes its share of the rows, and they are added up; or all of them, if not `shared`.
         """
         ranks = placement.ranks if shared else ALONE
         columns = [[torch.zeros(e.response_length) for e in batch.experiences] for _ in kept]

@@ -53,10 +53,7 @@ _RANDOM = re.compile(r"dropout|jitter|layer_?drop|(^|_)drop_?path|(^|_)p?drop(_(
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Set every share of dropout to 0, in the configuration (which some layers read in their forward pass) and modules.
-
-    Training mode stays what it is otherwise. Noise that routers of experts add to their input goes, too.
-    """
+    """Set every share of dropout to 0, and noise that routers add, in modules and the configuration that some read."""
     for holder, name in _shares(model):
         setattr(holder, name, 0.0)
 
@@ -109,7 +106,6 @@ class LeanEmbedding(nn.Embedding):
     """Embeddings whose gradient is added up in place on a CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Vectors [..., width] of ids [...]."""
         if self.weight.device.type != "cpu":
             return super().forward(input)
         return _Lookup.apply(input, self.weight, self.padding_idx)
@@ -183,7 +179,7 @@ class Head:
     def of(cls, model: nn.Module) -> "Head":
         """The head of a Hugging Face causal language model, with what its config says is done to the logits.
 
-        Names that mean something else in other architectures are ignored: `logprob_function` verifies the result.
+        The names may mean something else in another architecture: `logprob_function` verifies the result.
         """
         config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
         scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
@@ -199,7 +195,6 @@ class Head:
         return logits.float() * self.scale if self.scale != 1.0 else logits
 
     def bytes_per_token(self, hidden: Tensor) -> int:
-        """Memory of one token's logits."""
         vocabulary = getattr(self.projection, "out_features", hidden.shape[-1])
         return vocabulary * (4 if self.softcap or self.scale != 1.0 else hidden.element_size())
 
@@ -249,7 +244,7 @@ class _LogSoftmax(Function):
     """log p(target) [n, m] and entropy [n] of p = softmax(logits / temperature), in float32.
 
     Autograd makes five float32 tensors [n, vocabulary] in the backward pass. This makes none: it goes through logits
-    by blocks of a few tokens, and writes the gradient in their place where they are its `own`. (torch's chunked
+    by blocks of a few tokens, and writes the gradient in their place where they are its `own`. (torch's
     `linear_cross_entropy` took 20 times as long on a CPU in bfloat16, and has no entropy.)
     """
 
@@ -349,10 +344,10 @@ def logprob_function(model: Any) -> LogprobFn:
 
 
 def usable_layout(layout: Layout, model: Any, function: LogprobFn) -> Layout:
-    """The layout, or `padded` if it is `auto` and the model's log-probabilities differ with shared prefixes.
+    """The layout, or `padded` if it is `auto` and the model cannot share prefixes.
 
     Raises:
-        ConfigError: it is `shared_prefix`, and they do; the message says why.
+        ConfigError: it is `shared_prefix`, and the model cannot; the message says why.
     """
     obstacle = None if layout is Layout.padded else _obstacle(model, function)
     if obstacle is None:
@@ -425,10 +420,9 @@ def _fault_of_sharing(model: Any, function: LogprobFn) -> str | None:
 
 
 def _probe(model: Any) -> nn.Parameter | None:
-    """The parameter whose gradient is compared: the first vector, or else the first matrix; None: all are embeddings.
+    """The parameter whose gradient is compared: the first vector, which is small and needs all layers, or first matrix.
 
-    A vector's gradient is small, and that of the first needs all layers. Not one of input and output embeddings, whose
-    gradient is no result of the backward pass (`lean_embeddings`).
+    Not one of the embeddings, whose gradient is no result of the backward pass (`lean_embeddings`); None: all are.
     """
     embeddings = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
     left_out = {id(parameter) for layer in embeddings for parameter in layer.parameters()}

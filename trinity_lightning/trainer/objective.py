@@ -1,6 +1,7 @@
 """The loss of one micro-batch: policy loss, importance weights, KL and entropy, put together from `algorithm`."""
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +60,8 @@ class Objective:
         # what the loss is
         train_all = [self.pairs or has_gradient_without_advantage(each) for each in of_rollouts]
         self._ignores_advantages = all(train_all)
-        self._mode = _aggregation((of_rollouts or losses)[0])
+        mode = inspect.signature((of_rollouts or losses)[0]).parameters.get("loss_agg_mode")
+        self._mode = "token-mean" if mode is None else mode.default  # KL and entropy are aggregated as the loss is
         self._has_kl = config.kl.coef != 0
         self._against_engine = config.old_logprobs == "engine"
         if self.pairs or self._against_engine or self._ignores_advantages:
@@ -76,13 +78,16 @@ class Objective:
         self._needs_engine = self._against_engine
         self.caveats = []
         if self._has_kl and config.kl.name == "k1":
-            from trinity_lightning.trainer.faults import K1_AS_A_LOSS
-
-            self.caveats.append(K1_AS_A_LOSS)
+            self.caveats.append(
+                "algorithm.kl.name=k1 does not hold the policy near the reference: as a loss its expected gradient is "
+                "0. Choose k2 or k3."
+            )
         if config.rollout_correction.level != "none" and not self.pairs and not all(map(is_weighed, of_rollouts)):
-            from trinity_lightning.trainer.faults import PARTLY_CORRECTED
-
-            self.caveats.append(PARTLY_CORRECTED.format(config.policy_loss.name))
+            self.caveats.append(
+                f"algorithm.rollout_correction multiplies advantages by its weights, and policy loss "
+                f"'{config.policy_loss.name}' is not proportional to those: the weights are not its own. Set "
+                "algorithm.rollout_correction.level=none."
+            )
 
     def expect_older_weights(self) -> None:
         """Experiences are going to be of weights before the present ones; a ConfigError if nothing corrects for it."""
@@ -106,8 +111,7 @@ class Objective:
             logprobs: log-probabilities of the response tokens [B, R], with gradient; if the micro-batch has candidates,
                 theirs follow, [B, R, 1 + k].
             entropy: their entropies [B, R], with gradient.
-            micro: the micro-batch.
-            batch: the whole optimizer batch, whose totals normalise the loss.
+            micro, batch: the micro-batch, and the whole, whose totals normalise the loss.
             computed_tokens: trained tokens that were not skipped, over all micro-batches; normalises measurements.
             sampled_tokens: those of them that an engine sampled; normalises what compares it with the trainer.
 
@@ -116,7 +120,7 @@ class Objective:
         """
         mask, config = micro.action_mask, self._config
         logprobs, top_k_logprobs = (logprobs[..., 0], logprobs[..., 1:]) if logprobs.dim() == 3 else (logprobs, None)
-        trainer = _column(micro, "old_logprobs") if self.needs_old_logprobs else logprobs.detach()
+        trainer = column(micro.columns, "old_logprobs") if self.needs_old_logprobs else logprobs.detach()
         advantages, metrics = self._corrected(self._advantages(micro), micro, trainer, sampled_tokens)
         sampled = self._engine(micro, trainer)
         old = sampled if self._against_engine else trainer
@@ -137,7 +141,7 @@ class Objective:
             "num_sequences": batch.num_sequences,
             "max_response_length": batch.max_response_length,
         }
-        ref = _column(micro, "ref_logprobs") if self.needs_reference else None
+        ref = column(micro.columns, "ref_logprobs") if self.needs_reference else None
         extras = {
             "ref_logprobs": ref,
             "num_computed_tokens": computed_tokens,
@@ -153,11 +157,13 @@ class Objective:
         )
         metrics |= policy_metrics
         totals["loss_agg_mode"] = self._mode
-        if self._has_kl or self.needs_entropy:
-            from trinity_lightning.algorithm.kl import with_penalties  # an option
+        if ref is not None and self._has_kl:
+            from trinity_lightning.algorithm.kl import kl_loss  # an option
 
-            loss, kl_metrics = with_penalties(loss, config, logprobs, ref, old, entropy, mask, totals)
-            metrics |= kl_metrics
+            kl, kl_metrics = kl_loss(config.kl.name, logprobs, ref, old, mask, coefficient=config.kl.coef, **totals)
+            loss, metrics = loss + kl, metrics | kl_metrics
+        if self.needs_entropy:
+            loss = loss - config.entropy_coef * aggregate(entropy, mask, **totals)
         metrics["entropy"] = aggregate(entropy.detach(), mask, num_tokens=computed_tokens)
         return loss, metrics
 
@@ -211,18 +217,11 @@ class Objective:
         return torch.where(sampled, advantages * weights, advantages), metrics | weight_metrics
 
 
-def _column(micro: MicroBatch, name: str) -> Tensor:
-    if name not in micro.columns:
-        from trinity_lightning.trainer.faults import no_column
-
-        raise no_column(name)
-    return micro.columns[name]
-
-
-def _aggregation(loss_fn: PolicyLossFn) -> str:
-    """The loss's `loss_agg_mode`, for KL and entropy to be aggregated alike; token-mean where it has none."""
-    mode = inspect.signature(loss_fn).parameters.get("loss_agg_mode")
-    return "token-mean" if mode is None else mode.default
+def column(columns: Mapping[str, Any], name: str) -> Any:
+    """The column of that name; a ConfigError if there is none."""
+    if name in columns:
+        return columns[name]
+    raise ConfigError(f"the optimizer batch lacks the column '{name}': set it to PolicyModule.prepare_step's result.")
 
 
 def _requires_reference(loss_fn: PolicyLossFn) -> bool:

@@ -79,12 +79,8 @@ def are_rounded(groups: Iterable[dict[str, Any]]) -> bool:
     return any(each.dtype in (torch.bfloat16, torch.float16) for group in groups for each in group["params"])
 
 
-def check_optimizer(config: OptimizerConfig, alone: bool = True) -> None:
+def check_optimizer(config: OptimizerConfig) -> None:
     """Try out a user-defined optimizer or schedule on a few small tensors, before anything is loaded.
-
-    Args:
-        config: the optimizer and its schedule.
-        alone: whether nothing is trained at another learning rate, as a critic is.
 
     Raises:
         ConfigError: there is none, or it does not take these arguments; the optimizer needs more than gradients, or
@@ -94,7 +90,7 @@ def check_optimizer(config: OptimizerConfig, alone: bool = True) -> None:
         return
     from trinity_lightning.trainer.other_optimizers import try_out
 
-    try_out(config, alone)
+    try_out(config)
 
 
 def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig) -> Any:

@@ -55,8 +55,7 @@ MOST_GRAPHS = 64  # of a compiled layer: by layout, mode, gradients or not, and 
 def compile_layers_of(model: Any) -> None:
     """Let torch.compile compile every layer in place, for any number of rows and tokens; names of weights stay.
 
-    Layers of one kind share their graphs, of what is around attention: norms, projections, rotary embeddings and MLP.
-    `attention` runs between them, and compiles what it can itself (FlexAttention, on a GPU).
+    Layers of one kind share their graphs, of what is around `attention`, which compiles what it can itself.
     """
     # All layers of a kind count as one function, and what runs beyond torch's limit of 8 graphs runs without them.
     limits = torch._dynamo.config
@@ -66,11 +65,7 @@ def compile_layers_of(model: Any) -> None:
 
 
 def check_compilable(model: Any) -> None:
-    """Refuse a model that `compile_layers_of` would find nothing in, or whose graphs no compiler could build.
-
-    Raises:
-        ConfigError: says which.
-    """
+    """ConfigError for a model that `compile_layers_of` finds nothing in, or whose graphs no compiler could build."""
     if not layers_of(model):
         raise ConfigError(f"model.compile=true: {name_of(model)} has no layers of transformers' own. Set it to false.")
     compiler = os.environ.get("CXX", "g++")  # as torch's inductor finds it
@@ -99,8 +94,7 @@ class BFloat16Weights(Precision):
 def hold_weights(strategy: Any, loaded: torch.dtype | str | None) -> None:
     """Replace Lightning's own precision plugin of that name, for weights that are or will be loaded in bfloat16.
 
-    It would round buffers too (of rotary embeddings: positions would be off), and the experiences, and losses would be
-    computed in bfloat16.
+    It would round buffers (of rotary embeddings: positions would be off), experiences and losses too.
 
     Raises:
         ConfigError: they are loaded in another dtype, `loaded`.

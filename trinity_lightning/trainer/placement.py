@@ -24,7 +24,7 @@ class Whole:
 
     def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
         """The passes of this rank, out of the micro-batches of all; None: one of nothing, for the others' sake."""
-        return list(shares[0])
+        return list(shares[self.ranks.rank])
 
     def logprobs(self, function: Any, model: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         """What the `LogprobFn` yields of the policy or the reference."""

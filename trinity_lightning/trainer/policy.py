@@ -40,20 +40,12 @@ from trinity_lightning.config.training import (
 )
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, ModelLoadError
+from trinity_lightning.trainer import optim
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO, check_local
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
 from trinity_lightning.trainer.layout import Part, Passes, collate, trained_tokens
 from trinity_lightning.trainer.model import LogprobFn, lean_embeddings, load_model, logprob_function, usable_layout
 from trinity_lightning.trainer.objective import Objective
-from trinity_lightning.trainer.optim import (
-    check_optimizer,
-    learning_rate_schedule,
-    make_optimizer,
-    optimizer_factory,
-    parameter_groups,
-    peak_learning_rates,
-    settings_of,
-)
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
 if TYPE_CHECKING:
@@ -74,8 +66,7 @@ class PolicyModule(L.LightningModule):
         model: `smollm2`, `tiny`, a folder with a Hugging Face checkpoint, or a hub name.
         algorithm: the objective and how batches are cut; a mapping as a checkpoint has it, too.
         optimizer: the optimizer and the learning-rate schedule; likewise.
-        optimizer_factory: makes an optimizer of your own from the parameter groups, instead: one of matrices, and one
-            of all else, which has no weight decay.
+        optimizer_factory: makes an optimizer of your own, of the groups of `optim.parameter_groups`.
         dtype: `bf16` computes in bfloat16 with float32 masters in the optimizer; `fp32` is float32 throughout.
         dropout: `off`: the model's dropout is set to 0; `keep`: trained with, as its configuration says.
         compile_layers: compile the model's layers with torch.compile when training starts.
@@ -116,7 +107,7 @@ class PolicyModule(L.LightningModule):
         self.optimizer_config = section_of("optimizer", OptimizerConfig, optimizer)
         self.lora = section_of("model.lora", LoRAConfig, lora)
         self.objective = Objective(self.algorithm)
-        check_optimizer(self.optimizer_config, alone=self.algorithm.critic is None)
+        optim.check_optimizer(self.optimizer_config)
         for caveat in self.objective.caveats:
             logger.warning(caveat)
         if self.optimizer_config.lr == 0 and "." not in self.optimizer_config.lr_scheduler.name:  # the named scale it
@@ -142,7 +133,7 @@ class PolicyModule(L.LightningModule):
         self._given_tokens = planned_tokens if isinstance(budget, str) else budget
         self._passes: Passes | None = None
         self._function: LogprobFn | None = None
-        arguments: dict[str, Any] = {
+        arguments = {
             "model": model,
             "algorithm": plain(self.algorithm),
             "optimizer": plain(self.optimizer_config),
@@ -161,11 +152,9 @@ class PolicyModule(L.LightningModule):
     def configure_callbacks(self) -> list[L.Callback]:
         """One that undoes what `on_train_start` does to the whole process.
 
-        This is the earliest hook, so unsupported settings of the Trainer are refused here, before anything is loaded.
-
         Raises:
             ConfigError: several devices without ReplicaStrategy, a setting that the policy has its own knob for, or
-                checkpoints that are to go to an address.
+                checkpoints that are to go to an address: this is the earliest hook, before anything is loaded.
         """
         names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "num_nodes", "precision")
         settings = {name: getattr(self.trainer, name) for name in names}
@@ -179,9 +168,7 @@ class PolicyModule(L.LightningModule):
         return [] if any(isinstance(each, _Thaw) for each in vars(self.trainer)["callbacks"]) else [_Thaw()]
 
     def setup(self, stage: str) -> None:
-        """Ask the data module for older weights; with precision bf16-true, hold the weights in bfloat16 (dtype=bf16).
-
-        A data module says by an attribute `older_weights` that its experiences were not sampled by the present weights.
+        """Heed a data module whose experiences are of `older_weights`; with precision bf16-true, hold bfloat16 weights.
 
         Raises:
             ConfigError: the model was loaded in float32 before; or nothing corrects for older weights.
@@ -210,19 +197,18 @@ class PolicyModule(L.LightningModule):
 
                 self.critic = Critic.load(self.algorithm.critic, self.policy, self.tokenizer, self._load_model)
             if self.objective.needs_reference and self.adapter is None:
+                reference = self._load_model(self.model_name).eval()
                 # Compiled, it shares the policy's graphs only with gradients: the first KL estimate has to be 0.
-                self._reference = [
-                    self._load_model(self.model_name).eval().requires_grad_(self.hparams["compile_layers"])
-                ]
+                self._reference = [reference.requires_grad_(self.hparams["compile_layers"])]
 
     def configure_optimizers(self) -> Any:
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
-        groups = parameter_groups(self.policy) + ([] if self.critic is None else self.critic.groups())
-        factory = self._optimizer_factory or optimizer_factory(self.optimizer_config)
-        optimizer = make_optimizer(groups, factory, self.optimizer_config.name)
-        self._optimizer_settings = settings_of(optimizer)
-        schedule = learning_rate_schedule(optimizer, self.optimizer_config)
-        self._peak_rates = peak_learning_rates(optimizer)
+        groups = optim.parameter_groups(self.policy) + ([] if self.critic is None else self.critic.groups())
+        factory = self._optimizer_factory or optim.optimizer_factory(self.optimizer_config)
+        optimizer = optim.make_optimizer(groups, factory, self.optimizer_config.name)
+        self._optimizer_settings = optim.settings_of(optimizer)
+        schedule = optim.learning_rate_schedule(optimizer, self.optimizer_config)
+        self._peak_rates = optim.peak_learning_rates(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _load_model(self, name: str) -> Any:
@@ -248,10 +234,7 @@ class PolicyModule(L.LightningModule):
 
     @property
     def reference(self) -> Any:
-        """The frozen initial policy, where the objective has a KL term, else None; never in a checkpoint.
-
-        None, too, if adapters are trained: it is the policy without them.
-        """
+        """The frozen initial policy, never in a checkpoint; None: not needed, or it is the policy without adapters."""
         return self._reference[0] if self._reference else None
 
     @cached_property
@@ -261,17 +244,14 @@ class PolicyModule(L.LightningModule):
 
     @property
     def max_tokens(self) -> int:
-        """Upper bound on the computed tokens of a micro-batch. With `auto`, chosen for the training device.
+        """Upper bound on the computed tokens of a micro-batch; with `auto`, chosen for the training device.
 
-        A resumed run keeps its value: where a batch is cut changes float32 sums in their last bits.
+        A resumed run keeps it: where a batch is cut changes float32 sums in their last bits.
         """
         return self.passes().max_tokens
 
     def check_trainable(self, device: torch.device | None = None) -> None:
         """Refuse a model that cannot be trained as it is configured, on that device or the one that it is on.
-
-        Layout and budget that were settled for another device before, for a script's log-probabilities, are settled
-        again.
 
         Raises:
             ModelLoadError: its log-probabilities cannot be computed.
@@ -282,16 +262,12 @@ class PolicyModule(L.LightningModule):
 
             check_compilable(self.policy)
         device = device or self.device
-        if self._passes is not None and self._passes.device != device:
+        if self._passes is not None and self._passes.device != device:  # settled for a script's log-probabilities
             self._passes = None
         self.passes(device)
 
     def passes(self, device: torch.device | None = None) -> Passes:
-        """How rows go through the policy: found out at the first use, and at the start of training on another device.
-
-        Raises:
-            ModelLoadError, ConfigError: as `check_trainable` says.
-        """
+        """How rows go through the policy, found out at the first use; errors as of `check_trainable`."""
         if self._passes is None:
             function = self._function = self._function or logprob_function(self.policy)
             layout = usable_layout(self.algorithm.layout, self.policy, function)
@@ -313,7 +289,6 @@ class PolicyModule(L.LightningModule):
 
     @cached_property
     def _size(self) -> ModelSize:
-        """What `perf/mfu` counts."""
         return ModelSize.of(self.policy)
 
     def training_step(self, batch: OptimizerBatch, batch_idx: int) -> dict[str, Tensor] | None:
@@ -344,7 +319,9 @@ class PolicyModule(L.LightningModule):
             self.placement.seed_noise()
         try:
             losses, metrics = self.accumulate(batch, shares)
-            norms = self._clip_gradients()
+            clip, limit = self.placement.clip, self.algorithm.max_grad_norm
+            trained = {"actor": self.policy, "critic": self.critic}
+            norms = {name: clip(each.parameters(), limit) for name, each in trained.items() if each is not None}
             if not math.isfinite(norm := math.hypot(*norms.values())):
                 from trinity_lightning.trainer.faults import count_bad_step
 
@@ -367,14 +344,6 @@ class PolicyModule(L.LightningModule):
         costs = step_costs(batch, parts, time.perf_counter() - start, self._size, peak)
         self._log(metrics | self._counts(parts) | costs, batch)
         return {"loss": losses.sum()}
-
-    def _clip_gradients(self) -> dict[str, float]:
-        """Norms of the gradients before they are clipped, of policy and critic each."""
-        clip, limit = self.placement.clip, self.algorithm.max_grad_norm
-        norms = {"actor": clip(self.policy.parameters(), limit)}
-        if self.critic is not None:
-            norms["critic"] = clip(self.critic.parameters(), limit)
-        return norms
 
     def shares(self, batch: OptimizerBatch, rows: Sequence[int]) -> list[list[Part]]:
         """The micro-batches of each rank, of a batch that then has the columns which the loss needs."""
@@ -434,10 +403,9 @@ class PolicyModule(L.LightningModule):
     def prepare_step(self, experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
         """Per-token columns that must be computed before the step's first update; none for a plain on-policy step.
 
-        `old_logprobs` where several optimizer steps follow one rollout batch (and the ratio is not against the
-        engine), `ref_logprobs` where the objective has a reference; with a critic `old_logprobs` always, `values`,
-        `advantages` and `returns`, and an adaptive weight of its KL moves. Each is a list of float32 CPU tensors
-        [response], one an experience; 0 in rows that are not trained.
+        `old_logprobs` and `ref_logprobs`, where the objective needs them; with a critic `old_logprobs` always,
+        `values`, `advantages` and `returns`, and an adaptive weight of its KL moves. Each is a list of float32 CPU
+        tensors [response], one an experience; 0 in rows that are not trained.
         """
         batch, columns = OptimizerBatch.of(experiences, explore_step=0), dict[str, list[Tensor]]()
         with torch.no_grad(), self.trainer.precision_plugin.forward_context():  # as in training: the first ratio is 1
@@ -497,17 +465,18 @@ class PolicyModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the frozen weights that a checkpoint of adapters lacks; in a fit that it resumes, restore the counters.
 
-        Random states are set once everything else that draws from them is set up. Of a policy that is only loaded
-        (`load_from_checkpoint`) neither is restored: it has taken no steps, and its optimizer is to be made.
+        Random states are set once everything else that draws from them is set up.
 
         Raises:
-            ConfigError: the checkpoint is of an earlier version: it lacks a counter, or let all parameters decay, as
-                one group; or its adapters are not this policy's.
+            ConfigError: as of `Resumption`; or the adapters are not this policy's.
         """
-        from trinity_lightning.trainer.resumed import Resumption, complete
+        if "adapter" in checkpoint or self.lora.r is not None:
+            from trinity_lightning.trainer.adapter import put_base_in
 
-        complete(checkpoint, self)
+            put_base_in(checkpoint, self)
         if self._trainer is not None:
+            from trinity_lightning.trainer.resumed import Resumption
+
             self._resumption = Resumption(self, checkpoint, own_optimizer=self._optimizer_factory is not None)
             if self.algorithm.max_tokens_per_micro_batch == AUTO:
                 self._given_tokens, self._passes = self._resumption.max_tokens, None
@@ -565,11 +534,9 @@ class _Thaw(L.Callback):
     """
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """The fit has failed, or was interrupted."""
         gc.unfreeze()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """The fit is over."""
         gc.unfreeze()
 
 

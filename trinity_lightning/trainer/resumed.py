@@ -1,12 +1,9 @@
 """Resuming a policy from a checkpoint: what of the checkpoint does not fit it, and a changed schedule."""
 
-import copy
 import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
-
-from torch.optim import Optimizer
 
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import OFFLOADED, LoRAConfig, OptimizerConfig
@@ -19,12 +16,10 @@ SCHEDULED = ("lr", "betas", "momentum")  # which schedules of torch change
 
 
 class Resumption:
-    """What remains to be done for a policy that resumes from a checkpoint, until it trains.
-
-    Its counters are restored at once.
+    """What remains to be done for a policy that resumes, until it trains; its counters are restored at once.
 
     Args:
-        policy: the one that resumes; not trained yet.
+        policy: not trained yet.
         checkpoint: Lightning's, from which what is not to be loaded is removed.
         own_optimizer: whether an `optimizer_factory` made the policy's optimizer, of which nothing is known here.
 
@@ -57,11 +52,8 @@ class Resumption:
     def configure(self, made: list[dict[str, Any]], peak_rates: list[Any]) -> None:
         """Give the optimizer, which has the checkpoint's state, what is configured; its schedule too, if that changed.
 
-        Only what is configured: other entries of a group may be state of the optimizer.
-
-        Args:
-            made: by group, its settings as the optimizer was made (`optim.settings_of`).
-            peak_rates: the learning rates of its groups, likewise (`optim.peak_learning_rates`).
+        Only what is configured: other entries of a group may be state of the optimizer. The arguments are what
+        `optim.settings_of` and `optim.peak_learning_rates` said when the optimizer was made.
         """
         policy = self._policy
         optimizer: Any = policy.optimizers(use_pl_optimizer=False)
@@ -69,20 +61,15 @@ class Resumption:
         for group, settings in zip(optimizer.param_groups, made, strict=True):
             group.update({key: value for key, value in settings.items() if key not in SCHEDULED})
         if self._schedule_changed or peak_learning_rates(optimizer) != peak_rates:
-            schedule = rescheduled(optimizer, policy.optimizer_config, made, policy.global_step)
+            for group, settings in zip(optimizer.param_groups, made, strict=True):
+                group.pop("initial_lr", None)
+                group.update(settings)
+            schedule = learning_rate_schedule(optimizer, policy.optimizer_config)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Detected call of", category=UserWarning)
+                for _ in range(policy.global_step):  # to the learning rates, and momenta, of the present step
+                    schedule.step()
             policy.trainer.strategy.lr_scheduler_configs[0].scheduler = schedule
-
-
-def complete(checkpoint: dict[str, Any], policy: PolicyModule) -> None:
-    """Give a checkpoint of adapters the frozen weights, which it does not hold.
-
-    Raises:
-        ConfigError: its adapters are not this policy's, or one of the two has none.
-    """
-    if "adapter" in checkpoint or policy.lora.r is not None:
-        from trinity_lightning.trainer.adapter import put_base_in
-
-        put_base_in(checkpoint, policy)
 
 
 def misfit(error: RuntimeError, model: str) -> ConfigError:
@@ -128,23 +115,3 @@ def schedule_changed(before: OptimizerConfig, config: OptimizerConfig) -> bool:
     if (before.betas, before.args) != (config.betas, config.args):  # momenta, which a schedule may change
         return True
     return schedule_settings(before) != schedule_settings(config)
-
-
-def rescheduled(optimizer: Optimizer, config: OptimizerConfig, made: list[dict[str, Any]], steps: int) -> Any:
-    """A new schedule for an optimizer that resumes from a checkpoint, after that many steps.
-
-    Args:
-        optimizer: with the checkpoint's state; its groups get the schedule's learning rates, and momenta, of that step.
-        config: what the schedule is now to be.
-        made: by group, what is configured of it, as the optimizer was made.
-        steps: how many the optimizer took.
-    """
-    for group, settings in zip(optimizer.param_groups, made, strict=True):
-        group.pop("initial_lr", None)
-        group.update(copy.deepcopy(settings))
-    schedule = learning_rate_schedule(optimizer, config)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of", category=UserWarning)
-        for _ in range(steps):
-            schedule.step()
-    return schedule

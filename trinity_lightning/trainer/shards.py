@@ -103,8 +103,7 @@ class Shards(Replicas):
     def reshard(self) -> None:
         """Make the next pass gather the weights again: shards may have changed since some of them were left whole.
 
-        A pass without gradients leaves some weights whole, and so does one that failed, which `FSDPModule.reshard`
-        would not put right.
+        (By a pass without gradients; or by one that failed, which `FSDPModule.reshard` would not put right.)
         """
         for model in self._used:
             model.reset_iter_state()
@@ -112,7 +111,6 @@ class Shards(Replicas):
     # -- passes and gradients -----------------------------------------------------------------------------------------
 
     def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
-        """As many on every rank: each gathers weights, which takes all."""
         own = shares[self.ranks.rank]
         self._trained, self._passes_left = set(), len(own)
         return [*own, *[None] * (max(map(len, shares)) - len(own))]
@@ -152,7 +150,7 @@ class Shards(Replicas):
     def add_up_gradients(self, model: Any) -> None:
         """Each backward pass has done so, with zeros where there was no gradient: if no rank had one, there is none.
 
-        The optimizer passes over such a parameter, as on one device: it would decay, and go on by its momentum.
+        As on one device, the optimizer passes over such a parameter, which would decay, and go on by its momentum.
         """
         named = dict(model.named_parameters())
         found = self.ranks.exchange([name in self._trained for name in named])
@@ -161,7 +159,6 @@ class Shards(Replicas):
                 parameter.grad = None
 
     def gradients(self, model: nn.Module) -> dict[str, Tensor]:
-        """This rank's shares."""
         return {name: each.to_local() for name, each in super().gradients(model).items() if isinstance(each, DTensor)}
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> float:
@@ -196,15 +193,14 @@ class Shards(Replicas):
             raise RankError(f"nothing can be saved without the shares of all processes: {error}") from error
 
     def serve(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Do what rank 0 does."""
         owner = self if hasattr(type(self), name) else self.module
         getattr(owner, name)(*arguments)
 
     def gather(self, name: str, moment: str | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole parameter of that name, or what the optimizer remembers of it, rounded to a dtype first.
+        """The whole parameter of that name, or the optimizer's `moment` of it, rounded to a dtype first.
 
-        It is the optimizer's `moment` of it that is meant, if one is given. A thread that still sends weights to an
-        engine when the run has failed is refused: it would take part in the same rounds as the checkpoint.
+        A thread that still sends weights to an engine when the run has failed is refused: it would take part in the
+        same rounds as the checkpoint.
         """
         with self._asking:
             if self.module.trainer.interrupted and threading.get_ident() != self._thread:
@@ -219,7 +215,6 @@ class Shards(Replicas):
                 raise TrinityError(f"{type(error).__name__} when {at} was gathered: {error}") from error
 
     def _share(self, name: str, moment: str | None = None) -> DTensor:
-        """This rank's of that parameter, or of that moment of it."""
         if moment is None:
             return self._parameters[name]
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -228,8 +223,8 @@ class Shards(Replicas):
     def gathered(self, tensor: DTensor, dtype: torch.dtype | None = None, at: str = "a tensor") -> Tensor:
         """The whole of it, rounded to a dtype first, where the policy is; all ranks ask. `at`: what an error calls it.
 
-        Nothing is sent before every rank has room for it: one that fails is not waited for. Moments of rank 0 alone may
-        be on the host (`trainer.host.HostMemory`), and the others send theirs by the GPU.
+        Nothing is sent before every rank has room for it. Moments of rank 0 alone may be on the host (`HostMemory`),
+        and the others send theirs by the GPU.
         """
         rows, *shape = tensor.shape
         local, place = tensor.to_local().detach(), next(iter(self._parameters.values())).to_local().device
@@ -243,7 +238,6 @@ class Shards(Replicas):
         return -(-rows // self.ranks.size)
 
     def _own(self, whole: Tensor) -> Tensor:
-        """This rank's rows."""
         most = self._most_rows(len(whole))
         return whole[self.ranks.rank * most : (self.ranks.rank + 1) * most]
 
@@ -376,21 +370,19 @@ class Shards(Replicas):
             {**inner, **{k: v for k, v in outer.items() if k != "params"}}
             for inner, outer in zip(plain["param_groups"], state["param_groups"], strict=True)
         ]
+
+        def moment(value: Tensor, like: DTensor) -> Tensor:
+            if value.ndim == 0:  # a count of steps
+                return value.clone()
+            return take(value, self._as_share(torch.empty_like(like.to_local(), dtype=value.dtype), like))
+
         moments = {
-            position: {
-                name: take(value, self._empty(value, self._parameters[self._order[position]]))
-                if value.ndim
-                else value.clone()
-                for name, value in values.items()
-            }
+            position: {name: moment(value, self._parameters[self._order[position]]) for name, value in values.items()}
             for position, values in plain["state"].items()
         }
         if places := places_of({"optimizer_states": states}):
             read(folder, {place: shares[id(whole)] for place, whole in places.items()})
         self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
-
-    def _empty(self, whole: Tensor, like: DTensor) -> DTensor:
-        return self._as_share(torch.empty_like(like.to_local(), dtype=whole.dtype), like)
 
     def _as_share(self, own: Tensor, like: DTensor) -> DTensor:
         mesh = self._mesh if own.device.type == self._mesh.device_type else self._host
@@ -415,7 +407,6 @@ class Mesh(DeviceMesh):
         self._ranks_group = ranks.group
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """The group of all ranks."""
         return self._ranks_group
 
 
@@ -426,11 +417,9 @@ class Gather:
         self._ranks = ranks
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is received."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        """Fill the output with the inputs of all ranks."""
         self._ranks.send(group._allgather_base, output_tensor, input_tensor, AllgatherOptions(), "a layer's weights")
 
 

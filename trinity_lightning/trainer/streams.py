@@ -23,10 +23,7 @@ TEACHER = "teacher_top_k_logprobs"  # a column, and the argument of the loss
 
 
 class Streams:
-    """The terms of an objective, on experiences.
-
-    Args:
-        terms: by name.
+    """The terms of an objective, by name, on experiences.
 
     Raises:
         ConfigError: a loss of observations that needs what only tokens of the policy have.
@@ -68,7 +65,6 @@ class Streams:
             batch.columns[CANDIDATES], batch.columns[TEACHER] = map(list, zip(*read, strict=True))
 
     def extras(self, micro: MicroBatch, batch: OptimizerBatch) -> dict[str, Any]:
-        """What the loss of a micro-batch is given of all this."""
         weights = {name: micro.columns[STREAM + name] for name in self._terms}
         return {"stream_weights": weights, "stream_totals": batch.stream_totals, TEACHER: micro.columns.get(TEACHER)}
 
@@ -119,10 +115,9 @@ def _teacher(experience: Experience, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _is_supervised(loss_fn: PolicyLossFn) -> bool:
-    """Whether the loss is of any token, no matter which policy wrote it.
+    """Whether the loss is of any token: without advantages, and log-probabilities of another policy than the present.
 
-    It trains without advantages, and depends neither on them nor on log-probabilities of the policy that sampled, nor
-    of the reference: nothing but the policy's own tokens has those.
+    Nothing but the policy's own tokens has those.
     """
     plain = tried(loss_fn, advantage=0.0)
     others = tried(loss_fn, 1.0), tried(loss_fn, 0.0, moved=-1.0), tried(loss_fn, 0.0, apart=1.0)

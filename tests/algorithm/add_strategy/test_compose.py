@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+import torch
 
 from trinity_lightning.algorithm.add_strategy import (
     AddStrategy,
@@ -122,3 +123,55 @@ def test_composition_is_an_add_strategy():
     strategy = create_add_strategy([("reward_variance", {}), ("grpo", {})], ListWriter())
     assert isinstance(strategy, ComposedAddStrategy)
     assert [type(s).__name__ for s in strategy.strategies] == ["RewardVarianceAddStrategy", "GRPOAddStrategy"]
+
+
+class Own(AddStrategy):
+    """Returns what it is given."""
+
+    def __init__(self, writer, returned):
+        super().__init__(writer)
+        self.returned = returned
+
+    async def add(self, experiences, step):
+        return self.returned
+
+    @classmethod
+    def default_args(cls):
+        return {}
+
+
+class OwnScore(GRPOAddStrategy):
+    def __init__(self, writer, returned):
+        super().__init__(writer)
+        self.returned = returned
+
+    def score(self, rewards, groups, runs):
+        return self.returned
+
+
+class OwnGroup(GRPOAddStrategy):
+    def calculate_group_advantage(self, group_id, exps):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return exps
+
+
+SCORES = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("Own", {"returned": None}, r"Own.add must return \(number of .*, metrics by name\), not NoneType"),
+        ("Own", {"returned": ({}, 3)}, r"Own.add must return .*, not dict, int"),
+        ("OwnGroup", {}, r"OwnGroup.calculate_group_advantage must return \(list of experiences, .*\), not list"),
+        ("OwnScore", {"returned": SCORES}, r"OwnScore.score must return \(tensor of scores, .*\), not Tensor"),
+        ("OwnScore", {"returned": (SCORES[:2], {})}, r"OwnScore.score must return scores as a tensor \[3\], .*\[2\]"),
+        (
+            "OwnScore",
+            {"returned": (SCORES, {"best": 1.0})},
+            r"OwnScore.score must return best as a tensor \[2\], not",
+        ),
+    ],
+)
+def test_what_a_strategy_of_ones_own_must_return_is_said_with_its_name(name, args, message):
+    with pytest.raises(ConfigError, match=message):
+        run([(f"{__name__}.{name}", args), ("reinforce", {})], experiences([0.0, 1.0], [1.0]))

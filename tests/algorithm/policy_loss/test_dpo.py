@@ -6,6 +6,7 @@ import torch
 from support.losses import with_gradient
 
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
+from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.errors import ConfigError
 
 B, R = 8, 6
@@ -108,3 +109,9 @@ def test_metrics_are_means_over_pairs(tensors):
 def test_arguments_that_are_no_dpo_are_refused(arguments, words, tensors):
     with pytest.raises(ConfigError, match=words):
         dpo(*tensors, **arguments)
+
+
+def test_an_odd_number_of_rows_is_no_pairs(tensors):
+    logprobs, ref, mask = (each[:3] for each in tensors)
+    with pytest.raises(ExperienceError, match="pairs of rows, chosen and rejected, and here are 3"):
+        dpo(logprobs, ref, mask)

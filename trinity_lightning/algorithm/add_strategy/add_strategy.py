@@ -26,13 +26,13 @@ from trinity_lightning.config.registry import PARTS, Registry, import_object
 from trinity_lightning.config.values import number, numbered, one_of, unknown_name
 from trinity_lightning.errors import ConfigError
 
-# -- Groups: validate, filter, set advantages, gather metrics ----------------------------------------------------------
-
-
 logger = logging.getLogger(__name__)
 
 Groups = dict[str, list[Experience]]
 Metrics = dict[str, float]
+INVALID_GROUP_COUNT = "group_advantages/invalid_group_count"
+
+# -- Groups: validate, filter, set advantages, gather metrics ----------------------------------------------------------
 
 
 def reject_dpo(exps: Sequence[Experience]) -> None:
@@ -52,10 +52,7 @@ def split_valid(
 ) -> tuple[Groups, int]:
     """The valid groups, and the number of the others, which are logged and marked as untrained.
 
-    Args:
-        groups: by id.
-        is_valid: here, whether all rewards of a group are finite numbers.
-        numbers: what `is_valid` looks at, in words.
+    `numbers` says in words what `is_valid` looks at.
     """
     valid = {id_: exps for id_, exps in groups.items() if is_valid(exps)}
     invalid = [id_ for id_ in groups if id_ not in valid]
@@ -124,19 +121,13 @@ def by_group(metrics: Mapping[str, Tensor], count: int) -> list[Metrics]:
 
 # -- The strategies ----------------------------------------------------------------------------------------------------
 
-
 ADD_STRATEGY: Registry[type["AddStrategy"]] = Registry("add strategy")
-
-INVALID_GROUP_COUNT = "group_advantages/invalid_group_count"
 
 
 class AddStrategy(ABC):
     """Sets the advantages of an explore step's experiences (its groups are complete), and writes what is to be trained.
 
-    The mathematics is in `group_advantages.py` and `functional.py`.
-
-    Args:
-        writer: where the experiences go.
+    The mathematics is in `group_advantages.py` and `functional.py`; experiences go to the `writer`.
 
     Raises:
         TypeError: an argument the strategy does not have; the message lists those it has.
@@ -174,10 +165,9 @@ class AddStrategy(ABC):
         """Which of the groups, each of its runs, to write: those above `std_threshold`, by rewards before operators."""
         if self.std_threshold is None or not groups:
             return [True] * len(groups)
-        from trinity_lightning.algorithm.add_strategy.functional import std_above  # an option
-
         rewards = torch.tensor([raw_reward(last_step(run)) for runs in groups for run in runs], dtype=torch.float64)
-        return std_above(rewards, index_of(groups), self.std_threshold).tolist()
+        stats = group_stats(rewards, index_of(groups))
+        return ((stats.size > 1) & (stats.std > self.std_threshold)).tolist()
 
     def _filtered(self, given: int, written: int) -> Metrics:
         return {} if self.std_threshold is None else {"filtered_count": float(given - written)}
@@ -185,6 +175,18 @@ class AddStrategy(ABC):
     def survivors(self, experiences: list[Experience]) -> Groups:
         """The groups of these experiences that would be written, by task; for strategies with `refills`."""
         return group_by(experiences, "task")
+
+
+def check_returned(strategy: AddStrategy, method: str, returned: Any, first: type, meant: str) -> None:
+    """Refuse what a method of a strategy, of somebody's own perhaps, returned, unless it is such a pair.
+
+    Raises:
+        ConfigError: names the strategy, and says what the method must return.
+    """
+    pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
+    if not (isinstance(pair[0], first) and isinstance(pair[1], Mapping)):
+        found = type(returned).__name__ if pair == (None, None) else ", ".join(type(each).__name__ for each in pair)
+        raise ConfigError(f"{type(strategy).__name__}.{method} must return ({meant}), not {found}.")
 
 
 class GroupAdvantageStrategy(AddStrategy):
@@ -210,12 +212,13 @@ class GroupAdvantageStrategy(AddStrategy):
     def weigh_groups(self, groups: Groups) -> tuple[list[list[Experience]], list[Metrics]]:
         """`calculate_group_advantage` of every group: what to write of each, and their metrics."""
         weighed = [self.calculate_group_advantage(group_id, exps) for group_id, exps in groups.items()]
+        for each in weighed:
+            check_returned(self, "calculate_group_advantage", each, list, "list of experiences, metrics by name")
         return [exps for exps, _ in weighed], [metrics for _, metrics in weighed]
 
     async def add(  # pyright: ignore[reportIncompatibleMethodOverride]  # `exps` is the name its users know
         self, exps: list[Experience], step: int
     ) -> tuple[int, Metrics]:
-        """Weigh and write the experiences, one write a group; see `AddStrategy.add`."""
         if not exps:
             return 0, {}
         reject_dpo(exps)
@@ -232,13 +235,11 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
     """Groups by task, and gives every run one score, a function of the rewards of the explore step.
 
     A run of several steps has one reward, that of each of its experiences, and counts once; its score goes to all of
-    them. Where the rewards of its steps differ it is refused: those are for `step_wise_grpo` and `gigpo`.
-
-    All groups are scored in one tensor operation, unless a subclass defines `calculate_group_advantage` itself.
+    them. Where the rewards of its steps differ it is refused: those are for `step_wise_grpo` and `gigpo`. All groups
+    are scored in one tensor operation, unless a subclass defines `calculate_group_advantage` itself.
     """
 
     def group_experiences(self, exps: list[Experience]) -> Groups:
-        """The experiences of each task."""
         return group_by(exps, "task")
 
     @abstractmethod
@@ -261,7 +262,6 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         return weighed[0], metrics[0]
 
     def weigh_groups(self, groups: Groups) -> tuple[list[list[Experience]], list[Metrics]]:
-        """Weigh all groups at once."""
         if type(self).calculate_group_advantage is not TaskAdvantageStrategy.calculate_group_advantage:
             return super().weigh_groups(groups)
         return self._weigh(groups)
@@ -272,7 +272,14 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         if not runs:
             return [], []
         rewards = torch.tensor([run_reward(run) for run in runs], dtype=torch.float64)
-        scores, group_metrics = self.score(rewards, index_of(runs_by_group), runs)
+        returned = self.score(rewards, index_of(runs_by_group), runs)
+        check_returned(self, "score", returned, Tensor, "tensor of scores, metrics by name")
+        scores, group_metrics = returned
+        shapes = {"scores": (scores, len(runs))} | {name: (each, len(groups)) for name, each in group_metrics.items()}
+        for name, (each, count) in shapes.items():
+            if not isinstance(each, Tensor) or each.shape != (count,):
+                what = f"shape {list(each.shape)}" if isinstance(each, Tensor) else repr(each)
+                raise ConfigError(f"{type(self).__name__}.score must return {name} as a tensor [{count}], not {what}.")
         per_step = [score for run, score in zip(runs, scores.tolist(), strict=True) for _ in run]
         set_advantages([exp for run in runs for exp in run], per_step)
         kept = self.kept_groups(runs_by_group)
@@ -283,8 +290,7 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
 class GRPOAddStrategy(TaskAdvantageStrategy):
     """GRPO: (r - mean) / (std + epsilon) within a task (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
-    The standard deviation is unbiased; a group of one has mean 0 and standard deviation 1; a group of equal rewards
-    has advantages of exactly 0.
+    The standard deviation is unbiased; a group of one has mean 0 and standard deviation 1, equal rewards advantage 0.
 
     Args:
         epsilon: added to the standard deviation.
@@ -324,21 +330,17 @@ class _Recorder(BufferWriter):
 
     def __init__(self, writer: BufferWriter | None) -> None:
         self._writer = writer
-        self._held: list[Experience] = []
+        self.held: list[Experience] = []
 
     def write(self, experiences: list[Experience]) -> None:
         if self._writer is not None:
             self._writer.write(experiences)
-        self._held += experiences
+        self.held += experiences
 
     async def write_async(self, experiences: list[Experience]) -> None:
         if self._writer is not None:
             await self._writer.write_async(experiences)
-        self._held += experiences
-
-    def take(self) -> list[Experience]:
-        held, self._held = self._held, []
-        return held
+        self.held += experiences
 
 
 class ComposedAddStrategy(AddStrategy):
@@ -348,22 +350,18 @@ class ComposedAddStrategy(AddStrategy):
     has reported already gets the later strategy's name as prefix: `grpo/filtered_count` (a second strategy of the same
     name is called `grpo_2`).
 
-    Args:
-        specs: registry name (or dotted path) and arguments of each strategy, in order; at least one.
-        writer: where the last one writes.
+    Arguments and errors are those of `create_add_strategy`.
 
     Attributes:
         stages: of the last step, by the name of each strategy what it let through, in order.
-
-    Raises:
-        ConfigError: no entry, or an argument's value is out of range.
     """
 
     def __init__(self, specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> None:
         super().__init__(writer)
         if not specs:
-            known = ", ".join(sorted(ADD_STRATEGY))
-            raise ConfigError(f"add_strategy names no strategy: give at least one of {known}.")
+            raise ConfigError(
+                f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}."
+            )
         self.stages: dict[str, list[Experience]] = {}
         self._recorders = [*(_Recorder(None) for _ in specs[1:]), _Recorder(writer)]
         self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._recorders, strict=True)]
@@ -375,19 +373,18 @@ class ComposedAddStrategy(AddStrategy):
         """None: `specs` has no default."""
         return {}
 
-    def survivors(self, experiences: list[Experience]) -> dict[str, list[Experience]]:
-        """What the first strategy lets through; see `AddStrategy.survivors`."""
+    def survivors(self, experiences: list[Experience]) -> Groups:
         return self.strategies[0].survivors(experiences)
 
-    async def add(self, experiences: list[Experience], step: int) -> tuple[int, dict[str, float]]:
-        """Run the step through all strategies; see `AddStrategy.add`."""
-        for recorder in self._recorders:
-            recorder.take()  # left behind by a step that failed half-way
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         self.stages = {}
         count, metrics = 0, {}
         for label, strategy, recorder in zip(self._labels, self.strategies, self._recorders, strict=True):
-            count, added = await strategy.add(experiences, step)
-            self.stages[label] = experiences = recorder.take()
+            recorder.held = []
+            returned: Any = await strategy.add(experiences, step)
+            check_returned(strategy, "add", returned, int, "number of experiences written, metrics by name")
+            count, added = returned
+            self.stages[label] = experiences = recorder.held
             metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
         return count, metrics
 
@@ -398,7 +395,7 @@ def create_add_strategy(specs: Sequence[tuple[str, Mapping[str, Any]]], writer: 
     Args:
         specs: registry name (or dotted path of a class) and arguments of each strategy, in order. One entry gives that
             strategy itself, several a `ComposedAddStrategy`.
-        writer: where the experiences go in the end.
+        writer: where the last one writes.
 
     Raises:
         ConfigError: no entry, or an argument's value is out of range.

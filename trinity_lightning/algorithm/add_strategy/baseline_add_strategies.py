@@ -1,4 +1,4 @@
-"""Add strategies that differ from GRPO in their baseline or normalisation only, among them a critic's values."""
+"""Add strategies that compare with something else than GRPO does: another baseline, a critic's values, a teacher."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -14,18 +14,17 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
     Metrics,
     TaskAdvantageStrategy,
     action_mask,
+    response_values,
+    split_valid,
 )
 from trinity_lightning.common.experience import Experience, group_by
-from trinity_lightning.common.runs import Run, run_reward
+from trinity_lightning.common.runs import Run, is_valid_reward, run_reward
 from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number, one_of
 
 
 class BaselineAddStrategy(TaskAdvantageStrategy):
-    """Base of the strategies of this module; metrics are those of the rewards: reward_mean and reward_std.
-
-    The standard deviation is unbiased, and 0 in a group of one.
-    """
+    """Reports reward_mean and reward_std, the unbiased standard deviation, 0 in a group of one."""
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
@@ -116,7 +115,6 @@ class CriticAddStrategy(GroupAdvantageStrategy):
         return {}
 
     def group_experiences(self, exps: list[Experience]) -> Groups:
-        """The experiences of each task."""
         return group_by(exps, "task")
 
     def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
@@ -124,3 +122,57 @@ class CriticAddStrategy(GroupAdvantageStrategy):
         for experience in exps:
             experience.advantages = experience.returns = None
         return exps, {"reward_mean": fmean(run_reward([each]) for each in exps)}
+
+
+class OnPolicyDistillAddStrategy(GroupAdvantageStrategy):
+    """kl_coef * (teacher_logprobs - logprobs) of each trained token: a teacher's opinion in place of a reward.
+
+    Source: "On-Policy Distillation", Thinking Machines Lab, 2025. Experiences need no reward, but one that is not a
+    finite number leaves its group out, as does such a log-probability of a trained token. The metric reverse_kl is the
+    mean of logprobs - teacher_logprobs over a task's trained tokens: an estimate of KL(policy || teacher), in nats.
+
+    Args:
+        kl_coef: weight of the difference, above 0: below it, the policy would move away from the teacher.
+    """
+
+    def __init__(self, writer: BufferWriter, kl_coef: float = 1.0, **unknown: Any) -> None:
+        super().__init__(writer, **unknown)
+        self.kl_coef = number("kl_coef", kl_coef, above=0)
+
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        return {"kl_coef": 1.0}
+
+    def group_experiences(self, exps: list[Experience]) -> Groups:
+        return group_by(exps, "task")
+
+    def split_valid(self, groups: Groups) -> tuple[Groups, int]:
+        return split_valid(groups, lambda exps: all(map(_is_valid, exps)), "reward or log-probability")
+
+    def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
+        """Set the advantages of one task's experiences.
+
+        Raises:
+            ExperienceError: an experience lacks logprobs or teacher_logprobs, or they do not fit its action mask.
+        """
+        total, tokens = 0.0, 0
+        for exp in exps:
+            mask, (teacher, student) = action_mask(exp).bool(), _logprobs(exp)
+            scores = functional.distillation_advantages(teacher, student, self.kl_coef)
+            # Chosen, not multiplied: what stands at tokens that are not trained does not matter.
+            exp.advantages = torch.where(mask, scores, 0.0).float()
+            exp.returns = exp.advantages.clone()
+            total += float((student.double() - teacher.double())[mask].sum())
+            tokens += int(mask.sum())
+        return exps, {"reverse_kl": total / tokens} if tokens else {}
+
+
+def _logprobs(exp: Experience) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the response under teacher and policy, each [response]."""
+    use = "which on_policy_distill compares"
+    return response_values(exp, "teacher_logprobs", use), response_values(exp, "logprobs", use)
+
+
+def _is_valid(exp: Experience) -> bool:
+    difference = functional.distillation_advantages(*_logprobs(exp))[action_mask(exp).bool()]
+    return (exp.reward is None or is_valid_reward(exp.reward)) and bool(torch.isfinite(difference).all())

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import xxhash
@@ -17,18 +17,15 @@ from trinity_lightning.config.values import whole_number
 class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
     """Writes the groups whose rewards differ, then copies of whole groups until the step is as large as before.
 
-    POLARIS (Hu et al., 2025). It sets no advantages: it goes before another strategy. Whether rewards differ
-    is decided as in `reward_variance`. Groups are copied in a seeded order, none a second time before all have been
-    copied once; whole ones, so that the count may pass that of the input by less than a group. A copy has a task of its
-    own, and is therefore a group of its own, and shares its tensors with the original.
+    POLARIS (Hu et al., 2025). It sets no advantages: it goes before another strategy. Whether rewards differ is decided
+    as in `reward_variance`, by the same arguments. Groups are copied in a seeded order, none a second time before all
+    have been copied once; whole ones, so that the count may pass that of the input by less than a group. A copy has a
+    task, and so a group, of its own, and shares its tensors with the original. All are written in one write.
 
     `filtered_count` counts the experiences left out, `duplicated_count` the copies; `add_strategy_time` is in seconds.
 
     Args:
-        writer: where the experiences go, in one write.
-        variance_threshold: what the population variance of a group's rewards must exceed.
         seed: with the explore step it decides which groups are copied.
-        metric: what to judge by in place of the reward before operators, as in `reward_variance`.
     """
 
     def __init__(
@@ -43,7 +40,6 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         self.seed = whole_number("seed", seed, least=0)
 
     async def _write(self, kept: Groups, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Write the groups and their copies, in one write."""
         originals = [exp for group in kept.values() for exp in group]
         copies = self._copies(kept, experiences, len(experiences) - len(originals), step)
         if originals:
@@ -54,39 +50,21 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         """At least `missing` copies, of whole groups, if there is any group."""
         copies: list[Experience] = []
         rng = random.Random(f"{self.seed}/{step}")
-        tasks = _FreshTasks(experiences)
+        taken = {str(exp.eid.task) for exp in experiences}  # 1 and "1" make the same task identifier
         while groups and len(copies) < missing:
             for group in rng.sample(list(groups.values()), len(groups)):
                 if len(copies) >= missing:
                     break
-                copies += _copy_group(group, tasks)
+                copies += _copy_group(group, taken)
         return copies
 
 
-class _FreshTasks:
-    """Task ids that no experience of the step has: further numbers for ints, `<task>-copy-<n>` for strings."""
-
-    def __init__(self, experiences: list[Experience]) -> None:
-        tasks = {exp.eid.task for exp in experiences}
-        self._taken = {str(task) for task in tasks}  # 1 and "1" make the same task identifier
-        self._next = max((task for task in tasks if isinstance(task, int)), default=-1) + 1
-
-    def fresh(self, task: int | str) -> int | str:
-        name = next(name for name in self._names(task) if str(name) not in self._taken)
-        self._taken.add(str(name))
-        if isinstance(name, int):
-            self._next = name + 1
-        return name
-
-    def _names(self, task: int | str) -> Iterator[int | str]:
-        number = self._next if isinstance(task, int) else 1
-        while True:
-            yield number if isinstance(task, int) else f"{task}-copy-{number}"
-            number += 1
-
-
-def _copy_group(group: list[Experience], tasks: _FreshTasks) -> list[Experience]:
-    task = tasks.fresh(group[0].eid.task)
+def _copy_group(group: list[Experience], taken: set[str]) -> list[Experience]:
+    """A copy of a group under a task that is not taken: a further number for an int, else `<task>-copy-<n>`."""
+    own = group[0].eid.task
+    names = count(len(taken)) if isinstance(own, int) else (f"{own}-copy-{number}" for number in count(1))
+    task = next(name for name in names if str(name) not in taken)
+    taken.add(str(task))
     copies = []
     for row, exp in enumerate(group):
         copied = copy.copy(exp)

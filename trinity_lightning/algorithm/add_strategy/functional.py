@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy.group_advantages import STD_LEVELS as STD_LEVELS
-from trinity_lightning.algorithm.add_strategy.group_advantages import GroupStats as GroupStats
 from trinity_lightning.algorithm.add_strategy.group_advantages import (
     as_rewards,
     group_extreme,
@@ -27,14 +26,6 @@ from trinity_lightning.algorithm.add_strategy.group_advantages import (
 from trinity_lightning.config.values import number, one_of
 
 OPMD_BASELINES = ("mean", "logavgexp")
-# Inside the square root of the whitening, as in REINFORCE++.
-WHITEN_EPSILON = 1e-8
-
-
-def std_above(rewards: Tensor, groups: Tensor, threshold: float) -> Tensor:
-    """Which groups have at least two rewards with an (unbiased) standard deviation above the threshold, bool [G]."""
-    stats = group_stats(rewards, groups)
-    return (stats.size > 1) & (stats.std > threshold)
 
 
 def dr_grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -43,11 +34,7 @@ def dr_grpo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def opmd_advantages(rewards: Tensor, groups: Tensor, baseline: str = "mean", tau: float = 1.0) -> Tensor:
-    """OPMD: r - b, with b the group's `opmd_baseline` (Trinity-RFT, arXiv 2505.17826).
-
-    Raises:
-        ConfigError: unknown baseline, or tau not above 0.
-    """
+    """OPMD: r - b, with b the group's `opmd_baseline`, whose errors it raises (Trinity-RFT, arXiv 2505.17826)."""
     stats = group_stats(rewards, groups)
     score = rewards.double() - opmd_baseline(rewards, groups, baseline, tau)[stats.index]
     return as_rewards(zero_where_equal(score, stats), rewards)
@@ -97,8 +84,6 @@ def rank_penalised_rewards(rewards: Tensor, groups: Tensor, likelihoods: Tensor,
     Rank 0 is the least likely of the group's n; equally likely ones share their average rank.
 
     Args:
-        rewards: [B].
-        groups: [B].
         likelihoods: any increasing function of how likely each response was, [B].
         rank_penalty: share of its reward that the likeliest of a large group loses.
     """
@@ -124,9 +109,8 @@ def gigpo_advantages(
 ) -> Tensor:
     """GiGPO: A = A_episode + step_weight * A_step, one for each of S steps (arXiv 2505.10978, section 4).
 
-    A_episode compares an episode's return with those of its task's other episodes, as GRPO does. A_step compares a
-    step's discounted return with those of the other steps taken from the same state, and is 0 for a state met once:
-    without repeated states this is GRPO.
+    A_episode compares an episode's return with those of its task's other episodes, as GRPO does; A_step a step's
+    discounted return with those of the other steps taken from the same state, and is 0 for a state met once.
 
     Args:
         episode_returns: [E].
@@ -134,26 +118,22 @@ def gigpo_advantages(
         step_returns: discounted sum of the rewards from each step on, [S].
         episodes: position in 0..E-1 of each step's episode [S].
         states: group of steps taken from the same state of the same task [S].
-        epsilon: added to the standard deviations.
-        step_weight: weight of A_step.
-        std_norm: divide by the (unbiased) standard deviation; else only subtract the mean.
+        epsilon, step_weight, std_norm: as of `GiGPOAddStrategy`; standard deviations are unbiased.
     """
-    if std_norm:
-        of_episodes = grpo_advantages(episode_returns, tasks, epsilon)
-    else:
-        of_episodes = dr_grpo_advantages(episode_returns, tasks)
     stats = group_stats(step_returns, states)
     of_steps = stats.centred  # 0 for a state met once: by itself it says nothing of the action taken
     if std_norm:
+        of_episodes = grpo_advantages(episode_returns, tasks, epsilon)
         of_steps = zero_where_equal(of_steps / (stats.std[stats.index] + epsilon), stats, least=1)
+    else:
+        of_episodes = dr_grpo_advantages(episode_returns, tasks)
     return as_rewards(of_episodes.double()[episodes] + step_weight * of_steps, step_returns)
 
 
 def distillation_advantages(teacher_logprobs: Tensor, logprobs: Tensor, kl_coef: float = 1.0) -> Tensor:
     """On-policy distillation: coef * (log p_teacher - log p) of each token, float64 [T].
 
-    Its mean over sampled tokens estimates the negative reverse KL ("On-Policy Distillation", Thinking Machines Lab,
-    2025; arXiv 2306.13649).
+    Its mean estimates the negative reverse KL ("On-Policy Distillation", Thinking Machines, 2025; arXiv 2306.13649).
     """
     return kl_coef * (teacher_logprobs.double() - logprobs.double())
 
@@ -161,26 +141,18 @@ def distillation_advantages(teacher_logprobs: Tensor, logprobs: Tensor, kl_coef:
 def reinforce_plus_plus_advantages(rewards: Tensor, groups: Tensor, num_tokens: Tensor) -> Tensor:
     """REINFORCE++ with group baseline: r - mean, whitened over all trained tokens (arXiv 2501.03262).
 
-    (A - mean) / sqrt(variance + 1e-8), where each A counts as often as its experience has trained tokens and the
-    variance is unbiased. Fewer than two trained tokens have variance 0.
-
-    Args:
-        rewards: [B].
-        groups: [B].
-        num_tokens: trained tokens of each experience [B].
+    (A - mean) / sqrt(variance + 1e-8), where each A counts as often as its experience has trained tokens, `num_tokens`
+    [B], and the variance is unbiased. Fewer than two trained tokens have variance 0.
     """
     centred = minus_baseline(rewards, group_stats(rewards, groups))
     weight = num_tokens.double()
     total = weight.sum()
     deviation = centred - (weight * centred).sum() / total.clamp(min=1)
     variance = (weight * deviation.square()).sum() / (total - 1).clamp(min=1)
-    return as_rewards(deviation / (variance + WHITEN_EPSILON).sqrt(), rewards)
+    return as_rewards(deviation / (variance + 1e-8).sqrt(), rewards)
 
 
 def rewards_differ(rewards: Tensor, groups: Tensor, variance_threshold: float = 0.0) -> Tensor:
-    """Which rewards belong to a group whose rewards differ, bool [B].
-
-    It has at least two, they are not equal, and their population variance is above the threshold.
-    """
+    """Which rewards belong to a group of different rewards, whose population variance is above the threshold. [B]"""
     stats = group_stats(rewards, groups)
     return (~stats.equal & (stats.variance > variance_threshold))[stats.index]

@@ -53,12 +53,9 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6, std_
     """GRPO: (r - mean) / (std + epsilon), std unbiased (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
 
     Args:
-        rewards: [B].
-        groups: [B].
         epsilon: keeps the quotient finite.
-        std_level: "group", or "batch": every group is divided by the standard deviation of all rewards
-            (arXiv 2508.08221). The standard deviation of fewer than two rewards, or of equal ones,
-            is taken as 1.
+        std_level: "group", or "batch": every group is divided by the standard deviation of all rewards (arXiv
+            2508.08221); that of fewer than two rewards, or of equal ones, is taken as 1.
 
     Raises:
         ConfigError: unknown std_level.

@@ -49,7 +49,6 @@ class RewardVarianceAddStrategy(AddStrategy):
         return {"variance_threshold": 0.0}
 
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Write the groups whose rewards differ, one write a group; see `AddStrategy.add`."""
         if not experiences:
             return 0, {}
         start = time.perf_counter()
@@ -68,7 +67,6 @@ class RewardVarianceAddStrategy(AddStrategy):
         return sum(map(len, kept.values())), {}
 
     def survivors(self, experiences: list[Experience]) -> Groups:
-        """The groups whose rewards differ; see `AddStrategy.survivors`."""
         return self._differing(experiences)[0]
 
     def _rewarded(self, last: list[Experience]) -> bool:

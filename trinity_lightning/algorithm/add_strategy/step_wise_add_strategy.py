@@ -29,14 +29,11 @@ from trinity_lightning.config.values import flag, number, numbered, one_of, text
 
 
 class RunAdvantageStrategy(AddStrategy):
-    """An add strategy that groups by task and then by run, and writes one run at a time.
+    """An add strategy that groups by task and then by run (`runs_of`), and writes one run at a time.
 
-    Experiences with the same run and the same step do not say which belong together: each is a run of its own, as it
-    is for all strategies (`runs_of`).
-    Here each experience is weighed as a step of its run, whatever rewards the other steps have.
+    Each experience is weighed as a step of its run, whatever rewards the other steps have.
 
-    A task of which a reward that matters is no finite number is left out, logged, and counted in
-    `group_advantages/invalid_group_count`.
+    A task with a reward that matters and is no finite number is left out as by `GroupAdvantageStrategy`.
     """
 
     @abstractmethod
@@ -50,7 +47,6 @@ class RunAdvantageStrategy(AddStrategy):
     async def add(  # pyright: ignore[reportIncompatibleMethodOverride]  # `exps` is the name its users know
         self, exps: list[Experience], step: int
     ) -> tuple[int, Metrics]:
-        """Weigh and write the experiences, one write a run; see `AddStrategy.add`."""
         if not exps:
             return 0, {}
         reject_dpo(exps)
@@ -122,7 +118,6 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
         return run_exps
 
     def weigh_tasks(self, tasks: list[Groups]) -> list[Metrics]:
-        """All tasks at once, unless a subclass defines `calculate_group_advantage` itself."""
         last_steps = [{run_id: last_step(exps) for run_id, exps in runs.items()} for runs in tasks]
         if type(self).calculate_group_advantage is StepWiseGRPOStrategy.calculate_group_advantage:
             scores, metrics = self._score(last_steps)
@@ -149,13 +144,11 @@ class GiGPOAddStrategy(RunAdvantageStrategy):
 
     The reward of an experience is that of its step; a step before the last may have none, which counts as 0. An
     episode's return is the sum of its rewards. A step's return R_t = r_t + gamma * R_(t+1) is compared with those of
-    all steps of the task, in any run, that were taken from the same state.
-
-    Metrics of a task: reward_mean and reward_std of its episodes' returns, and repeated_state_ratio, the share of steps
-    whose state was met more than once: at 0 this is step-wise GRPO.
+    all steps of the task, in any run, that were taken from the same state. Metrics of a task: reward_mean and
+    reward_std of its episodes' returns, and repeated_state_ratio, the share of steps whose state was met more than
+    once: at 0 this is step-wise GRPO.
 
     Args:
-        writer: where the experiences go, one write a run.
         epsilon: added to the standard deviations.
         step_weight: weight of A_step.
         gamma: discount of later rewards in a step's return, from 0 to 1.
@@ -220,19 +213,14 @@ class GiGPOAddStrategy(RunAdvantageStrategy):
         return by_group(metrics, len(tasks))
 
     def _step_returns(self, exps: list[Experience]) -> list[float]:
-        """Discounted sum of the rewards from each step of an episode on."""
         backwards = accumulate(map(_reward, reversed(exps)), lambda later, reward: reward + self.gamma * later)
         return list(backwards)[::-1]
 
     def _states(self, steps: list[Experience], tasks: list[int]) -> torch.Tensor:
         """Position of each step's state among those of the explore step; states of different tasks differ. [S]."""
         positions: dict[Hashable, int] = {}
-        return torch.tensor(
-            [
-                positions.setdefault((task, self._state(exp)), len(positions))
-                for exp, task in zip(steps, tasks, strict=True)
-            ]
-        )
+        states = zip(tasks, map(self._state, steps), strict=True)
+        return torch.tensor([positions.setdefault(each, len(positions)) for each in states])
 
     def _state(self, exp: Experience) -> Hashable:
         if self.state_key not in exp.info:

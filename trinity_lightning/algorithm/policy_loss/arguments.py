@@ -56,10 +56,7 @@ def loss_arguments(fn: PolicyLossFn) -> dict[str, inspect.Parameter]:
 
 
 def _signature(fn: PolicyLossFn) -> inspect.Signature:
-    """The signature, its annotations as types even where `from __future__ import annotations` leaves them as text.
-
-    All stay text if one of them uses a name that exists for type checkers only; such arguments are not checked.
-    """
+    """The signature, its annotations as types; as text, which is not checked, if a name in them is not to be found."""
     try:
         return inspect.signature(fn, eval_str=True)
     except (NameError, AttributeError, TypeError, SyntaxError):
@@ -73,13 +70,11 @@ def _check_type(argument: str, value: object, annotation: Any) -> None:
     choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     plain = [_PLAIN.get(get_origin(choice) or choice) for choice in choices]
     known = [each for each in plain if each is not None]
-    if len(known) < len(plain) or any(_fits(value, types) for types, _ in known):
+    types = [each for fitting, _ in known for each in fitting]
+    fits = bool in types if isinstance(value, bool) else isinstance(value, tuple(types))  # True is an int to Python
+    if fits or len(known) < len(plain):
         return
     raise TypeError(f"{argument} is {value!r}; give {' or '.join(words for _, words in known)}.")
-
-
-def _fits(value: object, types: tuple[type, ...]) -> bool:
-    return isinstance(value, types) and (not isinstance(value, bool) or bool in types)  # True is an int to Python
 
 
 # -- the argument loss_agg_mode ----------------------------------------------------------------------------------------

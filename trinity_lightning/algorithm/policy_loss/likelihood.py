@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, aggregate, trained
+from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
 
@@ -57,11 +58,7 @@ def opmd(
     loss_agg_mode: str = "token-mean",
     **totals: Unpack[BatchTotals],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """OPMD, its simple form: -A lp / (1 + tau) (Trinity-RFT, arXiv 2505.17826). The only metric is pg_loss.
-
-    Raises:
-        ConfigError: tau is negative or infinite, or the mode is unknown.
-    """
+    """OPMD, its simple form: -A lp / (1 + tau) (Trinity-RFT, arXiv 2505.17826). The only metric is pg_loss."""
     number("algorithm.policy_loss.args.tau", tau, least=0)
     return reinforce(logprobs, old_logprobs, action_mask, advantages / (1 + tau), loss_agg_mode=loss_agg_mode, **totals)
 
@@ -99,9 +96,6 @@ def teacher_kl(
 
     Returns:
         The loss; the only metric is pg_loss, the loss: the KL in nats.
-
-    Raises:
-        ConfigError: unknown direction or mode.
     """
     one_of("algorithm.policy_loss.args.direction", direction, DIRECTIONS)
     policy, teacher = with_rest(top_k_logprobs), with_rest(teacher_top_k_logprobs)
@@ -154,10 +148,19 @@ def dpo(
         and of sum(lp) as `logps/chosen` and `logps/rejected`.
 
     Raises:
-        ConfigError: a number is out of its range, an unknown loss type, or smoothing of another one than "sigmoid".
+        ExperienceError: an odd number of rows, and no `pairs`.
     """
-    _check_dpo(beta, loss_type, label_smoothing)
+    key = "algorithm.policy_loss.args"
+    number(f"{key}.beta", beta, above=0)
+    one_of(f"{key}.loss_type", loss_type, LOSS_TYPES)
+    number(f"{key}.label_smoothing", label_smoothing, least=0)
+    if label_smoothing >= 0.5:
+        raise ConfigError(f"{key}.label_smoothing is {label_smoothing}; give a number from 0 to below 0.5.")
+    if label_smoothing > 0 and loss_type != "sigmoid":
+        raise ConfigError(f"{key}.label_smoothing applies to loss_type=sigmoid only, not to {loss_type}: leave it out.")
     mask = action_mask.bool()
+    if pairs is None and len(mask) % 2:
+        raise ExperienceError(f"dpo is of pairs of rows, chosen and rejected, and here are {len(mask)}: leave one out.")
     rows = torch.arange(len(mask), device=mask.device).view(-1, 2) if pairs is None else pairs
     count = max(totals.get("num_sequences") or len(mask), 2) // 2
     policy = trained(logprobs, mask).sum(-1)
@@ -177,18 +180,6 @@ def dpo(
         "logps/rejected": logps[:, 1],
     }
     return loss, {"pg_loss": loss.detach()} | {name: values.sum() / count for name, values in measured.items()}
-
-
-def _check_dpo(beta: float, loss_type: str, label_smoothing: float) -> None:
-    """ConfigError unless the arguments of `dpo` are within their ranges."""
-    key = "algorithm.policy_loss.args"
-    number(f"{key}.beta", beta, above=0)
-    one_of(f"{key}.loss_type", loss_type, LOSS_TYPES)
-    number(f"{key}.label_smoothing", label_smoothing, least=0)
-    if label_smoothing >= 0.5:
-        raise ConfigError(f"{key}.label_smoothing is {label_smoothing}; give a number from 0 to below 0.5.")
-    if label_smoothing > 0 and loss_type != "sigmoid":
-        raise ConfigError(f"{key}.label_smoothing applies to loss_type=sigmoid only, not to {loss_type}: leave it out.")
 
 
 def _pair_losses(difference: Tensor, beta: float, loss_type: str, label_smoothing: float) -> Tensor:

@@ -46,9 +46,6 @@ def topr(
 
     Returns:
         The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of tokens whose ratio is cut to 1.
-
-    Raises:
-        ConfigError: the threshold is infinite, or level or mode is unknown.
     """
     number("algorithm.policy_loss.args.advantage_threshold", advantage_threshold)
     one_of("algorithm.policy_loss.args.level", level, ("token", "sequence"))
@@ -78,9 +75,6 @@ def asymre(
 
     Args:
         baseline_shift: added to the baseline; below 0, good responses count for more than bad ones.
-
-    Raises:
-        ConfigError: the shift is infinite, or the mode is unknown.
     """
     number("algorithm.policy_loss.args.baseline_shift", baseline_shift)
     shifted = advantages - baseline_shift
@@ -106,9 +100,6 @@ def sppo(
 
     Returns:
         The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of tokens whose ratio is out of the range.
-
-    Raises:
-        ConfigError: epsilon is not above 0, or infinite, or the mode is unknown.
     """
     number("algorithm.policy_loss.args.epsilon", epsilon, above=0)
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
@@ -153,9 +144,6 @@ def rec(
 
     Returns:
         The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of tokens that do not count.
-
-    Raises:
-        ConfigError: a name is unknown, a number out of its range or without effect, or the ring within the range.
     """
     one_of("algorithm.policy_loss.args.clip_mode", clip_mode, CLIP_MODES)
     one_of("algorithm.policy_loss.args.weight", weight, WEIGHTS)
@@ -184,8 +172,10 @@ def rec(
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     ratio = log_r.detach().exp()
     counts = _counts(clip_mode, ratio, advantages, epsilons[:2], epsilons[2:])
-    loss_token = -_weight(weight, ratio, advantages, temp) * advantages * trained(logprobs, action_mask) * counts
-    loss_token = loss_token + regularizer_coef * _regularizer(regularizer, logprobs, log_r)
+    by_advantage = (advantages / temp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    w = {"none": 1.0, "importance_sampling": ratio, "advantage": by_advantage}[weight]
+    loss_token = -w * advantages * trained(logprobs, action_mask) * counts
+    loss_token = loss_token + regularizer_coef * {"none": 0.0, "k2": log_r**2, "forward-kl": -logprobs}[regularizer]
     loss = aggregate(loss_token, action_mask, loss_agg_mode, **totals)
     return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, pg_clipfrac=~counts)
 
@@ -204,19 +194,3 @@ def _counts(
     if mode == "ring":
         counts |= (good & (ratio <= 1 - outer[0])) | (bad & (ratio >= 1 + outer[1]))
     return counts
-
-
-def _weight(name: str, ratio: Tensor, advantages: Tensor, temp: float) -> Tensor:
-    """The weight of `rec`, [b, r]."""
-    if name == "importance_sampling":
-        return ratio
-    if name == "advantage":
-        return (advantages / temp).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return torch.ones_like(ratio)
-
-
-def _regularizer(name: str, logprobs: Tensor, log_r: Tensor) -> Tensor:
-    """The regularizer of `rec`, [b, r]."""
-    if name == "k2":
-        return log_r.square()
-    return -logprobs if name == "forward-kl" else torch.zeros_like(log_r)

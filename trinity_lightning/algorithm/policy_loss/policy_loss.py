@@ -52,9 +52,7 @@ def aggregate(
         action_mask: which tokens are trained, bool [b, r]; or their weights, float: t m is then t times the weight, and
             a token with one counts as one.
         loss_agg_mode: one of the four above.
-        num_tokens: N; see `BatchTotals`.
-        num_sequences: B.
-        max_response_length: R.
+        num_tokens, num_sequences, max_response_length: N, B and R; see `BatchTotals`.
 
     Raises:
         ConfigError: unknown mode.
@@ -85,7 +83,7 @@ def ratio_metrics(
 ) -> dict[str, Tensor]:
     """pg_loss and ppo_kl as in `ppo`, and the share of tokens for which each condition [b, r] holds.
 
-    They are of the tokens that were computed; of all if `computed`, the number of those, is not given.
+    `computed`: how many tokens they are of; None: all.
     """
     n = computed or totals.get("num_tokens")
     metrics = {"pg_loss": loss.detach(), "ppo_kl": -aggregate(log_r.detach(), action_mask, num_tokens=n)}
@@ -117,9 +115,7 @@ def combine_metrics(micro_batches: Iterable[Mapping[str, Tensor]]) -> dict[str, 
 
 # -- Policy losses by name, and the shape they all share ---------------------------------------------------------------
 
-
-# exp(20) = 5e8: far beyond any useful ratio, and finite in float32 with room for products.
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: far beyond any useful ratio, and finite in float32 with room for products
 
 
 class PolicyLossFn(Protocol):
@@ -150,6 +146,9 @@ class PolicyLossFn(Protocol):
     Returns:
         The loss, whose sum over micro-batches is the optimizer batch's, and metrics that combine by `combine_metrics`.
         `pg_loss` is always among them.
+
+    Raises:
+        ConfigError: an argument of the loss's own is out of its range, or a name that it does not know.
     """
 
     def __call__(

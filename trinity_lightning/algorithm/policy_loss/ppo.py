@@ -42,9 +42,6 @@ def ppo(
         - pg_clipfrac: share of tokens whose loss the range clips, the sum of
           pg_clipfrac_low (A < 0 and r < 1 - low) and pg_clipfrac_high (A > 0 and r > 1 + high);
         - pg_clipfrac_dual: share of tokens whose loss the dual clip bounds (A < 0 and r > c).
-
-    Raises:
-        ConfigError: a range is negative or not finite, dual_clip is not above 1, or the mode is unknown.
     """
     check_clip_range(clip_range_low, clip_range_high)
     number("algorithm.policy_loss.args.dual_clip", dual_clip, above=1, optional=True)

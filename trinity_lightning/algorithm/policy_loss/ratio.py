@@ -42,9 +42,6 @@ def gspo(
 
     Returns:
         The loss, and pg_loss, ppo_kl, pg_clipfrac, pg_clipfrac_low, pg_clipfrac_high as in `ppo`.
-
-    Raises:
-        ConfigError: a range is negative or not finite, or the mode is unknown.
     """
     check_clip_range(clip_range_low, clip_range_high)
     mask = action_mask.bool()
@@ -81,10 +78,6 @@ def cispo(
 
     Returns:
         The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of trained tokens whose ratio is clipped.
-
-    Raises:
-        ConfigError: a range is negative or not finite, or given with the cap, the cap is not above 0, or the mode is
-            unknown.
     """
     check_clip_range(clip_range_low, clip_range_high)
     number("algorithm.policy_loss.args.absolute_cap", absolute_cap, above=0, optional=True)
@@ -122,9 +115,6 @@ def sapo(
 
     Returns:
         The loss, and pg_loss, ppo_kl as in `ppo`.
-
-    Raises:
-        ConfigError: a temperature is not above 0 or infinite, or the mode is unknown.
     """
     for name, tau in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
         number(f"algorithm.policy_loss.args.{name}", tau, above=0)
@@ -162,9 +152,6 @@ def dppo(
     Returns:
         The loss, and pg_loss, ppo_kl as in `ppo`; pg_clipfrac: share of tokens that are left out, the sum of
         pg_clipfrac_low (A < 0) and pg_clipfrac_high (A > 0); and divergence/max: the largest D.
-
-    Raises:
-        ConfigError: an unknown divergence or mode, or a threshold out of its range.
     """
     one_of("algorithm.policy_loss.args.divergence", divergence, DIVERGENCES)
     number("algorithm.policy_loss.args.threshold", threshold, above=0, most=1 if divergence == "tv" else math.inf)

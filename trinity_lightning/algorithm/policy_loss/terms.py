@@ -96,8 +96,7 @@ def streams(
         weight.
 
     Raises:
-        ConfigError: as `stream_configs`, or as a stream's loss says.
-        ValueError, TypeError: an argument that a stream's loss does not have.
+        ConfigError, ValueError, TypeError: as `stream_configs`, or as a stream's loss says.
     """
     given = {
         "ref_logprobs": ref_logprobs,
@@ -161,8 +160,7 @@ def mix(
         term before the weighting.
 
     Raises:
-        ConfigError: mu is out of range, the usual loss is none of rollouts, or as it says.
-        ValueError, TypeError: an unknown loss, or an argument that it does not have.
+        ConfigError, ValueError, TypeError: mu is out of range, the usual loss is none of rollouts, or as it says.
     """
     mask = action_mask.bool()
     expert = mask.new_zeros(len(mask)) if expert_mask is None else expert_mask.bool()
@@ -191,8 +189,6 @@ def _totals(
     expert_tokens = int(mask[expert].sum()) if expert_tokens is None else expert_tokens
     expert_sequences = int(expert.sum()) if expert_sequences is None else expert_sequences
     longest = totals.get("max_response_length")
-    rollouts = BatchTotals(
-        num_tokens=tokens - expert_tokens, num_sequences=sequences - expert_sequences, max_response_length=longest
-    )
-    experts = BatchTotals(num_tokens=expert_tokens, num_sequences=expert_sequences, max_response_length=longest)
+    counts = (tokens - expert_tokens, sequences - expert_sequences), (expert_tokens, expert_sequences)
+    rollouts, experts = (BatchTotals(num_tokens=n, num_sequences=b, max_response_length=longest) for n, b in counts)
     return rollouts, experts

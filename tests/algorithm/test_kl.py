@@ -1,12 +1,9 @@
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from trinity_lightning.algorithm.kl import KL_FN, kl_loss, with_penalties
+from trinity_lightning.algorithm.kl import KL_FN, kl_loss
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
-from trinity_lightning.config.training import AlgorithmConfig
 
 ORACLES = {
     "none": lambda lp, ref, old: 0 * lp,
@@ -105,21 +102,3 @@ def test_unknown_estimate():
     lp, ref, old, mask = tensors()
     with pytest.raises(ValueError, match=r"unknown KL estimate 'k4'.*low_var_kl"):
         kl_loss("k4", lp, ref, old, mask, coefficient=1.0)
-
-
-def test_entropy_bonus():
-    entropies, _, _, mask = tensors()
-
-    def bonus(rows: slice = slice(None), **totals: Any) -> torch.Tensor:
-        values, ones = entropies[rows], mask[rows]
-        none = torch.zeros_like(values)
-        config = AlgorithmConfig(entropy_coef=0.1)
-        loss, metrics = with_penalties(torch.tensor(3.0), config, none, None, none, values, ones, totals)
-        assert metrics == {}
-        return loss - 3
-
-    by_sequence = bonus(loss_agg_mode="seq-mean-token-sum", num_sequences=8)
-    assert by_sequence.item() == pytest.approx(-0.1 * entropies[mask].sum().item() / 8)
-    whole, count = bonus(), int(mask.sum())
-    assert whole.item() == pytest.approx(-0.1 * entropies[mask].mean().item())
-    torch.testing.assert_close(sum(bonus(slice(i, None, 2), num_tokens=count) for i in (0, 1)), whole)
