@@ -350,7 +350,7 @@ class ExampleReader(CursorReader):
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         (start,) = cursor
         end = start + count if self._repeat else min(start + count, len(self._examples))
-        return [Item(self._at(place), (place + 1,), True) for place in range(start, end)]
+        return [Item(self._at(place), (place + 1,)) for place in range(start, end)]
 
     def _at(self, place: int) -> Experience:
         turn, index = divmod(place, len(self._examples))

@@ -273,7 +273,7 @@ def _check_first(reader: BufferReader, pairs: bool) -> None:
 class UnreadReader(BufferReader):
     """In the place of a reader on ranks other than 0, which are given what rank 0 has read."""
 
-    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
+    def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -399,8 +399,8 @@ class AnswerReader(BufferReader):
             content.update(json.dumps(said, default=lambda value: type(value).__name__).encode())
         self._source = content.hexdigest()[:16]
 
-    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
-        return [self._experience(raw) for raw in self._taskset.next_batch(count or 1)]
+    def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
+        return [self._experience(raw) for raw in self._taskset.next_batch(count)]
 
     def _conversation(self, raw: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
         """The prompt's messages, and the answer."""
