@@ -290,7 +290,7 @@ class ExperienceDataModule(UnmovedDataModule):
     def on_exception(self, exception: BaseException) -> None:
         """The same after an error: it is on its way to the user, and one of closing is only logged."""
         if self.pipeline.chain is not None:
-            self.pipeline.chain.end_after_error()
+            self.pipeline.chain.end(after_error=True)
 
     def train_dataloader(self) -> ExperienceLoader:
         """One sized, lazy, stateful loader for the whole run."""

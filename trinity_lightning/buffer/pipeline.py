@@ -56,14 +56,6 @@ class ExperiencePipeline:
         self._explained: set[str] = set()  # reasons for untrained steps for which it was logged what helps
 
     @property
-    def selector_metric(self) -> dict[Any, Any]:
-        """What the last step's operators report to a task selector: {taskset_id: {"indices": [...], "values": [...]}}.
-
-        For selectors of your own: tasksets of this library are updated by the explorer, by rewards before operators.
-        """
-        return {} if self.chain is None else self.chain.selector_metric
-
-    @property
     def criteria(self) -> "list[Criterion]":
         """What its filters judge by."""
         from trinity_lightning.common.untrained import Criterion

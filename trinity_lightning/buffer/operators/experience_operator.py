@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 # Clients of other models (judges, say), several for one model to share its load.
 AuxiliaryModels = Mapping[str | int, "list[AsyncOpenAI]"]
 
-# Under this key an operator's metrics hold {taskset_id: {"indices": [...], "values": [...]}} for a task selector.
+# Under this key an operator's metrics hold {taskset_id: {"indices": [...], "values": [...]}} for a task selector: they
+# are not logged.
 SELECTOR_METRIC = "selector_metric"
 
 
@@ -145,6 +146,12 @@ def _operator_class(name: str) -> OperatorClass:
         )
     if inspect.isabstract(found):
         raise TypeError(f"'{name}' is an abstract class: define {', '.join(sorted(found.__abstractmethods__))} first.")
+    for method in ("prepare", "process", "close") if issubclass(found, ExperienceOperatorV1) else ():
+        if not inspect.iscoroutinefunction(inspect.unwrap(getattr(found, method))):
+            raise TypeError(
+                f"operator '{name}': write `async def {method}`, as an ExperienceOperatorV1 has it; `process` returns "
+                "(list of experiences, dict of metrics)."
+            )
     return found
 
 
@@ -191,10 +198,6 @@ class OperatorChain:
     Args:
         configs, auxiliary_models: as `create_operators`, errors too.
         folder: where `rejected/step_<n>.trxp` is written when an operator fails; None: nowhere.
-
-    Attributes:
-        selector_metric: what the operators report to the task selector of the last step and its refills, {} if nothing;
-            of a task that several report, the last value.
     """
 
     def __init__(
@@ -212,8 +215,6 @@ class OperatorChain:
         self._prepared: list[_Stage] = []
         self._loop: asyncio.AbstractEventLoop | None = None  # where they were prepared
         self._warned: set[str] = set()
-        self._step: int | None = None
-        self.selector_metric: dict[Any, Any] = {}
 
     @property
     def operators(self) -> list[ExperienceOperatorV1]:
@@ -255,17 +256,17 @@ class OperatorChain:
             causes = "; ".join(f"{stage.title} could not be closed: {_described(error)}" for stage, error in failures)
             raise OperatorError(causes) from failures[0][1]
 
-    def end(self) -> None:
-        """`close` from any thread, on the loop that the operators were prepared on as long as that runs."""
-        if self._prepared:
-            on_loop(self.close, self._loop)
+    def end(self, after_error: bool = False) -> None:
+        """`close` from any thread, on the loop that the operators were prepared on as long as that runs.
 
-    def end_after_error(self) -> None:
-        """Like `end`, while another error is on its way to the user: an error of closing is only logged."""
+        `after_error`: another one is on its way to the user, and an error of closing is only logged.
+        """
         try:
             if self._prepared:
-                on_loop(self.close, self._loop, CLOSE_SECONDS)
+                on_loop(self.close, self._loop, CLOSE_SECONDS if after_error else WAIT_SECONDS)
         except (OperatorError, TimeoutError) as error:
+            if not after_error:
+                raise
             logger.warning("%s", error)
 
     async def process(
@@ -275,15 +276,13 @@ class OperatorChain:
 
         Args:
             experiences: of the step, or of a refill of it.
-            step: its number; called again with the same, it is given a refill.
+            step: its number.
             received: copies of the step's experiences so far, before any operator; those of these are added.
             untrained: takes note of what each operator leaves out.
 
         Raises:
             OperatorError: an operator failed whose on_error is `stop`; what the step received is saved.
         """
-        if step != self._step:
-            self._step, self.selector_metric = step, {}
         metrics: dict[str, float] = {}
         if self._folder is not None:
             received += snapshot(experiences)
@@ -296,7 +295,6 @@ class OperatorChain:
             try:
                 # A list of its own: the caller's keeps what it has.
                 experiences, values = _checked(await stage.operator.process(list(experiences)))
-                self.selector_metric = _joined(self.selector_metric, values.get(SELECTOR_METRIC, {}))
             except Exception as error:
                 if before is None:
                     raise self._failure(stage, error, step, received) from error
@@ -394,20 +392,6 @@ def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:
                 check_assigned(experience)
             return list(experiences), metrics or {}
     raise TypeError(f"process must return (list of experiences, dict of metrics), not {result!r:.80}")
-
-
-def _joined(before: Mapping[Any, Any], added: Any) -> dict[Any, Any]:
-    """What is reported to a task selector before and now, by task. TypeError: `added` is not of the right shape."""
-    joined = dict(before)
-    try:
-        for taskset, entry in added.items():
-            parts = (joined[taskset], entry) if taskset in joined else (entry,)
-            values = dict(pair for part in parts for pair in zip(part["indices"], part["values"], strict=True))
-            joined[taskset] = {**entry, "indices": list(values), "values": list(values.values())}
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        shape = "{taskset_id: {'indices': [...], 'values': [...]}}"
-        raise TypeError(f"its {SELECTOR_METRIC} must be {shape}, not {added!r:.80} ({_described(error)})") from error
-    return joined
 
 
 def _described(error: BaseException) -> str:

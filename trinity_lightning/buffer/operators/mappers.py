@@ -149,8 +149,7 @@ class PassRateCalculator(ExperienceOperatorV1):
     """Mean reward of each task of the taskset, by `info["task_index"]` {taskset_id, index}.
 
     The rewards are those before operators. Only measured here: the explorer itself reports them to a taskset in the
-    order `by_difficulty`, of all rollouts and before any operator has filtered them. For a selector of your own the
-    rates of the last step are in `ExperiencePipeline.selector_metric`.
+    order `by_difficulty`, of all rollouts and before any operator has filtered them.
 
     A run of several steps counts once, with its last step's reward. Rewards that are no finite numbers do not count; a
     task that has no other is not reported.
