@@ -67,8 +67,8 @@ def test_a_conversation_ends_with_the_response(tokenizer: Any) -> None:
 
 
 def test_an_entry_without_a_response_is_found_wherever_it_is(tokenizer: Any) -> None:
-    entries = [{"prompt": "x", "answer": "y"}] * 3 + [{"prompt": "x", "answer": ""}]
-    with pytest.raises(ConfigError, match="entry 3: no answer"):
+    entries = [{"prompt": "x", "answer": "y" * (n < 3)} for n in range(12)]
+    with pytest.raises(ConfigError, match=r"entry 3, entry 4, .*, entry 7, ...: no answer \(9 of 12 entries\)"):
         AnswerReader(Taskset(entries), tokenizer)
 
 

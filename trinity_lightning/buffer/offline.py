@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from trinity_lightning.monitor.run_monitor import RunMonitor
     from trinity_lightning.trainer.policy import PolicyModule
 
+MOST_NAMED = 5  # entries without an answer that a message names
+
 
 @dataclass(eq=False)
 class OfflineLoader:
     """Yields `steps_per_epoch` optimizer batches an epoch, each one read.
 
-    Its state is the position in the epoch; that of the reader is the data module's.
+    Its state is the position in the epoch; the reader's is the data module's.
 
     Attributes:
         reader: where experiences come from.
@@ -277,7 +279,6 @@ class UnreadReader(BufferReader):
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -383,39 +384,41 @@ class AnswerReader(BufferReader):
         workflow_args: of the run's workflow, for its system prompt.
 
     Raises:
-        ConfigError: an entry has no answer.
+        ConfigError: entries have no answer; the message names the first of them.
     """
 
     def __init__(self, taskset: Taskset, tokenizer: Any, workflow_args: Mapping[str, Any] | None = None) -> None:
         self._taskset, self._tokenizer = taskset, tokenizer
         self._workflow_args = dict(workflow_args or {})
-        content = hashlib.sha256()
-        for i in range(len(taskset)):  # a field that is empty shows now, not in the middle of a run
-            raw = taskset[i]
-            self._conversation(raw)
+        missing, content = [], hashlib.sha256()
+        for i, raw in enumerate(taskset):
+            messages, answer = self._conversation(raw)
+            if not messages or not answer.strip():
+                missing.append(taskset.place(i))
             # The entry itself: the system prompt may change. What is no JSON counts by its type alone, as its text may
             # be an address in memory.
             said = [raw.get(key) for key in ("messages", "prompt", "answer")]
             content.update(json.dumps(said, default=lambda value: type(value).__name__).encode())
+        if missing:  # which shows now, not in the middle of a run
+            places = ", ".join(missing[:MOST_NAMED]) + ", ..." * (len(missing) > MOST_NAMED)
+            raise ConfigError(
+                f"expert data '{taskset.name}', {places}: no answer ({len(missing)} of {len(taskset)} entries). Set "
+                "buffer.expert.dataset.answer_field to the field with the response, end `messages` with it, or leave "
+                "such entries out."
+            )
         self._source = content.hexdigest()[:16]
 
     def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
         return [self._experience(raw) for raw in self._taskset.next_batch(count)]
 
     def _conversation(self, raw: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """The prompt's messages, and the answer."""
+        """The prompt's messages, and the answer: empty if there is none."""
         messages = messages_of(Task("simple", raw, workflow_args=self._workflow_args))
         answer = raw.get("answer")
         if answer is None and messages[-1]["role"] == "assistant":
             *messages, last = messages
             answer = last.get("content")
-        if answer is None or not str(answer).strip() or not messages:
-            place = self._taskset.place(raw["task_index"]["index"])
-            raise ConfigError(
-                f"expert data '{self._taskset.name}', {place}: no answer. Set "
-                "buffer.expert.dataset.answer_field to the field with the response, or end `messages` with it."
-            )
-        return messages, str(answer)
+        return messages, "" if answer is None else str(answer)
 
     def _experience(self, raw: dict[str, Any]) -> Experience:
         messages, answer = self._conversation(raw)
@@ -433,11 +436,10 @@ class AnswerReader(BufferReader):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The taskset's cursor, and whose it is."""
         return self._taskset.state_dict() | {"source": self._source}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; a ConfigError if that was of other data."""
+        """As the base class; a ConfigError if the state is of other data."""
         cursor = dict(state)
         if cursor.pop("source", self._source) != self._source:  # earlier versions had none
             raise ConfigError(
