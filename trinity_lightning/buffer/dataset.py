@@ -120,8 +120,7 @@ class Example:
             self._check_learned("completion", fields["completion"])
             begin, tokens = self._rendered(fields["prompt"], fields["completion"])
             return Experience(tokens=tokens, prompt_length=begin)
-        named = next((name for name in ("messages", "conversations") if name in fields), None)
-        if named is not None:
+        if named := next((name for name in ("messages", "conversations") if name in fields), None):
             self._check_learned(named, messages := self._column(named, list))
             tokens, mask = self._turns(messages)
             if True not in mask:
@@ -253,9 +252,8 @@ def read_examples(
     """The examples of all entries, none longer than `most` tokens.
 
     Args:
-        entries: of the dataset.
+        entries, where: the dataset, and what messages call it.
         example: makes an example of an entry.
-        where: the dataset in words, for messages.
         most: longest example, in tokens.
         overlong: `refuse`, `drop` or `truncate` a longer one; how many is logged.
 
@@ -279,7 +277,7 @@ def read_examples(
                 )
             if overlong == "drop" or not _trained_within(one, most):
                 continue
-            one = _truncated(one, most)
+            _truncate(one, most)
         examples.append(one)
     if found:
         kept = found - (len(entries) - len(examples))
@@ -304,15 +302,12 @@ def _trained_within(example: Experience, most: int) -> bool:
     return mask is not None and bool(mask[: max(most - example.prompt_length, 0)].any())
 
 
-def _truncated(example: Experience, most: int) -> Experience:
-    if example.experience_type == "dpo":
+def _truncate(example: Experience, most: int) -> None:
+    if example.chosen is not None and example.rejected is not None:
         rest = most - len(example.tokens)
-        chosen, rejected = (None if each is None else each[:rest] for each in (example.chosen, example.rejected))
-        return Experience(eid=example.eid, tokens=example.tokens, chosen=chosen, rejected=rejected)
-    mask = example.action_mask[: most - example.prompt_length] if example.experience_type == "multi_turn" else None  # type: ignore[index]
-    return Experience(
-        eid=example.eid, tokens=example.tokens[:most], prompt_length=example.prompt_length, action_mask=mask
-    )
+        example.chosen, example.rejected = example.chosen[:rest], example.rejected[:rest]
+    elif example.action_mask is not None:
+        example.tokens, example.action_mask = example.tokens[:most], example.action_mask[: most - example.prompt_length]
 
 
 class ExampleReader(CursorReader):
@@ -328,7 +323,10 @@ class ExampleReader(CursorReader):
     def __init__(
         self, examples: Sequence[Experience], where: str, seed: int | None = None, repeat: bool = True
     ) -> None:
-        super().__init__(_digest(examples, seed), where)
+        digest = hashlib.sha256(str(seed).encode())
+        for each in examples:
+            digest.update(_content_of(each))
+        super().__init__(digest.hexdigest()[:16], where)
         self._examples, self._seed, self._repeat = examples, seed, repeat
         self._pass, self._order = -1, np.empty(0, np.int64)  # the order of one pass
 
@@ -363,7 +361,7 @@ class ExampleReader(CursorReader):
 
 
 def examples_of(buffer: BufferConfig, path: str, split: str, model: str, pairs: bool) -> list[Experience]:
-    """The examples of a dataset for a model, `pairs` or responses; errors as of `read_examples`."""
+    """The examples of a dataset for a model, `pairs` or responses; errors as `read_examples`."""
     tokenizer = load_tokenizer(model)
     kind = Example.pair if pairs else Example.response
     entries: Any = dataset_entries(path, split, buffer.dataset.subset, as_text=True)
@@ -388,14 +386,6 @@ def _forms(entry: Entry) -> list[tuple[str, ...]]:
     return [form for form in _FORMS if all(entry.get(name) is not None for name in form)]
 
 
-def _digest(examples: Sequence[Experience], seed: int | None) -> str:
-    """What tells these examples and their order from others."""
-    found = hashlib.sha256(str(seed).encode())
-    for each in examples:
-        found.update(_content_of(each))
-    return found.hexdigest()[:16]
-
-
 def _content_of(example: Experience) -> bytes:
     """What tells an example from others: its tokens, and which of them are trained on."""
     parts = (example.tokens, example.action_mask, example.chosen, example.rejected)
@@ -411,14 +401,9 @@ NAMES = {"actor/rewards/accuracies": "eval/accuracy", "actor/rewards/margins": "
 def held_out_of_run(
     config: TrainConfig, examples: list[Experience], pairs: bool
 ) -> tuple[list[Experience], list[Experience]]:
-    """The examples that are trained on, and those that are not, which `buffer.dataset.held_out` asks for.
+    """The examples of `buffer.path` that are trained on, and those that `buffer.dataset.held_out` asks for.
 
     Held-out examples that are trained on all the same, as of overlapping slices, are warned of.
-
-    Args:
-        config: of the run.
-        examples: those of `buffer.path`.
-        pairs: whether they are preference pairs.
 
     Raises:
         ConfigError: nothing would be left on one of the sides; or as `read_examples`.
@@ -463,7 +448,7 @@ class HeldOutLoss(L.Callback):
         interval: optimizer steps, of which a step without rollouts is one, from one measurement to the next.
         total_steps: explore steps of the run.
         show: is given what was measured, or nothing, before the step's line is printed.
-        max_response_length: as of the batches that are trained on.
+        max_response_length: as for the batches that are trained on.
     """
 
     def __init__(

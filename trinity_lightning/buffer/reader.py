@@ -81,17 +81,11 @@ class BufferReader(ABC):
 
 
 class Item(NamedTuple):
-    """An experience as a buffer gives it to a `CursorReader`.
-
-    Attributes:
-        experience: the experience itself.
-        cursor: where the reader stands once it has been read.
-        run: which run it is from, where a buffer holds those of several: they may have tasks of the same name.
-    """
+    """An experience as a buffer gives it to a `CursorReader`."""
 
     experience: Experience
-    cursor: Cursor
-    run: str = ""
+    cursor: Cursor  # where the reader stands once it has been read
+    run: str = ""  # which run it is from, where a buffer holds those of several: they may have tasks of the same name
 
 
 def group_of(experience: Experience) -> str | None:
@@ -166,11 +160,9 @@ class CursorReader(BufferReader):
         self._cursor, self._ahead = self.START, []
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and whose it is."""
         return {"source": self._source, "cursor": list(self._cursor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. ForeignPositionError: the state is another buffer's."""
         if state["source"] != self._source:
             raise ForeignPositionError(
                 f"{self._where}: the saved position belongs to another buffer (id {state['source']}, this one has "
@@ -214,16 +206,13 @@ class RepeatingReader(BufferReader):
         return got if got or last else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the reader stands, and in which pass."""
         return {"reader": self._reader.state_dict(), "passes": self.passes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; errors as the reader's."""
         self._reader.load_state_dict(state["reader"])
         self.passes = state["passes"]
 
     def close(self) -> None:
-        """Close the reader."""
         self._reader.close()
 
 

@@ -132,7 +132,6 @@ class ReplayReader(BufferReader):
         connection.execute(ROWS.update().where(taken).values(uses=ROWS.c.uses + by))
 
     def state_dict(self) -> dict[str, Any]:
-        """How often this reader has read, and of what."""
         return {"source": self._database.source, "reader": self._name, "reads": self._number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -163,7 +162,6 @@ class ReplayReader(BufferReader):
         self._number = state["reads"]
 
     def close(self) -> None:
-        """Close all connections."""
         self._database.close()
 
 

@@ -354,7 +354,6 @@ class SqlStorage(BufferWriter):
         }
 
     async def write_async(self, experiences: list[Experience]) -> None:
-        """Awaitable `write`: the database is waited for in a thread."""
         await asyncio.to_thread(self.write, experiences)
 
     def close(self) -> None:
@@ -398,5 +397,4 @@ class SqlReader(CursorReader):
         return [Item(e, (row.position,), run_of(row.write_id)) for e, row in zip(experiences, found, strict=True)]
 
     def close(self) -> None:
-        """Close all connections."""
         self._database.close()

@@ -144,16 +144,11 @@ class StepReader(CursorReader):
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and whose it is."""
         self._source = _identity(self.folder)
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
-
-        Raises:
-            ForeignPositionError: the state is another folder's; a folder without an id is not checked.
-        """
+        """As the base class; a folder without an id is not checked."""
         self._source = _identity(self.folder)
         unknown = _UNKNOWN in (self._source, state["source"])
         super().load_state_dict(state | {"source": self._source} if unknown else state)
