@@ -8,11 +8,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -96,15 +95,12 @@ class LegacyOperator(ExperienceOperatorV1):
         self.operator = operator
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """The wrapped operator's `process`."""
         return self.operator.process(exps)
 
     async def close(self) -> None:
-        """The wrapped operator's `close`."""
         self.operator.close()
 
     def set_auxiliary_model(self, auxiliary_models: AuxiliaryModels | None) -> None:
-        """Hand the models on, if the wrapped operator takes them."""
         super().set_auxiliary_model(auxiliary_models)
         if (take := getattr(self.operator, "set_auxiliary_model", None)) is not None:
             take(auxiliary_models)
@@ -133,11 +129,6 @@ def create_operators(
     return operators
 
 
-def class_name(operator: ExperienceOperatorV1) -> str:
-    """Name of the operator's class, of the wrapped one for the older kind."""
-    return type(operator.operator if isinstance(operator, LegacyOperator) else operator).__name__
-
-
 def _operator_class(name: str) -> OperatorClass:
     found = EXPERIENCE_OPERATORS.resolve(name)
     if not (isinstance(found, type) and issubclass(found, ExperienceOperator | ExperienceOperatorV1)):
@@ -157,18 +148,16 @@ def _operator_class(name: str) -> OperatorClass:
 
 def _create(cls: OperatorClass, config: OperatorConfig) -> ExperienceOperator | ExperienceOperatorV1:
     signature = inspect.signature(cls)
-    parameters = signature.parameters.values()
-    takes = [str(p) for p in parameters]
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+    known = signature.parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
         for name in config.args:
-            if name not in signature.parameters:
-                raise TypeError(unknown_name(f"argument of operator '{config.name}'", name, signature.parameters))
+            if name not in known:
+                raise TypeError(unknown_name(f"argument of operator '{config.name}'", name, known))
     try:
         signature.bind(**config.args)
     except TypeError as error:
-        raise TypeError(
-            f"operator '{config.name}': {error}. Its arguments are: {', '.join(takes) or 'none'}."
-        ) from error
+        takes = ", ".join(map(str, known.values())) or "none"
+        raise TypeError(f"operator '{config.name}': {error}. Its arguments are: {takes}.") from error
     try:
         return cls(**config.args)
     except ConfigError as error:
@@ -178,18 +167,12 @@ def _create(cls: OperatorClass, config: OperatorConfig) -> ExperienceOperator | 
 # -- one after the other -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """One operator: how it is called in metrics, and the key of its time."""
-
+class _Stage(NamedTuple):
     operator: ExperienceOperatorV1
-    label: str
+    label: str  # in metrics
+    title: str  # in messages
     time_key: str
     on_error: OnError
-
-    @property
-    def title(self) -> str:
-        return f"operator '{self.label}' ({class_name(self.operator)})"
 
 
 class OperatorChain:
@@ -203,14 +186,12 @@ class OperatorChain:
     def __init__(
         self, configs: Sequence[OperatorConfig], auxiliary_models: AuxiliaryModels | None, folder: str | Path | None
     ) -> None:
-        operators = create_operators(configs, auxiliary_models)
+        self._stages: list[_Stage] = []
         labels = numbered([config.name for config in configs])
-        self._stages = [
-            _Stage(
-                operator, label, f"time/operator/{index}_{class_name(operator)}", on_error_of(label, config.on_error)
-            )
-            for index, (operator, config, label) in enumerate(zip(operators, configs, labels, strict=True))
-        ]
+        for operator, config, label in zip(create_operators(configs, auxiliary_models), configs, labels, strict=True):
+            kind = type(operator.operator if isinstance(operator, LegacyOperator) else operator).__name__
+            title, time_key = f"operator '{label}' ({kind})", f"time/operator/{len(self._stages)}_{kind}"
+            self._stages.append(_Stage(operator, label, title, time_key, on_error_of(label, config.on_error)))
         self._folder = None if folder is None else Path(folder)
         self._prepared: list[_Stage] = []
         self._loop: asyncio.AbstractEventLoop | None = None  # where they were prepared
@@ -218,7 +199,6 @@ class OperatorChain:
 
     @property
     def operators(self) -> list[ExperienceOperatorV1]:
-        """The operators, in order."""
         return [stage.operator for stage in self._stages]
 
     async def prepare(self) -> None:
@@ -299,7 +279,8 @@ class OperatorChain:
                 if before is None:
                     raise self._failure(stage, error, step, received) from error
                 logger.warning("%s failed at explore step %d and is skipped.", stage.title, step, exc_info=error)
-                _put_back(given, before)  # in place: observers hold these experiences too
+                for experience, copied in zip(given, before, strict=True):  # in place: observers hold them too
+                    experience.__dict__ = vars(copied)
                 experiences, values = given, {}
             finally:
                 metrics[stage.time_key] = time.perf_counter() - start
@@ -348,13 +329,6 @@ def snapshot(experiences: Sequence[Experience]) -> list[Experience]:
     return [_copy_experience(experience, memo) for experience in experiences]
 
 
-def _put_back(experiences: Sequence[Experience], before: Sequence[Experience]) -> None:
-    """Give the experiences the fields of their copies."""
-    for experience, copied in zip(experiences, before, strict=True):
-        vars(experience).clear()
-        vars(experience).update(vars(copied))
-
-
 def _copy_experience(experience: Experience, memo: dict[int, Any]) -> Experience:
     copied = copy.copy(experience)
     for name, value in vars(experience).items():
@@ -362,13 +336,11 @@ def _copy_experience(experience: Experience, memo: dict[int, Any]) -> Experience
             if id(value) not in memo:
                 memo[id(value)] = value.detach().clone()
             setattr(copied, name, memo[id(value)])
-        elif isinstance(value, dict | list) and value:
+        elif isinstance(value, dict | list):
             try:
-                setattr(copied, name, copy.deepcopy(value, memo))
+                setattr(copied, name, copy.deepcopy(value, memo) if value else type(value)())
             except Exception as error:  # whatever a user's object raises
                 raise ExperienceError(f"experience {experience.eid}: {name} cannot be copied: {error}") from error
-        elif isinstance(value, dict | list):
-            setattr(copied, name, type(value)())
     copied.eid = copy.copy(experience.eid)
     return copied
 
