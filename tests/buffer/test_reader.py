@@ -143,7 +143,8 @@ def test_a_run_of_an_earlier_version_goes_on_under_its_name(tmp_path):
     with SqlStorage(path) as storage:
         storage.write(make_group(0, 1) + make_group(1, 1))
     with ReplayReader(path) as reader:
-        state = reader.state_dict()
+        state = reader.state_dict() | {"reader": "trainer"}
+        reader.load_state_dict(state)
         first = reader.read(1)
     with create_reader(BufferConfig(storage="sql", path=str(path), order="priority")) as resumed:
         resumed.load_state_dict(state)

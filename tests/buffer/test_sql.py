@@ -115,10 +115,10 @@ def test_the_highest_priority_comes_first_and_zero_never(place):
 def test_old_experiences_lose_priority(place):
     """Scores at decay 0.5: 4 * 0.5**2 = 1 of step 1, 1.5 * 0.5 = 0.75 of step 2, 0.9 of step 3."""
     write(place, make_prioritized([4.0], batch=1), make_prioritized([1.5], batch=2), make_prioritized([0.9], batch=3))
-    with ReplayReader(place, decay=0.5, name="half") as reader:
+    with ReplayReader(place, decay=0.5) as reader:
         assert [e.eid.batch for e in reader.read(3)] == [1, 3, 2]
     write(place, make_prioritized([4.0], batch=1), make_prioritized([0.1], batch=9))
-    with ReplayReader(place, decay=0.1, name="tenth") as reader:
+    with ReplayReader(place, decay=0.1) as reader:
         assert [e.eid.batch for e in reader.read(2)] == [9, 1]
 
 
@@ -132,7 +132,7 @@ def test_used_experiences_lose_priority_and_leave_at_the_limit(place):
 
 def test_a_reuse_limit_holds_for_all_readers_together(place):
     write(place, make_prioritized([1.0] * 6))
-    with ReplayReader(place, reuse_limit=2, name="a") as a, ReplayReader(place, reuse_limit=2, name="b") as b:
+    with ReplayReader(place, reuse_limit=2) as a, ReplayReader(place, reuse_limit=2) as b:
         read = tasks(a.read(4)) + tasks(b.read(4)) + tasks(a.read(9)) + tasks(b.read(9))
     assert sorted(read) == sorted(list(range(6)) * 2)
 
@@ -140,12 +140,12 @@ def test_a_reuse_limit_holds_for_all_readers_together(place):
 def test_random_order_is_seeded_and_takes_each_once_a_read(place):
     write(place, make_prioritized([1.0] * 12))
 
-    def reads(seed, name):
-        with ReplayReader(place, order="random", reuse_limit=None, seed=seed, name=name) as reader:
+    def reads(seed):
+        with ReplayReader(place, order="random", reuse_limit=None, seed=seed) as reader:
             return [tasks(reader.read(5)) for _ in range(3)]
 
-    first = reads(1, "a")
-    assert first == reads(1, "b") != reads(2, "c")
+    first = reads(1)
+    assert first == reads(1) != reads(2)
     assert all(len(set(read)) == 5 for read in first)
     assert first[0] != first[1]
 
@@ -190,11 +190,12 @@ def test_a_task_of_two_runs_is_two_groups(place, reader):
         assert [opened.read(4, whole_groups=True) for _ in range(3)] == [*groups, []]
 
 
-def test_two_replay_readers_of_one_name_are_found_out(place):
+def test_two_replay_readers_of_one_state_are_found_out(place):
     write(place, make_prioritized([1.0] * 4))
     with ReplayReader(place) as one, ReplayReader(place) as two:
+        two.load_state_dict(one.state_dict())
         one.read(1)
-        with pytest.raises(StorageError, match="another reader 'trainer'"):
+        with pytest.raises(StorageError, match="has read meanwhile"):
             two.read(1)
 
 

@@ -73,7 +73,6 @@ class OfflineLoader:
         number("wait", self.wait, least=0)
 
     def __len__(self) -> int:
-        """Optimizer batches an epoch: constant."""
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[OptimizerBatch]:
@@ -102,19 +101,17 @@ class OfflineLoader:
             self._position = position
 
     def state_dict(self) -> dict[str, Any]:
-        """Which batch of which epoch comes next."""
         return {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
         self._epoch, self._position = state["epoch"], state["position"]
 
 
 class OfflineExperienceDataModule(UnmovedDataModule):
     """Experiences out of a reader, without an explorer: SFT, DPO, offline RL.
 
-    An epoch is `steps_per_epoch` reads, each of which becomes one optimizer batch. The reader's position is in the
-    checkpoint, that in the epoch too (the loader's).
+    An epoch is `steps_per_epoch` reads, each of which becomes one optimizer batch. The positions of reader and loader
+    are in the checkpoint.
 
     Args:
         reader: where experiences come from.
@@ -166,7 +163,6 @@ class OfflineExperienceDataModule(UnmovedDataModule):
         return self._loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the reader stands."""
         return {"reader": self.reader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

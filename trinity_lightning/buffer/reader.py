@@ -6,7 +6,7 @@ saves that state together with what was made of the experiences reads each of th
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from trinity_lightning.common.experience import Experience
@@ -93,6 +93,15 @@ def group_of(experience: Experience) -> str | None:
     return None if experience.eid.batch == "" and experience.eid.task == "" else experience.eid.tid
 
 
+def check_source(state: Mapping[str, Any], source: str, where: str) -> None:
+    """ForeignPositionError unless a reader's state is of the buffer with this id, which messages call `where`."""
+    if state["source"] != source:
+        raise ForeignPositionError(
+            f"{where}: the saved position belongs to another buffer (id {state['source']}, this one has {source}). "
+            "Give the path it was saved with, or start without the saved state."
+        )
+
+
 class CursorReader(BufferReader):
     """Reads in the order of writing, each experience once.
 
@@ -163,11 +172,7 @@ class CursorReader(BufferReader):
         return {"source": self._source, "cursor": list(self._cursor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["source"] != self._source:
-            raise ForeignPositionError(
-                f"{self._where}: the saved position belongs to another buffer (id {state['source']}, this one has "
-                f"{self._source}). Give the path it was saved with, or start without the saved state."
-            )
+        check_source(state, self._source, self._where)
         self._cursor, self._ahead = tuple(state["cursor"]), []
 
 
@@ -244,7 +249,6 @@ def create_reader(buffer: BufferConfig, seed: int = 0) -> BufferReader:
                 decay=buffer.decay,
                 use_decay=buffer.use_decay,
                 seed=seed,
-                name=None,  # several runs may read one database
             )
         reader = SqlReader(place)
     return RepeatingReader(reader) if buffer.repeat else reader

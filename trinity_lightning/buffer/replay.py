@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_lightning.buffer.reader import BufferReader
+from trinity_lightning.buffer.reader import BufferReader, check_source
 from trinity_lightning.buffer.sql import READS, ROWS, Database, experience_at, run_of, sa
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.values import number, one_of, whole_number
-from trinity_lightning.errors import ForeignPositionError, StorageError
+from trinity_lightning.errors import StorageError
 
 ORDERS = ("priority", "random")
 
@@ -40,7 +40,6 @@ class ReplayReader(BufferReader):
         reuse_limit: how often an experience may be read by all readers together; None: without end.
         decay, use_decay: in (0, 1].
         seed: of the random order.
-        name: under which reads are logged, another for each reader; None: a new one, or that of the state it loads.
 
     A ConfigError if an argument is out of range; other errors as `Database`.
     """
@@ -56,18 +55,15 @@ class ReplayReader(BufferReader):
         decay: float = 1.0,
         use_decay: float = 1.0,
         seed: int = 0,
-        name: str | None = "trainer",
     ) -> None:
         one_of("order", order, ORDERS)
         whole_number("reuse_limit", reuse_limit, least=1, optional=True)
         for key, value in (("decay", decay), ("use_decay", use_decay)):
             number(key, value, above=0, most=1)
         self._order, self._reuse_limit, self._seed = order, reuse_limit, seed
-        self._name, self._named = name or secrets.token_hex(8), name is not None
         self._log_decay, self._log_use_decay = math.log(decay), math.log(use_decay)
         self._database = Database(place, create=False)
-        newest = sa.select(sa.func.max(READS.c.number)).where(READS.c.reader == self._name)
-        self._number = self._database.transact(lambda connection, _: connection.execute(newest).scalar()) or 0
+        self._name, self._number = secrets.token_hex(8), 0  # under which its reads are logged; how many there were
 
     def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
         number = self._number + 1
@@ -120,8 +116,8 @@ class ReplayReader(BufferReader):
         held = sa.select(READS.c.number).where(READS.c.reader == self._name, READS.c.number >= number)
         if connection.execute(held).first():
             raise StorageError(
-                f"{self._database.where}: another reader '{self._name}' has read meanwhile; give each its own `name`, "
-                "and let only one run at a time go on from a checkpoint."
+                f"{self._database.where}: another reader '{self._name}' has read meanwhile: let only one run at a time "
+                "go on from a checkpoint."
             )
         read = {"reader": self._name, "number": number}
         connection.execute(READS.insert(), [read | {"position": position} for position in chosen])
@@ -138,18 +134,11 @@ class ReplayReader(BufferReader):
         """Go on where `state_dict` was taken: what this reader has read since becomes unread.
 
         Raises:
-            ForeignPositionError: the state is another buffer's or another reader's.
+            ForeignPositionError: the state is another buffer's.
             StorageError: the database cannot be written to.
         """
-        if not self._named:
-            self._name = state["reader"]
-        mine = {"source": self._database.source, "reader": self._name}
-        for key, value in mine.items():
-            if state[key] != value:
-                raise ForeignPositionError(
-                    f"{self._database.where}: the saved position has {key} '{state[key]}', expected '{value}'. Give "
-                    "what it was saved with, or start without the saved state."
-                )
+        check_source(state, self._database.source, self._database.where)
+        self._name = state["reader"]
         since = (READS.c.reader == self._name) & (READS.c.number > state["reads"])
 
         def take_back(connection: sa.Connection, _again: bool) -> None:

@@ -264,12 +264,25 @@ def _make_engine(url: sa.URL, create: bool) -> sa.Engine:
 # -- writing and reading -----------------------------------------------------------------------------------------------
 
 
-def explore_step(experience: Experience) -> int:
-    """The explore step of an experience; 0 if it does not say."""
-    batch = experience.eid.batch
+def _row(experience: Experience, write_id: str) -> dict[str, Any]:
+    priority = experience.info.get("priority", 1.0)
+    if not isinstance(priority, (int, float)) or not 0 <= priority < math.inf:
+        raise ExperienceError(
+            f"experience {experience.eid.uid}: priority: expected a finite number of at least 0, got {priority!r}."
+        )
+    batch = experience.eid.batch  # the explore step, 0 if it does not say
     if isinstance(batch, str):
-        return int(batch) if batch.isascii() and batch.isdecimal() and len(batch) < 19 else 0
-    return batch
+        batch = int(batch) if batch.isascii() and batch.isdecimal() and len(batch) < 19 else 0
+    return {
+        "write_id": write_id,
+        "ends_write": False,  # not read any more
+        "task": group_of(experience),
+        "step": batch,
+        "priority": float(priority),
+        "log_priority": math.log(priority) if priority > 0 else 0.0,  # that of 0 is never looked at
+        "uses": 0,
+        "payload": experience.serialize(),
+    }
 
 
 def run_of(write_id: str) -> str:
@@ -300,33 +313,25 @@ class SqlStorage(BufferWriter):
     def __init__(self, place: str | Path) -> None:
         self._database = Database(place, create=True)
 
-    def write(self, experiences: list[Experience]) -> None:
+    def write(self, experiences: list[Experience], name: str | None = None) -> None:
         """Insert the experiences; they are committed when this returns.
+
+        Args:
+            experiences: perhaps none.
+            name: of at most 32 characters: they take the place of those that were written under it before.
 
         Raises:
             ExperienceError: one of them cannot be serialized, or its priority is none; nothing is written.
             StorageLockedError: the database was busy for too long.
             StorageError: it fails otherwise.
         """
-        if experiences:
-            self._insert(secrets.token_hex(16), experiences, replace=False)
-
-    def replace(self, name: str, experiences: list[Experience]) -> None:
-        """Insert the experiences in place of those that were written under this name before; errors as `write`.
-
-        Args:
-            name: at most 32 characters.
-            experiences: perhaps none.
-        """
-        self._insert(name, experiences, replace=True)
-
-    def _insert(self, write_id: str, experiences: list[Experience], replace: bool) -> None:
-        rows = [self._row(experience, write_id) for experience in experiences]
+        write_id = name or secrets.token_hex(16)
+        rows = [_row(experience, write_id) for experience in experiences]
         written = ROWS.c.write_id == write_id
 
         def insert(connection: sa.Connection, again: bool) -> None:
             start = self._database.take(connection, "positions", len(rows))
-            if replace:
+            if name is not None:
                 connection.execute(ROWS.delete().where(written))
             # The connection may have broken after an earlier attempt was committed.
             elif again and connection.execute(sa.select(ROWS.c.position).where(written)).first():
@@ -335,23 +340,6 @@ class SqlStorage(BufferWriter):
                 connection.execute(ROWS.insert(), [{**row, "position": start + n} for n, row in enumerate(rows, 1)])
 
         self._database.transact(insert, write=True)
-
-    def _row(self, experience: Experience, write_id: str) -> dict[str, Any]:
-        priority = experience.info.get("priority", 1.0)
-        if not isinstance(priority, (int, float)) or not 0 <= priority < math.inf:
-            raise ExperienceError(
-                f"experience {experience.eid.uid}: priority: expected a finite number of at least 0, got {priority!r}."
-            )
-        return {
-            "write_id": write_id,
-            "ends_write": False,  # not read any more
-            "task": group_of(experience),
-            "step": explore_step(experience),
-            "priority": float(priority),
-            "log_priority": math.log(priority) if priority > 0 else 0.0,  # that of 0 is never looked at
-            "uses": 0,
-            "payload": experience.serialize(),
-        }
 
     async def write_async(self, experiences: list[Experience]) -> None:
         await asyncio.to_thread(self.write, experiences)
@@ -375,11 +363,10 @@ def keep_step(place: str | Path, run: str, step: int, experiences: list[Experien
     Args:
         place: as `SqlStorage`.
         run: identity of the run, at most 16 characters: several runs may keep their steps in one database.
-        step: its number.
-        experiences: as they went to the trainer.
+        step, experiences: its number, and as they went to the trainer.
     """
     with SqlStorage(place) as storage:
-        storage.replace(f"{run}/{step}", experiences)
+        storage.write(experiences, f"{run}/{step}")
 
 
 class SqlReader(CursorReader):
