@@ -1,17 +1,18 @@
 """What an experience operator is, how configurations become operators, and how those run one after the other."""
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -36,6 +37,10 @@ AuxiliaryModels = Mapping[str | int, "list[AsyncOpenAI]"]
 # Under this key an operator's metrics hold {taskset_id: {"indices": [...], "values": [...]}} for a task selector: they
 # are not logged.
 SELECTOR_METRIC = "selector_metric"
+
+# Seconds to wait for the loop that operators live on, if it runs in another thread; and after an error, which may be
+# that nothing else can run there.
+WAIT_SECONDS, CLOSE_SECONDS = 60.0, 5.0
 
 
 class ExperienceOperator(ABC):
@@ -243,11 +248,24 @@ class OperatorChain:
         """
         try:
             if self._prepared:
-                on_loop(self.close, self._loop, CLOSE_SECONDS if after_error else WAIT_SECONDS)
-        except (OperatorError, TimeoutError) as error:
+                self._close_within(CLOSE_SECONDS if after_error else WAIT_SECONDS)
+        except OperatorError as error:
             if not after_error:
                 raise
             logger.warning("%s", error)
+
+    def _close_within(self, seconds: float) -> None:
+        """`close` on their loop if that runs in another thread, else on a loop of its own."""
+        own = None
+        with contextlib.suppress(RuntimeError):  # there is none
+            own = asyncio.get_running_loop()
+        if self._loop is None or not self._loop.is_running() or self._loop is own:
+            with ThreadPoolExecutor(max_workers=1) as pool:  # this thread may have a running loop: a notebook's has
+                return pool.submit(lambda: asyncio.run(self.close())).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(self.close(), self._loop).result(seconds)
+        except TimeoutError as error:
+            raise OperatorError(f"the operators were not closed within {seconds:g} s.") from error
 
     async def process(
         self, experiences: list[Experience], step: int, received: list[Experience], untrained: Untrained
@@ -368,33 +386,6 @@ def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-# -- where they live ---------------------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-WAIT_SECONDS = 60.0  # for the loop that operators live on, if it runs in another thread
-CLOSE_SECONDS = 5.0  # after an error, which may be that nothing else can run there
-
-
-def on_loop(
-    function: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop | None, wait: float = WAIT_SECONDS
-) -> T:
-    """What the coroutine function returns: run on `loop` if that runs in another thread, else on a loop of its own.
-
-    Raises:
-        TimeoutError: it took longer than `wait` seconds on a loop in another thread.
-    """
-    try:
-        own = asyncio.get_running_loop()
-    except RuntimeError:
-        own = None
-    if loop is not None and loop.is_running() and loop is not own:
-        return asyncio.run_coroutine_threadsafe(function(), loop).result(wait)
-    # In a thread, as the present one may have a running loop: a notebook's has.
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(lambda: asyncio.run(function())).result()
 
 
 def _keep_raw_reward(experience: Experience) -> None:
