@@ -150,10 +150,9 @@ class ExperienceLoader:
         for row, experience in enumerate(self.storage.experiences):
             groups.setdefault(experience.eid.tid, []).append(row)
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.storage.batch + inner_epoch)
-        order = torch.randperm(len(groups), generator=generator).tolist()
         members = list(groups.values())
         parts: list[list[int]] = [[] for _ in range(self.optimizer_steps)]
-        for index in order:
+        for index in torch.randperm(len(groups), generator=generator).tolist():
             min(parts, key=len).extend(members[index])
         return parts
 

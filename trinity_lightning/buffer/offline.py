@@ -154,8 +154,10 @@ class OfflineExperienceDataModule(UnmovedDataModule):
 
     def _pause(self, seconds: float) -> None:
         """Sleep while there is nothing to read yet: no item is under way, and a `StopCheckpoint` may end the run."""
-        if self.trainer is not None:
-            _end_if_asked(self.trainer)
+        trainer: Any = self.trainer
+        for each in () if trainer is None else trainer.callbacks:
+            if isinstance(each, StopCheckpoint) and each.wanted and (reason := each.reason(trainer)) is not None:
+                raise reason
         time.sleep(seconds)
 
     def train_dataloader(self) -> OfflineLoader:
@@ -168,13 +170,6 @@ class OfflineExperienceDataModule(UnmovedDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on reading where the checkpoint was taken. ForeignPositionError: the checkpoint is of another buffer."""
         self.reader.load_state_dict(state_dict["reader"])
-
-
-def _end_if_asked(trainer: Any) -> None:
-    """Raise what the run is to end with, if it was asked to end."""
-    for each in trainer.callbacks:
-        if isinstance(each, StopCheckpoint) and each.wanted and (reason := each.reason(trainer)) is not None:
-            raise reason
 
 
 def offline_data_module(
@@ -194,13 +189,11 @@ def offline_data_module(
     if follower:
         reader = UnreadReader()
     elif dataset:
-        from trinity_lightning.buffer.dataset import ExampleReader, examples_of
+        from trinity_lightning.buffer.dataset import ExampleReader, examples_of, held_out_of_run
 
         settings = config.buffer.dataset
         examples = examples_of(config.buffer, str(config.buffer.path), settings.split, config.model.name, pairs)
         if settings.held_out.given:
-            from trinity_lightning.buffer.dataset import held_out_of_run
-
             examples, held_out = held_out_of_run(config, examples, pairs)
         reader = ExampleReader.of_run(config, examples)
     else:

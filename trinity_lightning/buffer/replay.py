@@ -73,7 +73,7 @@ class ReplayReader(BufferReader):
             self._database.take(connection, "reads", 1)
             taken = self._taken(number)
             # An attempt whose answer was lost may have read already.
-            chosen = list(connection.execute(taken.order_by(READS.c.position)).scalars()) if again else []
+            chosen: list[Any] = list(connection.execute(taken.order_by(READS.c.position)).scalars()) if again else []
             if not chosen:
                 candidates = self._candidates(connection, number, None if whole_groups else count)
                 if len(candidates) < count and not last:

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import logging
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def process(pipeline, exps, step=1):
     return asyncio.run(pipeline.process(exps, step))
 
 
-def own(name, on_error=OnError.stop, **args):
+def own(name, on_error: Any = OnError.stop, **args):
     return OperatorConfig(f"{HERE}.{name}", args, on_error)
 
 

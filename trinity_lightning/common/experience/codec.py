@@ -245,9 +245,8 @@ _kind_of = attrgetter("dtype", "ndim", "is_cpu", "layout")
 
 def serialize_many(experiences: Sequence[Experience]) -> bytes:
     """See `Experience.serialize_many`."""
-    for kind in set(map(type, experiences)):
-        if not issubclass(kind, Experience):
-            raise ExperienceError(f"expected experiences to serialize, got a value of type {kind.__name__}.")
+    if wrong := [kind for kind in set(map(type, experiences)) if not issubclass(kind, Experience)]:
+        raise ExperienceError(f"expected experiences to serialize, got a value of type {wrong[0].__name__}.")
     columns, writer = _plain_columns(experiences), Writer()
     chunks, lengths = {}, {}
     for name in TENSOR_FIELDS:
