@@ -33,6 +33,7 @@ from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
 logger = logging.getLogger(__name__)
 
 Entry = Mapping[str, Any]
+MOST_NAMED = 5  # entries that a message names
 
 # -- one entry ---------------------------------------------------------------------------------------------------------
 
@@ -258,27 +259,35 @@ def read_examples(
         overlong: `refuse`, `drop` or `truncate` a longer one; how many is logged.
 
     Raises:
-        ConfigError: an entry is no example, or too long; or none is left.
+        ConfigError: an entry is no example, or too long (the message names the first few, and counts them); or none is
+            left.
     """
     examples: list[Experience] = []
+    wrong: list[str] = []
+    reason: Exception | None = None  # of the first of them
     found = 0
     for index, entry in enumerate(entries):
         try:
             one = example(entry)
-        except (ConfigError, ExperienceError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{where}, {place_of(entries, index)}: {error}") from error
-        one.eid = EID(suffix=f"{index}")
-        if (length := _length(one)) > most:
-            found += 1
-            if overlong == "refuse":
+            if (length := _length(one)) > most and overlong == "refuse":
                 raise ConfigError(
-                    f"{where}, {place_of(entries, index)} has {length} tokens, more than {most} "
-                    "(buffer.dataset.max_length): give more, or set buffer.dataset.overlong=drop or truncate."
+                    f"{length} tokens, more than {most} (buffer.dataset.max_length): give more, or set "
+                    "buffer.dataset.overlong=drop or truncate."
                 )
+        except (ConfigError, ExperienceError, json.JSONDecodeError) as error:
+            wrong.append(place_of(entries, index))
+            reason = reason or error
+            continue
+        one.eid = EID(suffix=f"{index}")
+        if length > most:
+            found += 1
             if overlong == "drop" or not _trained_within(one, most):
                 continue
             _truncate(one, most)
         examples.append(one)
+    if wrong:
+        count = f" {len(wrong)} of {len(entries)} entries are refused: {some_of(wrong)}." if len(wrong) > 1 else ""
+        raise ConfigError(f"{where}, {wrong[0]}: {reason}{count}") from reason
     if found:
         kept = found - (len(entries) - len(examples))
         logger.warning("%s: %d of %d examples have more than %d tokens; %d of them are cut off, the others left out.",
@@ -286,6 +295,11 @@ def read_examples(
     if not examples:
         raise ConfigError(f"{where} has no examples of at most {most} tokens.")
     return examples
+
+
+def some_of(places: Sequence[str]) -> str:
+    """The first few of several places, for a message."""
+    return ", ".join(places[:MOST_NAMED]) + ", ..." * (len(places) > MOST_NAMED)
 
 
 def _length(example: Experience) -> int:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from trinity_lightning.monitor.run_monitor import RunMonitor
     from trinity_lightning.trainer.policy import PolicyModule
 
-MOST_NAMED = 5  # entries without an answer that a message names
-
 
 @dataclass(eq=False)
 class OfflineLoader:
@@ -389,11 +387,12 @@ class AnswerReader(BufferReader):
             said = [raw.get(key) for key in ("messages", "prompt", "answer")]
             content.update(json.dumps(said, default=lambda value: type(value).__name__).encode())
         if missing:  # which shows now, not in the middle of a run
-            places = ", ".join(missing[:MOST_NAMED]) + ", ..." * (len(missing) > MOST_NAMED)
+            from trinity_lightning.buffer.dataset import some_of
+
             raise ConfigError(
-                f"expert data '{taskset.name}', {places}: no answer ({len(missing)} of {len(taskset)} entries). Set "
-                "buffer.expert.dataset.answer_field to the field with the response, end `messages` with it, or leave "
-                "such entries out."
+                f"expert data '{taskset.name}', {some_of(missing)}: no answer ({len(missing)} of {len(taskset)} "
+                "entries). Set buffer.expert.dataset.answer_field to the field with the response, end `messages` with "
+                "it, or leave such entries out."
             )
         self._source = content.hexdigest()[:16]
 
