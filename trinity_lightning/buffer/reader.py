@@ -190,32 +190,25 @@ class MemoryReader(CursorReader):
 
 
 class RepeatingReader(BufferReader):
-    """Starts over where another reader ends; the last read of a pass may be short.
-
-    Attributes:
-        passes: how often it has started over.
-    """
+    """Starts over where another reader ends; the last read of a pass may be short."""
 
     endless_with = ""
 
     def __init__(self, reader: CursorReader) -> None:
         self._reader = reader
-        self.passes = 0
 
     def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
         got = self._reader.read(count, whole_groups=whole_groups)
         if not got:
             self._reader.rewind()
             got = self._reader.read(count, whole_groups=whole_groups)
-            self.passes += bool(got)
         return got if got or last else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reader": self._reader.state_dict(), "passes": self.passes}
+        return {"reader": self._reader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._reader.load_state_dict(state["reader"])
-        self.passes = state["passes"]
 
     def close(self) -> None:
         self._reader.close()
