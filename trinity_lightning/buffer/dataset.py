@@ -281,9 +281,8 @@ def read_examples(
         one.eid = EID(suffix=f"{index}")
         if length > most:
             found += 1
-            if overlong == "drop" or not _trained_within(one, most):
+            if overlong == "drop" or not _cut(one, most):
                 continue
-            _truncate(one, most)
         examples.append(one)
     if wrong:
         count = f" {len(wrong)} of {len(entries)} entries are refused: {some_of(wrong)}." if len(wrong) > 1 else ""
@@ -307,21 +306,16 @@ def _length(example: Experience) -> int:
     return len(example.tokens) + max(map(len, responses), default=0)
 
 
-def _trained_within(example: Experience, most: int) -> bool:
-    """Whether something is left to train on of what `most` tokens hold; of a pair, something that differs."""
+def _cut(example: Experience, most: int) -> bool:
+    """Cut off what is beyond `most` tokens; whether something is left to train on, of a pair something that differs."""
     if example.chosen is not None and example.rejected is not None:
-        rest = most - len(example.tokens)
-        return rest > 0 and not torch.equal(example.chosen[:rest], example.rejected[:rest])
-    mask = example.action_mask
-    return mask is not None and bool(mask[: max(most - example.prompt_length, 0)].any())
-
-
-def _truncate(example: Experience, most: int) -> None:
-    if example.chosen is not None and example.rejected is not None:
-        rest = most - len(example.tokens)
+        rest = max(most - len(example.tokens), 0)
         example.chosen, example.rejected = example.chosen[:rest], example.rejected[:rest]
-    elif example.action_mask is not None:
-        example.tokens, example.action_mask = example.tokens[:most], example.action_mask[: most - example.prompt_length]
+        return not torch.equal(example.chosen, example.rejected)
+    rest = max(most - example.prompt_length, 0)
+    mask = None if example.action_mask is None else example.action_mask[:rest]
+    example.tokens, example.action_mask = example.tokens[:most], mask
+    return mask is not None and bool(mask.any())
 
 
 class ExampleReader(CursorReader):

@@ -286,7 +286,8 @@ class OperatorChain:
             received += snapshot(experiences)
         for stage in self._stages:
             for experience in experiences:
-                _keep_raw_reward(experience)
+                if RAW_REWARD not in experience.metrics and is_valid_reward(experience.reward):
+                    experience.metrics = experience.metrics | {RAW_REWARD: experience.reward}  # they may share a dict
             given = experiences
             before = snapshot(experiences) if stage.on_error is OnError.skip else None
             start = time.perf_counter()
@@ -386,10 +387,3 @@ def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _keep_raw_reward(experience: Experience) -> None:
-    """Note the first valid reward among the metrics. They are a new dict: experiences may share one."""
-    reward = experience.reward
-    if RAW_REWARD not in experience.metrics and reward is not None and is_valid_reward(reward):
-        experience.metrics = experience.metrics | {RAW_REWARD: reward}
