@@ -151,7 +151,7 @@ class OfflineExperienceDataModule(UnmovedDataModule):
     def _pause(self, seconds: float) -> None:
         """Sleep while there is nothing to read yet: no item is under way, and a `StopCheckpoint` may end the run."""
         trainer: Any = self.trainer
-        for each in () if trainer is None else trainer.callbacks:
+        for each in getattr(trainer, "callbacks", ()):
             if isinstance(each, StopCheckpoint) and each.wanted and (reason := each.reason(trainer)) is not None:
                 raise reason
         time.sleep(seconds)
