@@ -128,7 +128,12 @@ class CursorReader(BufferReader):
         else:
             complete = self._look(count)
             number = min(count, len(self._ahead))
-        return self._take(number) if complete or last else None
+        if not (complete or last):
+            return None
+        taken, self._ahead = self._ahead[:number], self._ahead[number:]
+        if taken:
+            self._cursor = taken[-1].cursor
+        return [item.experience for item in taken]
 
     def _next_groups(self, count: int) -> tuple[int, bool]:
         """How many experiences make up the whole groups within `count`, and whether more could not be added."""
@@ -157,12 +162,6 @@ class CursorReader(BufferReader):
                 return False
             self._ahead.extend(more)
         return True
-
-    def _take(self, number: int) -> list[Experience]:
-        taken, self._ahead = self._ahead[:number], self._ahead[number:]
-        if taken:
-            self._cursor = taken[-1].cursor
-        return [item.experience for item in taken]
 
     def rewind(self) -> None:
         """Start over from the first experience."""

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -366,10 +367,8 @@ def _copy_experience(experience: Experience, memo: dict[int, Any]) -> Experience
 
 def as_number(value: Any) -> float | None:
     """A real number of any kind (numpy's and torch's scalars too) as float; None for anything else."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().item() if value.numel() == 1 else None
-    elif isinstance(value, np.generic | np.ndarray):
-        value = value.item() if value.size == 1 else None
+    if isinstance(value, Tensor | np.generic | np.ndarray):
+        value = value.item() if math.prod(value.shape) == 1 else None
     return float(value) if isinstance(value, Real) else None
 
 

@@ -84,20 +84,15 @@ class RewardShapingMapper(ExperienceOperatorV1):
             if exp.reward is None:
                 skipped += bool(self._rules)
                 continue
-            reward, complete = self._shaped(exp, exp.reward)
+            reward, complete = exp.reward, True
+            for rule in self._rules:
+                shaped = rule.apply(exp, reward)
+                complete &= shaped is not None
+                reward = reward if shaped is None else shaped
             skipped += not complete
             differences.append(reward - exp.reward)
             exp.reward = reward
         return exps, {"skipped_count": skipped} | spread("reward_diff", differences)
-
-    def _shaped(self, exp: Experience, reward: float) -> tuple[float, bool]:
-        """The reward after all rules that apply, and whether all did."""
-        complete = True
-        for rule in self._rules:
-            shaped = rule.apply(exp, reward)
-            complete &= shaped is not None
-            reward = reward if shaped is None else shaped
-        return reward, complete
 
 
 class MaskResponseTruncated(ExperienceOperatorV1):

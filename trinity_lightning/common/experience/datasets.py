@@ -68,10 +68,6 @@ def _to_chat(value: list[Any]) -> list[dict[str, str | None]]:
     ]
 
 
-def _from_chat(cell: list[dict[str, str | None]]) -> list[dict[str, str | None]]:
-    return [{"role": message["role"], "content": message["content"]} for message in cell]
-
-
 def _to_eid_cell(eid: dict[str, Any]) -> dict[str, Any]:
     numbers = {name: eid[name] if isinstance(eid[name], int) else None for name in ("run", "step")}
     return {name: _readable(str(value)) for name, value in eid.items()} | numbers
@@ -89,7 +85,7 @@ def _is_number(text: str) -> bool:
 
 _EID = {"batch": "string", "task": "string", "run": "int64", "step": "int64", "suffix": "string"}
 _TEXT, _JSON = _Column("string", _readable, str), _Column("string", _to_json, json.loads)
-_CHAT = _Column([{"role": "string", "content": "string"}], _to_chat, _from_chat)
+_CHAT = _Column([{"role": "string", "content": "string"}], _to_chat, list)
 _PLAIN: dict[str, _Column] = {
     "eid": _Column(_EID, _to_eid_cell, _from_eid_cell),
     "experience_type": _TEXT,
