@@ -5,9 +5,9 @@ import itertools
 import sqlite3
 import threading
 import time
+from typing import Any
 
 import pytest
-from sqlalchemy.exc import OperationalError
 from support.buffer import make_group, through_a_file
 from support.crashes import count_up, processes  # noqa: F401  # a fixture
 from support.postgres import postgres_url  # noqa: F401  # a fixture
@@ -261,19 +261,16 @@ def test_who_writes_later_is_not_seen_earlier(place, monkeypatch):
 def test_a_write_whose_acknowledgement_was_lost_is_not_repeated(place, monkeypatch):
     """The connection breaks after the commit: the storage cannot know, asks, and finds the write there."""
     with SqlStorage(place) as storage, SqlReader(place) as reader:
-        transact, broken = storage._database._retry, []
+        dialect: Any = storage._database._engine.dialect
+        commit, broken = dialect.do_commit, []
 
-        def retry(attempt):
-            def break_once():
-                result = attempt()
-                if not broken:
-                    broken.append(True)
-                    raise OperationalError("COMMIT", None, sqlite3.OperationalError("database is locked"))
-                return result
+        def break_once(connection):
+            commit(connection)
+            if not broken:
+                broken.append(True)
+                raise dialect.loaded_dbapi.OperationalError("the connection is gone")
 
-            return transact(break_once)
-
-        monkeypatch.setattr(storage._database, "_retry", retry)
+        monkeypatch.setattr(dialect, "do_commit", break_once)
         monkeypatch.setattr(storage._database, "_passes", lambda error: True)
         group = make_group(0, 3)
         storage.write(group)

@@ -177,22 +177,12 @@ class Database:
             StorageFormatError: the database is damaged, or none.
             StorageError: anything else.
         """
-        failed = False
-
-        def attempt() -> T:
-            nonlocal failed
-            again, failed = failed, True
-            with self._engine.connect().execution_options(trinity_write=write) as connection, connection.begin():
-                return work(connection, again)
-
-        return self._retry(attempt)
-
-    def _retry(self, attempt: Callable[[], T]) -> T:
-        deadline, pause = time.monotonic() + RETRY_FOR, FIRST_PAUSE
+        deadline, pause, again = time.monotonic() + RETRY_FOR, FIRST_PAUSE, False
         jitter = random.SystemRandom()  # leaves the global generator, which training may be seeded with, alone
         while True:
             try:
-                return attempt()
+                with self._engine.connect().execution_options(trinity_write=write) as connection, connection.begin():
+                    return work(connection, again)
             except DBAPIError as error:
                 if not self._passes(error):
                     raise self._explain(error) from error
@@ -202,7 +192,7 @@ class Database:
                         "stopped debugger, a long transaction)."
                     ) from error
             time.sleep(pause * jitter.uniform(0.5, 1.0))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause, again = min(2 * pause, LONGEST_PAUSE), True
 
     def _passes(self, error: DBAPIError) -> bool:
         """Whether the same thing may succeed in a while."""
