@@ -83,9 +83,7 @@ class ReplayReader(BufferReader):
                 self._log(connection, number, chosen)
             query = sa.select(ROWS.c.position, ROWS.c.payload).where(ROWS.c.position.in_(taken))
             payloads = {row.position: row.payload for row in connection.execute(query)}
-            return [
-                (position, payloads[position]) for position in chosen if position in payloads
-            ]  # others were replaced
+            return [(p, payloads[p]) for p in chosen if p in payloads]  # others were replaced
 
         rows = self._database.transact(read, write=True)
         if rows:
