@@ -98,15 +98,6 @@ def test_operators_tidy_the_new_groups_too_and_their_counts_add_up():
     assert metrics["experience_pipeline/reward_shaping_mapper/skipped_count"] == 12 - 1
 
 
-def test_what_operators_report_to_the_selector_is_of_the_whole_step():
-    own, more = groups(MIXED, EQUAL), groups(MIXED, first=5)
-    for group in own + more:
-        for experience in group:
-            experience.info["task_index"] = {"taskset_id": "sums", "index": experience.eid.task}
-    data, _ = filled(own, More(2, more), operators=[OperatorConfig("pass_rate_calculator")])
-    assert data.pipeline.selector_metric == {"sums": {"indices": [0, 1, 5], "values": [0.5, 1.0, 0.5]}}
-
-
 @pytest.mark.parametrize("strategy", ["grpo", (("reward_variance", {}), ("grpo", {}))])
 def test_other_strategies_ask_for_nothing(strategy):
     more = More(2, groups(MIXED, first=10))

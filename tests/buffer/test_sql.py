@@ -5,13 +5,14 @@ import itertools
 import sqlite3
 import threading
 import time
+from typing import Any
 
 import pytest
-from sqlalchemy.exc import OperationalError
 from support.buffer import make_group, through_a_file
 from support.crashes import count_up, processes  # noqa: F401  # a fixture
 from support.postgres import postgres_url  # noqa: F401  # a fixture
 
+from trinity_lightning.buffer import sql
 from trinity_lightning.buffer.replay import ReplayReader
 from trinity_lightning.buffer.sql import SqlReader, SqlStorage, keep_step
 from trinity_lightning.common.experience import ExperienceError
@@ -52,14 +53,12 @@ def test_what_was_written_is_read_in_order(place):
     experiences = [*groups[0], *groups[1], *groups[2]]
     with SqlReader(place) as reader:
         assert reader.read(2) == experiences[:2]
-        assert reader.read() == experiences[2:3]
-        assert reader.read() == experiences[3:4]
-        assert reader.read(100) == experiences[4:]
-        assert reader.read(100) == reader.read() == []
+        assert reader.read(100) == experiences[2:]
+        assert reader.read(100) == []
         with SqlStorage(place) as storage:  # tables are there: nothing is made anew
             more = make_group(9, 2)
             asyncio.run(storage.write_async(more))
-        assert reader.read() == more
+        assert reader.read(100) == more
 
 
 def test_a_reader_goes_on_from_its_state(place):
@@ -74,14 +73,13 @@ def test_a_reader_goes_on_from_its_state(place):
         each.close()
 
 
-def test_buffers_share_a_database_by_their_tables(place):
-    for table in ("one", "two"):
-        with SqlStorage(place, table=table) as storage:
-            storage.write(make_group(len(table), 1 if table == "one" else 2))
-    with SqlReader(place, table="one") as one, SqlReader(place, table="two") as two:
-        assert (len(one.read(9)), len(two.read(9))) == (1, 2)
-        with pytest.raises(StorageError, match="another buffer"):
-            two.load_state_dict(one.state_dict())
+def test_the_position_in_another_database_is_refused(tmp_path):
+    for name in ("one.db", "two.db"):
+        write(tmp_path / name, make_group(0, 1))
+    with SqlReader(tmp_path / "one.db") as one:
+        state = one.state_dict()
+    with SqlReader(tmp_path / "two.db") as two, pytest.raises(StorageError, match="another buffer"):
+        two.load_state_dict(state)
 
 
 def test_all_or_nothing_is_written(place):
@@ -103,8 +101,7 @@ def test_a_step_done_again_takes_the_place_of_the_first_attempt(place):
         keep_step(place, run, step, make_group(size, size, batch=step))
     keep_step(place, "a", 3, [])
     with SqlReader(place) as reader:
-        reads = [reader.read() for _ in range(4)]
-    assert [[(e.eid.batch, e.eid.task) for e in read] for read in reads] == [[(1, 2)] * 2, [(2, 1)], [(2, 2)] * 2, []]
+        assert [(e.eid.batch, e.eid.task) for e in reader.read(100)] == [(1, 2), (1, 2), (2, 1), (2, 2), (2, 2)]
 
 
 def test_the_highest_priority_comes_first_and_zero_never(place):
@@ -118,10 +115,10 @@ def test_the_highest_priority_comes_first_and_zero_never(place):
 def test_old_experiences_lose_priority(place):
     """Scores at decay 0.5: 4 * 0.5**2 = 1 of step 1, 1.5 * 0.5 = 0.75 of step 2, 0.9 of step 3."""
     write(place, make_prioritized([4.0], batch=1), make_prioritized([1.5], batch=2), make_prioritized([0.9], batch=3))
-    with ReplayReader(place, decay=0.5, name="half") as reader:
+    with ReplayReader(place, decay=0.5) as reader:
         assert [e.eid.batch for e in reader.read(3)] == [1, 3, 2]
     write(place, make_prioritized([4.0], batch=1), make_prioritized([0.1], batch=9))
-    with ReplayReader(place, decay=0.1, name="tenth") as reader:
+    with ReplayReader(place, decay=0.1) as reader:
         assert [e.eid.batch for e in reader.read(2)] == [9, 1]
 
 
@@ -135,7 +132,7 @@ def test_used_experiences_lose_priority_and_leave_at_the_limit(place):
 
 def test_a_reuse_limit_holds_for_all_readers_together(place):
     write(place, make_prioritized([1.0] * 6))
-    with ReplayReader(place, reuse_limit=2, name="a") as a, ReplayReader(place, reuse_limit=2, name="b") as b:
+    with ReplayReader(place, reuse_limit=2) as a, ReplayReader(place, reuse_limit=2) as b:
         read = tasks(a.read(4)) + tasks(b.read(4)) + tasks(a.read(9)) + tasks(b.read(9))
     assert sorted(read) == sorted(list(range(6)) * 2)
 
@@ -143,12 +140,12 @@ def test_a_reuse_limit_holds_for_all_readers_together(place):
 def test_random_order_is_seeded_and_takes_each_once_a_read(place):
     write(place, make_prioritized([1.0] * 12))
 
-    def reads(seed, name):
-        with ReplayReader(place, order="random", reuse_limit=None, seed=seed, name=name) as reader:
+    def reads(seed):
+        with ReplayReader(place, order="random", reuse_limit=None, seed=seed) as reader:
             return [tasks(reader.read(5)) for _ in range(3)]
 
-    first = reads(1, "a")
-    assert first == reads(1, "b") != reads(2, "c")
+    first = reads(1)
+    assert first == reads(1) != reads(2)
     assert all(len(set(read)) == 5 for read in first)
     assert first[0] != first[1]
 
@@ -193,11 +190,12 @@ def test_a_task_of_two_runs_is_two_groups(place, reader):
         assert [opened.read(4, whole_groups=True) for _ in range(3)] == [*groups, []]
 
 
-def test_two_replay_readers_of_one_name_are_found_out(place):
+def test_two_replay_readers_of_one_state_are_found_out(place):
     write(place, make_prioritized([1.0] * 4))
     with ReplayReader(place) as one, ReplayReader(place) as two:
+        two.load_state_dict(one.state_dict())
         one.read(1)
-        with pytest.raises(StorageError, match="another reader 'trainer'"):
+        with pytest.raises(StorageError, match="has read meanwhile"):
             two.read(1)
 
 
@@ -222,7 +220,7 @@ def test_several_writers_and_no_row_is_skipped_or_parted(place, processes):  # n
     with SqlReader(place) as reader:
         deadline = time.monotonic() + 100
         while len(seen) < 90 and time.monotonic() < deadline:
-            if got := reader.read(wait=1.0):
+            if got := reader.read(3, whole_groups=True, wait=1.0):
                 seen.append(got)
         assert reader.read(9) == []
     for process in writers:
@@ -263,19 +261,16 @@ def test_who_writes_later_is_not_seen_earlier(place, monkeypatch):
 def test_a_write_whose_acknowledgement_was_lost_is_not_repeated(place, monkeypatch):
     """The connection breaks after the commit: the storage cannot know, asks, and finds the write there."""
     with SqlStorage(place) as storage, SqlReader(place) as reader:
-        transact, broken = storage._database._retry, []
+        dialect: Any = storage._database._engine.dialect
+        commit, broken = dialect.do_commit, []
 
-        def retry(attempt):
-            def break_once():
-                result = attempt()
-                if not broken:
-                    broken.append(True)
-                    raise OperationalError("COMMIT", None, sqlite3.OperationalError("database is locked"))
-                return result
+        def break_once(connection):
+            commit(connection)
+            if not broken:
+                broken.append(True)
+                raise dialect.loaded_dbapi.OperationalError("the connection is gone")
 
-            return transact(break_once)
-
-        monkeypatch.setattr(storage._database, "_retry", retry)
+        monkeypatch.setattr(dialect, "do_commit", break_once)
         monkeypatch.setattr(storage._database, "_passes", lambda error: True)
         group = make_group(0, 3)
         storage.write(group)
@@ -284,16 +279,18 @@ def test_a_write_whose_acknowledgement_was_lost_is_not_repeated(place, monkeypat
 
 
 @pytest.mark.slow
-def test_a_locked_database_is_waited_for_and_then_an_error(tmp_path):
+def test_a_locked_database_is_waited_for_and_then_an_error(tmp_path, monkeypatch):
     place = str(tmp_path / "buffer.db")
-    with SqlStorage(place, retry_for=0.5) as impatient, SqlStorage(place) as patient:
+    with SqlStorage(place) as impatient, SqlStorage(place) as patient:
         other = sqlite3.connect(place, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         for storage in (impatient, patient):  # fail at once instead of after SQLite's own five seconds
             with storage._database._engine.connect() as connection:
                 connection.exec_driver_sql("PRAGMA busy_timeout=1")
+        monkeypatch.setattr(sql, "RETRY_FOR", 0.5)
         with pytest.raises(StorageLockedError, match=r"buffer\.db.*busy"):
             impatient.write(make_group(0, 1))
+        monkeypatch.undo()
         waiting = threading.Thread(target=patient.write, args=(make_group(1, 1),))
         waiting.start()
         time.sleep(0.2)
@@ -304,15 +301,6 @@ def test_a_locked_database_is_waited_for_and_then_an_error(tmp_path):
         assert tasks(reader.read(9)) == [1]
 
 
-def test_what_is_not_there_is_an_error_and_is_not_made(tmp_path, place):
-    for kind in (SqlReader, ReplayReader):
-        with pytest.raises(StorageError, match="there is no such"):
-            kind(place)
-        with pytest.raises(StorageError, match="there is no such file"):
-            kind(tmp_path / "nowhere.db")
-    assert not (tmp_path / "nowhere.db").exists()
-
-
 def test_foreign_and_damaged_databases_are_errors(tmp_path):
     path = tmp_path / "notes.csv"
     path.write_text("step,loss\n" * 100)
@@ -320,14 +308,13 @@ def test_foreign_and_damaged_databases_are_errors(tmp_path):
         with pytest.raises(StorageFormatError, match=r"notes\.csv.*not a database"):
             kind(path)
     assert path.read_text() == "step,loss\n" * 100
-    other = sqlite3.connect(tmp_path / "other.db")
-    other.execute("CREATE TABLE experiences (a)")
-    other.execute("CREATE TABLE mine_info (key, number)")
-    other.close()
-    with pytest.raises(StorageFormatError, match="another kind"):
-        SqlStorage(tmp_path / "other.db")
-    with pytest.raises(StorageFormatError, match="not of format"):
-        SqlStorage(tmp_path / "other.db", table="mine")
+    tables = {"experiences (a)": "another kind", "experiences_info (key, number)": "not of format"}
+    for number, (table, message) in enumerate(tables.items()):
+        other = sqlite3.connect(tmp_path / f"{number}.db")
+        other.execute(f"CREATE TABLE {table}")
+        other.close()
+        with pytest.raises(StorageFormatError, match=message):
+            SqlStorage(tmp_path / f"{number}.db")
 
 
 def test_a_damaged_row_is_an_error_that_names_it(tmp_path):
@@ -352,9 +339,10 @@ def test_urls_that_cannot_work_are_refused(url, message):
         SqlStorage(url)
 
 
-def test_passwords_stay_out_of_messages():
+def test_passwords_stay_out_of_messages(monkeypatch):
+    monkeypatch.setattr(sql, "RETRY_FOR", 0)
     with pytest.raises(StorageError) as caught:
-        SqlStorage("postgresql://me:secret@127.0.0.1:1/none", retry_for=0)
+        SqlStorage("postgresql://me:secret@127.0.0.1:1/none")
     assert "secret" not in str(caught.value)
     assert "127.0.0.1" in str(caught.value)
 
@@ -365,7 +353,11 @@ def test_arguments_out_of_range_are_refused(tmp_path, arguments):
         ReplayReader(tmp_path / "buffer.db", **arguments)
 
 
-def test_a_replay_reader_has_no_next_write(place):
-    write(place, make_group(0, 1))
-    with ReplayReader(place) as reader, pytest.raises(ValueError, match="no next write"):
-        reader.read()
+# A test of both databases comes last: the server of the tests ends with it, which no fast test may do.
+def test_what_is_not_there_is_an_error_and_is_not_made(tmp_path, place):
+    for kind in (SqlReader, ReplayReader):
+        with pytest.raises(StorageError, match="there is no such"):
+            kind(place)
+        with pytest.raises(StorageError, match="there is no such file"):
+            kind(tmp_path / "nowhere.db")
+    assert not (tmp_path / "nowhere.db").exists()

@@ -97,7 +97,7 @@ def test_a_folder_reader_goes_on_from_its_state_and_sees_later_steps(tmp_path):
         assert resumed.read(100) == experiences[done:]
     later = make_group(0, 2, batch=12)
     keep_step(tmp_path, 12, later)
-    assert resumed.read() == later
+    assert resumed.read(9) == later
 
 
 def test_a_position_in_one_folder_is_refused_in_another(tmp_path):

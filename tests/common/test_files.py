@@ -15,8 +15,12 @@ from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
 @pytest.fixture
 def full(monkeypatch):
-    """What is written lands on a full disk."""
-    monkeypatch.setattr("trinity_lightning.common.files.remove", lambda path: path.symlink_to("/dev/full"))
+    """What is written lands on a full disk: in the place of what is removed first is a link to one."""
+
+    def remove(path):
+        path.unlink() if path.is_symlink() else path.symlink_to("/dev/full")
+
+    monkeypatch.setattr("trinity_lightning.common.files.remove", remove)
 
 
 def test_a_file_that_finds_the_disk_full_is_named_and_what_was_there_stays(tmp_path, full):

@@ -97,7 +97,7 @@ def read_forever(kind, place, memory, until_end=False):
         if kept["state"] is not None:
             reader.load_state_dict(kept["state"])
         while True:
-            got = reader.read(generator.choice([None, 1, 3, 50]), wait=0.0 if until_end else 0.02)
+            got = reader.read(generator.choice([1, 3, 50]), wait=0.0 if until_end else 0.02)
             if until_end and not got:
                 return
             kept["state"] = reader.state_dict()

@@ -98,6 +98,13 @@ class OldWithModels(Old):
         self.models = auxiliary_models
 
 
+class Plain(ExperienceOperatorV1):
+    """Its process is no coroutine function, as a mistake."""
+
+    def process(self, exps):  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        return exps, {}
+
+
 class Returns(ExperienceOperatorV1):
     """Returns what it is told to."""
 

@@ -37,17 +37,15 @@ class MemoryStorage(BufferWriter):
     the place of the step before at `advance`: a step can be written while another is trained on.
 
     Attributes:
-        batch: the explore step that is trained on (EID.batch), 0 before the first.
-        experiences: of that step, in the order written.
-        written: what was written since `begin`.
+        batch, experiences: the explore step that is trained on (EID.batch; 0 before the first), and what it has.
         columns: float32 tensors [response] by name, one an experience.
+        written: since `begin`.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Hold nothing, as before the first step."""
         self.batch = 0
         self.experiences: list[Experience] = []
         self.columns: dict[str, list[Tensor]] = {}
@@ -55,11 +53,10 @@ class MemoryStorage(BufferWriter):
         self._ready: dict[int, list[Experience]] = {}
 
     def write(self, experiences: list[Experience]) -> None:
-        """Append to what is being gathered for the next step."""
         self.written.extend(experiences)
 
     def begin(self) -> None:
-        """What is written from now on belongs to the next step; what was written and never committed is dropped."""
+        """Drop what was written and never committed."""
         self.written = []
 
     def commit(self, batch: int) -> None:
@@ -67,11 +64,9 @@ class MemoryStorage(BufferWriter):
         self._ready[batch], self.written = self.written, []
 
     def is_ready(self, batch: int) -> bool:
-        """Whether explore step `batch` waits to be trained on."""
         return batch in self._ready
 
     def ready(self, batch: int) -> list[Experience]:
-        """The experiences of explore step `batch`, which waits to be trained on."""
         return self._ready[batch]
 
     def advance(self, batch: int, columns: dict[str, list[Tensor]] | None = None) -> None:
@@ -80,7 +75,6 @@ class MemoryStorage(BufferWriter):
         self._ready = {step: waiting for step, waiting in self._ready.items() if step > batch}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers, tensors and bytes."""
         return {
             "batch": self.batch,
             "payload": Experience.serialize_many(self.experiences),
@@ -92,8 +86,7 @@ class MemoryStorage(BufferWriter):
         """Restore what `state_dict` returned. ExperienceFormatError: a payload is damaged; the storage is as it was."""
         experiences = Experience.deserialize_many(state["payload"])
         ready = {step: Experience.deserialize_many(payload) for step, payload in state["ready"].items()}
-        self.batch, self.experiences, self.columns = state["batch"], experiences, state["columns"]
-        self._ready = ready
+        self.batch, self.experiences, self.columns, self._ready = state["batch"], experiences, state["columns"], ready
 
 
 # -- optimizer batches, dealt out of it --------------------------------------------------------------------------------
@@ -157,10 +150,9 @@ class ExperienceLoader:
         for row, experience in enumerate(self.storage.experiences):
             groups.setdefault(experience.eid.tid, []).append(row)
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.storage.batch + inner_epoch)
-        order = torch.randperm(len(groups), generator=generator).tolist()
         members = list(groups.values())
         parts: list[list[int]] = [[] for _ in range(self.optimizer_steps)]
-        for index in order:
+        for index in torch.randperm(len(groups), generator=generator).tolist():
             min(parts, key=len).extend(members[index])
         return parts
 
@@ -169,11 +161,9 @@ class ExperienceLoader:
         self._position = min(self._position, position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which item of which explore step comes next."""
         return {"explore_step": self._explore_step, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
         self._explore_step, self._position = state["explore_step"], state["position"]
 
 
@@ -199,11 +189,8 @@ class ExperienceDataModule(UnmovedDataModule):
     """Experiences between explorer and trainer.
 
     Args:
-        add_strategy: how rewards become advantages: a name, or several (name, arguments) that follow each other.
+        add_strategy, operators, auxiliary_models, folder: as `ExperiencePipeline`.
         optimizer_steps, inner_epochs, seed, max_response_length: as `ExperienceLoader`.
-        operators: what tidies a step's experiences before they are weighed, in order.
-        auxiliary_models: clients of other models, for operators that ask them.
-        folder: the run's folder: where a failing operator leaves its step, `rejected/step_<n>.trxp`; None: nowhere.
         keep: keeps the experiences of every step, as the trainer is given them; None: nothing does.
         experts: expert data that join every step behind the strategies; None: none.
 
@@ -275,11 +262,7 @@ class ExperienceDataModule(UnmovedDataModule):
         return metrics
 
     async def prepare(self) -> None:
-        """Prepare the operators, on the loop that `fill` runs on; `fill` does it too. Twice is allowed.
-
-        Raises:
-            OperatorError: one of them failed.
-        """
+        """Prepare the operators, on the loop that `fill` runs on, which does it too. OperatorError: one failed."""
         await self.pipeline.prepare()
 
     def teardown(self, stage: str) -> None:
@@ -290,14 +273,13 @@ class ExperienceDataModule(UnmovedDataModule):
     def on_exception(self, exception: BaseException) -> None:
         """The same after an error: it is on its way to the user, and one of closing is only logged."""
         if self.pipeline.chain is not None:
-            self.pipeline.chain.end_after_error()
+            self.pipeline.chain.end(after_error=True)
 
     def train_dataloader(self) -> ExperienceLoader:
         """One sized, lazy, stateful loader for the whole run."""
         return self._loader()
 
     def state_dict(self) -> dict[str, Any]:
-        """The buffer, and where the expert data stand."""
         state = self.storage.state_dict()
         state["judged_by"] = [each.metric for each in self.pipeline.criteria if each.seen]
         return state if self._experts is None else state | {"experts": self._experts.state_dict()}

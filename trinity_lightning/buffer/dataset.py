@@ -33,6 +33,7 @@ from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
 logger = logging.getLogger(__name__)
 
 Entry = Mapping[str, Any]
+MOST_NAMED = 5  # entries that a message names
 
 # -- one entry ---------------------------------------------------------------------------------------------------------
 
@@ -120,8 +121,7 @@ class Example:
             self._check_learned("completion", fields["completion"])
             begin, tokens = self._rendered(fields["prompt"], fields["completion"])
             return Experience(tokens=tokens, prompt_length=begin)
-        named = next((name for name in ("messages", "conversations") if name in fields), None)
-        if named is not None:
+        if named := next((name for name in ("messages", "conversations") if name in fields), None):
             self._check_learned(named, messages := self._column(named, list))
             tokens, mask = self._turns(messages)
             if True not in mask:
@@ -253,34 +253,40 @@ def read_examples(
     """The examples of all entries, none longer than `most` tokens.
 
     Args:
-        entries: of the dataset.
+        entries, where: the dataset, and what messages call it.
         example: makes an example of an entry.
-        where: the dataset in words, for messages.
         most: longest example, in tokens.
         overlong: `refuse`, `drop` or `truncate` a longer one; how many is logged.
 
     Raises:
-        ConfigError: an entry is no example, or too long; or none is left.
+        ConfigError: an entry is no example, or too long (the message names the first few, and counts them); or none is
+            left.
     """
     examples: list[Experience] = []
+    wrong: list[str] = []
+    reason: Exception | None = None  # of the first of them
     found = 0
     for index, entry in enumerate(entries):
         try:
             one = example(entry)
-        except (ConfigError, ExperienceError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{where}, {place_of(entries, index)}: {error}") from error
-        one.eid = EID(suffix=f"{index}")
-        if (length := _length(one)) > most:
-            found += 1
-            if overlong == "refuse":
+            if (length := _length(one)) > most and overlong == "refuse":
                 raise ConfigError(
-                    f"{where}, {place_of(entries, index)} has {length} tokens, more than {most} "
-                    "(buffer.dataset.max_length): give more, or set buffer.dataset.overlong=drop or truncate."
+                    f"{length} tokens, more than {most} (buffer.dataset.max_length): give more, or set "
+                    "buffer.dataset.overlong=drop or truncate."
                 )
-            if overlong == "drop" or not _trained_within(one, most):
+        except (ConfigError, ExperienceError, json.JSONDecodeError) as error:
+            wrong.append(place_of(entries, index))
+            reason = reason or error
+            continue
+        one.eid = EID(suffix=f"{index}")
+        if length > most:
+            found += 1
+            if overlong == "drop" or not _cut(one, most):
                 continue
-            one = _truncated(one, most)
         examples.append(one)
+    if wrong:
+        count = f" {len(wrong)} of {len(entries)} entries are refused: {some_of(wrong)}." if len(wrong) > 1 else ""
+        raise ConfigError(f"{where}, {wrong[0]}: {reason}{count}") from reason
     if found:
         kept = found - (len(entries) - len(examples))
         logger.warning("%s: %d of %d examples have more than %d tokens; %d of them are cut off, the others left out.",
@@ -290,29 +296,26 @@ def read_examples(
     return examples
 
 
+def some_of(places: Sequence[str]) -> str:
+    """The first few of several places, for a message."""
+    return ", ".join(places[:MOST_NAMED]) + ", ..." * (len(places) > MOST_NAMED)
+
+
 def _length(example: Experience) -> int:
     responses = [each for each in (example.chosen, example.rejected) if each is not None]
     return len(example.tokens) + max(map(len, responses), default=0)
 
 
-def _trained_within(example: Experience, most: int) -> bool:
-    """Whether something is left to train on of what `most` tokens hold; of a pair, something that differs."""
+def _cut(example: Experience, most: int) -> bool:
+    """Cut off what is beyond `most` tokens; whether something is left to train on, of a pair something that differs."""
     if example.chosen is not None and example.rejected is not None:
-        rest = most - len(example.tokens)
-        return rest > 0 and not torch.equal(example.chosen[:rest], example.rejected[:rest])
-    mask = example.action_mask
-    return mask is not None and bool(mask[: max(most - example.prompt_length, 0)].any())
-
-
-def _truncated(example: Experience, most: int) -> Experience:
-    if example.experience_type == "dpo":
-        rest = most - len(example.tokens)
-        chosen, rejected = (None if each is None else each[:rest] for each in (example.chosen, example.rejected))
-        return Experience(eid=example.eid, tokens=example.tokens, chosen=chosen, rejected=rejected)
-    mask = example.action_mask[: most - example.prompt_length] if example.experience_type == "multi_turn" else None  # type: ignore[index]
-    return Experience(
-        eid=example.eid, tokens=example.tokens[:most], prompt_length=example.prompt_length, action_mask=mask
-    )
+        rest = max(most - len(example.tokens), 0)
+        example.chosen, example.rejected = example.chosen[:rest], example.rejected[:rest]
+        return not torch.equal(example.chosen, example.rejected)
+    rest = max(most - example.prompt_length, 0)
+    mask = None if example.action_mask is None else example.action_mask[:rest]
+    example.tokens, example.action_mask = example.tokens[:most], mask
+    return mask is not None and bool(mask.any())
 
 
 class ExampleReader(CursorReader):
@@ -328,7 +331,10 @@ class ExampleReader(CursorReader):
     def __init__(
         self, examples: Sequence[Experience], where: str, seed: int | None = None, repeat: bool = True
     ) -> None:
-        super().__init__(_digest(examples, seed), where)
+        digest = hashlib.sha256(str(seed).encode())
+        for each in examples:
+            digest.update(_content_of(each))
+        super().__init__(digest.hexdigest()[:16], where)
         self._examples, self._seed, self._repeat = examples, seed, repeat
         self._pass, self._order = -1, np.empty(0, np.int64)  # the order of one pass
 
@@ -350,7 +356,7 @@ class ExampleReader(CursorReader):
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         (start,) = cursor
         end = start + count if self._repeat else min(start + count, len(self._examples))
-        return [Item(self._at(place), (place + 1,), True) for place in range(start, end)]
+        return [Item(self._at(place), (place + 1,)) for place in range(start, end)]
 
     def _at(self, place: int) -> Experience:
         turn, index = divmod(place, len(self._examples))
@@ -363,7 +369,7 @@ class ExampleReader(CursorReader):
 
 
 def examples_of(buffer: BufferConfig, path: str, split: str, model: str, pairs: bool) -> list[Experience]:
-    """The examples of a dataset for a model, `pairs` or responses; errors as of `read_examples`."""
+    """The examples of a dataset for a model, `pairs` or responses; errors as `read_examples`."""
     tokenizer = load_tokenizer(model)
     kind = Example.pair if pairs else Example.response
     entries: Any = dataset_entries(path, split, buffer.dataset.subset, as_text=True)
@@ -388,14 +394,6 @@ def _forms(entry: Entry) -> list[tuple[str, ...]]:
     return [form for form in _FORMS if all(entry.get(name) is not None for name in form)]
 
 
-def _digest(examples: Sequence[Experience], seed: int | None) -> str:
-    """What tells these examples and their order from others."""
-    found = hashlib.sha256(str(seed).encode())
-    for each in examples:
-        found.update(_content_of(each))
-    return found.hexdigest()[:16]
-
-
 def _content_of(example: Experience) -> bytes:
     """What tells an example from others: its tokens, and which of them are trained on."""
     parts = (example.tokens, example.action_mask, example.chosen, example.rejected)
@@ -411,14 +409,9 @@ NAMES = {"actor/rewards/accuracies": "eval/accuracy", "actor/rewards/margins": "
 def held_out_of_run(
     config: TrainConfig, examples: list[Experience], pairs: bool
 ) -> tuple[list[Experience], list[Experience]]:
-    """The examples that are trained on, and those that are not, which `buffer.dataset.held_out` asks for.
+    """The examples of `buffer.path` that are trained on, and those that `buffer.dataset.held_out` asks for.
 
     Held-out examples that are trained on all the same, as of overlapping slices, are warned of.
-
-    Args:
-        config: of the run.
-        examples: those of `buffer.path`.
-        pairs: whether they are preference pairs.
 
     Raises:
         ConfigError: nothing would be left on one of the sides; or as `read_examples`.
@@ -463,7 +456,7 @@ class HeldOutLoss(L.Callback):
         interval: optimizer steps, of which a step without rollouts is one, from one measurement to the next.
         total_steps: explore steps of the run.
         show: is given what was measured, or nothing, before the step's line is printed.
-        max_response_length: as of the batches that are trained on.
+        max_response_length: as for the batches that are trained on.
     """
 
     def __init__(

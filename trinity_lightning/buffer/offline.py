@@ -1,8 +1,6 @@
 """Training on experiences out of a reader: without an explorer (SFT, DPO, offline RL), or beside its rollouts."""
 
 import copy
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 class OfflineLoader:
     """Yields `steps_per_epoch` optimizer batches an epoch, each one read.
 
-    Its state is the position in the epoch; that of the reader is the data module's.
+    Its state is the position in the epoch; the reader's is the data module's.
 
     Attributes:
         reader: where experiences come from.
@@ -71,7 +69,6 @@ class OfflineLoader:
         number("wait", self.wait, least=0)
 
     def __len__(self) -> int:
-        """Optimizer batches an epoch: constant."""
         return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[OptimizerBatch]:
@@ -100,19 +97,17 @@ class OfflineLoader:
             self._position = position
 
     def state_dict(self) -> dict[str, Any]:
-        """Which batch of which epoch comes next."""
         return {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
         self._epoch, self._position = state["epoch"], state["position"]
 
 
 class OfflineExperienceDataModule(UnmovedDataModule):
     """Experiences out of a reader, without an explorer: SFT, DPO, offline RL.
 
-    An epoch is `steps_per_epoch` reads, each of which becomes one optimizer batch. The reader's position is in the
-    checkpoint, that in the epoch too (the loader's).
+    An epoch is `steps_per_epoch` reads, each of which becomes one optimizer batch. The positions of reader and loader
+    are in the checkpoint.
 
     Args:
         reader: where experiences come from.
@@ -155,8 +150,10 @@ class OfflineExperienceDataModule(UnmovedDataModule):
 
     def _pause(self, seconds: float) -> None:
         """Sleep while there is nothing to read yet: no item is under way, and a `StopCheckpoint` may end the run."""
-        if self.trainer is not None:
-            _end_if_asked(self.trainer)
+        trainer: Any = self.trainer
+        for each in getattr(trainer, "callbacks", ()):
+            if isinstance(each, StopCheckpoint) and each.wanted and (reason := each.reason(trainer)) is not None:
+                raise reason
         time.sleep(seconds)
 
     def train_dataloader(self) -> OfflineLoader:
@@ -164,19 +161,11 @@ class OfflineExperienceDataModule(UnmovedDataModule):
         return self._loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the reader stands."""
         return {"reader": self.reader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on reading where the checkpoint was taken. ForeignPositionError: the checkpoint is of another buffer."""
         self.reader.load_state_dict(state_dict["reader"])
-
-
-def _end_if_asked(trainer: Any) -> None:
-    """Raise what the run is to end with, if it was asked to end."""
-    for each in trainer.callbacks:
-        if isinstance(each, StopCheckpoint) and each.wanted and (reason := each.reason(trainer)) is not None:
-            raise reason
 
 
 def offline_data_module(
@@ -196,13 +185,11 @@ def offline_data_module(
     if follower:
         reader = UnreadReader()
     elif dataset:
-        from trinity_lightning.buffer.dataset import ExampleReader, examples_of
+        from trinity_lightning.buffer.dataset import ExampleReader, examples_of, held_out_of_run
 
         settings = config.buffer.dataset
         examples = examples_of(config.buffer, str(config.buffer.path), settings.split, config.model.name, pairs)
         if settings.held_out.given:
-            from trinity_lightning.buffer.dataset import held_out_of_run
-
             examples, held_out = held_out_of_run(config, examples, pairs)
         reader = ExampleReader.of_run(config, examples)
     else:
@@ -273,11 +260,10 @@ def _check_first(reader: BufferReader, pairs: bool) -> None:
 class UnreadReader(BufferReader):
     """In the place of a reader on ranks other than 0, which are given what rank 0 has read."""
 
-    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
+    def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -383,39 +369,37 @@ class AnswerReader(BufferReader):
         workflow_args: of the run's workflow, for its system prompt.
 
     Raises:
-        ConfigError: an entry has no answer.
+        ConfigError: entries have no answer; the message names the first of them.
     """
 
     def __init__(self, taskset: Taskset, tokenizer: Any, workflow_args: Mapping[str, Any] | None = None) -> None:
         self._taskset, self._tokenizer = taskset, tokenizer
         self._workflow_args = dict(workflow_args or {})
-        content = hashlib.sha256()
-        for i in range(len(taskset)):  # a field that is empty shows now, not in the middle of a run
-            raw = taskset[i]
-            self._conversation(raw)
-            # The entry itself: the system prompt may change. What is no JSON counts by its type alone, as its text may
-            # be an address in memory.
-            said = [raw.get(key) for key in ("messages", "prompt", "answer")]
-            content.update(json.dumps(said, default=lambda value: type(value).__name__).encode())
-        self._source = content.hexdigest()[:16]
+        missing = []
+        for i, raw in enumerate(taskset):
+            messages, answer = self._conversation(raw)
+            if not messages or not answer.strip():
+                missing.append(taskset.place(i))
+        if missing:  # which shows now, not in the middle of a run
+            from trinity_lightning.buffer.dataset import some_of
 
-    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
-        return [self._experience(raw) for raw in self._taskset.next_batch(count or 1)]
+            raise ConfigError(
+                f"expert data '{taskset.name}', {some_of(missing)}: no answer ({len(missing)} of {len(taskset)} "
+                "entries). Set buffer.expert.dataset.answer_field to the field with the response, end `messages` with "
+                "it, or leave such entries out."
+            )
+
+    def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
+        return [self._experience(raw) for raw in self._taskset.next_batch(count)]
 
     def _conversation(self, raw: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """The prompt's messages, and the answer."""
+        """The prompt's messages, and the answer: empty if there is none."""
         messages = messages_of(Task("simple", raw, workflow_args=self._workflow_args))
         answer = raw.get("answer")
         if answer is None and messages[-1]["role"] == "assistant":
             *messages, last = messages
             answer = last.get("content")
-        if answer is None or not str(answer).strip() or not messages:
-            place = self._taskset.place(raw["task_index"]["index"])
-            raise ConfigError(
-                f"expert data '{self._taskset.name}', {place}: no answer. Set "
-                "buffer.expert.dataset.answer_field to the field with the response, or end `messages` with it."
-            )
-        return messages, str(answer)
+        return messages, "" if answer is None else str(answer)
 
     def _experience(self, raw: dict[str, Any]) -> Experience:
         messages, answer = self._conversation(raw)
@@ -433,18 +417,15 @@ class AnswerReader(BufferReader):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The taskset's cursor, and whose it is."""
-        return self._taskset.state_dict() | {"source": self._source}
+        return self._taskset.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; a ConfigError if that was of other data."""
-        cursor = dict(state)
-        if cursor.pop("source", self._source) != self._source:  # earlier versions had none
-            raise ConfigError(
-                "buffer.expert.dataset: its prompts and answers are not those that the checkpoint was trained on: give "
-                "the path it was saved with, or begin a new run."
-            )
-        self._taskset.load_state_dict(cursor)
+        """As the base class; a ConfigError if the state is of other data."""
+        cursor = {name: value for name, value in state.items() if name != "source"}  # which earlier versions added
+        try:
+            self._taskset.load_state_dict(cursor)
+        except ConfigError as error:
+            raise ConfigError(f"buffer.expert.dataset: {error}") from error
 
 
 def marked(experience: Experience, expert: bool) -> Experience:

@@ -24,10 +24,12 @@ class ExperiencePipeline:
     """Runs operators on a whole explore step (groups must be complete), weighs what is left, writes it to the buffer.
 
     Args:
-        add_strategy: a registered name or dotted path, or several with arguments: [("grpo", {"epsilon": 1e-6})].
+        add_strategy: how rewards become advantages: a registered name or dotted path, or several that follow each
+            other, with arguments: [("grpo", {"epsilon": 1e-6})].
         writer: where the result goes.
         operators: run before the add strategy, in order.
-        auxiliary_models, folder: as `OperatorChain`.
+        auxiliary_models: clients of other models, for operators that ask them.
+        folder: the run's folder: where a failing operator leaves its step, `rejected/step_<n>.trxp`; None: nowhere.
 
     Attributes:
         chain: the operators, if there are any.
@@ -56,14 +58,6 @@ class ExperiencePipeline:
         self._explained: set[str] = set()  # reasons for untrained steps for which it was logged what helps
 
     @property
-    def selector_metric(self) -> dict[Any, Any]:
-        """What the last step's operators report to a task selector: {taskset_id: {"indices": [...], "values": [...]}}.
-
-        For selectors of your own: tasksets of this library are updated by the explorer, by rewards before operators.
-        """
-        return {} if self.chain is None else self.chain.selector_metric
-
-    @property
     def criteria(self) -> "list[Criterion]":
         """What its filters judge by."""
         from trinity_lightning.common.untrained import Criterion
@@ -72,7 +66,6 @@ class ExperiencePipeline:
         return [found for part in parts if isinstance(found := getattr(part, "criterion", None), Criterion)]
 
     async def prepare(self) -> None:
-        """Prepare the operators; see `OperatorChain.prepare`."""
         if self.chain is not None:
             await self.chain.prepare()
 
@@ -85,8 +78,7 @@ class ExperiencePipeline:
         on is logged with the reasons, and once with what helps against the most frequent.
 
         Args:
-            experiences: of the step.
-            step: its number.
+            experiences, step: of the step, and its number.
             more: asked for further tasks if a strategy that wants the step full (`dapo`) leaves it short.
             all_rows: whether experiences without an advantage are trained on too (`Objective.needs_all_rows`).
 

@@ -6,7 +6,7 @@ saves that state together with what was made of the experiences reads each of th
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from trinity_lightning.common.experience import Experience
@@ -22,15 +22,15 @@ POLL = 0.05
 class BufferReader(ABC):
     """Gives out experiences, and remembers which.
 
-    What a read does while there is too little is the same for all readers: it waits up to `wait` seconds for the
-    rest, and then returns what there is, which may be nothing.
+    A read of more than there is waits up to `wait` seconds for the rest, and then returns what there is, which may be
+    nothing.
     """
 
     endless_with = "buffer.repeat=true"  # for messages: the setting with which reads would not end, if there is one
 
     def read(
         self,
-        count: int | None = None,
+        count: int,
         *,
         whole_groups: bool = False,
         wait: float = 0.0,
@@ -39,16 +39,18 @@ class BufferReader(ABC):
         """The next experiences, in the reader's order.
 
         Args:
-            count: how many at most; None for the next write, whole (or what is left of it).
+            count: how many at most.
             whole_groups: never part experiences of one task that follow each other: fewer than `count` if the next
                 group does not fit, more if the first one alone is larger. At the end of the data a group ends.
-            wait: seconds to wait for `count` experiences (a write).
+            wait: seconds to wait for `count` experiences.
             pause: sleeps for so many seconds while it waits; if it raises, nothing has been read.
 
         Raises:
             StorageError: the buffer is damaged or gone.
             ValueError: a count below 1.
         """
+        if count < 1:
+            raise ValueError(f"count: expected at least 1, got {count}.")
         deadline = time.monotonic() + wait
         while True:
             left = deadline - time.monotonic()
@@ -57,7 +59,7 @@ class BufferReader(ABC):
             pause(min(POLL, max(left, 0.0)))
 
     @abstractmethod
-    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
+    def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
         """What `read` asks for; None when that is not there yet and this is not the last attempt."""
 
     @abstractmethod
@@ -79,19 +81,11 @@ class BufferReader(ABC):
 
 
 class Item(NamedTuple):
-    """An experience as a buffer gives it to a `CursorReader`.
-
-    Attributes:
-        experience: the experience itself.
-        cursor: where the reader stands once it has been read.
-        ends_write: whether it is the last of those written together.
-        run: which run it is from, where a buffer holds those of several: they may have tasks of the same name.
-    """
+    """An experience as a buffer gives it to a `CursorReader`."""
 
     experience: Experience
-    cursor: Cursor
-    ends_write: bool
-    run: str = ""
+    cursor: Cursor  # where the reader stands once it has been read
+    run: str = ""  # which run it is from, where a buffer holds those of several: they may have tasks of the same name
 
 
 def group_of(experience: Experience) -> str | None:
@@ -99,10 +93,13 @@ def group_of(experience: Experience) -> str | None:
     return None if experience.eid.batch == "" and experience.eid.task == "" else experience.eid.tid
 
 
-def check_count(count: int | None) -> None:
-    """Refuse to read fewer than one."""
-    if count is not None and count < 1:
-        raise ValueError(f"count: expected at least 1, or None for a whole write, got {count}.")
+def check_source(state: Mapping[str, Any], source: str, where: str) -> None:
+    """ForeignPositionError unless a reader's state is of the buffer with this id, which messages call `where`."""
+    if state["source"] != source:
+        raise ForeignPositionError(
+            f"{where}: the saved position belongs to another buffer (id {state['source']}, this one has {source}). "
+            "Give the path it was saved with, or start without the saved state."
+        )
 
 
 class CursorReader(BufferReader):
@@ -125,28 +122,18 @@ class CursorReader(BufferReader):
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         """At least one, about `count`, of the experiences after `cursor`; empty when there is none yet."""
 
-    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
-        check_count(count)
-        if count is None:
-            number, complete = self._next_write()
-        elif whole_groups:
+    def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
+        if whole_groups:
             number, complete = self._next_groups(count)
         else:
-            self._look(count)
+            complete = self._look(count)
             number = min(count, len(self._ahead))
-            complete = number == count
-        return self._take(number) if complete or last else None
-
-    def _next_write(self) -> tuple[int, bool]:
-        """How many experiences the next write still holds, and whether there is one."""
-        seen = 0
-        while True:
-            for index in range(seen, len(self._ahead)):
-                if self._ahead[index].ends_write:
-                    return index + 1, True
-            seen = len(self._ahead)
-            if not self._look(seen + 1):
-                return seen, False
+        if not (complete or last):
+            return None
+        taken, self._ahead = self._ahead[:number], self._ahead[number:]
+        if taken:
+            self._cursor = taken[-1].cursor
+        return [item.experience for item in taken]
 
     def _next_groups(self, count: int) -> tuple[int, bool]:
         """How many experiences make up the whole groups within `count`, and whether more could not be added."""
@@ -176,32 +163,20 @@ class CursorReader(BufferReader):
             self._ahead.extend(more)
         return True
 
-    def _take(self, number: int) -> list[Experience]:
-        taken, self._ahead = self._ahead[:number], self._ahead[number:]
-        if taken:
-            self._cursor = taken[-1].cursor
-        return [item.experience for item in taken]
-
     def rewind(self) -> None:
         """Start over from the first experience."""
         self._cursor, self._ahead = self.START, []
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and whose it is."""
         return {"source": self._source, "cursor": list(self._cursor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. ForeignPositionError: the state is another buffer's."""
-        if state["source"] != self._source:
-            raise ForeignPositionError(
-                f"{self._where}: the saved position belongs to another buffer (id {state['source']}, this one has "
-                f"{self._source}). Give the path it was saved with, or start without the saved state."
-            )
+        check_source(state, self._source, self._where)
         self._cursor, self._ahead = tuple(state["cursor"]), []
 
 
 class MemoryReader(CursorReader):
-    """Reads a sequence of experiences, such as `from_hf_datasets` gives; each one is a write of its own."""
+    """Reads a sequence of experiences, such as `from_hf_datasets` gives."""
 
     def __init__(self, experiences: Sequence[Experience]) -> None:
         super().__init__("memory", "experiences in memory")
@@ -210,41 +185,31 @@ class MemoryReader(CursorReader):
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         (start,) = cursor
         chosen = self._experiences[start : start + count]
-        return [Item(experience, (start + index + 1,), True) for index, experience in enumerate(chosen)]
+        return [Item(experience, (start + index + 1,)) for index, experience in enumerate(chosen)]
 
 
 class RepeatingReader(BufferReader):
-    """Starts over where another reader ends; the last read of a pass may be short.
-
-    Attributes:
-        passes: how often it has started over.
-    """
+    """Starts over where another reader ends; the last read of a pass may be short."""
 
     endless_with = ""
 
     def __init__(self, reader: CursorReader) -> None:
         self._reader = reader
-        self.passes = 0
 
-    def _try_read(self, count: int | None, whole_groups: bool, last: bool) -> list[Experience] | None:
+    def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
         got = self._reader.read(count, whole_groups=whole_groups)
         if not got:
             self._reader.rewind()
             got = self._reader.read(count, whole_groups=whole_groups)
-            self.passes += bool(got)
         return got if got or last else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the reader stands, and in which pass."""
-        return {"reader": self._reader.state_dict(), "passes": self.passes}
+        return {"reader": self._reader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; errors as the reader's."""
         self._reader.load_state_dict(state["reader"])
-        self.passes = state["passes"]
 
     def close(self) -> None:
-        """Close the reader."""
         self._reader.close()
 
 
@@ -276,7 +241,6 @@ def create_reader(buffer: BufferConfig, seed: int = 0) -> BufferReader:
                 decay=buffer.decay,
                 use_decay=buffer.use_decay,
                 seed=seed,
-                name=None,  # several runs may read one database
             )
         reader = SqlReader(place)
     return RepeatingReader(reader) if buffer.repeat else reader

@@ -48,8 +48,8 @@ async def refill(
     Only `tidy` and the filter see the new groups apart; what weighs a whole step sees it once it is full. Groups
     beyond that number are dropped and counted: the earliest are kept.
 
-    The `experiences` and `metrics` are those of the step once it was tidied. Returned are all experiences, filtered
-    ones too, without surplus groups, and the metrics of all rounds.
+    The `experiences` and `metrics` are those of the tidied step. Returned are all experiences, filtered ones too,
+    without surplus groups, and the metrics of all rounds.
     """
     kept, asked = survivors(experiences), more.tasks
     filled, rounds, dropped = list(experiences), [metrics], 0

@@ -37,55 +37,52 @@ except ModuleNotFoundError as error:
 T = TypeVar("T")
 
 FORMAT = 1
-# Seconds between attempts at a busy database: doubled each time, and never in step with another process.
+RETRY_FOR = 60.0  # seconds for which a busy or restarting database is asked again
+# Seconds between attempts at it: doubled each time, and never in step with another process.
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
-# SQLite allows as few as 999 variables in a statement.
-MOST_VARIABLES = 500
 # PostgreSQL: serialization failure, deadlock, lock not available, and a server that stops or starts.
 _PASSING = frozenset({"40001", "40P01", "55P03", "57P01", "57P02", "57P03"})
 _CREATING = 0x7472696E69747921  # any number that nobody else locks
 _BUSY = ("database is locked", "database table is locked", "database schema is locked")
 
 
-class Tables:
-    """The tables of one buffer; several buffers share a database by their names.
+# -- the tables --------------------------------------------------------------------------------------------------------
 
-    Attributes:
-        rows: one experience a row. `position` orders them; `write_id` and `ends_write` tell what was written together;
-            `task` is the group and `step` its explore step; `uses` counts how often it was replayed.
-        reads: which rows each read of a replaying reader took, for a reader resumed from before to take them back.
-        info: format and id of the buffer, and the counters that writers and readers queue at.
-    """
+METADATA = sa.MetaData()
+# One experience a row. `position` orders them; `write_id` says what was written together; `task` is the group and
+# `step` its explore step; `uses` counts how often it was replayed.
+ROWS = sa.Table(
+    "experiences",
+    METADATA,
+    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("write_id", sa.String(32), nullable=False, index=True),
+    sa.Column("ends_write", sa.Boolean, nullable=False),
+    sa.Column("task", sa.Text),
+    sa.Column("step", sa.BigInteger, nullable=False),
+    sa.Column("priority", sa.Double, nullable=False),
+    sa.Column("log_priority", sa.Double, nullable=False),
+    sa.Column("uses", sa.Integer, nullable=False),
+    sa.Column("payload", sa.LargeBinary, nullable=False),
+)
+# Which rows each read of a replaying reader took, for a reader resumed from before to take them back.
+READS = sa.Table(
+    "experiences_reads",
+    METADATA,
+    sa.Column("reader", sa.String(255), primary_key=True),
+    sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
+)
+# Format and id of the buffer, and the counters that writers and readers queue at.
+INFO = sa.Table(
+    "experiences_info",
+    METADATA,
+    sa.Column("key", sa.String(32), primary_key=True),
+    sa.Column("number", sa.BigInteger, nullable=False),
+    sa.Column("text", sa.Text, nullable=False),
+)
 
-    def __init__(self, name: str) -> None:
-        self.metadata = sa.MetaData()
-        self.rows = sa.Table(
-            name,
-            self.metadata,
-            sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
-            sa.Column("write_id", sa.String(32), nullable=False, index=True),
-            sa.Column("ends_write", sa.Boolean, nullable=False),
-            sa.Column("task", sa.Text),
-            sa.Column("step", sa.BigInteger, nullable=False),
-            sa.Column("priority", sa.Double, nullable=False),
-            sa.Column("log_priority", sa.Double, nullable=False),
-            sa.Column("uses", sa.Integer, nullable=False),
-            sa.Column("payload", sa.LargeBinary, nullable=False),
-        )
-        self.reads = sa.Table(
-            f"{name}_reads",
-            self.metadata,
-            sa.Column("reader", sa.String(255), primary_key=True),
-            sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
-            sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
-        )
-        self.info = sa.Table(
-            f"{name}_info",
-            self.metadata,
-            sa.Column("key", sa.String(32), primary_key=True),
-            sa.Column("number", sa.BigInteger, nullable=False),
-            sa.Column("text", sa.Text, nullable=False),
-        )
+
+# -- the database ------------------------------------------------------------------------------------------------------
 
 
 def database_url(place: str | Path) -> sa.URL:
@@ -116,9 +113,7 @@ class Database:
 
     Args:
         place: a URL, or the path of a SQLite file.
-        name: name of the buffer: of its tables.
         create: make what is missing, else it is an error.
-        retry_for: seconds for which a busy or restarting database is asked again.
 
     Raises:
         ConfigError: a URL that is none, or a driver that is not installed.
@@ -126,11 +121,9 @@ class Database:
         StorageFormatError: there is something else.
     """
 
-    def __init__(self, place: str | Path, name: str, create: bool, retry_for: float) -> None:
+    def __init__(self, place: str | Path, create: bool) -> None:
         url = database_url(place)
-        self.where = f"{url.render_as_string(hide_password=True)}, table '{name}'"
-        self.tables = Tables(name)
-        self._retry_for = retry_for
+        self.where = url.render_as_string(hide_password=True)
         self._opened = False
         file = Path(url.database or "") if url.get_backend_name() == "sqlite" else None
         if file is not None and not file.exists():
@@ -149,24 +142,26 @@ class Database:
         """The id of the buffer, created if it may be."""
         if create and connection.dialect.name == "postgresql":  # two that create the same tables would collide
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATING)))
-        info, inspector = self.tables.info, sa.inspect(connection)
-        if inspector.has_table(info.name):
-            columns = {column["name"] for column in inspector.get_columns(info.name)}
+        inspector = sa.inspect(connection)
+        if inspector.has_table(INFO.name):
+            columns = {column["name"] for column in inspector.get_columns(INFO.name)}
             found = {}
-            if columns == set(info.columns.keys()):
-                found = {row.key: row for row in connection.execute(sa.select(info))}
+            if columns == set(INFO.columns.keys()):
+                found = {row.key: row for row in connection.execute(sa.select(INFO))}
             if "id" not in found or found["format"].number != FORMAT:
-                raise StorageFormatError(f"{self.where}: not of format {FORMAT}. Choose another table or database.")
+                raise StorageFormatError(f"{self.where}: not of format {FORMAT}. Choose another database.")
             return found["id"].text
-        if inspector.has_table(self.tables.rows.name):
-            raise StorageFormatError(f"{self.where}: a table of another kind. Choose another name or database.")
+        if inspector.has_table(ROWS.name):
+            raise StorageFormatError(f"{self.where}: a table '{ROWS.name}' of another kind. Choose another database.")
         if not create:
-            raise StorageError(f"{self.where}: there is no such table; a writer (`SqlStorage`) creates it.")
-        self.tables.metadata.create_all(connection)
+            raise StorageError(
+                f"{self.where}: there is no such table as '{ROWS.name}'; a writer (`SqlStorage`) creates it."
+            )
+        METADATA.create_all(connection)
         identity = secrets.token_hex(8)
         numbers = {"format": FORMAT, "id": 0, "positions": 0, "reads": 0}
         rows = [{"key": key, "number": n, "text": identity if key == "id" else ""} for key, n in numbers.items()]
-        connection.execute(info.insert(), rows)
+        connection.execute(INFO.insert(), rows)
         return identity
 
     def transact(self, work: Callable[[sa.Connection, bool], T], write: bool = False) -> T:
@@ -182,32 +177,22 @@ class Database:
             StorageFormatError: the database is damaged, or none.
             StorageError: anything else.
         """
-        failed = False
-
-        def attempt() -> T:
-            nonlocal failed
-            again, failed = failed, True
-            with self._engine.connect().execution_options(trinity_write=write) as connection, connection.begin():
-                return work(connection, again)
-
-        return self._retry(attempt)
-
-    def _retry(self, attempt: Callable[[], T]) -> T:
-        deadline, pause = time.monotonic() + self._retry_for, FIRST_PAUSE
+        deadline, pause, again = time.monotonic() + RETRY_FOR, FIRST_PAUSE, False
         jitter = random.SystemRandom()  # leaves the global generator, which training may be seeded with, alone
         while True:
             try:
-                return attempt()
+                with self._engine.connect().execution_options(trinity_write=write) as connection, connection.begin():
+                    return work(connection, again)
             except DBAPIError as error:
                 if not self._passes(error):
                     raise self._explain(error) from error
                 if time.monotonic() >= deadline:
                     raise StorageLockedError(
-                        f"{self.where}: busy for {self._retry_for:.0f} s ({error.orig}). Look for a process that holds "
-                        "it (a stopped debugger, a long transaction), or raise `retry_for`."
+                        f"{self.where}: busy for {RETRY_FOR:g} s ({error.orig}). Look for a process that holds it (a "
+                        "stopped debugger, a long transaction)."
                     ) from error
             time.sleep(pause * jitter.uniform(0.5, 1.0))
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause, again = min(2 * pause, LONGEST_PAUSE), True
 
     def _passes(self, error: DBAPIError) -> bool:
         """Whether the same thing may succeed in a while."""
@@ -228,9 +213,8 @@ class Database:
 
     def take(self, connection: sa.Connection, counter: str, amount: int) -> int:
         """Raise a counter; its value before. Who comes second waits here until the first has committed."""
-        info = self.tables.info
-        connection.execute(info.update().where(info.c.key == counter).values(number=info.c.number + amount))
-        return connection.execute(sa.select(info.c.number).where(info.c.key == counter)).scalar_one() - amount
+        connection.execute(INFO.update().where(INFO.c.key == counter).values(number=INFO.c.number + amount))
+        return connection.execute(sa.select(INFO.c.number).where(INFO.c.key == counter)).scalar_one() - amount
 
     def close(self) -> None:
         """Close all connections."""
@@ -269,21 +253,26 @@ def _make_engine(url: sa.URL, create: bool) -> sa.Engine:
 
 # -- writing and reading -----------------------------------------------------------------------------------------------
 
-TABLE = "experiences"
-RETRY_FOR = 60.0
 
-
-def info_priority(experience: Experience) -> float:
-    """`info["priority"]`, 1 if there is none."""
-    return experience.info.get("priority", 1.0)
-
-
-def explore_step(experience: Experience) -> int:
-    """The explore step of an experience; 0 if it does not say."""
-    batch = experience.eid.batch
+def _row(experience: Experience, write_id: str) -> dict[str, Any]:
+    priority = experience.info.get("priority", 1.0)
+    if not isinstance(priority, (int, float)) or not 0 <= priority < math.inf:
+        raise ExperienceError(
+            f"experience {experience.eid.uid}: priority: expected a finite number of at least 0, got {priority!r}."
+        )
+    batch = experience.eid.batch  # the explore step, 0 if it does not say
     if isinstance(batch, str):
-        return int(batch) if batch.isascii() and batch.isdecimal() and len(batch) < 19 else 0
-    return batch
+        batch = int(batch) if batch.isascii() and batch.isdecimal() and len(batch) < 19 else 0
+    return {
+        "write_id": write_id,
+        "ends_write": False,  # not read any more
+        "task": group_of(experience),
+        "step": batch,
+        "priority": float(priority),
+        "log_priority": math.log(priority) if priority > 0 else 0.0,  # that of 0 is never looked at
+        "uses": 0,
+        "payload": experience.serialize(),
+    }
 
 
 def run_of(write_id: str) -> str:
@@ -307,83 +296,42 @@ class SqlStorage(BufferWriter):
     Args:
         place: path of a SQLite file, or a URL: sqlite:///FILE, postgresql://USER:PASSWORD@HOST/NAME. A SQLite file
             must lie on a disk of this machine: its locks do not hold over a network.
-        table: name of the buffer within the database.
-        priority_of: what a `ReplayReader` chooses by, 0 for never; see there.
-        retry_for: seconds for which a busy or restarting database is asked again.
 
     Errors as `Database`.
     """
 
-    def __init__(
-        self,
-        place: str | Path,
-        *,
-        table: str = TABLE,
-        priority_of: Callable[[Experience], float] = info_priority,
-        retry_for: float = RETRY_FOR,
-    ) -> None:
-        self._database = Database(place, table, create=True, retry_for=retry_for)
-        self._priority_of = priority_of
-        self.source = self._database.source
+    def __init__(self, place: str | Path) -> None:
+        self._database = Database(place, create=True)
 
-    def write(self, experiences: list[Experience]) -> None:
+    def write(self, experiences: list[Experience], name: str | None = None) -> None:
         """Insert the experiences; they are committed when this returns.
+
+        Args:
+            experiences: perhaps none.
+            name: of at most 32 characters: they take the place of those that were written under it before.
 
         Raises:
             ExperienceError: one of them cannot be serialized, or its priority is none; nothing is written.
             StorageLockedError: the database was busy for too long.
             StorageError: it fails otherwise.
         """
-        if experiences:
-            self._insert(secrets.token_hex(16), experiences, replace=False)
-
-    def replace(self, name: str, experiences: list[Experience]) -> None:
-        """Insert the experiences in place of those that were written under this name before; errors as `write`.
-
-        Args:
-            name: at most 32 characters.
-            experiences: perhaps none.
-        """
-        self._insert(name, experiences, replace=True)
-
-    def _insert(self, write_id: str, experiences: list[Experience], replace: bool) -> None:
-        rows = [self._row(experience, write_id) for experience in experiences]
-        for row in rows[-1:]:
-            row["ends_write"] = True
-        table = self._database.tables.rows
-        written = table.c.write_id == write_id
+        write_id = name or secrets.token_hex(16)
+        rows = [_row(experience, write_id) for experience in experiences]
+        written = ROWS.c.write_id == write_id
 
         def insert(connection: sa.Connection, again: bool) -> None:
             start = self._database.take(connection, "positions", len(rows))
-            if replace:
-                connection.execute(table.delete().where(written))
+            if name is not None:
+                connection.execute(ROWS.delete().where(written))
             # The connection may have broken after an earlier attempt was committed.
-            elif again and connection.execute(sa.select(table.c.position).where(written)).first():
+            elif again and connection.execute(sa.select(ROWS.c.position).where(written)).first():
                 return
             if rows:
-                connection.execute(table.insert(), [{**row, "position": start + n} for n, row in enumerate(rows, 1)])
+                connection.execute(ROWS.insert(), [{**row, "position": start + n} for n, row in enumerate(rows, 1)])
 
         self._database.transact(insert, write=True)
 
-    def _row(self, experience: Experience, write_id: str) -> dict[str, Any]:
-        priority = self._priority_of(experience)
-        if not isinstance(priority, (int, float)) or not 0 <= priority < math.inf:
-            raise ExperienceError(
-                f"experience {experience.eid.uid}: priority: expected a finite number of at least 0, got {priority!r}."
-            )
-        return {
-            "write_id": write_id,
-            "ends_write": False,
-            "task": group_of(experience),
-            "step": explore_step(experience),
-            "priority": float(priority),
-            "log_priority": math.log(priority) if priority > 0 else 0.0,  # that of 0 is never looked at
-            "uses": 0,
-            "payload": experience.serialize(),
-        }
-
     async def write_async(self, experiences: list[Experience]) -> None:
-        """Awaitable `write`: the database is waited for in a thread."""
         await asyncio.to_thread(self.write, experiences)
 
     def close(self) -> None:
@@ -405,29 +353,25 @@ def keep_step(place: str | Path, run: str, step: int, experiences: list[Experien
     Args:
         place: as `SqlStorage`.
         run: identity of the run, at most 16 characters: several runs may keep their steps in one database.
-        step: its number.
-        experiences: as they went to the trainer.
+        step, experiences: its number, and as they went to the trainer.
     """
     with SqlStorage(place) as storage:
-        storage.replace(f"{run}/{step}", experiences)
+        storage.write(experiences, f"{run}/{step}")
 
 
 class SqlReader(CursorReader):
-    """Reads in the order of writing, each experience once a reader, whoever else reads; arguments as `SqlStorage`."""
+    """Reads in the order of writing, each experience once a reader, whoever else reads; `place`: as `SqlStorage`."""
 
-    def __init__(self, place: str | Path, *, table: str = TABLE, retry_for: float = RETRY_FOR) -> None:
-        self._database = Database(place, table, create=False, retry_for=retry_for)
+    def __init__(self, place: str | Path) -> None:
+        self._database = Database(place, create=False)
         super().__init__(self._database.source, self._database.where)
 
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
-        rows = self._database.tables.rows
-        query = sa.select(rows.c.position, rows.c.ends_write, rows.c.payload, rows.c.write_id)
-        query = query.where(rows.c.position > cursor[0]).order_by(rows.c.position).limit(count)
+        query = sa.select(ROWS.c.position, ROWS.c.payload, ROWS.c.write_id)
+        query = query.where(ROWS.c.position > cursor[0]).order_by(ROWS.c.position).limit(count)
         found = self._database.transact(lambda connection, _: connection.execute(query).all())
         experiences = [experience_at(self._where, row.position, row.payload) for row in found]
-        cursors = [((row.position,), row.ends_write, run_of(row.write_id)) for row in found]
-        return [Item(each, *cursor) for each, cursor in zip(experiences, cursors, strict=True)]
+        return [Item(e, (row.position,), run_of(row.write_id)) for e, row in zip(experiences, found, strict=True)]
 
     def close(self) -> None:
-        """Close all connections."""
         self._database.close()

@@ -106,7 +106,7 @@ def _read_step(path: Path) -> list[Experience]:
 
 
 class StepReader(CursorReader):
-    """Reads a folder of steps in their order, one file at a time; a step counts as a write.
+    """Reads a folder of steps in their order, one file at a time.
 
     Raises:
         StorageError: there is no such folder.
@@ -137,25 +137,18 @@ class StepReader(CursorReader):
             if step < first:
                 continue
             experiences = _read_step(path)
-            start = index if step == first else 0
-            last = len(experiences) - 1
-            ends = [(step, number + 1) for number in range(last)] + [(step + 1, 0)]
-            items = [Item(experiences[n], ends[n], n == last) for n in range(start, len(experiences))]
+            ends = [(step, number) for number in range(1, len(experiences))] + [(step + 1, 0)]
+            items = list(map(Item, experiences, ends))[index if step == first else 0 :]
             if items:
                 return items
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and whose it is."""
         self._source = _identity(self.folder)
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
-
-        Raises:
-            ForeignPositionError: the state is another folder's; a folder without an id is not checked.
-        """
+        """As the base class; a folder without an id is not checked."""
         self._source = _identity(self.folder)
         unknown = _UNKNOWN in (self._source, state["source"])
         super().load_state_dict(state | {"source": self._source} if unknown else state)

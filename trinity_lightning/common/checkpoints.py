@@ -9,7 +9,7 @@ import io
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from trinity_lightning.common.files import disk_full_named, put_in_place, remove
+from trinity_lightning.common.files import replacing
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.config.checkpoints import METADATA, REST, check_metadata
 from trinity_lightning.errors import ConfigError
@@ -61,18 +61,10 @@ _ALLOWED = {
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the place of the target at the end; if anything fails it is removed."""
-    temporary = target.with_name(f".{target.name}.tmp")  # of a fixed name: what a kill left is removed
-    remove(temporary)
-    temporary.mkdir(parents=True)
-    try:
-        with disk_full_named(target):
-            yield temporary
-        put_in_place(temporary, target)
-    except BaseException:
-        with suppress(OSError):  # why it failed is what matters
-            remove(temporary)
-        raise
+    """A folder to write to, as `replacing`."""
+    with replacing(target) as temporary:
+        temporary.mkdir(parents=True)
+        yield temporary
 
 
 def write(folder: Path, shares: Mapping[str, Tensor], ranks: Ranks) -> None:

@@ -77,20 +77,14 @@ def forget(tensor: Tensor) -> None:
 
 
 class Gpu(NamedTuple):
-    """What a GPU has.
+    """What a GPU has."""
 
-    Attributes:
-        name: a regular expression of the name that CUDA gives it ("NVIDIA H100 80GB HBM3").
-        gib: its memory in GiB, as CUDA reports it: less than its name says.
-        flops: dense bfloat16 operations a second with float32 accumulation: of NVIDIA's data sheets, halved where those
-            count structured sparsity, and of the architectures' white papers for GeForce.
-        bandwidth: bytes a second of its memory.
-    """
-
-    name: str
-    gib: float
+    name: str  # a regular expression of the name that CUDA gives it ("NVIDIA H100 80GB HBM3")
+    gib: float  # its memory, as CUDA reports it: less than its name says
+    # Dense bfloat16 operations a second with float32 accumulation: of NVIDIA's data sheets, halved where those count
+    # structured sparsity, and of the architectures' white papers for GeForce.
     flops: float
-    bandwidth: float
+    bandwidth: float  # bytes a second of its memory
 
 
 # The first whose expression fits. Lightning's own table counts sparsity for some GPUs, and no tensor cores for others.

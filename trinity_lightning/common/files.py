@@ -23,23 +23,31 @@ def disk_full_named(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, which at the end takes the place of what is there: whole or not, also when the power fails.
+def replacing(target: Path) -> Iterator[Path]:
+    """Where to write a file or a folder, which at the end takes the target's place; if anything fails it is removed.
 
     Raises:
         DiskFullError: the disk is full.
         OSError: the folder is not to be written to.
     """
-    temporary = path.with_name(f".{path.name}.tmp")  # of a fixed name: what a kill left is removed
+    temporary = target.with_name(f".{target.name}.tmp")  # of a fixed name: what a kill left is removed
     remove(temporary)
     try:
-        with disk_full_named(path), temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        put_in_place(temporary, path)
+        with disk_full_named(target):
+            yield temporary
+        put_in_place(temporary, target)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # why it failed is what matters
+            remove(temporary)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to, as `replacing`: whole or not, also when the power fails."""
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_atomically(path: Path, data: bytes) -> None:

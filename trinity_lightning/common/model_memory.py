@@ -26,28 +26,18 @@ FLOAT = 4  # bytes of a float32
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a causal language model's memory follows from.
+    """What a causal language model's memory follows from."""
 
-    Attributes:
-        parameters: all of them; tied ones count once.
-        largest: those of the largest single tensor, usually the embedding.
-        layers, hidden, vocabulary: as in the model's configuration.
-        intermediate: width of the feed-forward part that one token passes through (of a mixture, all chosen experts).
-        heads: heads of the queries.
-        query_width, key_width: heads times their width; of the keys the values have as many.
-        outside: parameters of no layer: embeddings, head, last norm.
-    """
-
-    parameters: int
-    largest: int
+    parameters: int  # all of them; tied ones count once
+    largest: int  # those of the largest single tensor, usually the embedding
     layers: int
     hidden: int
-    intermediate: int
-    heads: int
-    query_width: int
-    key_width: int
+    intermediate: int  # width of the feed-forward part that one token passes through (of a mixture, all chosen experts)
+    heads: int  # of the queries
+    query_width: int  # heads times their width
+    key_width: int  # the same of the keys; the values have as many
     vocabulary: int
-    outside: int
+    outside: int  # parameters of no layer: embeddings, head, last norm
 
     @classmethod
     def of(cls, model: Any) -> "ModelShape":
@@ -83,40 +73,26 @@ def _largest(layers: Sequence[Any], name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Training:
-    """How the policy is trained.
+    """How the policy is trained."""
 
-    Attributes:
-        width: bytes of a weight that is computed with: 2 (bfloat16) or 4.
-        longest_row: tokens of the longest prompt and response together, of a pair those of both: a micro-batch holds
-            at least one. 0: unknown, and taken to be no longer than a micro-batch.
-        tokens: computed tokens of a micro-batch; None: as many as are useful and fit.
-        reference: whether a frozen copy of the policy is kept.
-        checkpointing: whether activations are computed again in the backward pass.
-        eager: whether attention keeps its weights, which takes the square of the length.
-        shards: devices that weights, moments and reference are split over (trainer=fsdp2).
-        on_cpu: whether it computes on a CPU.
-        adapters: parameters of adapters (model.lora), which are trained in place of the weights; 0: there are none.
-        adapter_width: numbers of each token that adapters keep for the backward pass, all layers together.
-        moments: bytes that the optimizer keeps of a parameter, besides a float32 master.
-        value_model: of a critic that is a model of its own; None: there is none.
-        on_host: processes of a machine that keep masters and moments in its memory (optimizer.name=adamw_offload);
-            0: they are on the devices.
-        offloadable: how many these would be with adamw_offload; 0: it would replace an optimizer of the user's own.
-    """
-
-    width: int
+    width: int  # bytes of a weight that is computed with: 2 (bfloat16) or 4
+    # Tokens of the longest prompt and response together, of a pair those of both: a micro-batch holds at least one.
+    # 0: unknown, and taken to be no longer than a micro-batch.
     longest_row: int
-    tokens: int | None = None
-    reference: bool = False
-    checkpointing: bool = False
-    eager: bool = False
-    shards: int = 1
+    tokens: int | None = None  # computed tokens of a micro-batch; None: as many as are useful and fit
+    reference: bool = False  # a frozen copy of the policy is kept
+    checkpointing: bool = False  # activations are computed again in the backward pass
+    eager: bool = False  # attention keeps its weights, which takes the square of the length
+    shards: int = 1  # devices that weights, moments and reference are split over (trainer=fsdp2)
     on_cpu: bool = False
-    adapters: int = 0
-    adapter_width: int = 0
-    moments: int = 2 * FLOAT
-    value_model: ModelShape | None = None
+    adapters: int = 0  # parameters of adapters (model.lora), which are trained in place of the weights
+    adapter_width: int = 0  # numbers of each token that adapters keep for the backward pass, all layers together
+    moments: int = 2 * FLOAT  # bytes that the optimizer keeps of a parameter, besides a float32 master
+    value_model: ModelShape | None = None  # of a critic that is a model of its own
+    # Processes of a machine that keep masters and moments in its memory (optimizer.name=adamw_offload); 0: they are on
+    # the devices.
     on_host: int = 0
+    # How many these would be with adamw_offload; 0: it would replace an optimizer of the user's own.
     offloadable: int = 1
 
 

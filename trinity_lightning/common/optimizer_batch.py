@@ -9,19 +9,14 @@ from torch import Tensor
 
 from trinity_lightning.common.experience import CustomField, Experience
 
-# -- Which experiences are an expert's: the one mark that buffer, trainer and losses agree on --------------------------
-
-
-# An entry of `info`, and the column that `gather_experiences` makes of it (as in Trinity-RFT).
+# What marks an expert's experiences: an entry of `info`, and the column that `gather_experiences` makes of it (as in
+# Trinity-RFT).
 IS_EXPERT = CustomField("is_expert", "expert_mask", torch.bool)
 
 
 def is_expert(experience: Experience) -> bool:
     """Whether an experience is marked as an expert's; one without a mark is not."""
     return bool(experience.info.get(IS_EXPERT.source_field, False))
-
-
-# -- What one optimizer step is made of --------------------------------------------------------------------------------
 
 
 def trained_mask(experience: Experience) -> Tensor:

@@ -138,8 +138,7 @@ class Untrained:
         """Mark the experiences that are not trained on: how many of them for each reason."""
         counts: Counter[str] = Counter()
         for experience in experiences:
-            reason = self._reasons.get(experience.eid.uid)
-            if reason is not None:
+            if (reason := self._reasons.get(experience.eid.uid)) is not None:
                 mark_untrained(experience, reason)
                 counts[reason] += 1
         return counts

@@ -91,6 +91,12 @@ def test_only_process_is_abstract():
         ("collections.OrderedDict", {}, TypeError, "'collections.OrderedDict' is no experience operator"),
         (f"{HERE}.make", {}, TypeError, f"'{HERE}.make' is no experience operator"),
         (f"{HERE}.ExperienceOperatorV1", {}, TypeError, "abstract class: define process"),
+        (
+            f"{HERE}.Plain",
+            {},
+            TypeError,
+            f"operator '{HERE}.Plain': write `async def process`.*list of experiences, dict",
+        ),
         ("reward_filter", {"treshold": 1}, TypeError, "operator 'reward_filter'.*'treshold'.*Did you mean 'threshold'"),
         ("overlong_penalty", {"max_length": 4}, TypeError, "'overlong_penalty': .*'cache_length'.*max_length: int"),
         ("reward_filter", {"threshold": "high"}, ConfigError, "operator 'reward_filter': threshold is 'high'; give"),

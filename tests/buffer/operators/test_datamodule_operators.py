@@ -8,8 +8,7 @@ import pytest
 from support.operators import HERE, AddOne, chain_of, operators_of, rewards, step_of
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.buffer.operators import ExperienceOperatorV1, OperatorConfig
-from trinity_lightning.buffer.operators.experience_operator import on_loop
+from trinity_lightning.buffer.operators import ExperienceOperatorV1, OperatorConfig, experience_operator
 from trinity_lightning.errors import OperatorError
 
 
@@ -105,9 +104,19 @@ def test_an_operator_that_cannot_be_closed_is_told_and_hides_no_other_error(capl
     assert "no close today" in caplog.text
 
 
-def test_closing_has_an_end(loop):
-    with pytest.raises(TimeoutError):
-        on_loop(lambda: asyncio.sleep(60), loop, wait=0.05)
+@pytest.mark.parametrize("end", ["teardown", "on_exception"])
+def test_closing_has_an_end(loop, end, monkeypatch, caplog):
+    for name in ("WAIT_SECONDS", "CLOSE_SECONDS"):
+        monkeypatch.setattr(experience_operator, name, 0.05)
+    data = with_operator(AddOne())
+    monkeypatch.setattr(operators_of(data.pipeline)[0], "close", lambda: asyncio.sleep(60))
+    asyncio.run_coroutine_threadsafe(data.prepare(), loop).result(10)
+    if end == "teardown":
+        with pytest.raises(OperatorError, match=r"not closed within 0\.05 s"):
+            data.teardown("fit")
+    else:
+        data.on_exception(RuntimeError("another"))
+        assert "not closed within 0.05 s" in caplog.text
 
 
 def test_prepare_comes_before_the_first_step_where_it_is_called():

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import logging
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def process(pipeline, exps, step=1):
     return asyncio.run(pipeline.process(exps, step))
 
 
-def own(name, on_error=OnError.stop, **args):
+def own(name, on_error: Any = OnError.stop, **args):
     return OperatorConfig(f"{HERE}.{name}", args, on_error)
 
 
@@ -113,39 +114,16 @@ def test_any_real_number_is_a_metric(caplog):
         assert caplog.text.count(f"metric '{prefix}{name}' is no number") == 1
 
 
-def test_the_selector_s_metric_is_kept_apart():
+def test_the_selector_s_metric_is_not_logged(caplog):
     exps = step_of([0, 1])
     for exp in exps:
         exp.info["task_index"] = {"taskset_id": "sums", "index": 5}
     pipeline, _ = pipeline_of(OperatorConfig("pass_rate_calculator"))
-    metrics = process(pipeline, exps)
-    assert pipeline.selector_metric == {"sums": {"indices": [5], "values": [0.5]}}
+    with caplog.at_level(logging.WARNING):
+        metrics = process(pipeline, exps)
     assert metrics["experience_pipeline/pass_rate_calculator/selection/pass_rate/mean"] == 0.5
-    process(pipeline, [], 2)
-    assert pipeline.selector_metric == {}
-
-
-def test_what_several_operators_report_to_the_selector_is_joined():
-    """Of a task that both report, the last value counts; what an operator returned stays its own."""
-    first, second = ({"sums": {"indices": i, "values": v}} for i, v in (([1, 2], [0.1, 0.2]), ([2, 3], [0.5, 0.3])))
-    pipeline, _ = pipeline_of(*(own("Numbers", metrics={"selector_metric": each}) for each in (first, second)))
-    process(pipeline, step_of([0, 1]))
-    assert pipeline.selector_metric == {"sums": {"indices": [1, 2, 3], "values": [0.1, 0.5, 0.3]}}
-    assert first == {"sums": {"indices": [1, 2], "values": [0.1, 0.2]}}
-
-
-@pytest.mark.parametrize("wrong", [None, [1], {"sums": [1]}, {"sums": {"indices": [1], "values": []}}])
-def test_a_report_to_the_selector_of_the_wrong_shape_is_the_operator_s_error(wrong, tmp_path):
-    exps = step_of([0, 1])
-    pipeline, _ = pipeline_of(own("Numbers", metrics={"selector_metric": wrong}), folder=tmp_path)
-    with pytest.raises(
-        OperatorError, match=r"Numbers.*its selector_metric must be \{taskset_id: .*(.|\n)*step_1\.trxp"
-    ):
-        process(pipeline, exps)
-    pipeline, writer = pipeline_of(own("Numbers", OnError.skip, metrics={"selector_metric": wrong}))
-    metrics = process(pipeline, exps)
-    assert metrics["experience_pipeline/support.operators.Numbers/failed"] == 1
-    assert len(writer.written) == 2
+    assert not [name for name in metrics if "selector_metric" in name]
+    assert "selector_metric" not in caplog.text
 
 
 def test_operators_are_prepared_once_and_closed():

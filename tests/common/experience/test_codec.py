@@ -205,6 +205,12 @@ def test_fields_assigned_wrongly_are_named(field, value, message):
         experience.serialize()
 
 
+def test_what_is_no_experience_is_refused():
+    wrong: Any = [Experience(tokens=[1, 2]), 1]
+    with pytest.raises(ExperienceError, match="expected experiences to serialize, got a value of type int"):
+        Experience.serialize_many(wrong)
+
+
 def test_numpy_scalars_assigned_to_fields_are_taken():
     experience = Experience(tokens=[1, 2, 3], eid=EID(1, 2))
     position: Any = np.int64(2)

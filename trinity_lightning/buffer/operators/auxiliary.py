@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,11 +66,11 @@ async def _answer_to(
     raise RolloutError(reason)
 
 
-async def _all_of(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results, in order; if one fails, the others are not left running."""
+async def _all_of(requests: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Make all requests; if one fails, the others are not left running."""
     tasks = [asyncio.ensure_future(each) for each in requests]
     try:
-        return await asyncio.gather(*tasks)
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
@@ -135,15 +136,21 @@ class JudgeOperator(ExperienceOperatorV1):
             await self.prepare()
         questions = [self._question(exp) for exp in exps]
         slots = asyncio.Semaphore(MAX_CONCURRENT)
-        asked = zip(cycle(clients), questions, strict=False)
-        results = await _all_of(self._judge(client, question, slots) for client, question in asked)
-        scores = []
-        for exp, result in zip(exps, results, strict=True):
-            if isinstance(result, float):
-                exp.info = exp.info | {"judge_score": result}  # a new dict: experiences may share one
-                exp.reward = self.weight * result + (0.0 if exp.reward is None else exp.reward)
-                scores.append(result)
-        failures = Counter(result for result in results if isinstance(result, str))
+        scores: list[float] = []
+        failures: Counter[str] = Counter()
+
+        async def judge(client: "AsyncOpenAI", question: str, exp: Experience) -> None:
+            try:
+                ask = partial(self._ask, client, question)
+                score = await _answer_to(ask, slots, self.timeout, self.max_retries)
+            except RolloutError as error:
+                failures[str(error)] += 1
+                return
+            exp.info = exp.info | {"judge_score": score}  # a new dict: experiences may share one
+            exp.reward = self.weight * score + (0.0 if exp.reward is None else exp.reward)
+            scores.append(score)
+
+        await _all_of(map(judge, cycle(clients), questions, exps))
         for reason, count in failures.most_common(MAX_REASONS):
             logger.warning("judge '%s': %d of %d items failed: %s", self.model, count, len(exps), reason)
         mean = {"score/mean": statistics.fmean(scores)} if scores else {}
@@ -174,13 +181,6 @@ class JudgeOperator(ExperienceOperatorV1):
                 where = "info['answer']" if name == "answer" else f"{name}_text"
                 raise ExperienceError(f"experience {exp.eid} has no {where}, which the judge's prompt asks for.")
         return filled(self.prompt, {name: str(value) for name, value in values.items()})
-
-    async def _judge(self, client: "AsyncOpenAI", question: str, slots: asyncio.Semaphore) -> float | str:
-        """The score, or why there is none."""
-        try:
-            return await _answer_to(lambda: self._ask(client, question), slots, self.timeout, self.max_retries)
-        except RolloutError as error:
-            return str(error)
 
     async def _ask(self, client: "AsyncOpenAI", question: str) -> float:
         # Attempts are counted here: the client's own would multiply them.

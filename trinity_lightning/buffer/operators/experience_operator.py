@@ -1,18 +1,19 @@
 """What an experience operator is, how configurations become operators, and how those run one after the other."""
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -34,8 +35,13 @@ logger = logging.getLogger(__name__)
 # Clients of other models (judges, say), several for one model to share its load.
 AuxiliaryModels = Mapping[str | int, "list[AsyncOpenAI]"]
 
-# Under this key an operator's metrics hold {taskset_id: {"indices": [...], "values": [...]}} for a task selector.
+# Under this key an operator's metrics hold {taskset_id: {"indices": [...], "values": [...]}} for a task selector: they
+# are not logged.
 SELECTOR_METRIC = "selector_metric"
+
+# Seconds to wait for the loop that operators live on, if it runs in another thread; and after an error, which may be
+# that nothing else can run there.
+WAIT_SECONDS, CLOSE_SECONDS = 60.0, 5.0
 
 
 class ExperienceOperator(ABC):
@@ -95,15 +101,12 @@ class LegacyOperator(ExperienceOperatorV1):
         self.operator = operator
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """The wrapped operator's `process`."""
         return self.operator.process(exps)
 
     async def close(self) -> None:
-        """The wrapped operator's `close`."""
         self.operator.close()
 
     def set_auxiliary_model(self, auxiliary_models: AuxiliaryModels | None) -> None:
-        """Hand the models on, if the wrapped operator takes them."""
         super().set_auxiliary_model(auxiliary_models)
         if (take := getattr(self.operator, "set_auxiliary_model", None)) is not None:
             take(auxiliary_models)
@@ -132,11 +135,6 @@ def create_operators(
     return operators
 
 
-def class_name(operator: ExperienceOperatorV1) -> str:
-    """Name of the operator's class, of the wrapped one for the older kind."""
-    return type(operator.operator if isinstance(operator, LegacyOperator) else operator).__name__
-
-
 def _operator_class(name: str) -> OperatorClass:
     found = EXPERIENCE_OPERATORS.resolve(name)
     if not (isinstance(found, type) and issubclass(found, ExperienceOperator | ExperienceOperatorV1)):
@@ -145,23 +143,27 @@ def _operator_class(name: str) -> OperatorClass:
         )
     if inspect.isabstract(found):
         raise TypeError(f"'{name}' is an abstract class: define {', '.join(sorted(found.__abstractmethods__))} first.")
+    for method in ("prepare", "process", "close") if issubclass(found, ExperienceOperatorV1) else ():
+        if not inspect.iscoroutinefunction(inspect.unwrap(getattr(found, method))):
+            raise TypeError(
+                f"operator '{name}': write `async def {method}`, as an ExperienceOperatorV1 has it; `process` returns "
+                "(list of experiences, dict of metrics)."
+            )
     return found
 
 
 def _create(cls: OperatorClass, config: OperatorConfig) -> ExperienceOperator | ExperienceOperatorV1:
     signature = inspect.signature(cls)
-    parameters = signature.parameters.values()
-    takes = [str(p) for p in parameters]
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+    known = signature.parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
         for name in config.args:
-            if name not in signature.parameters:
-                raise TypeError(unknown_name(f"argument of operator '{config.name}'", name, signature.parameters))
+            if name not in known:
+                raise TypeError(unknown_name(f"argument of operator '{config.name}'", name, known))
     try:
         signature.bind(**config.args)
     except TypeError as error:
-        raise TypeError(
-            f"operator '{config.name}': {error}. Its arguments are: {', '.join(takes) or 'none'}."
-        ) from error
+        takes = ", ".join(map(str, known.values())) or "none"
+        raise TypeError(f"operator '{config.name}': {error}. Its arguments are: {takes}.") from error
     try:
         return cls(**config.args)
     except ConfigError as error:
@@ -171,18 +173,12 @@ def _create(cls: OperatorClass, config: OperatorConfig) -> ExperienceOperator | 
 # -- one after the other -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """One operator: how it is called in metrics, and the key of its time."""
-
+class _Stage(NamedTuple):
     operator: ExperienceOperatorV1
-    label: str
+    label: str  # in metrics
+    title: str  # in messages
     time_key: str
     on_error: OnError
-
-    @property
-    def title(self) -> str:
-        return f"operator '{self.label}' ({class_name(self.operator)})"
 
 
 class OperatorChain:
@@ -191,33 +187,24 @@ class OperatorChain:
     Args:
         configs, auxiliary_models: as `create_operators`, errors too.
         folder: where `rejected/step_<n>.trxp` is written when an operator fails; None: nowhere.
-
-    Attributes:
-        selector_metric: what the operators report to the task selector of the last step and its refills, {} if nothing;
-            of a task that several report, the last value.
     """
 
     def __init__(
         self, configs: Sequence[OperatorConfig], auxiliary_models: AuxiliaryModels | None, folder: str | Path | None
     ) -> None:
-        operators = create_operators(configs, auxiliary_models)
+        self._stages: list[_Stage] = []
         labels = numbered([config.name for config in configs])
-        self._stages = [
-            _Stage(
-                operator, label, f"time/operator/{index}_{class_name(operator)}", on_error_of(label, config.on_error)
-            )
-            for index, (operator, config, label) in enumerate(zip(operators, configs, labels, strict=True))
-        ]
+        for operator, config, label in zip(create_operators(configs, auxiliary_models), configs, labels, strict=True):
+            kind = type(operator.operator if isinstance(operator, LegacyOperator) else operator).__name__
+            title, time_key = f"operator '{label}' ({kind})", f"time/operator/{len(self._stages)}_{kind}"
+            self._stages.append(_Stage(operator, label, title, time_key, on_error_of(label, config.on_error)))
         self._folder = None if folder is None else Path(folder)
         self._prepared: list[_Stage] = []
         self._loop: asyncio.AbstractEventLoop | None = None  # where they were prepared
         self._warned: set[str] = set()
-        self._step: int | None = None
-        self.selector_metric: dict[Any, Any] = {}
 
     @property
     def operators(self) -> list[ExperienceOperatorV1]:
-        """The operators, in order."""
         return [stage.operator for stage in self._stages]
 
     async def prepare(self) -> None:
@@ -255,18 +242,31 @@ class OperatorChain:
             causes = "; ".join(f"{stage.title} could not be closed: {_described(error)}" for stage, error in failures)
             raise OperatorError(causes) from failures[0][1]
 
-    def end(self) -> None:
-        """`close` from any thread, on the loop that the operators were prepared on as long as that runs."""
-        if self._prepared:
-            on_loop(self.close, self._loop)
+    def end(self, after_error: bool = False) -> None:
+        """`close` from any thread, on the loop that the operators were prepared on as long as that runs.
 
-    def end_after_error(self) -> None:
-        """Like `end`, while another error is on its way to the user: an error of closing is only logged."""
+        `after_error`: another one is on its way to the user, and an error of closing is only logged.
+        """
         try:
             if self._prepared:
-                on_loop(self.close, self._loop, CLOSE_SECONDS)
-        except (OperatorError, TimeoutError) as error:
+                self._close_within(CLOSE_SECONDS if after_error else WAIT_SECONDS)
+        except OperatorError as error:
+            if not after_error:
+                raise
             logger.warning("%s", error)
+
+    def _close_within(self, seconds: float) -> None:
+        """`close` on their loop if that runs in another thread, else on a loop of its own."""
+        own = None
+        with contextlib.suppress(RuntimeError):  # there is none
+            own = asyncio.get_running_loop()
+        if self._loop is None or not self._loop.is_running() or self._loop is own:
+            with ThreadPoolExecutor(max_workers=1) as pool:  # this thread may have a running loop: a notebook's has
+                return pool.submit(lambda: asyncio.run(self.close())).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(self.close(), self._loop).result(seconds)
+        except TimeoutError as error:
+            raise OperatorError(f"the operators were not closed within {seconds:g} s.") from error
 
     async def process(
         self, experiences: list[Experience], step: int, received: list[Experience], untrained: Untrained
@@ -275,33 +275,32 @@ class OperatorChain:
 
         Args:
             experiences: of the step, or of a refill of it.
-            step: its number; called again with the same, it is given a refill.
+            step: its number.
             received: copies of the step's experiences so far, before any operator; those of these are added.
             untrained: takes note of what each operator leaves out.
 
         Raises:
             OperatorError: an operator failed whose on_error is `stop`; what the step received is saved.
         """
-        if step != self._step:
-            self._step, self.selector_metric = step, {}
         metrics: dict[str, float] = {}
         if self._folder is not None:
             received += snapshot(experiences)
         for stage in self._stages:
             for experience in experiences:
-                _keep_raw_reward(experience)
+                if RAW_REWARD not in experience.metrics and is_valid_reward(experience.reward):
+                    experience.metrics = experience.metrics | {RAW_REWARD: experience.reward}  # they may share a dict
             given = experiences
             before = snapshot(experiences) if stage.on_error is OnError.skip else None
             start = time.perf_counter()
             try:
                 # A list of its own: the caller's keeps what it has.
                 experiences, values = _checked(await stage.operator.process(list(experiences)))
-                self.selector_metric = _joined(self.selector_metric, values.get(SELECTOR_METRIC, {}))
             except Exception as error:
                 if before is None:
                     raise self._failure(stage, error, step, received) from error
                 logger.warning("%s failed at explore step %d and is skipped.", stage.title, step, exc_info=error)
-                _put_back(given, before)  # in place: observers hold these experiences too
+                for experience, copied in zip(given, before, strict=True):  # in place: observers hold them too
+                    experience.__dict__ = vars(copied)
                 experiences, values = given, {}
             finally:
                 metrics[stage.time_key] = time.perf_counter() - start
@@ -350,13 +349,6 @@ def snapshot(experiences: Sequence[Experience]) -> list[Experience]:
     return [_copy_experience(experience, memo) for experience in experiences]
 
 
-def _put_back(experiences: Sequence[Experience], before: Sequence[Experience]) -> None:
-    """Give the experiences the fields of their copies."""
-    for experience, copied in zip(experiences, before, strict=True):
-        vars(experience).clear()
-        vars(experience).update(vars(copied))
-
-
 def _copy_experience(experience: Experience, memo: dict[int, Any]) -> Experience:
     copied = copy.copy(experience)
     for name, value in vars(experience).items():
@@ -364,23 +356,19 @@ def _copy_experience(experience: Experience, memo: dict[int, Any]) -> Experience
             if id(value) not in memo:
                 memo[id(value)] = value.detach().clone()
             setattr(copied, name, memo[id(value)])
-        elif isinstance(value, dict | list) and value:
+        elif isinstance(value, dict | list):
             try:
-                setattr(copied, name, copy.deepcopy(value, memo))
+                setattr(copied, name, copy.deepcopy(value, memo) if value else type(value)())
             except Exception as error:  # whatever a user's object raises
                 raise ExperienceError(f"experience {experience.eid}: {name} cannot be copied: {error}") from error
-        elif isinstance(value, dict | list):
-            setattr(copied, name, type(value)())
     copied.eid = copy.copy(experience.eid)
     return copied
 
 
 def as_number(value: Any) -> float | None:
     """A real number of any kind (numpy's and torch's scalars too) as float; None for anything else."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().item() if value.numel() == 1 else None
-    elif isinstance(value, np.generic | np.ndarray):
-        value = value.item() if value.size == 1 else None
+    if isinstance(value, Tensor | np.generic | np.ndarray):
+        value = value.item() if math.prod(value.shape) == 1 else None
     return float(value) if isinstance(value, Real) else None
 
 
@@ -396,53 +384,5 @@ def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:
     raise TypeError(f"process must return (list of experiences, dict of metrics), not {result!r:.80}")
 
 
-def _joined(before: Mapping[Any, Any], added: Any) -> dict[Any, Any]:
-    """What is reported to a task selector before and now, by task. TypeError: `added` is not of the right shape."""
-    joined = dict(before)
-    try:
-        for taskset, entry in added.items():
-            parts = (joined[taskset], entry) if taskset in joined else (entry,)
-            values = dict(pair for part in parts for pair in zip(part["indices"], part["values"], strict=True))
-            joined[taskset] = {**entry, "indices": list(values), "values": list(values.values())}
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        shape = "{taskset_id: {'indices': [...], 'values': [...]}}"
-        raise TypeError(f"its {SELECTOR_METRIC} must be {shape}, not {added!r:.80} ({_described(error)})") from error
-    return joined
-
-
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-# -- where they live ---------------------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-WAIT_SECONDS = 60.0  # for the loop that operators live on, if it runs in another thread
-CLOSE_SECONDS = 5.0  # after an error, which may be that nothing else can run there
-
-
-def on_loop(
-    function: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop | None, wait: float = WAIT_SECONDS
-) -> T:
-    """What the coroutine function returns: run on `loop` if that runs in another thread, else on a loop of its own.
-
-    Raises:
-        TimeoutError: it took longer than `wait` seconds on a loop in another thread.
-    """
-    try:
-        own = asyncio.get_running_loop()
-    except RuntimeError:
-        own = None
-    if loop is not None and loop.is_running() and loop is not own:
-        return asyncio.run_coroutine_threadsafe(function(), loop).result(wait)
-    # In a thread, as the present one may have a running loop: a notebook's has.
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(lambda: asyncio.run(function())).result()
-
-
-def _keep_raw_reward(experience: Experience) -> None:
-    """Note the first valid reward among the metrics. They are a new dict: experiences may share one."""
-    reward = experience.reward
-    if RAW_REWARD not in experience.metrics and reward is not None and is_valid_reward(reward):
-        experience.metrics = experience.metrics | {RAW_REWARD: reward}

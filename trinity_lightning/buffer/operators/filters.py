@@ -14,11 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class RewardFilter(ExperienceOperatorV1):
-    """Keeps experiences whose reward reaches a threshold; a missing reward or NaN does not.
-
-    Args:
-        threshold: the least reward kept.
-    """
+    """Keeps experiences whose reward is at least `threshold`; a missing reward or NaN is not."""
 
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = number("threshold", threshold)

@@ -84,20 +84,15 @@ class RewardShapingMapper(ExperienceOperatorV1):
             if exp.reward is None:
                 skipped += bool(self._rules)
                 continue
-            reward, complete = self._shaped(exp, exp.reward)
+            reward, complete = exp.reward, True
+            for rule in self._rules:
+                shaped = rule.apply(exp, reward)
+                complete &= shaped is not None
+                reward = reward if shaped is None else shaped
             skipped += not complete
             differences.append(reward - exp.reward)
             exp.reward = reward
         return exps, {"skipped_count": skipped} | spread("reward_diff", differences)
-
-    def _shaped(self, exp: Experience, reward: float) -> tuple[float, bool]:
-        """The reward after all rules that apply, and whether all did."""
-        complete = True
-        for rule in self._rules:
-            shaped = rule.apply(exp, reward)
-            complete &= shaped is not None
-            reward = reward if shaped is None else shaped
-        return reward, complete
 
 
 class MaskResponseTruncated(ExperienceOperatorV1):
@@ -149,8 +144,7 @@ class PassRateCalculator(ExperienceOperatorV1):
     """Mean reward of each task of the taskset, by `info["task_index"]` {taskset_id, index}.
 
     The rewards are those before operators. Only measured here: the explorer itself reports them to a taskset in the
-    order `by_difficulty`, of all rollouts and before any operator has filtered them. For a selector of your own the
-    rates of the last step are in `ExperiencePipeline.selector_metric`.
+    order `by_difficulty`, of all rollouts and before any operator has filtered them.
 
     A run of several steps counts once, with its last step's reward. Rewards that are no finite numbers do not count; a
     task that has no other is not reported.

@@ -13,17 +13,8 @@ from trinity_lightning.common.experience.gather import gather_rows as gather_row
 from trinity_lightning.config.registry import import_object
 
 if TYPE_CHECKING:
-    from trinity_lightning.common.experience.batch import Experiences as Experiences
-    from trinity_lightning.common.experience.batch import gather_action_masks as gather_action_masks
-    from trinity_lightning.common.experience.batch import gather_attention_masks as gather_attention_masks
-    from trinity_lightning.common.experience.batch import gather_experiences as gather_experiences
-    from trinity_lightning.common.experience.batch import gather_multi_modal_inputs as gather_multi_modal_inputs
-    from trinity_lightning.common.experience.batch import gather_token_ids as gather_token_ids
-    from trinity_lightning.common.experience.batch import (
-        split_dpo_experience_to_single_turn as split_dpo_experience_to_single_turn,
-    )
-    from trinity_lightning.common.experience.datasets import from_hf_datasets as from_hf_datasets
-    from trinity_lightning.common.experience.datasets import to_hf_datasets as to_hf_datasets
+    from trinity_lightning.common.experience.batch import *  # noqa: F403
+    from trinity_lightning.common.experience.datasets import *  # noqa: F403
 
 _BATCH = ("Experiences", "gather_experiences", "split_dpo_experience_to_single_turn", "gather_token_ids")
 _BATCH += ("gather_attention_masks", "gather_action_masks", "gather_multi_modal_inputs")

@@ -71,11 +71,9 @@ def gather_token_ids(
 
     Args:
         experiences: at least one.
-        max_prompt_length: P, in tokens.
-        max_response_length: R, in tokens.
+        max_prompt_length, max_response_length: P and R, in tokens.
         pad_token_id: what padding is filled with.
-        device: of the result; None: host memory.
-        pin_memory: put it into page-locked memory (ignored without a GPU).
+        device, pin_memory: as `gather_response_attrs`.
 
     Raises:
         ExperienceError: empty list, mixed dtypes, or a prompt or response that is too long.
@@ -242,14 +240,13 @@ def gather_experiences(
     def per_token(name: str) -> Tensor | None:
         return _if_all(experiences, name, lambda: gather_response_attrs(experiences, name, response, device=device))
 
+    def rewards() -> Tensor:
+        return torch.tensor([e.reward for e in experiences], dtype=torch.float32, device=device)
+
     return Experiences(
         eids=[e.eid for e in experiences],
         tokens=gather_token_ids(experiences, prompt, response, pad_token_id, device=device),
-        rewards=_if_all(
-            experiences,
-            "reward",
-            lambda: torch.tensor([e.reward for e in experiences], dtype=torch.float32, device=device),
-        ),
+        rewards=_if_all(experiences, "reward", rewards),
         token_level_rewards=per_token("token_level_reward"),
         advantages=per_token("advantages"),
         returns=per_token("returns"),

@@ -245,14 +245,15 @@ _kind_of = attrgetter("dtype", "ndim", "is_cpu", "layout")
 
 def serialize_many(experiences: Sequence[Experience]) -> bytes:
     """See `Experience.serialize_many`."""
+    if wrong := [kind for kind in set(map(type, experiences)) if not issubclass(kind, Experience)]:
+        raise ExperienceError(f"expected experiences to serialize, got a value of type {wrong[0].__name__}.")
     columns, writer = _plain_columns(experiences), Writer()
     chunks, lengths = {}, {}
     for name in TENSOR_FIELDS:
         chunks[name], found = _add_field(experiences, name, writer)
         if chunks[name]:
             lengths[name] = found
-    if problem := find_misfit(columns, lengths):
-        raise ExperienceError(f"experience {experiences[problem[0]].eid.uid}: {problem[1]}")
+    _refuse(find_misfit(columns, lengths), experiences)
     for name in COLUMN_TYPES.keys() - REQUIRED_COLUMNS.keys():  # all None or, if that is no choice, empty: left out
         column = columns[name]
         if column.count(None) == len(column) if NoneType in COLUMN_TYPES[name] else not any(column):
@@ -266,16 +267,21 @@ def serialize_many(experiences: Sequence[Experience]) -> bytes:
         raise
 
 
+def _refuse(problem: tuple[int, str] | None, experiences: Sequence[Experience]) -> None:
+    if problem is not None:
+        raise ExperienceError(f"experience {experiences[problem[0]].eid.uid}: {problem[1]}")
+
+
 def _plain_columns(experiences: Sequence[Experience]) -> Columns:
     """The plain fields; ExperienceError if one has a type that it must not have."""
     columns = {name: list(map(attrgetter(name), experiences)) for name in COLUMN_TYPES}
     for name, column in columns.items():
         if not set(map(type, column)) <= set(COLUMN_TYPES[name]):  # assigned since, perhaps by numpy arithmetic
-            from trinity_lightning.common.experience.values import refuse_wrong_type
+            from trinity_lightning.common.experience.values import find_wrong_type
 
             plain = [each.item() if isinstance(each, np.generic) else each for each in column]
             columns[name] = list(map(reward_value, column)) if name == "reward" else plain
-            refuse_wrong_type(experiences, {name: columns[name]})
+            _refuse(find_wrong_type({name: columns[name]}), experiences)
     if any(columns["custom_fields"]):
         from trinity_lightning.common.experience.values import custom_field_rows
 

@@ -31,7 +31,7 @@ EXACT = "exact"
 
 
 class _Column(NamedTuple):
-    """How a plain field becomes a column; the two functions are not asked about None."""
+    """How a field becomes a column; the two functions are not asked about None."""
 
     feature: Any
     to_cell: Callable[[Any], Any]
@@ -39,18 +39,11 @@ class _Column(NamedTuple):
 
 
 class _TensorColumn(NamedTuple):
-    """How a tensor becomes a column.
-
-    Attributes:
-        feature, shown: type of the items, for datasets and for torch.
-        default: dtype that a cell is read as, if `exact` names no other.
-        held: dtypes whose values the items hold exactly.
-    """
+    """How a tensor becomes a column, a list of numbers."""
 
     feature: str
-    shown: torch.dtype
-    default: torch.dtype
-    held: frozenset[torch.dtype]
+    default: torch.dtype  # that a cell is read as, if `exact` names no other
+    held: frozenset[torch.dtype]  # whose values the items hold exactly
 
 
 def _readable(value: Any) -> str:
@@ -75,10 +68,6 @@ def _to_chat(value: list[Any]) -> list[dict[str, str | None]]:
     ]
 
 
-def _from_chat(cell: list[dict[str, str | None]]) -> list[dict[str, str | None]]:
-    return [{"role": message["role"], "content": message["content"]} for message in cell]
-
-
 def _to_eid_cell(eid: dict[str, Any]) -> dict[str, Any]:
     numbers = {name: eid[name] if isinstance(eid[name], int) else None for name in ("run", "step")}
     return {name: _readable(str(value)) for name, value in eid.items()} | numbers
@@ -94,18 +83,14 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 20 and str(int(text)) == text
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 _EID = {"batch": "string", "task": "string", "run": "int64", "step": "int64", "suffix": "string"}
-_TEXT, _JSON = _Column("string", _readable, _same), _Column("string", _to_json, json.loads)
-_CHAT = _Column([{"role": "string", "content": "string"}], _to_chat, _from_chat)
+_TEXT, _JSON = _Column("string", _readable, str), _Column("string", _to_json, json.loads)
+_CHAT = _Column([{"role": "string", "content": "string"}], _to_chat, list)
 _PLAIN: dict[str, _Column] = {
     "eid": _Column(_EID, _to_eid_cell, _from_eid_cell),
     "experience_type": _TEXT,
-    "prompt_length": _Column("int64", _same, _same),
-    "reward": _Column("float64", float, _same),
+    "prompt_length": _Column("int64", int, int),
+    "reward": _Column("float64", float, float),
     "truncate_status": _TEXT,
     "info": _JSON,
     "metrics": _JSON,
@@ -117,11 +102,9 @@ _PLAIN: dict[str, _Column] = {
     "rejected_messages": _CHAT,
     "custom_fields": _JSON,
 }
-_INTEGERS = _TensorColumn("int64", torch.int64, torch.int32, INTEGER_DTYPES - {torch.uint64})
-_FLOATS = _TensorColumn(
-    "float32", torch.float32, torch.float32, frozenset({torch.float16, torch.bfloat16, torch.float32})
-)
-_BOOLEANS = _TensorColumn("bool", torch.bool, torch.bool, frozenset({torch.bool}))
+_INTEGERS = _TensorColumn("int64", torch.int32, INTEGER_DTYPES - {torch.uint64})
+_FLOATS = _TensorColumn("float32", torch.float32, frozenset({torch.float16, torch.bfloat16, torch.float32}))
+_BOOLEANS = _TensorColumn("bool", torch.bool, frozenset({torch.bool}))
 _TENSORS: dict[str, _TensorColumn] = {
     **dict.fromkeys(TOKEN_FIELDS, _INTEGERS),
     **dict.fromkeys(RESPONSE_FIELDS, _FLOATS),
@@ -177,7 +160,7 @@ def _to_row(experience: Experience) -> dict[str, Any]:
                 dtypes[name] = DTYPE_NAMES[tensor.dtype]
             else:
                 exact[name] = tensor
-                row[name] = tensor.to(column.shown).tolist()
+                row[name] = tensor.to(getattr(torch, column.feature)).tolist()
     if experience.multi_modal_inputs is not None:
         exact["multi_modal_inputs"] = experience.multi_modal_inputs
     try:

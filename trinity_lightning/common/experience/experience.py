@@ -214,7 +214,6 @@ class Experience:
             raise ExperienceError(f"experience {self.eid.uid}: {error}") from error
 
     def _set_type_and_mask(self) -> None:
-        """Set the type, and the action mask of a single turn."""
         if self.action_mask is not None:
             self.experience_type: ExperienceType = "multi_turn"
         elif self.chosen is not None and self.rejected is not None:
@@ -351,7 +350,6 @@ def as_array(value: Any, name: str, kinds: str, expected: str) -> np.ndarray:
 
 
 def _one_dimensional(tensor: Tensor, name: str) -> Tensor:
-    """The tensor itself, which must have one dimension."""
     if tensor.dim() != 1:
         raise ExperienceError(f"{name}: expected a 1-D tensor, got shape {tuple(tensor.shape)}.")
     return tensor
@@ -399,7 +397,6 @@ def reward_value(value: Any) -> float | None:
 
 
 def _prompt_length(value: Any) -> int:
-    """A prompt length as int."""
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
     from trinity_lightning.common.experience.fields import no_length
@@ -430,7 +427,6 @@ T = TypeVar("T")
 
 
 def _optional(convert: Callable[[Any, str], T], value: Any, name: str) -> T | None:
-    """`convert(value, name)`, or None for None."""
     return None if value is None else convert(value, name)
 
 

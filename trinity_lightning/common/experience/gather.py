@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 from trinity_lightning.common.experience.experience import Experience, ExperienceError
 
 Device = torch.device | str | int | None
-_dtype_of = attrgetter("dtype")
 
 
 def first_of(experiences: Sequence[Experience]) -> Experience:
@@ -31,7 +30,7 @@ def column_of(experiences: Sequence[Experience], name: str) -> list[Tensor]:
     dtype = getattr(getattr(first_of(experiences), name, None), "dtype", None)
     try:
         rows: list[Any] = list(map(attrgetter(name), experiences))
-        if set(map(_dtype_of, rows)) == {dtype} and isinstance(dtype, torch.dtype):
+        if set(map(attrgetter("dtype"), rows)) == {dtype} and isinstance(dtype, torch.dtype):
             return rows
     except AttributeError:  # an unknown name, or None in place of a tensor
         pass

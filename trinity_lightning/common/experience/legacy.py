@@ -162,45 +162,32 @@ def load_plain(data: bytes) -> Any:
         raise ExperienceFormatError(f"metadata: no readable pickle: {type(error).__name__}: {error}") from error
     if not ended:
         raise ExperienceFormatError("metadata: the pickle does not end with its one value.")
-    parts, _ = _measure(value, {}, 0)
+    parts, _ = _measure(value, {})
     if parts > _MAX_PARTS_PER_BYTE * len(data):
         raise ExperienceFormatError("metadata: the pickle stands for a value out of all proportion to its size.")
     return value
 
 
 def _check_key(key: Any) -> None:
-    parts, _ = _measure(key, {}, 0)
+    parts, _ = _measure(key, {})
     if parts > _MAX_KEY_PARTS:
         raise ExperienceFormatError(f"metadata: a key of a dict has more than {_MAX_KEY_PARTS} parts.")
 
 
-def _measure(value: Any, known: dict[int, tuple[int, int] | None], depth: int) -> tuple[int, int]:
+def _measure(value: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:
     """How many values a value is made of, shared ones counted every time, and how many containers deep it is.
 
-    `known` holds both by identity, None while under way; `depth` containers are around the value.
+    `known` holds both by identity; `depth` containers are around the value.
     """
     if not isinstance(value, (list, dict, tuple)):
         return 1, 0
-    if id(value) in known:
-        measured = known[id(value)]
-        if measured is None:
-            raise ExperienceFormatError("metadata: a container contains itself.")
-        _check_depth(depth + measured[1])
-        return measured
-    _check_depth(depth + 1)
-    known[id(value)] = None
-    children = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    parts, height = 1, 0
-    for child in children:
-        child_parts, child_height = _measure(child, known, depth + 1)
-        parts, height = parts + child_parts, max(height, child_height)
-    known[id(value)] = parts, height + 1
-    return parts, height + 1
-
-
-def _check_depth(depth: int) -> None:
-    if depth > _MAX_DEPTH:
-        raise ExperienceFormatError(f"metadata: nested more than {_MAX_DEPTH} deep.")
+    if depth + known.get(id(value), (0, 1))[1] > _MAX_DEPTH:
+        raise ExperienceFormatError(f"metadata: nested more than {_MAX_DEPTH} deep, or a container contains itself.")
+    if id(value) not in known:
+        children = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        parts, heights = zip((1, 0), *(_measure(child, known, depth + 1) for child in children), strict=True)
+        known[id(value)] = sum(parts), 1 + max(heights)
+    return known[id(value)]
 
 
 class _Unpickler(pickle.Unpickler):

@@ -101,12 +101,6 @@ def refuse_unencodable(experiences: Sequence[Experience], columns: Columns) -> N
                 raise ExperienceError(f"experience {experience.eid.uid}: {name}{where}") from None
 
 
-def refuse_wrong_type(experiences: Sequence[Experience], columns: Columns) -> None:
-    """Refuse the first value of a type that its field must not have with an ExperienceError."""
-    if problem := find_wrong_type(columns):
-        raise ExperienceError(f"experience {experiences[problem[0]].eid.uid}: {problem[1]}")
-
-
 def find_wrong_type(columns: Columns) -> tuple[int, str] | None:
     """The first value whose type its column must not have, as (row, message)."""
     for name, column in columns.items():
