@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -28,6 +27,8 @@ from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
 from trinity_lightning.sync.stream import PolicyEngines, WeightStream
 
 logger = logging.getLogger(__name__)
+
+NAMED_TASKS = 50  # of those that failed alike
 
 # Takes a step's experiences into the buffer, may ask for more of them, and returns the metrics of doing so.
 Sink = Callable[[list[Experience], int, "StepRollouts"], Awaitable[dict[str, float]]]
@@ -196,9 +197,16 @@ class StepRollouts:
 
 
 def report_failures(what: str, statuses: Sequence[Status], tasks: int, nothing: bool = False) -> None:
-    """Log why tasks failed, each reason once; if they gave `nothing` at all, raise what `refuse_nothing` says."""
-    for reason, count in Counter(status.message for status in statuses if not status.ok).items():
-        logger.warning("%s: %d of %d tasks failed: %s", what, count, tasks, reason)
+    """Log which tasks failed alike, and why; if they gave `nothing` at all, raise what `refuse_nothing` says."""
+    kinds: dict[object, list[Status]] = {}
+    for status in statuses:
+        if not status.ok:
+            kinds.setdefault(status.kind, []).append(status)
+    for alike in kinds.values():
+        names = ", ".join(str(status.task_id) for status in alike[:NAMED_TASKS])
+        more = f" and {len(alike) - NAMED_TASKS} more" if len(alike) > NAMED_TASKS else ""
+        reason = alike[0].message
+        logger.warning("%s: %d of %d tasks failed (%s%s): %s", what, len(alike), tasks, names, more, reason)
     if nothing:
         from trinity_lightning.explorer.failures import refuse_nothing
 

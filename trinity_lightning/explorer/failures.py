@@ -12,7 +12,15 @@ from typing import Never
 from trinity_lightning.common.failures import of_a_library
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError, WorkflowBlockedError
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.runner import ENOUGH_FAILURES, Attempt, Outcomes, Status, describe, fails_by_reward
+from trinity_lightning.explorer.runner import (
+    ENOUGH_FAILURES,
+    Attempt,
+    Outcomes,
+    Status,
+    describe,
+    fails_by_reward,
+    kind_of,
+)
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import Workflow
 
@@ -50,9 +58,10 @@ def note(task: str, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
     for run, error in attempt.errors.items():
         [text] = describe({run: error})
         if not outcomes.succeeded:
-            outcomes.failed[task, run] = text if isinstance(error, RewardError) and not error.may_pass else None
+            comes_again = isinstance(error, RewardError) and not error.may_pass
+            outcomes.failed[task, run] = kind_of(text) if comes_again else None
         own_traceback = "\n".join(getattr(error, "__notes__", [])) if isinstance(error, RewardError) else ""
-        if is_new(outcomes, own_traceback or text):
+        if is_new(outcomes, own_traceback or kind_of(text)):
             level, where = (logging.WARNING, ". It was raised at\n") if own_traceback else (logging.INFO, "")
             logger.log(level, "task %s, attempt %d: %s%s%s", task, number, text, where, own_traceback)
     if outcomes.succeeded or len(outcomes.failed) < ENOUGH_FAILURES:
@@ -63,7 +72,7 @@ def note(task: str, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
 
 def report(task: Task, status: Status, outcomes: Outcomes) -> None:
     """Log how a task failed: of several of a batch that failed alike, that of the first."""
-    if is_new(outcomes, (task.batch_id, status.message)):
+    if is_new(outcomes, (task.batch_id, status.kind)):
         logger.warning("task %s/%s: %s", task.batch_id, task.task_id, status.message)
 
 

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import itertools
 import logging
-from collections import Counter
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 CANCEL_GRACE_SECONDS = 1.0
 # If so many runs, or tasks, failed in their reward functions before any succeeded, others are thought to fail, too.
 ENOUGH_FAILURES = 16
+_REWARD_FAILURE = re.compile(rf"{RewardError.__name__}: reward function '.+?' (?:raised \w+|returned)")
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Status:
         metric: means of the experiences' metrics, and times in seconds.
         message: how many of how many runs failed, and why; None if ok.
         errors: one text a failed run.
+        task_id: which task of its batch.
         num_runs: runs tried.
         eval_experiences: an evaluation task's experiences, for its metrics and the completions table: they are never
             among those to train on.
@@ -48,8 +50,14 @@ class Status:
     metric: dict[str, float]
     message: str | None = None
     errors: list[str] = field(default_factory=list, kw_only=True)
+    task_id: int | str = field(default="", kw_only=True)
     num_runs: int = field(default=0, kw_only=True)
     eval_experiences: list[Experience] = field(default_factory=list, kw_only=True, repr=False)
+
+    @property
+    def kind(self) -> object:
+        """Equal for tasks that failed alike."""
+        return frozenset(map(kind_of, self.errors)) or self.message
 
 
 @dataclass
@@ -268,6 +276,7 @@ def summarize(
         metric=mean_metrics(experiences) | dict(times),
         message=failure_message(errors, num_runs),
         errors=errors,
+        task_id=task.task_id,
         num_runs=num_runs,
         eval_experiences=experiences if task.is_eval else [],
     )
@@ -294,8 +303,21 @@ def failure_message(errors: Sequence[str], num_runs: int) -> str | None:
     """How many of how many runs failed, and why; None if none did."""
     if not errors:
         return None
-    causes = [text if count == 1 else f"{count} x {text}" for text, count in Counter(errors).items()]
-    return f"{len(errors)} of {num_runs} runs failed: {'; '.join(causes)}"
+    kinds: dict[str, list[str]] = {}
+    for text in errors:
+        kinds.setdefault(kind_of(text), []).append(text)
+    return f"{len(errors)} of {num_runs} runs failed: {'; '.join(map(_cause, kinds.values()))}"
+
+
+def _cause(texts: Sequence[str]) -> str:
+    count = f"{len(texts)} x " if len(texts) > 1 else ""
+    return f"{count}{texts[0]}{', and the like' if len(set(texts)) > 1 else ''}"
+
+
+def kind_of(error: str) -> str:
+    """The text of an error, less what a reward function says of the one answer that it failed at."""
+    failure = _REWARD_FAILURE.match(error)
+    return error if failure is None else failure.group()
 
 
 def fails_by_reward(status: Status) -> bool:
