@@ -208,6 +208,26 @@ class Engine(ABC):
             warn_of_room(prompt, max_tokens, self._max_model_len)
 
 
+class LoadedEngine(Engine):
+    """Base of the built-in engines: `load` sets what workflows and weight syncs ask for."""
+
+    _tokenizer: Any
+    _dtype: torch.dtype
+    _weight_shapes: dict[str, Shape]
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def weight_shapes(self) -> dict[str, Shape]:
+        return self._weight_shapes
+
+
 # -- engines that compute in this process ------------------------------------------------------------------------------
 
 
@@ -221,7 +241,7 @@ def response_text(tokenizer: Any, prompt: Sequence[int], written: Sequence[int])
     return decode([*before, *written])[len(decode(before)) :]
 
 
-class InProcessEngine(Engine):
+class InProcessEngine(LoadedEngine):
     """Base of the in-process engines: queueing, waiting, cancelling, and failing without a hang.
 
     An engine implements `_load`, `_add`, `_add_scoring`, `_abort`, `_abort_all`, `_has_work`, `_step`,
@@ -253,26 +273,21 @@ class InProcessEngine(Engine):
         await self._on_driver(take)
 
     async def load(self) -> None:
-        """Load model and tokenizer, once; the first request does it otherwise."""
         if not self._loaded:
             await self._on_driver(self._load_once)
 
     async def shutdown(self) -> None:
-        """Free what the engine holds; calling it twice is allowed. Requests under way fail with RolloutError."""
         await self._on_driver(self._free_once)
 
     # -- what the driver calls ----------------------------------------------------------------------------------------
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """From now on a driver pumps; see `Engine.attach`."""
         self._wake = wake
 
     def detach(self) -> None:
-        """From now on waiting coroutines pump."""
         self._wake = None
 
     def pump(self) -> bool:
-        """Run the commands that wait, then one step if any request is unfinished; whether anything was done."""
         worked = self.run_commands()
         if not (self._loaded and self._has_work()):
             return worked
@@ -287,14 +302,11 @@ class InProcessEngine(Engine):
         return True
 
     def run_commands(self) -> bool:
-        """Do what was posted: start requests, abort requests, take weights; whether there was any."""
         worked = False
         while not self._commands.empty():
             self._commands.get_nowait()()
             worked = True
         return worked
-
-    # -- what an engine implements ------------------------------------------------------------------------------------
 
     @abstractmethod
     def _load(self) -> None: ...

@@ -8,11 +8,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
-
-from torch import Tensor
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
@@ -332,6 +330,18 @@ LOAD_SECONDS = 10.0
 _EXTRA = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
 
 
+def _refused(what: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
+    """A method of `OpenAIModel` that only an engine has."""
+
+    async def refuse(self: "OpenAIModel", *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            f"{what}: the endpoint {self._url} only chats. Let the run start the model: leave out `url` of the "
+            "auxiliary model."
+        )
+
+    return refuse
+
+
 class OpenAIModel:
     """An auxiliary `InferenceModel` that chats. The endpoint does not give its tokens: nothing of it is trained on.
 
@@ -427,23 +437,7 @@ class OpenAIModel:
     def _failure(self, error: Exception) -> str:
         return f"the endpoint {self._url} (model '{self._model}') failed: {type(error).__name__}: {error}"
 
-    async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> NoReturn:
-        """Refused: ConfigError."""
-        self._refuse("generate")
-
-    async def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
-    ) -> NoReturn:
-        """Refused: ConfigError."""
-        self._refuse("render")
-
-    async def logprobs(self, token_ids: Sequence[int]) -> NoReturn:
-        """Refused: ConfigError."""
-        self._refuse("logprobs")
-
-    async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> NoReturn:
-        """Refused: ConfigError."""
-        self._refuse("sync_weights")
+    generate, render, logprobs, sync_weights = map(_refused, ("generate", "render", "logprobs", "sync_weights"))
 
     async def shutdown(self) -> None:
         """Close the connections; twice is allowed, and the next request opens new ones."""
@@ -462,12 +456,6 @@ class OpenAIModel:
         if not (key := os.environ.get(self._api_key_env)):
             raise ConfigError(f"api_key_env: the environment variable {self._api_key_env} is not set.")
         return key
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise ConfigError(
-            f"{what}: the endpoint {self._url} only chats. Let the run start the model: leave out `url` of the "
-            "auxiliary model."
-        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy in another process has connections of its own."""

@@ -196,17 +196,10 @@ class TransformersEngine(InProcessEngine):
         self._decoding: Decoding | None = None
 
     def bind(self, model: Any) -> None:
-        """Generate with this Hugging Face model from now on; see `Engine.bind`."""
         self._model = model
 
     @property
-    def tokenizer(self) -> Any:
-        """The policy's tokenizer."""
-        return self._tokenizer
-
-    @property
     def dtype(self) -> torch.dtype:
-        """The policy's."""
         return self._model.dtype
 
     @property

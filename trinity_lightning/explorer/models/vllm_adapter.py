@@ -54,7 +54,6 @@ class VLLMAdapterEngine(VLLMEngine):
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:
-        """Those of the adapters."""
         return self._shapes
 
     def _load(self) -> None:
@@ -91,7 +90,6 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:
-        """Those of the adapters."""
         return self._shapes
 
     def __getstate__(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from trinity_lightning.config.engines import CAPABILITIES, EngineConfig, EngineD
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine, response_text
-from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
+from trinity_lightning.sync.stream import WeightStream, parameter_shapes
 
 if TYPE_CHECKING:
     from trinity_lightning.explorer.models.vllm_platforms import PackedWeights
@@ -138,21 +138,6 @@ class VLLMEngine(InProcessEngine):
             self._engine.wake_up()
             self._asleep = False
 
-    @property
-    def tokenizer(self) -> Any:
-        """The model's Hugging Face tokenizer."""
-        return self._tokenizer
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What vLLM computes in."""
-        return self._engine.model_config.dtype
-
-    @property
-    def weight_shapes(self) -> dict[str, Shape]:
-        """Every parameter of the Hugging Face model; a tied head counts as a tensor of its own."""
-        return self._weight_shapes
-
     def _load(self) -> None:
         path = str(resolve_model(self._model))
         # One process: weight sync is then a plain call. Both must be set before vLLM is imported.
@@ -165,7 +150,7 @@ class VLLMEngine(InProcessEngine):
                 warnings.simplefilter("ignore")  # what vLLM imports warns of things that are not the user's
                 self._weight_shapes = parameter_shapes(path)
                 self._engine = self._build(path)
-                self._tokenizer = self._engine.get_tokenizer()
+                self._tokenizer, self._dtype = self._engine.get_tokenizer(), self._engine.model_config.dtype
                 self._packed = self._packed_weights() if self._on_cpu else None
         except ConfigError:
             raise

@@ -23,11 +23,11 @@ from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig
 from trinity_lightning.config.servers import PARALLEL, check_vllm_args, visible_gpus
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
-from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.models.engine import LoadedEngine
 from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
 from trinity_lightning.explorer.models.vllm_engine import engine_args
 from trinity_lightning.sync.files import MEMORY, WeightFolder
-from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
+from trinity_lightning.sync.stream import WeightStream, parameter_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ WHOLE_DISTRIBUTION = {
 TORCH_DTYPES = {EngineDtype.bf16: torch.bfloat16, EngineDtype.fp32: torch.float32}
 
 
-class VLLMServerEngine(Engine):
+class VLLMServerEngine(LoadedEngine):
     """An `InferenceModel` over vLLM's OpenAI-compatible server.
 
     Without a `url` the server is started by the first use, on this machine and for this user only, and ends with this
@@ -189,7 +189,7 @@ class VLLMServerEngine(Engine):
         self._weight_shapes = parameter_shapes(path)
         dtype = TORCH_DTYPES.get(EngineDtype(self._config.dtype))
         own: Any = AutoConfig.from_pretrained(path).dtype
-        self._dtype: torch.dtype = own if dtype is None else dtype
+        self._dtype = own if dtype is None else dtype
         weights = sum(map(math.prod, self._weight_shapes.values()))
         self._start_seconds = START_SECONDS + weights / WEIGHTS_PER_SECOND
 
@@ -381,24 +381,9 @@ class VLLMServerEngine(Engine):
     # -- what an engine implements ------------------------------------------------------------------------------------
 
     @property
-    def tokenizer(self) -> Any:
-        """The model's Hugging Face tokenizer."""
-        return self._tokenizer
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the server computes in."""
-        return self._dtype
-
-    @property
     def restarts(self) -> int:
         """How often it was started again."""
         return self._restarts
-
-    @property
-    def weight_shapes(self) -> dict[str, Shape]:
-        """Every parameter of the Hugging Face model; a tied head counts as a tensor of its own."""
-        return self._weight_shapes
 
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
         for name in sampling:
