@@ -20,8 +20,8 @@ from trinity_lightning.explorer.explorer import (
     StepRollouts,
     TaskSource,
     Watcher,
-    report_failures,
 )
+from trinity_lightning.explorer.failures import report_tasks
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.tasks.taskset import Taskset
@@ -159,7 +159,7 @@ def test_failed_tasks_are_counted_and_told_and_the_step_goes_on(caplog: pytest.L
         assert running(explored, explored.explore_step, sink)
     assert (explored.metrics["rollout/failed_tasks"], explored.metrics["rollout/experiences"]) == (1, 3)
     assert indices(sink) == [[0]]
-    told = [r.getMessage() for r in caplog.records if r.name == "trinity_lightning.explorer.explorer"]
+    told = [r.getMessage() for r in caplog.records if "explore step" in r.getMessage()]
     assert len(told) == 1
     assert told[0].startswith("explore step 1: 1 of 2 tasks failed (1): ")
     assert "ArithmeticError" in told[0]
@@ -185,7 +185,7 @@ def test_all_tasks_that_failed_alike_are_named_by_one_line(caplog: pytest.LogCap
 
 def test_of_many_tasks_that_failed_alike_the_first_are_named(caplog: pytest.LogCaptureFixture) -> None:
     failed = [Status(False, {}, "the verifier is down", task_id=number) for number in range(60)]
-    report_failures("explore step 1", failed, 80)
+    report_tasks("explore step 1", failed, 80, nothing=False)
     [record] = caplog.records
     assert record.getMessage().startswith("explore step 1: 60 of 80 tasks failed (0, 1, 2, ")
     assert record.getMessage().endswith(", 48, 49 and 10 more): the verifier is down")

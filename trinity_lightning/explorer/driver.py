@@ -271,10 +271,6 @@ async def _cancel_others() -> None:
 class LoopWatch:
     """Asks a loop in another thread again and again whether it still answers.
 
-    Args:
-        loop: which one.
-        thread: where it runs.
-
     Attributes:
         warn_after: seconds without an answer after which the stack of its thread is logged, once.
         fail_after: seconds for which anything may block it.

@@ -28,8 +28,6 @@ from trinity_lightning.sync.stream import PolicyEngines, WeightStream
 
 logger = logging.getLogger(__name__)
 
-NAMED_TASKS = 50  # of those that failed alike
-
 # Takes a step's experiences into the buffer, may ask for more of them, and returns the metrics of doing so.
 Sink = Callable[[list[Experience], int, "StepRollouts"], Awaitable[dict[str, float]]]
 
@@ -98,7 +96,6 @@ class TaskSource:
 
     @property
     def name(self) -> str:
-        """The taskset's name."""
         return self.taskset.name
 
     def next_tasks(self, n: int, repeat_times: int | None = None) -> list[Task]:
@@ -159,7 +156,7 @@ class StepRollouts:
         if not tasks:
             return None
         experiences = await self._try(tasks)
-        report_failures(f"explore step {self.step}", self._statuses, len(tasks), not experiences)
+        _report_failures(f"explore step {self.step}", self._statuses, len(tasks), not experiences)
         return experiences
 
     async def __call__(self, tasks: int) -> list[Experience]:
@@ -174,7 +171,7 @@ class StepRollouts:
                 break
             tried = len(self._statuses)
             experiences = await self._try(more)
-            report_failures(f"explore step {self.step}, refill", self._statuses[tried:], len(more))
+            _report_failures(f"explore step {self.step}, refill", self._statuses[tried:], len(more))
             if experiences:
                 return experiences
         return []
@@ -196,21 +193,12 @@ class StepRollouts:
         return experiences
 
 
-def report_failures(what: str, statuses: Sequence[Status], tasks: int, nothing: bool = False) -> None:
-    """Log which tasks failed alike, and why; if they gave `nothing` at all, raise what `refuse_nothing` says."""
-    kinds: dict[object, list[Status]] = {}
-    for status in statuses:
-        if not status.ok:
-            kinds.setdefault(status.kind, []).append(status)
-    for alike in kinds.values():
-        names = ", ".join(str(status.task_id) for status in alike[:NAMED_TASKS])
-        more = f" and {len(alike) - NAMED_TASKS} more" if len(alike) > NAMED_TASKS else ""
-        reason = alike[0].message
-        logger.warning("%s: %d of %d tasks failed (%s%s): %s", what, len(alike), tasks, names, more, reason)
-    if nothing:
-        from trinity_lightning.explorer.failures import refuse_nothing
+def _report_failures(what: str, statuses: Sequence[Status], tasks: int, nothing: bool = False) -> None:
+    """See `report_tasks`, which few steps need."""
+    if nothing or not all(status.ok for status in statuses):
+        from trinity_lightning.explorer.failures import report_tasks
 
-        refuse_nothing(what, statuses, tasks)
+        report_tasks(what, statuses, tasks, nothing)
 
 
 class Explorer:
@@ -249,17 +237,20 @@ class Explorer:
             raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
         for model in models:
             if not isinstance(model, Engine):
-                from trinity_lightning.explorer.failures import no_engine
-
-                raise no_engine(model)
+                raise ConfigError(
+                    f"{type(model).__name__} is no engine that an explorer can load, send weights to and shut down: "
+                    f"make it a subclass of {Engine.__module__}.Engine."
+                )
             if config.samples_older_weights:
                 from trinity_lightning.config.objectives import check_older_weights
 
                 check_older_weights(config, type(model).__name__, model.capabilities)
         if config.reward_workers:
-            from trinity_lightning.explorer.rewards.workers import check_all_importable
+            from trinity_lightning.explorer.rewards.workers import check_importable
 
-            check_all_importable(source.reward_fn for source in (train, *evals) if source is not None)
+            for source in filter(None, (train, *evals)):
+                for reward in resolve_rewards(source.reward_fn):
+                    check_importable(reward)
         self.config = config
         self.engines = PolicyEngines(models, keeps_copy=config.samples_older_weights)
         self.step = 0
@@ -376,7 +367,6 @@ class Explorer:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
         return bool(self._evals)
 
     def need_eval(self, step: int | None = None) -> bool:
@@ -404,7 +394,7 @@ class Explorer:
             finally:
                 await self._scheduler.drop(batch)  # nothing will take what is left
             experiences = [experience for status in statuses for experience in status.eval_experiences]
-            report_failures(f"evaluation '{source.name}'", statuses, len(tasks), not experiences)
+            _report_failures(f"evaluation '{source.name}'", statuses, len(tasks), not experiences)
             self.metrics |= evaluation_metrics(source.name, experiences)
             self.metrics |= {
                 f"eval/{source.name}/failed_tasks": float(len(tasks) - sum(status.ok for status in statuses)),
@@ -502,7 +492,6 @@ class Explorer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
         self._source.taskset.load_state_dict(state["taskset"])
         self.step, self._cursor = state["step"], state["taskset"]
         if "engines" in state:

@@ -127,11 +127,9 @@ class StopCheckpoint(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The item is done."""
         self.before = BeforeItem.of(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Save what is whole."""
         try:
             if self.wanted:
                 from trinity_lightning.explorer.stopped import save_stopped
@@ -141,7 +139,6 @@ class StopCheckpoint(L.Callback):
             self._end()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give Ctrl-C back."""
         self._end()
 
     def settle(self) -> None:

@@ -63,10 +63,8 @@ class RayWorker:
     def __init__(self, setup: bytes, import_path: list[str], runner_id: int | None, log_level: int) -> None:
         sys.path += [folder for folder in import_path if folder not in sys.path]
         config, model, auxiliary_models = pickle.loads(setup)  # noqa: S301 - from the program that started this one
-        self._config: ExplorerConfig = config
-        self._model: InferenceModel = model
-        self._auxiliary_models: list[InferenceModel] = auxiliary_models
-        self._runner_id = runner_id
+        self._model = _Copy(model)
+        self._runner = WorkflowRunner(config, cast("InferenceModel", self._model), auxiliary_models, runner_id)
         self._log = _Records()
         logging.getLogger().addHandler(self._log)
         logging.getLogger(PACKAGE).setLevel(log_level)
@@ -76,22 +74,14 @@ class RayWorker:
         return os.getpid()
 
     async def attempt(self, task: bytes, runs: Sequence[int], limit: float | None, version: int) -> Answer:
-        """See `WorkflowRunner.attempt`.
-
-        Args:
-            task: a pickle of the Task.
-            runs: the runs to try.
-            limit: seconds after which they are cancelled.
-            version: of the model's present weights.
-        """
+        """See `WorkflowRunner.attempt`; `task` is a pickle, and `version` that of the model's present weights."""
         try:
             loaded = pickle.loads(task)  # noqa: S301 - from the program that started this one
         except Exception as error:
             reason = f"the task cannot be read in a Ray worker: {type(error).__name__}: {error}"
             return self._answer(Attempt([], dict.fromkeys(runs, ConfigError(reason)), 0.0), runs)
-        model = cast("InferenceModel", _AtVersion(self._model, version))
-        runner = WorkflowRunner(self._config, model, self._auxiliary_models, self._runner_id)
-        return self._answer(await runner.attempt(loaded, runs, limit), runs)
+        self._model.model_version = version
+        return self._answer(await self._runner.attempt(loaded, runs, limit), runs)
 
     def _answer(self, attempt: Attempt, runs: Sequence[int]) -> Answer:
         errors = {run: portable(error) for run, error in attempt.errors.items()}
@@ -102,12 +92,13 @@ class RayWorker:
         return Answer(payload, errors, attempt.seconds, self._log.take())
 
 
-class _AtVersion:
-    """A model that is given its version: weights are synced from the program that trains, and this is a copy."""
+class _Copy:
+    """A copy of a model, which is given its version: weights are synced from the program that trains."""
 
-    def __init__(self, model: InferenceModel, version: int) -> None:
+    model_version = 0
+
+    def __init__(self, model: InferenceModel) -> None:
         self._model = model
-        self.model_version = version
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -124,7 +115,6 @@ class _Records(logging.Handler):
         self._records.append((record.name, record.levelno, self.format(record)))
 
     def take(self) -> list[tuple[str, int, str]]:
-        """What was logged since the last call."""
         taken = list(self._records)
         self._records.clear()
         return taken
@@ -156,8 +146,6 @@ class RayRunner(WorkflowRunner):
     """A WorkflowRunner whose workflows run in a Ray actor; Ray must have been started (`RayCluster`).
 
     The actor works with copies of the models: requests go from there to the engine's server.
-
-    Attributes are those of every runner.
     """
 
     _actor: Any = field(default=None, init=False)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trinity_lightning.common.alone import ALONE, Alone
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.engines import SENT, SynchronizerConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.driver import Driver, LoopTask
 from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
 from trinity_lightning.explorer.interruption import keep_sigterm
@@ -274,9 +275,8 @@ class TrainingRollouts(Watcher):
         self.pending.target = target
         while explorer.step < target:
             if not await explorer.explore_step():
-                from trinity_lightning.explorer.failures import no_task_left
-
-                raise no_task_left(explorer.step)
+                done = f"the taskset is exhausted after {explorer.step} explore steps"
+                raise ConfigError(f"{done}; lower `steps`, or let it repeat.")
             self.pending.metrics[explorer.step], first = first | explorer.metrics, {}
 
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
@@ -292,7 +292,6 @@ class TrainingRollouts(Watcher):
 
     @property
     def under_way(self) -> bool:
-        """Whether rollouts were begun and not waited for."""
         return self._begun is not None
 
     def explore_ahead(self, step: int, global_step: int, last: float) -> dict[str, float]:

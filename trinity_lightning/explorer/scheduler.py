@@ -109,7 +109,6 @@ class RunnerWrapper:
         start = clock()
         limit = self.config.max_timeout if timeout is None else timeout
         one = replace(task.task, batch_id=task.batch_id)
-        name = f"{one.batch_id}/{one.task_id}"
         runs = list(range(task.run_id_base, task.run_id_base + task.repeat_times))
         experiences: list[Experience] = []
         failed: dict[int, BaseException] = {}
@@ -126,7 +125,7 @@ class RunnerWrapper:
                 break
             from trinity_lightning.explorer.failures import note
 
-            if note(name, attempted, attempt, self.outcomes) or not runs:
+            if note(one, attempted, attempt, self.outcomes) or not runs:
                 break
         experiences.sort(key=lambda experience: experience.eid.run)  # stable: the steps of a run stay in order
         times = {"time_per_task": seconds, "task_run_time": clock() - start}
@@ -169,7 +168,6 @@ class ScheduledTask:
 
     @property
     def is_train(self) -> bool:
-        """Whether its experiences are trained on."""
         return not (self.task.is_eval or self.batch.is_eval)
 
     @property
@@ -504,7 +502,6 @@ class Scheduler:
                     self._times.end_step(batch.name)
 
     def _notify(self) -> None:
-        """Wake those who wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -21,6 +21,7 @@ class BoundModel:
 
     Attributes:
         enable_history: calls through OpenAI's client are kept, always: `extract_experience_from_history`.
+        max_model_len: longest prompt and response together, in tokens.
 
     Args:
         model: the model that generates.
@@ -43,7 +44,7 @@ class BoundModel:
         sampling: Mapping[str, Any] | None = None,
         trained: bool = False,
     ) -> None:
-        self._model = model
+        self._model, self.max_model_len = model, model.max_model_len
         self._trained = trained
         self._temperatures: set[float] = set()
         self._identity = (run_seed, batch, task)
@@ -56,7 +57,6 @@ class BoundModel:
 
     @property
     def model_version(self) -> int:
-        """The version of the present weights."""
         return self._model.model_version
 
     @property
@@ -72,29 +72,20 @@ class BoundModel:
         used = self._temperatures or {temperature_of(self._sampling)}
         return next(iter(used)) if len(used) == 1 else None
 
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt and response together, in tokens."""
-        return self._model.max_model_len
-
     async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
-        """n completions of one prompt; see `InferenceModel.generate`."""
         return await self._model.generate(prompt, n=n, **self._next_call(sampling))
 
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
     ) -> list[Completion]:
-        """n completions of a conversation; see `InferenceModel.chat`."""
         return await self._model.chat(messages, tools=tools, n=n, **self._next_call(sampling))
 
     async def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
     ) -> list[int]:
-        """Token ids of a conversation; see `InferenceModel.render`."""
         return await self._model.render(messages, tools, so_far)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of every token but the first; see `InferenceModel.logprobs`."""
         return await self._model.logprobs(token_ids)
 
     @property

@@ -134,7 +134,6 @@ def _checked(value: Any) -> ToolCall | None:
 
 
 def _object(text: str) -> Any:
-    """What a JSON text holds; None if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

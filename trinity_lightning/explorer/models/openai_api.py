@@ -263,8 +263,7 @@ class RecordedCalls(ChatCompletions):
     of an endpoint are passed on and not kept: it gives no tokens.
 
     Args:
-        bound: the run's view of the model.
-        model: the model itself.
+        bound, model: the run's view of the model, and the model itself.
         next_call: a call's settings, completed by the run's.
         sampling: the run's settings.
         run: of the first response of a call.
@@ -287,18 +286,15 @@ class RecordedCalls(ChatCompletions):
 
     @cached_property
     def client(self) -> Any:
-        """The client whose requests these are."""
         return async_client(self.answer)
 
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """HTTP status and body of the response."""
         if self._endpoint is not None:
             samples = path.endswith("/completions")  # embeddings, say, take no seed, and an endpoint may refuse one
             return await self._endpoint.answer(path, self._next_call(body) if samples else body)
         return await super().answer(path, body)
 
     def set_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
-        """See `BoundModel.set_reward`."""
         unrewarded = [experience for experience in self._kept if experience.reward is None]
         for experience in unrewarded:
             experience.reward = float(reward)

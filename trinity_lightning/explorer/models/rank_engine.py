@@ -57,12 +57,6 @@ def _refuse_unsendable(sampling: dict[str, Any]) -> None:
 class RankEngine(LoadedEngine):
     """On rank 0: the engine of another rank. Weights come to all of them at once (`RankWeights`).
 
-    Args:
-        rank: whose.
-        model: name of the policy, for its tokenizer.
-        config: the engine's knobs.
-        capabilities: the engine's.
-
     Attributes:
         rank: whose.
         path: where that rank listens, known once the ranks have met.
@@ -193,11 +187,7 @@ class RankEngine(LoadedEngine):
 
 
 class EngineAnswers:
-    """On another rank: answers what its `RankEngine` on rank 0 asks, on the loop that the engine's coroutines run on.
-
-    Args:
-        engine: what answers.
-    """
+    """On another rank: answers what its `RankEngine` on rank 0 asks, on the loop of the engine's coroutines."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

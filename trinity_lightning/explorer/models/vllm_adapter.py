@@ -137,7 +137,6 @@ def _refused_by_name(model: str, log: Path | None = None) -> Iterator[None]:
 
 
 def _with_room(config: EngineConfig, shapes: Mapping[str, Shape]) -> EngineConfig:
-    """The same engine, with room for these adapters."""
     rank, layers = _rank_and_layers(shapes)
     return replace(
         config, args={**config.args, **dict(zip(LORA_ARGUMENTS, (True, room_for(rank), layers), strict=True))}

@@ -94,12 +94,7 @@ class VLLMServerEngine(LoadedEngine):
 
     @classmethod
     def of_run(cls, config: TrainConfig, folder: Path, **others: Any) -> "list[VLLMServerEngine]":
-        """Servers that share their weights' files; those that are started here, each with its cores and GPUs.
-
-        Args:
-            config, folder: as of every engine.
-            others: further arguments of each.
-        """
+        """Servers that share their weights' files; those that are started here, each with its cores and GPUs."""
         name, engine = config.model.name, config.engine
         shutil.rmtree(folder / "weights", ignore_errors=True)  # of a run that was killed, and is resumed
         chosen, method = config.synchronizer.folder, config.synchronizer.method
@@ -145,7 +140,7 @@ class VLLMServerEngine(LoadedEngine):
         self._client: ServerClient | None = None
         self._loading: asyncio.Task[None] | None = None
         self._start_seconds = START_SECONDS
-        self._restarts = 0
+        self.restarts = 0
         self._deaths: list[float] = []  # when it was found dead, within RESTART_WINDOW
         self._again: Callable[[], Awaitable[None]] | None = None  # gives it the weights that it has once more
 
@@ -200,8 +195,8 @@ class VLLMServerEngine(LoadedEngine):
         if len(recent) >= MAX_RESTARTS:
             raise RolloutError(f"the vLLM server died {len(recent) + 1} times in {RESTART_WINDOW:g} s.{why}")
         self._deaths = [*recent, now]
-        self._restarts += 1
-        logger.warning("the vLLM server died and is started again (%d).%s", self._restarts, why)
+        self.restarts = (self.restarts or 0) + 1
+        logger.warning("the vLLM server died and is started again (%d).%s", self.restarts, why)
         await self._disconnect()
         try:
             await process.start_again()
@@ -321,10 +316,10 @@ class VLLMServerEngine(LoadedEngine):
             self._model_id, served = card["id"], int(card["max_model_len"])
         except (LookupError, TypeError, ValueError) as error:
             raise ModelLoadError(f"{self._url} is no vLLM server: {type(error).__name__}: {error}") from error
-        if served < self._max_model_len:
+        if served < self.max_model_len:
             raise ConfigError(
                 f"{self._url} serves a context of {served} tokens, less than engine.max_model_len "
-                f"({self._max_model_len}): start it with --max-model-len {self._max_model_len}, or lower that."
+                f"({self.max_model_len}): start it with --max-model-len {self.max_model_len}, or lower that."
             )
 
     async def _check_settings(self, url: str) -> None:
@@ -380,17 +375,12 @@ class VLLMServerEngine(LoadedEngine):
 
     # -- what an engine implements ------------------------------------------------------------------------------------
 
-    @property
-    def restarts(self) -> int:
-        """How often it was started again."""
-        return self._restarts
-
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
         for name in sampling:
             if name not in SAMPLING:
                 raise ConfigError(unknown_name("sampling setting", name, SAMPLING))
         chosen = WHOLE_DISTRIBUTION | sampling
-        room = self._max_model_len - len(token_ids)
+        room = self.max_model_len - len(token_ids)
         chosen["max_tokens"] = min(chosen.get("max_tokens", 16), room)  # a server refuses more than there is room for
         body = {"prompt": token_ids, "n": n, "logprobs": 0, "return_token_ids": True, **chosen}
         answer = await self._running().post("/v1/completions", {"model": self._model_id, **body})

@@ -172,5 +172,4 @@ def _name(entry: Any, function: Any) -> str:
 
 
 def _is_pair(entry: Any) -> bool:
-    """Whether it is [function, weight]."""
     return isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2

@@ -143,13 +143,11 @@ VERIFIER = MathVerifier()  # of this process: all rewards share its processes
 
 
 def find(text: str) -> str | None:
-    """The answer in a text: its last box, or else LaTeX or a number; None if it has none."""
     found = _parse(text, *_extraction())
     return str(found[-1]) if found else None
 
 
 def same(expected: str, given: str) -> bool:
-    """Whether two answers are the same mathematics; False if one of them is none."""
     from math_verify import verify
 
     found = [_parse(rf"\boxed{{{text}}}", _extraction()[0]) for text in (expected, given)]

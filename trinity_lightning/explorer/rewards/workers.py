@@ -10,7 +10,6 @@ import multiprocessing
 import pickle
 import signal
 import sys
-from collections.abc import Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -22,7 +21,7 @@ from trinity_lightning.common.failures import raised
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
-from trinity_lightning.explorer.rewards import REWARDS, Reward, is_async, resolve_rewards, worth, worth_here
+from trinity_lightning.explorer.rewards import REWARDS, Reward, is_async, worth, worth_here
 from trinity_lightning.explorer.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -173,17 +172,6 @@ def check_importable(reward: Reward) -> str | None:
             "write it at the top level of a module, or set explorer.reward_workers=0."
         )
     return path
-
-
-def check_all_importable(reward_fns: Iterable[Any]) -> None:
-    """Refuse reward functions, as `Task.reward_fn` has them, that only this process has and are not made for it.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    for reward_fn in reward_fns:
-        for reward in resolve_rewards(reward_fn):
-            check_importable(reward)
 
 
 # -- in a worker ------------------------------------------------------------------------------------------------------

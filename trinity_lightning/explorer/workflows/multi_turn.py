@@ -57,18 +57,6 @@ class Environment(Protocol):
 ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry("environment")
 
 
-def resolve_environment(environment: Any) -> Callable[..., Environment]:
-    """The class or function that makes the environment: a registered name, a dotted path, or itself.
-
-    Raises:
-        ConfigError: an unknown name, or something that cannot be called.
-    """
-    made_by = ENVIRONMENTS.resolve(environment)
-    if not callable(made_by):
-        raise ConfigError(f"environment {environment!r} cannot be called: give a class, or a function that makes one.")
-    return cast("Callable[..., Environment]", made_by)
-
-
 async def call(function: Callable[..., T | Awaitable[T]], *arguments: Any) -> T:
     """The function's result: a plain one runs in a thread, and what it returns may have to be awaited."""
     if inspect.iscoroutinefunction(function):
@@ -85,24 +73,17 @@ class Exclusively:
         self._lock = threading.Lock()
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """What the method of that name returns."""
         method = getattr(self.environment, name)
-        return await call(method if inspect.iscoroutinefunction(method) else self._alone(method), *arguments)
 
-    def _alone(self, method: Callable[..., T]) -> Callable[..., T]:
-        def alone(*arguments: Any) -> T:
+        def alone() -> Any:
             with self._lock:
                 return method(*arguments)
 
-        return alone
+        return await (method(*arguments) if inspect.iscoroutinefunction(method) else call(alone))
 
 
 def as_messages(observation: Any) -> list[dict[str, Any]]:
-    """An observation as messages.
-
-    Raises:
-        RolloutError: it is none.
-    """
+    """An observation as messages; RolloutError: it is none."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     if isinstance(observation, Mapping):
@@ -159,13 +140,7 @@ class Episode:
     overflowed: bool = False
 
     @property
-    def completed(self) -> bool:
-        """Whether the environment ended it."""
-        return self.turns[-1].done
-
-    @property
     def total_reward(self) -> float:
-        """The sum of the steps' rewards."""
         return sum(turn.reward for turn in self.turns)
 
     @property
@@ -173,19 +148,12 @@ class Episode:
         """Numbers of the episode: its own, and the environment's."""
         own = {
             "turns": float(len(self.turns)),
-            "completed": float(self.completed),
+            "completed": float(self.turns[-1].done),
             "context_overflow": float(self.overflowed),
         }
         for turn in self.turns:
             own |= turn.info.get("metrics", {})
         return own
-
-    def messages(self) -> list[Message]:
-        """The conversation; what the environment said to the last response was never shown and is left out."""
-        conversation = []
-        for turn in self.turns:
-            conversation += [*turn.asked, {"role": "assistant", "content": turn.completion.text}]
-        return conversation
 
 
 async def play(
@@ -195,12 +163,7 @@ async def play(
     max_turns: int,
     tools: list[dict[str, Any]] | None = None,
 ) -> Episode:
-    """Play an episode: until the environment ends it, `max_turns` responses are made, or the context is full.
-
-    Raises:
-        PromptTooLongError: the opening alone is longer than the context.
-        RolloutError: the engine aborted a request, or the environment returned something else than it should.
-    """
+    """Play an episode: until the environment ends it, `max_turns` responses are made, or the context is full."""
     episode = Episode(tools)
     asked = as_messages(await environment.call("reset", task))
     prompt = await model.render(asked, tools)
@@ -261,7 +224,9 @@ def single_experience(episode: Episode) -> Experience:
         end = begin + len(turn.completion.token_ids)
         logprobs[begin:end] = turn.completion.logprobs
         mask[begin:end] = [True] * (end - begin)
-    conversation = episode.messages()
+    conversation: list[Message] = []  # what the environment said to the last response was never shown
+    for turn in episode.turns:
+        conversation += [*turn.asked, {"role": "assistant", "content": turn.completion.text}]
     return Experience(
         tokens=tokens,
         prompt_length=start,
@@ -364,7 +329,10 @@ class MultiTurnArguments(EpisodeArguments):
         """Makes an environment, without further arguments."""
         given = self.environment if isinstance(self.environment, Mapping) else {"name": self.environment}
         part = part_config("workflow.args.environment", given)
-        return partial(resolve_environment(part.name), **part.args)
+        made_by = ENVIRONMENTS.resolve(part.name)
+        if not callable(made_by):
+            raise ConfigError(f"environment {part.name!r} cannot be called: give a class or a function that makes one.")
+        return partial(cast("Callable[..., Environment]", made_by), **part.args)
 
 
 class EpisodeWorkflow(RewardedWorkflow):
@@ -387,7 +355,8 @@ class EpisodeWorkflow(RewardedWorkflow):
 
         Raises:
             PromptTooLongError: the opening alone is longer than the context.
-            RolloutError: the environment or a reward function returned something else than it should.
+            RolloutError: the environment or a reward function returned something else than it should, or the engine
+                aborted a request.
         """
         made = self.make_environment()
         environment = Exclusively(made)
@@ -419,7 +388,6 @@ class MultiTurnWorkflow(EpisodeWorkflow):
     arguments_class = MultiTurnArguments
 
     def make_environment(self) -> Environment:
-        """A new instance of the configured environment."""
         return self.arguments.make()
 
 
@@ -444,12 +412,8 @@ class GuessNumber:
         self._low, self._high = low, high
         self._decay = decay
         self._seed = seed
-        self._guesses = 0
-        self._known = [low, high]
-        self._secret = low
 
     def reset(self, task: Task) -> list[dict[str, Any]]:
-        """The rules of the game."""
         self._guesses, self._known = 0, [self._low, self._high]
         place = task.raw_task.get("task_index", task.raw_task)
         drawn = random.Random(f"{self._seed}/{place!r}").randint(self._low, self._high)
@@ -458,7 +422,6 @@ class GuessNumber:
         return [{"role": "user", "content": rules}]
 
     def step(self, response: str) -> StepResult:
-        """Judge a guess: the last number of the response."""
         self._guesses += 1
         guess = find_last_number(response)
         if guess is None or guess != int(guess):
@@ -502,7 +465,6 @@ class Retry:
         self._feedback = feedback
 
     def reset(self, task: Task) -> list[dict[str, Any]]:
-        """The task's own conversation."""
         self._task = task
         self._turn = 0
         self._best = 0.0
@@ -511,7 +473,6 @@ class Retry:
         return messages_of(task)
 
     async def step(self, response: str) -> StepResult:
-        """Score an answer."""
         value = cast("float", (await score(self._verifier, response, self._task))[0])  # None: without a verifier
         worth = value * self._decay**self._turn
         gained = max(worth - self._best, 0.0)
