@@ -61,12 +61,7 @@ class Driver:
             engine.attach(self._wake.set)
 
     def limit_blocking(self, seconds: float, warn_after: float = WARN_SECONDS) -> None:
-        """From now on, once engines are loaded, nothing may block the loop for longer.
-
-        Args:
-            seconds: after which `wait` raises WorkflowBlockedError.
-            warn_after: seconds after which what blocks it is logged.
-        """
+        """From now on what blocks the loop is logged after `warn_after`, and refused by `wait` after `seconds`."""
         self._watch.fail_after, self._watch.warn_after = seconds, warn_after
 
     def hurry(self) -> None:

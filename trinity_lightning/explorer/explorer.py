@@ -120,21 +120,13 @@ class TaskSource:
 
 @dataclass(eq=False)
 class StepRollouts:
-    """Runs tasks of a step and keeps what all of them gave; a `MoreRollouts` for the buffer.
-
-    Attributes:
-        step: its number.
-        config: how many tasks it has, of how many rollouts, and how often more may be asked for.
-        source: where tasks come from.
-        run: schedules tasks as part of the step and waits for them.
-        experiences: of all tasks so far.
-    """
+    """Runs tasks of a step and keeps what all of them gave; a `MoreRollouts` for the buffer."""
 
     step: int
     config: ExplorerConfig
     source: TaskSource
     run: Callable[[list[Task], int], Awaitable[tuple[list[Status], list[Experience]]]]
-    experiences: list[Experience] = field(default_factory=list, init=False)
+    experiences: list[Experience] = field(default_factory=list, init=False)  # of all tasks so far
     _statuses: list[Status] = field(default_factory=list, init=False)
     _unshaped: list[Experience] = field(default_factory=list, init=False)  # operators shape the others' rewards
     _refills: int = field(default=0, init=False)
@@ -147,11 +139,7 @@ class StepRollouts:
         return self.config.batch_size
 
     async def begin(self) -> list[Experience] | None:
-        """The experiences of the step's own tasks; None when the taskset is exhausted.
-
-        Raises:
-            RolloutError: not one task succeeded.
-        """
+        """The experiences of the step's own tasks; None: the taskset is exhausted. RolloutError: no task succeeded."""
         tasks = self.source.next_tasks(self.tasks, self.config.repeat_times)
         if not tasks:
             return None

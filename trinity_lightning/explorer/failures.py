@@ -33,15 +33,7 @@ _FEW = 3  # different errors of reward functions that a message shows
 def report_tasks(what: str, statuses: Sequence[Status], tasks: int, nothing: bool) -> None:
     """Log which tasks of a step failed, those together that failed alike, and why.
 
-    Args:
-        what: the step, in words.
-        statuses: how its tasks ended, those that did.
-        tasks: how many there were.
-        nothing: whether they gave no experience at all.
-
-    Raises:
-        RewardError: they gave nothing, and all failed in their reward functions.
-        RolloutError: they gave nothing for other reasons.
+    If they gave no experience, raise RewardError if all failed in their reward functions, and else RolloutError.
     """
     kinds: dict[object, list[Status]] = {}
     for status in statuses:

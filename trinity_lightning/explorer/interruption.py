@@ -21,17 +21,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class BeforeItem:
-    """Where a run stood before the item under way, to which it goes back if that is not whole.
+    """Where a run stood before the item under way, to which it goes back if that is not whole."""
 
-    Attributes:
-        optimizer_steps: how many had begun.
-        loader_states: loaders that cannot rewind, and where they stood.
-        random_state: when the item began; None: none is under way.
-    """
-
-    optimizer_steps: int = 0
-    loader_states: list[tuple[Any, Any]] = field(default_factory=list)
-    random_state: dict[str, Any] | None = None
+    optimizer_steps: int = 0  # how many had begun
+    loader_states: list[tuple[Any, Any]] = field(default_factory=list)  # of loaders that cannot rewind
+    random_state: dict[str, Any] | None = None  # when the item began; None: none is under way
 
     @classmethod
     def of(cls, trainer: Any) -> "BeforeItem":

@@ -34,19 +34,12 @@ MAX_LOG_RECORDS = 1000
 
 @dataclass
 class Answer:
-    """An Attempt on its way back.
+    """An Attempt on its way back."""
 
-    Attributes:
-        experiences: a payload of `Experience.serialize_many`.
-        errors: by run; each survives pickling.
-        seconds: the attempt took.
-        log: (logger, level, text) of what was logged since the last answer.
-    """
-
-    experiences: bytes
-    errors: dict[int, BaseException]
+    experiences: bytes  # a payload of `Experience.serialize_many`
+    errors: dict[int, BaseException]  # by run; each survives pickling
     seconds: float
-    log: list[tuple[str, int, str]]
+    log: list[tuple[str, int, str]]  # logger, level and text of what was logged since the last answer
 
 
 class RayWorker:
@@ -153,12 +146,7 @@ class RayRunner(WorkflowRunner):
     _greeting: Any = field(default=None, init=False)  # reference to that number
 
     def launch(self) -> None:
-        """Begin to start the worker; returns before it is ready.
-
-        Raises:
-            ConfigError: a model cannot be sent to another process.
-            RolloutError: Ray does not run.
-        """
+        """Begin to start the worker. ConfigError: a model cannot be sent to it; RolloutError: Ray does not run."""
         import ray
 
         if not ray.is_initialized():  # else Ray would start itself, with settings of its own
@@ -172,11 +160,7 @@ class RayRunner(WorkflowRunner):
         self._pid, self._greeting = None, self._actor.ready.remote()
 
     async def ready(self) -> None:
-        """Wait until the worker can be given tasks; one that was stopped or replaced is started.
-
-        Raises:
-            RolloutError: it does not start; the next call tries with another one.
-        """
+        """Wait until the worker, one that was replaced too, can be given tasks. RolloutError: it does not start."""
         from ray.exceptions import RayError
 
         if self._pid is not None:
@@ -405,11 +389,7 @@ class RayCluster:
 
 
 def check_ray(config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
-    """Refuse what Ray runners cannot work with.
-
-    Raises:
-        ConfigError: Ray is not installed, or an engine computes in this process.
-    """
+    """ConfigError if Ray is not installed, or an engine computes in this process."""
     require_ray()
     for model in models:
         if isinstance(model, HeldModel):  # another one is pickled, or Ray says why not

@@ -71,17 +71,12 @@ class Attempt:
 
 @dataclass
 class Outcomes:
-    """How attempts of all runners ended since the start; `explorer.failures.note` fills in what failed.
+    """How attempts of all runners ended since the start; `explorer.failures.note` fills in what failed."""
 
-    Attributes:
-        succeeded: whether any has given an experience.
-        failed: until then, by task and run, what a reward function raised; None: it was something else, or may pass.
-        said: what the log has had lately.
-    """
-
-    succeeded: bool = False
+    succeeded: bool = False  # whether any has given an experience
+    # Until then, by task and run, what a reward function raised; None: it was something else, or may pass.
     failed: dict[tuple[str, int], str | None] = field(default_factory=dict)
-    said: set[Any] = field(default_factory=set)
+    said: set[Any] = field(default_factory=set)  # what the log has had lately
 
 
 @dataclass(eq=False)

@@ -120,21 +120,17 @@ class BoundModel:
         return await self._openai_calls.answer(path, body)
 
     def set_reward(self, reward: float, metrics: Mapping[str, float] | None = None) -> None:
-        """What the calls through OpenAI's client were worth: each of those made so far that has no reward gets this.
+        """What the calls through OpenAI's client that have no reward yet were worth.
 
         Args:
-            reward: of the run, or of what was done since the last reward.
-            metrics: numbers to be logged, of the last of these calls.
+            reward: of each of them.
+            metrics: numbers to be logged, of the last of them.
         """
         if self._recorded is not None:
             self._recorded.set_reward(reward, metrics or {})
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """The calls through OpenAI's client as experiences, for a workflow that changes them before it returns them.
-
-        Args:
-            clear_history: forget them here.
-        """
+        """The calls through OpenAI's client as experiences, for a workflow that changes them before it returns them."""
         return [] if self._recorded is None else self._recorded.experiences(clear_history)
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -326,7 +326,7 @@ LOAD_SECONDS = 10.0
 _EXTRA = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
 
 
-def _refused(what: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
+def _refused(what: str) -> Callable[..., Any]:
     """A method of `OpenAIModel` that only an engine has."""
 
     async def refuse(self: "OpenAIModel", *_: Any, **__: Any) -> NoReturn:

@@ -102,7 +102,9 @@ class VLLMServerEngine(LoadedEngine):
         if engine.urls:
             return [cls(name, engine, url=url, weights=weights, sync_method=method, **others) for url in engine.urls]
         cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
-        gpus = _dealt(engine.gpus, engine.servers) if engine.gpus else [None] * engine.servers
+        gpus: list[Any] = [None] * engine.servers
+        if engine.gpus:
+            gpus = _dealt(engine.gpus, engine.servers, max(len(engine.gpus) // engine.servers, 1))
         logs = [folder / f"vllm_server_{i}.log" for i in range(engine.servers)]
         return [
             cls(name, engine, weights=weights, sync_method=method, cores=cores[i], gpus=gpus[i], log=logs[i], **others)
@@ -147,11 +149,7 @@ class VLLMServerEngine(LoadedEngine):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def load(self) -> None:
-        """Start the server, or find the one of the url, and wait until it answers; one that died is started again.
-
-        Raises:
-            RolloutError: it died too often.
-        """
+        """Start the server, or find the one of the url, and wait until it answers; RolloutError: it died too often."""
         if self._loading is None:  # several may ask at the same time
             process = self._process
             if process is not None and process.has_ended:
@@ -303,8 +301,8 @@ class VLLMServerEngine(LoadedEngine):
         try:
             async with asyncio.timeout(URL_SECONDS if self._url else self._start_seconds):
                 while not await client.answers():
-                    if self._process is not None:
-                        self._process.check()
+                    if self._process is not None and self._process.has_ended:
+                        raise ModelLoadError(f"the vLLM server does not start.{self._process.last_words()}")
                     await asyncio.sleep(HEALTH_SECONDS)
         except TimeoutError as error:
             log = f" The end of its log:\n{self._process.log_end()}" if self._process else " Is it started?"
@@ -441,11 +439,7 @@ class VLLMServerEngine(LoadedEngine):
         return int((await self._running().get("/get_world_size"))["world_size"])
 
     async def join_group(self, invitation: Mapping[str, Any]) -> None:
-        """Have the workers join the group that the trainer invites to.
-
-        Raises:
-            ValueError, RolloutError: they did not; a server that was not started for it says so.
-        """
+        """Have the workers join the group that the trainer invites to; ValueError or RolloutError: they did not."""
         await self._running().post("/shutdown_weight_transfer_engine", {})  # of a run before: vLLM would keep it, too
         await self._running().post("/init_weight_transfer_engine", {"init_info": dict(invitation)})
 
@@ -512,11 +506,9 @@ def server_cores(cores: Sequence[int], engine: EngineConfig, overlaps: bool) -> 
     """
     usable = cores[len(cores) // 2 :] if overlaps else cores
     each = engine.cpu_cores or max(len(usable) // engine.servers, 1)
-    taken = list(cores)[-each * engine.servers :]
-    return [[taken[(server * each + i) % len(taken)] for i in range(each)] for server in range(engine.servers)]
+    return _dealt(list(cores)[-each * engine.servers :], engine.servers, each)
 
 
-def _dealt(gpus: Sequence[int], servers: int) -> list[list[int]]:
-    """The GPUs of each server, one after the other: [0, 1, 2, 3] for two -> [[0, 1], [2, 3]]."""
-    each = max(len(gpus) // servers, 1)
-    return [[gpus[(server * each + i) % len(gpus)] for i in range(each)] for server in range(servers)]
+def _dealt(parts: Sequence[int], servers: int, each: int) -> list[list[int]]:
+    """GPUs or cores, as many to each server, one after the other: [0, 1, 2, 3] for two -> [[0, 1], [2, 3]]."""
+    return [[parts[(server * each + i) % len(parts)] for i in range(each)] for server in range(servers)]

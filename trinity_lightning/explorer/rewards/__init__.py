@@ -26,19 +26,13 @@ REWARDS: Registry[RewardFunction] = Registry("reward function")
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function of a task.
+    """A reward function of a task."""
 
-    Attributes:
-        name: what its metrics carry.
-        function: what is called.
-        weight: its share in the sum.
-        given: what stands for the function in the configuration, or the function itself; None for one that belongs in
-            this process, such as a judge that asks the run's models.
-    """
-
-    name: str
+    name: str  # which its metrics carry
     function: RewardFunction
     weight: float = 1.0
+    # What stands for the function in the configuration, or the function itself; None for one that belongs in this
+    # process, such as a judge that asks the run's models.
     given: Any = None
 
 

@@ -18,11 +18,7 @@ from trinity_lightning.explorer.tasks.taskset import Entries, Order, TaskSelecti
 
 
 class Ranking(Order):
-    """`easy_to_hard`: the entries by the number in a field, lowest first; equal ones in their own order.
-
-    Raises:
-        ConfigError: no field, or an entry whose field is no number.
-    """
+    """`easy_to_hard`: the entries by the number in a field, lowest first; ConfigError: there is none."""
 
     def __init__(self, entries: Entries, name: str, field: str | None) -> None:
         super().__init__(len(entries), None)

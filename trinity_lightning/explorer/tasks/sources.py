@@ -206,11 +206,7 @@ def _has_options(config: Any) -> bool:
 
 
 def _copy_of_hub(path: str) -> str | None:
-    """The folder with what was downloaded of a repository of the hub; None if nothing was.
-
-    Raises:
-        ConfigError: the download did not come to its end.
-    """
+    """The folder with what was downloaded of a repository of the hub, or None. ConfigError: only a part of it was."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

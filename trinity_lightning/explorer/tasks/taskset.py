@@ -41,11 +41,7 @@ def place_of(entries: Any, index: int) -> str:
 
 
 def addition_entries(split: str, low: int, high: int, heldout: int) -> list[dict[str, Any]]:
-    """The sums a + b of all low <= a, b <= high, shuffled once and for all; the first `heldout` are kept apart.
-
-    Raises:
-        ConfigError: an unknown split, low > high, or a number of held-out sums that leaves none to train on.
-    """
+    """The sums a + b of all low <= a, b <= high, shuffled once and for all; the first `heldout` are kept apart."""
     if split not in ("train", "heldout"):
         raise ConfigError(unknown_name("split", split, ("train", "heldout")))
     if low > high:

@@ -101,23 +101,14 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Turn:
-    """A response, and what the environment made of it.
-
-    Attributes:
-        completion: the response, and the tokens it answers.
-        asked: the messages it answers that were new.
-        answered: the messages that follow it.
-        reward: of the step.
-        done: whether the environment ended the episode with it.
-        info: the environment's.
-    """
+    """A response, and what the environment made of it."""
 
     completion: Completion
-    asked: list[Message]
-    answered: list[Message]
-    reward: float
-    done: bool
-    info: Mapping[str, Any]
+    asked: list[Message]  # what it answers that was new
+    answered: list[Message]  # what follows it
+    reward: float  # of the step
+    done: bool  # whether the environment ended the episode with it
+    info: Mapping[str, Any]  # the environment's
 
     @property
     def token_ids(self) -> list[int]:
@@ -127,17 +118,11 @@ class Turn:
 
 @dataclass
 class Episode:
-    """Turns, and why there are no more.
+    """Turns, at least one, and why there are no more."""
 
-    Attributes:
-        tools: functions on offer.
-        turns: at least one.
-        overflowed: the conversation had become longer than the model's context.
-    """
-
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None  # functions on offer
     turns: list[Turn] = field(default_factory=list)
-    overflowed: bool = False
+    overflowed: bool = False  # the conversation had become longer than the model's context
 
     @property
     def total_reward(self) -> float:
@@ -394,31 +379,34 @@ class MultiTurnWorkflow(EpisodeWorkflow):
 # -- an environment: a guessing game -----------------------------------------------------------------------------------
 
 
+@dataclass
 class GuessNumber:
     """Find a number; after each guess the game says whether it is higher or lower.
 
     Finding it at guess t (from 1) is worth decay**(t - 1), not finding it 0. The number is `raw_task["secret"]`, or
     else drawn from the seed and the task's place in its taskset, so that all runs of a task look for the same one.
 
-    Args:
+    Attributes:
         low, high: the range of the number.
         decay: worth of a later guess, relative to the guess before it.
         seed: of the numbers.
     """
 
-    def __init__(self, low: int = 0, high: int = 20, decay: float = 0.9, seed: int = 0) -> None:
-        if low >= high:
-            raise ConfigError(f"guess_number: low is {low} and high is {high}; low must be less.")
-        self._low, self._high = low, high
-        self._decay = decay
-        self._seed = seed
+    low: int = 0
+    high: int = 20
+    decay: float = 0.9
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.low >= self.high:
+            raise ConfigError(f"guess_number: low is {self.low} and high is {self.high}; low must be less.")
 
     def reset(self, task: Task) -> list[dict[str, Any]]:
-        self._guesses, self._known = 0, [self._low, self._high]
+        self._guesses, self._known = 0, [self.low, self.high]
         place = task.raw_task.get("task_index", task.raw_task)
-        drawn = random.Random(f"{self._seed}/{place!r}").randint(self._low, self._high)
+        drawn = random.Random(f"{self.seed}/{place!r}").randint(self.low, self.high)
         self._secret = int(task.raw_task.get("secret", drawn))
-        rules = f"I think of a whole number from {self._low} to {self._high}. Guess it. Reply with only the number."
+        rules = f"I think of a whole number from {self.low} to {self.high}. Guess it. Reply with only the number."
         return [{"role": "user", "content": rules}]
 
     def step(self, response: str) -> StepResult:
@@ -427,7 +415,7 @@ class GuessNumber:
         if guess is None or guess != int(guess):
             return "Reply with a whole number.", 0.0, False, {"state": list(self._known)}
         if guess == self._secret:
-            return "Right.", self._decay ** (self._guesses - 1), True, {"state": list(self._known)}
+            return "Right.", self.decay ** (self._guesses - 1), True, {"state": list(self._known)}
         if guess < self._secret:
             self._known[0] = max(self._known[0], int(guess) + 1)
             return "Higher.", 0.0, False, {"state": list(self._known)}
@@ -438,13 +426,14 @@ class GuessNumber:
 # -- an environment: a question that may be answered again -------------------------------------------------------------
 
 
+@dataclass
 class Retry:
     """Asks the task's question; after a wrong answer, says so and lets the policy try again.
 
     An answer at turn t (from 1) counts its score times decay**(t - 1), and an episode is worth its best answer: what a
     step adds to that is its reward.
 
-    Args:
+    Attributes:
         verifier: reward functions that score an answer, as `Task.reward_fn`; None: reasoning-gym's own verifier if
             the task is one of reasoning-gym, else `math`.
         decay: worth of a later answer, relative to the answer before it.
@@ -452,17 +441,13 @@ class Retry:
         feedback: what is said after a wrong answer.
     """
 
-    def __init__(
-        self,
-        verifier: Any = None,
-        decay: float = 0.5,
-        pass_at: float = 1.0,
-        feedback: str = "That is wrong. Try again.",
-    ) -> None:
-        self._verifier = resolve_rewards(verifier)
-        self._decay = decay
-        self._pass_at = pass_at
-        self._feedback = feedback
+    verifier: Any = None
+    decay: float = 0.5
+    pass_at: float = 1.0
+    feedback: str = "That is wrong. Try again."
+
+    def __post_init__(self) -> None:
+        self._verifier = resolve_rewards(self.verifier)
 
     def reset(self, task: Task) -> list[dict[str, Any]]:
         self._task = task
@@ -474,9 +459,9 @@ class Retry:
 
     async def step(self, response: str) -> StepResult:
         value = cast("float", (await score(self._verifier, response, self._task))[0])  # None: without a verifier
-        worth = value * self._decay**self._turn
+        worth = value * self.decay**self._turn
         gained = max(worth - self._best, 0.0)
         self._best += gained
         self._turn += 1
         metrics = {"first_answer_score": value} if self._turn == 1 else {}
-        return self._feedback, gained, value >= self._pass_at, {"metrics": metrics}
+        return self.feedback, gained, value >= self.pass_at, {"metrics": metrics}

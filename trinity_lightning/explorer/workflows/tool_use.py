@@ -35,15 +35,10 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call.
+    """A function that the policy may call."""
 
-    Attributes:
-        function: plain or `async def`; a plain one runs in a thread.
-        schema: its description, as OpenAI's API has it.
-    """
-
-    function: Callable[..., Any]
-    schema: dict[str, Any]
+    function: Callable[..., Any]  # plain or `async def`; a plain one runs in a thread
+    schema: dict[str, Any]  # its description, as OpenAI's API has it
 
     @property
     def name(self) -> str:
@@ -98,11 +93,7 @@ def make_tool(entry: str | Callable[..., Any]) -> Tool:
 
 
 def make_tools(entries: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
-    """Tools by name.
-
-    Raises:
-        ConfigError: none at all, two of one name, or as `make_tool`.
-    """
+    """Tools by name; ConfigError: none at all, two of one name, or as `make_tool`."""
     if isinstance(entries, str) or not entries:
         raise ConfigError("tools must be a list of functions or of their dotted paths, at least one.")
     for entry in entries:
@@ -122,17 +113,11 @@ class ToolEnvironment:
     """Runs the calls of a response and reports their results; a response without a call ends the episode.
 
     The model is given what goes wrong with a call as text. Metrics: `tool_calls` and, of these, `tool_errors`.
-
-    Attributes:
-        tools: by name.
-        timeout: seconds a call may take.
-        max_result_length: results are cut to this many characters.
-        parse: reads the calls of a response.
     """
 
     tools: Mapping[str, Tool]
-    timeout: float
-    max_result_length: int
+    timeout: float  # seconds that a call may take
+    max_result_length: int  # results are cut to this many characters
     parse: Parser
 
     def reset(self, task: Task) -> list[dict[str, Any]]:
