@@ -19,7 +19,7 @@ from trinity_lightning.common.runs import UNTRAINED, Untrained
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ReadOnlyError
 from trinity_lightning.explorer import Status, WorkflowRunner
-from trinity_lightning.explorer.runner import failure_message
+from trinity_lightning.explorer.failures import failure_message
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import PartialFailure, SimpleWorkflow, Workflow
 

@@ -60,6 +60,19 @@ def _refuse_nothing(what: str, statuses: Sequence[Status], tasks: int) -> Never:
     raise RolloutError(f"{nothing}. {'; '.join(reasons)}")
 
 
+def failure_message(errors: Sequence[str], num_runs: int) -> str:
+    """How many of how many runs of a task failed, and why."""
+    kinds: dict[str, list[str]] = {}
+    for text in errors:
+        kinds.setdefault(kind_of(text), []).append(text)
+    return f"{len(errors)} of {num_runs} runs failed: {'; '.join(map(_cause, kinds.values()))}"
+
+
+def _cause(texts: Sequence[str]) -> str:
+    count = f"{len(texts)} x " if len(texts) > 1 else ""
+    return f"{count}{texts[0]}{', and the like' if len(set(texts)) > 1 else ''}"
+
+
 def note(task: Task, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
     """Log what is new of why an attempt at a task failed, with the traceback of a reward function's own code.
 

@@ -16,7 +16,6 @@ from typing import Any, cast
 
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.inference import HeldModel, InferenceModel
-from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.config.servers import check_engine_for_ray, require_ray
 from trinity_lightning.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
 from trinity_lightning.explorer.rewards import resolve_rewards
@@ -314,18 +313,34 @@ class RayCluster:
     Args:
         address: of a cluster to join, HOST:PORT of its head, or "auto" for the one on this machine; None starts one
             here, which ends with this program at the latest.
+        models: what its workers ask.
+
+    Raises:
+        ConfigError: Ray is not installed, or an engine computes in this process.
     """
 
-    def __init__(self, address: str | None = None) -> None:
+    def __init__(self, address: str | None, models: Sequence[InferenceModel]) -> None:
+        require_ray()
+        for model in models:
+            if isinstance(model, HeldModel):  # another one is pickled, or Ray says why not
+                check_engine_for_ray(type(model).__name__, model.capabilities)
         self._address = address
         self._connected = False
         self._runners: list[RayRunner] = []
         self._thread: ThreadPoolExecutor | None = None
 
     def check(self) -> None:
-        """ConfigError unless the cluster's address answers."""
-        if self._address not in (None, "auto"):
-            _check_reachable(self._address)
+        """ConfigError if nothing listens at the cluster's address: Ray would go on asking for minutes."""
+        if self._address is None or self._address == "auto":
+            return
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"explorer.ray_address={self._address}: {error}; give HOST:PORT of the cluster's head, or null to "
+                "start one here."
+            ) from error
 
     async def start(self, runners: Sequence[RayRunner]) -> None:
         """Start or join the cluster, and start the workers of these runners.
@@ -386,25 +401,6 @@ class RayCluster:
         if self._connected:
             self._connected = False
             ray.shutdown()
-
-
-def check_ray(config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
-    """ConfigError if Ray is not installed, or an engine computes in this process."""
-    require_ray()
-    for model in models:
-        if isinstance(model, HeldModel):  # another one is pickled, or Ray says why not
-            check_engine_for_ray(type(model).__name__, model.capabilities)
-
-
-def _check_reachable(address: str) -> None:
-    """ConfigError if nothing listens there: Ray would go on asking for minutes."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"explorer.ray_address={address}: {error}; give HOST:PORT of the cluster's head, or null to start one here."
-        ) from error
 
 
 @contextmanager

@@ -266,10 +266,15 @@ def summarize(
     task: Task, experiences: list[Experience], errors: list[str], num_runs: int, times: Mapping[str, float]
 ) -> tuple[Status, list[Experience]]:
     """The status of a task's runs, and the experiences to train on: none if it is evaluated on."""
+    message = None
+    if errors:
+        from trinity_lightning.explorer.failures import failure_message
+
+        message = failure_message(errors, num_runs)
     status = Status(
         ok=not errors,
         metric=mean_metrics(experiences) | dict(times),
-        message=failure_message(errors, num_runs),
+        message=message,
         errors=errors,
         task_id=task.task_id,
         num_runs=num_runs,
@@ -292,21 +297,6 @@ def mean_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 def describe(errors: Mapping[int, BaseException]) -> list[str]:
     """Type and text of each run's error, by run."""
     return [f"{type(errors[run]).__name__}: {errors[run]}" for run in sorted(errors)]
-
-
-def failure_message(errors: Sequence[str], num_runs: int) -> str | None:
-    """How many of how many runs failed, and why; None if none did."""
-    if not errors:
-        return None
-    kinds: dict[str, list[str]] = {}
-    for text in errors:
-        kinds.setdefault(kind_of(text), []).append(text)
-    return f"{len(errors)} of {num_runs} runs failed: {'; '.join(map(_cause, kinds.values()))}"
-
-
-def _cause(texts: Sequence[str]) -> str:
-    count = f"{len(texts)} x " if len(texts) > 1 else ""
-    return f"{count}{texts[0]}{', and the like' if len(set(texts)) > 1 else ''}"
 
 
 def kind_of(error: str) -> str:

@@ -231,9 +231,10 @@ def response_text(tokenizer: Any, prompt: Sequence[int], written: Sequence[int])
 class InProcessEngine(LoadedEngine):
     """Base of the in-process engines: queueing, waiting, cancelling, and failing without a hang.
 
-    An engine implements `_load`, `_add`, `_add_scoring`, `_abort`, `_abort_all`, `_has_work`, `_step`,
-    `_take_weights`, `_free`: all are called by one thread, never two at a time. In a run that is the main thread;
-    without a `Driver` it is the thread of the event loop, on which the coroutines that wait call `pump` themselves.
+    An engine implements `_load`, which sets what a `LoadedEngine` holds, `_add`, `_add_scoring`, `_abort`,
+    `_abort_all`, `_has_work`, `_step`, `_take_weights`, `_free`: all are called by one thread, never two at once. That
+    is the main thread of a run; without a `Driver` that of the event loop, on which the coroutines that wait call
+    `pump` themselves.
     """
 
     def __init__(self, max_model_len: int) -> None:

@@ -135,7 +135,7 @@ def built_on_cpu(build: Callable[[], Any]) -> Any:
 
 
 def check_experts(config: TrainConfig) -> None:
-    """ConfigError if new weights of a mixture of experts would not arrive: vLLM's CPU build packs them as it loads them.
+    """ConfigError if new weights of a mixture of experts would not arrive: vLLM packs them as it loads them.
 
     It takes new ones without a word and computes with something else: log-probabilities were off by 0.04 after the
     same weights, and by 8 after others.

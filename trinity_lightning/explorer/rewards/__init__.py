@@ -136,7 +136,9 @@ def _reward(entry: Any, weight: Any) -> Reward:
         return entry
     function = _function(entry)
     number(f"weight of reward function {entry!r}", weight)
-    return Reward(_name(entry, function), function, float(weight), entry)
+    own_name = getattr(function, "__name__", type(function).__name__)
+    name = entry.rpartition(".")[2] if isinstance(entry, str) else own_name
+    return Reward(name, function, float(weight), entry)
 
 
 def _function(entry: Any) -> RewardFunction:
@@ -157,12 +159,6 @@ def _function(entry: Any) -> RewardFunction:
 def is_async(function: Any) -> bool:
     """Whether it is a coroutine function, or an object whose call is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def _name(entry: Any, function: Any) -> str:
-    if isinstance(entry, str):
-        return entry.rpartition(".")[2]
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _is_pair(entry: Any) -> bool:
