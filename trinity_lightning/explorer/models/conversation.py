@@ -94,7 +94,7 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     calls: list[ToolCall] = []
 
     def take(match: re.Match[str]) -> str:
-        call = _call(match[1])
+        call = _checked(_object(match[1]))
         if call is None:
             return match[0]
         calls.append(call)
@@ -114,10 +114,6 @@ def call_of_message(entry: Mapping[str, Any]) -> ToolCall | None:
     """An entry of an OpenAI message's `tool_calls`, whose arguments are JSON text; None if it is malformed."""
     function = entry.get("function")
     return _checked(function) if isinstance(function, Mapping) else None
-
-
-def _call(text: str) -> ToolCall | None:
-    return _checked(_object(text))
 
 
 def _checked(value: Any) -> ToolCall | None:

@@ -41,7 +41,6 @@ class VLLMAdapterEngine(VLLMEngine):
     """A `VLLMEngine` that is sent the policy's adapters (`trainer.adapter.Adapter.alone`), never its weights.
 
     Args:
-        model, config: as of a VLLMEngine.
         shapes: of all tensors that it is going to be sent: A [rank, input] and s B [output, rank] of each layer.
 
     Raises:

@@ -446,15 +446,12 @@ class VLLMServerEngine(LoadedEngine):
     async def receive_weights(
         self, updates: AsyncIterator[dict[str, Any]], version: int, again: Callable[[], Awaitable[None]]
     ) -> None:
-        """Take over the weights that the trainer sends.
+        """Take over the weights that the trainer sends; WeightSyncError: the server failed.
 
         Args:
             updates: vLLM's announcement of each part of them; asked for the next once it has taken over the one before.
             version: theirs.
             again: sends them once more, if the server is started again.
-
-        Raises:
-            WeightSyncError: the server failed.
         """
         await self._change("/start_weight_update", {})
         async for update in updates:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import multiprocessing
+import os
 import pickle
 import signal
 import sys
@@ -60,7 +61,7 @@ class RewardWorkers:
         atexit.register(self._end)  # before multiprocessing's own, which waits for each process, idle ones too
         pool = await self._running()
         try:
-            await asyncio.wrap_future(pool.schedule(_ready, timeout=START_SECONDS))
+            await asyncio.wrap_future(pool.schedule(os.getpid, timeout=START_SECONDS))
         except (ProcessExpired, BrokenProcessPool, FutureTimeoutError) as error:
             await self.stop()
             raise ConfigError(
@@ -181,10 +182,6 @@ def _prepare() -> None:
     """Let the kernel end this process with the one that started it, also if that was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _ready() -> None:
-    pass
 
 
 def _call(name: str, path: str, response: str, task: bytes) -> tuple[float, dict[str, float]]:

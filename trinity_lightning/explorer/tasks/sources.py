@@ -364,18 +364,15 @@ class Formatter:
         Raises:
             ConfigError: a field is missing, empty, or neither text nor a conversation.
         """
-        self._check_named_fields(entry)
+        for default in (PROMPT, ANSWER, MESSAGES):
+            field = getattr(self, f"{default}_field")
+            if field != default and field not in entry:
+                raise ConfigError(unknown_name("field", field, entry) + f" Correct {default}_field.")
         task = {key: value for key, value in entry.items() if key not in (PROMPT, ANSWER, MESSAGES)}
         task |= self._conversation(entry)
         if entry.get(self.answer_field) is not None:
             task[ANSWER] = entry[self.answer_field]
         return task
-
-    def _check_named_fields(self, entry: Mapping[str, Any]) -> None:
-        for default in (PROMPT, ANSWER, MESSAGES):
-            field = getattr(self, f"{default}_field")
-            if field != default and field not in entry:
-                raise ConfigError(unknown_name("field", field, entry) + f" Correct {default}_field.")
 
     def _conversation(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """`prompt` if it is text, `messages` if it is not or a system prompt comes before it."""

@@ -195,11 +195,8 @@ class ToolUseArguments(EpisodeArguments):
         whole_number("max_result_length", self.max_result_length, least=1)
         if not self.tool_timeout > 0:
             raise ConfigError(f"tool_timeout is {self.tool_timeout}; give seconds, more than 0.")
-        self.made_tools()
+        make_tools(self.tools)
         self.parser()
-
-    def made_tools(self) -> dict[str, Tool]:
-        return make_tools(self.tools)
 
     def parser(self) -> Parser:
         """What reads the calls of a response; ConfigError: nothing at that path."""
@@ -225,7 +222,7 @@ class ToolUseWorkflow(EpisodeWorkflow):
 
     def reset(self, task: Task) -> None:
         super().reset(task)
-        self._tools = self.arguments.made_tools()
+        self._tools = make_tools(self.arguments.tools)
         self.tools = [tool.schema for tool in self._tools.values()]
 
     def make_environment(self) -> Environment:
