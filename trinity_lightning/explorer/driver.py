@@ -289,11 +289,7 @@ class LoopWatch:
         return time.monotonic() - self._asked
 
     def check(self) -> None:
-        """Log a loop that has been silent for long.
-
-        Raises:
-            WorkflowBlockedError: something blocks it, and has for too long.
-        """
+        """Log a loop that has been silent for long; WorkflowBlockedError: something has blocked it for too long."""
         silent = self.silent()
         if silent <= min(self.warn_after, self.fail_after):
             return

@@ -205,11 +205,7 @@ class _BoundWorkflow:
         return experiences
 
     def _tagged(self, experiences: list[Experience], runs: Sequence[int]) -> list[Experience]:
-        """The experiences of these runs, marked with where they come from, those of each run as its steps.
-
-        Raises:
-            RolloutError: the workflow assigned to a field of one of them what it cannot hold.
-        """
+        """The experiences of these runs, marked with where they come from, those of each run as its steps."""
         for experience in experiences:
             try:
                 check_assigned(experience)

@@ -159,11 +159,7 @@ def renders_tools(tokenizer: Any) -> bool:
 def for_template(
     tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Messages and tools as a tokenizer's chat template takes them: if it knows no tools, as text in the messages.
-
-    Raises:
-        ConfigError: a message's tool call is malformed.
-    """
+    """Messages and tools as a tokenizer's chat template takes them: if it knows no tools, as text in the messages."""
     native = renders_tools(tokenizer)
     plain = [_with_calls(message, native) for message in messages]
     if tools and not native:

@@ -175,11 +175,7 @@ def async_client(answer: Answer) -> Any:
 
 
 def blocking_client(answer: Callable[[str, dict[str, Any]], tuple[int, dict[str, Any]]]) -> Any:
-    """An `openai.OpenAI` whose requests `answer` answers; see `async_client`. Its time-outs have no effect.
-
-    Raises:
-        ConfigError: the package openai is not installed.
-    """
+    """An `openai.OpenAI` whose requests `answer` answers; see `async_client`. Its time-outs have no effect."""
     openai, http = _libraries()
 
     def handle(request: Any) -> Any:

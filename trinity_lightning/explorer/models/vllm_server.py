@@ -321,12 +321,7 @@ class VLLMServerEngine(LoadedEngine):
             )
 
     async def _check_settings(self, url: str) -> None:
-        """What a server that was started elsewhere needs, and would miss silently, or late.
-
-        Raises:
-            ConfigError: it takes no weights, or its log-probabilities are of another distribution than it samples from.
-            ModelLoadError: it does not generate.
-        """
+        """What a server that was started elsewhere needs, and would miss silently, or late."""
         try:
             await self.workers()
         except ValueError as error:

@@ -18,7 +18,7 @@ from trinity_lightning.explorer.tasks.taskset import Entries, Order, TaskSelecti
 
 
 class Ranking(Order):
-    """`easy_to_hard`: the entries by the number in a field, lowest first; ConfigError: there is none."""
+    """`easy_to_hard`: the entries by the number in a field, lowest first; ConfigError: an entry has none."""
 
     def __init__(self, entries: Entries, name: str, field: str | None) -> None:
         super().__init__(len(entries), None)
