@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -13,7 +14,14 @@ from support.fake_model import FakeModel, LeapingLoop
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
-from trinity_lightning.explorer.explorer import NOBODY, Explorer, StepRollouts, TaskSource, Watcher
+from trinity_lightning.explorer.explorer import (
+    NOBODY,
+    Explorer,
+    StepRollouts,
+    TaskSource,
+    Watcher,
+)
+from trinity_lightning.explorer.failures import report_tasks
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.tasks.taskset import Taskset
@@ -151,11 +159,36 @@ def test_failed_tasks_are_counted_and_told_and_the_step_goes_on(caplog: pytest.L
         assert running(explored, explored.explore_step, sink)
     assert (explored.metrics["rollout/failed_tasks"], explored.metrics["rollout/experiences"]) == (1, 3)
     assert indices(sink) == [[0]]
-    told = [r.getMessage() for r in caplog.records if r.name == "trinity_lightning.explorer.explorer"]
+    told = [r.getMessage() for r in caplog.records if "explore step" in r.getMessage()]
     assert len(told) == 1
-    assert told[0].startswith("explore step 1: 1 of 2 tasks failed: ")
+    assert told[0].startswith("explore step 1: 1 of 2 tasks failed (1): ")
     assert "ArithmeticError" in told[0]
     assert "cannot judge 1" in told[0]
+
+
+def test_all_tasks_that_failed_alike_are_named_by_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    answers = iter(range(100))
+
+    def unreadable(response: str, task: Any) -> float:
+        return 1.0 if index_of(task) == 1 else float(f"answer {next(answers)}")
+
+    explored = explorer(source(reward=unreadable), batch_size=4)
+    with caplog.at_level(logging.WARNING, logger="trinity_lightning"):
+        assert running(explored, explored.explore_step)
+    why = r"3 of 3 runs failed: 3 x RewardError: reward function 'unreadable' raised ValueError: .*, and the like"
+    said = [r.getMessage() for r in caplog.records if "explore step 1" in r.getMessage()]
+    assert len(said) == 1
+    assert re.fullmatch(rf"explore step 1: 3 of 4 tasks failed \(0, 2, 3\): {why}", said[0])
+    assert caplog.text.count("3 of 3 runs failed") == 2  # of the first task at once, of all of them at the end
+    assert caplog.text.count("It was raised at") == 1
+
+
+def test_of_many_tasks_that_failed_alike_the_first_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    failed = [Status(False, {}, "the verifier is down", task_id=number) for number in range(60)]
+    report_tasks("explore step 1", failed, 80, nothing=False)
+    [record] = caplog.records
+    assert record.getMessage().startswith("explore step 1: 60 of 80 tasks failed (0, 1, 2, ")
+    assert record.getMessage().endswith(", 48, 49 and 10 more): the verifier is down")
 
 
 def test_when_nothing_succeeds_the_error_says_why() -> None:
@@ -319,7 +352,7 @@ def test_failed_evaluation_tasks_are_counted_and_none_succeeded_is_an_error(capl
         metrics = running(explored, explored.eval)
     assert metrics["eval/held/failed_tasks"] == 2
     assert metrics["eval/held/mean@1"] == 1.5
-    assert "evaluation 'held': 1 of 4 tasks failed" in caplog.text
+    assert "evaluation 'held': 2 of 4 tasks failed (1, 2): 1 of 1 runs failed" in caplog.text
     hopeless = explorer(evals=[source(2, name="held", reward=failing_at(0, 1))])
     with pytest.raises(RolloutError, match=r"evaluation 'held': none of its 2 tasks"):
         running(hopeless, hopeless.eval)
@@ -662,7 +695,7 @@ def rounds(*succeed: bool) -> Any:
 
     async def run(tasks: list[Any], step: int) -> tuple[list[Status], list[Experience]]:
         if not left.pop(0):
-            return [Status(False, {}, "the verifier is down") for _ in tasks], []
+            return [Status(False, {}, "the verifier is down", task_id=i) for i in range(len(tasks))], []
         made = [
             Experience(eid=EID(batch=1, task=i), tokens=[1, 2], prompt_length=1, reward=1.0) for i in range(len(tasks))
         ]
@@ -681,7 +714,7 @@ def test_a_round_whose_tasks_all_failed_is_followed_by_the_next(caplog: pytest.L
     assert asyncio.run(body()) == (2, 0)
     metrics = rollouts.metrics()
     assert (metrics["rollout/refill_tasks"], metrics["rollout/failed_tasks"]) == (6, 4)
-    assert "explore step 1, refill: 2 of 2 tasks failed: the verifier is down" in caplog.text
+    assert "explore step 1, refill: 2 of 2 tasks failed (0, 1): the verifier is down" in caplog.text
 
 
 def test_refills_end_with_the_taskset() -> None:

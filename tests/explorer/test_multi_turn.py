@@ -11,7 +11,7 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer import runner
 from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.runner import WorkflowRunner
-from trinity_lightning.explorer.tasks.sources import reasoning_gym_taskset
+from trinity_lightning.explorer.tasks.sources import ReasoningGymEntries
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.explorer.workflows.multi_turn import GuessNumber, MultiTurnWorkflow, Retry
@@ -354,7 +354,7 @@ def test_retry_pays_for_the_best_answer_in_all() -> None:
 
 
 def test_retry_asks_reasoning_gyms_own_verifier() -> None:
-    raw_task = reasoning_gym_taskset("chain_sum", size=3, seed=1)[0]
+    raw_task = Taskset(ReasoningGymEntries("chain_sum", 3, 1, {}))[0]
     model = answering("wrong", f"<answer>{raw_task['answer']}</answer>", max_model_len=1000)
     task = Task("multi_turn", raw_task, workflow_args={"environment": "retry"})
     _, (one,) = played(model, task)

@@ -641,3 +641,36 @@ def test_a_reward_that_raises_is_named(error: BaseException) -> None:
 def test_wrong_reward_functions_are_refused(reward_fn: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_rewards(reward_fn)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "\n\ndef judge(response, task:\n    return 1.0\n",
+            r"line 3: SyntaxError: '\(' was never closed\.",
+        ),
+        ("import json\nimport numpyy\n", r"line 2: ModuleNotFoundError: No module named 'numpyy'\."),
+        (
+            "from json import lodes\n",
+            r"line 1: ImportError: cannot import name 'lodes' from 'json' ",
+        ),
+    ],
+)
+def test_a_file_with_a_wrong_line_is_refused_by_that_line(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_reward.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"cannot import 'broken_reward\.judge': .*broken_reward\.py, {message}"):
+        resolve_rewards("broken_reward.judge")
+
+
+def test_the_traceback_of_a_library_that_cannot_be_imported_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_library.py").write_text("import numpyy\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="numpyy"):
+        resolve_rewards("broken_library.judge")

@@ -19,6 +19,7 @@ from trinity_lightning.common.runs import UNTRAINED, Untrained
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ReadOnlyError
 from trinity_lightning.explorer import Status, WorkflowRunner
+from trinity_lightning.explorer.failures import failure_message
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import PartialFailure, SimpleWorkflow, Workflow
 
@@ -183,6 +184,21 @@ def test_the_message_has_the_types_and_texts_of_all_exceptions() -> None:
 
     status, _ = run_task(scripted(body), 2)
     assert status.message == "2 of 2 runs failed: ValueError: a; KeyError: 'b'"
+
+
+@pytest.mark.parametrize(
+    ("errors", "message"),
+    [
+        (["raised ValueError: 'a'", "raised ValueError: 'b'"], "2 x {}raised ValueError: 'a', and the like"),
+        (["raised ValueError: a", "raised KeyError: a"], "{}raised ValueError: a; {}raised KeyError: a"),
+        (["returned 'a', ...", "returned 'b', ..."], "2 x {}returned 'a', ..., and the like"),
+    ],
+)
+def test_what_a_reward_function_says_of_each_answer_is_said_once(errors: list[str], message: str) -> None:
+    prefix = "RewardError: reward function 'judge' "
+    assert failure_message([prefix + error for error in errors], 2) == "2 of 2 runs failed: " + message.replace(
+        "{}", prefix
+    )
 
 
 def test_a_run_that_fails_leaves_the_others() -> None:

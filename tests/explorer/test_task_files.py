@@ -20,7 +20,8 @@ from support.runs import environment
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks import files
 from trinity_lightning.explorer.tasks.files import FileEntries
-from trinity_lightning.explorer.tasks.sources import dataset_entries, dataset_taskset
+from trinity_lightning.explorer.tasks.sources import dataset_entries
+from trinity_lightning.explorer.tasks.taskset import Taskset
 
 MIXED = ["1.50", "true", "null", '{"a":1}', 3, "007", "1e3", "x", "2024-01-01", None, 0.1, True, 10**39]
 
@@ -36,7 +37,8 @@ def test_values_reach_a_task_as_the_file_has_them(suffix, folder, tmp_path):
     rows = [{"prompt": "p", "answer": value} for value in MIXED]
     text = json.dumps(rows, indent=1) if suffix == "json" else "\n".join(map(json.dumps, rows))
     (tmp_path / f"train.{suffix}").write_text(text)
-    taskset = dataset_taskset(tmp_path if folder else tmp_path / f"train.{suffix}", order="sequential")
+    path = tmp_path if folder else tmp_path / f"train.{suffix}"
+    taskset = Taskset(dataset_entries(str(path), "train", None), order="sequential")
     assert equal([task.get("answer") for task in taskset], MIXED)
 
 

@@ -20,9 +20,8 @@ from trinity_lightning.explorer.tasks.selection import TasksetMixture
 from trinity_lightning.explorer.tasks.sources import (
     BY_HASH_SEED,
     Formatter,
+    ReasoningGymEntries,
     dataset_entries,
-    dataset_taskset,
-    reasoning_gym_taskset,
     warn_of_trained_entries,
 )
 from trinity_lightning.explorer.tasks.taskset import Taskset
@@ -34,6 +33,15 @@ NAMED = Formatter(prompt_field="question", answer_field="solution")
 
 class Own(SimpleWorkflow):
     """May find the answer elsewhere."""
+
+
+def dataset_taskset(path, split="train", **options):
+    return Taskset(dataset_entries(str(path), split, None), **options)
+
+
+def reasoning_gym_taskset(dataset, size, seed=0, *, name=None, order="shuffled", **arguments):
+    entries = ReasoningGymEntries(dataset, size, seed, arguments)
+    return Taskset(entries, name=name or dataset, order=order, seed=seed)
 
 
 def numbered(size: int, **options) -> Taskset:
@@ -324,7 +332,7 @@ def test_wrong_sums(arguments, message):
 
 
 def test_reasoning_gym_entries_are_those_of_the_library_with_what_the_verifier_needs():
-    taskset = reasoning_gym_taskset("chain_sum", size=10, seed=42, max_terms=3, taskset_name="sums")
+    taskset = reasoning_gym_taskset("chain_sum", size=10, seed=42, max_terms=3, name="sums")
     library = reasoning_gym.create_dataset("chain_sum", size=10, seed=42, max_terms=3)
     assert len(taskset) == 10
     for task in taskset.next_batch(10):
@@ -372,7 +380,7 @@ def test_a_dataset_whose_entries_follow_the_hash_seed_is_known_by_its_arguments(
     others.load_state_dict(state | {"position": 2})
     assert others.state_dict()["position"] == 2
     of_other_arguments = reasoning_gym_taskset("ransom_note", size=3, max_note_length=8)
-    another = reasoning_gym_taskset("word_ladder", size=3, taskset_name="ransom_note")
+    another = reasoning_gym_taskset("word_ladder", size=3, name="ransom_note")
     for each in (of_other_arguments, another):
         with pytest.raises(ConfigError, match="entries have changed"):
             each.load_state_dict(state)
@@ -400,8 +408,8 @@ def test_entries_that_no_other_process_makes_are_warned_of(monkeypatch, caplog, 
 @pytest.mark.slow
 def test_entries_by_hash_seed_are_the_same_in_processes_that_have_one():
     code = (
-        "from trinity_lightning.explorer.tasks.sources import BY_HASH_SEED, reasoning_gym_taskset as taskset\n"
-        "for name in BY_HASH_SEED: print([taskset(name, size=30, seed=1)[index] for index in (1, 24)])"
+        "from trinity_lightning.explorer.tasks.sources import BY_HASH_SEED, ReasoningGymEntries\n"
+        "for name in BY_HASH_SEED: print([ReasoningGymEntries(name, 30, 1, {})[index] for index in (1, 24)])"
     )
 
     def entries(seed: str) -> list[str]:
@@ -444,7 +452,6 @@ def test_files_of_every_format(tmp_path, suffix):
     else:
         file.write_text(json.dumps(ROWS) if suffix == "json" else "\n".join(map(json.dumps, ROWS)))
     taskset = dataset_taskset(file, formatter=NAMED, order="sequential")
-    assert taskset.name == "maths"
     assert [(task["prompt"], task["answer"], task["level"]) for task in taskset] == [
         (row["question"], row["solution"], row["level"]) for row in ROWS
     ]
@@ -460,7 +467,7 @@ def test_folders_of_files_and_saved_datasets(tmp_path):
     datasets.DatasetDict({"test": table}).save_to_disk(tmp_path / "splits")
     for folder, split in (("files", "test"), ("table", "train"), ("splits", "test")):
         taskset = dataset_taskset(tmp_path / folder, split, formatter=NAMED)
-        assert ([task["prompt"] for task in taskset], taskset.name) == (["q3", "q4"], folder)
+        assert [task["prompt"] for task in taskset] == ["q3", "q4"]
     for folder, known in (("files", "test"), ("table", "train"), ("splits", "test")):
         with pytest.raises(ConfigError, match=rf"nknown split .dev.*{known}"):
             dataset_taskset(tmp_path / folder, "dev", formatter=NAMED)

@@ -1,9 +1,12 @@
 """Parts by name that a default run has none of: operators, workflows with arguments, and parts of one's own."""
 
 import inspect
+import sysconfig
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
@@ -74,17 +77,27 @@ def arguments_of(workflow: str, kind: type[A], given: Mapping[str, Any]) -> A:
 # -- parts of one's own: what is said of those that are not there, and what engines of them can ------------------------
 
 
-def check_module(path: str, error: ModuleNotFoundError) -> None:
-    """ConfigError if it is the module of this path that was not found.
+def check_module(path: str, error: ImportError | SyntaxError) -> None:
+    """ConfigError if the module of this path was not found, or cannot be imported for a line of the user's own.
 
-    If it exists, and one of its own imports fails, that traceback is the answer.
+    If the line is of something installed, its traceback is the answer.
     """
-    module, missing = path.rpartition(".")[0], error.name
-    if missing is not None and (module == missing or module.startswith(missing + ".")):
+    module, missing = path.rpartition(".")[0], getattr(error, "name", None)
+    not_found = isinstance(error, ModuleNotFoundError) and missing is not None
+    if not_found and (module == missing or module.startswith(f"{missing}.")):
         raise ConfigError(
             f"cannot import '{path}': there is no module '{missing}'. "
             "A module of your own must lie in the current folder or on PYTHONPATH."
         ) from error
+    if isinstance(error, SyntaxError):
+        file, line, what = error.filename, error.lineno, error.msg
+    else:
+        stack = traceback.extract_tb(error.__traceback__)
+        place = [frame for frame in stack if not frame.filename.startswith("<frozen")][-1]
+        file, line, what = place.filename, place.lineno, str(error)
+    installed = (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+    if file and not any(Path(file).is_relative_to(folder) for folder in installed):
+        raise ConfigError(f"cannot import '{path}': {file}, line {line}: {type(error).__name__}: {what}.") from error
 
 
 def refuse_attribute(module: ModuleType, attribute: str) -> NoReturn:

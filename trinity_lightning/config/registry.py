@@ -146,14 +146,15 @@ def import_object(path: str) -> object:
     """The object at a dotted path such as `my_package.rewards.exact`.
 
     Raises:
-        ConfigError: the module or the attribute does not exist; the message says which.
+        ConfigError: the module or the attribute does not exist, or a file of one's own has an error of syntax or a
+            wrong import; the message says which, and where.
     """
     module_name, _, attribute = str(path).rpartition(".")
     if not (isinstance(path, str) and module_name.partition(".")[0]):  # a `_target_` may be anything
         raise ConfigError(f"{path!r} is not a dotted path: write 'module.attribute'.")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except (ImportError, SyntaxError) as error:
         late.parts.check_module(path, error)
         raise
     if not hasattr(module, attribute):

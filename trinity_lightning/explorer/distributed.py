@@ -79,11 +79,6 @@ class RankWeights:
     """On rank 0: gives all engines the same weights at once, rank 0's own among them; see `PolicyEngines.group`.
 
     Each tensor is handed to the other ranks as rank 0's own engine reads it, by the connection of gradients.
-
-    Args:
-        own: rank 0's engine.
-        others: those of the other ranks.
-        ranks: who takes part.
     """
 
     def __init__(self, own: Engine, others: Sequence[RankEngine], ranks: Ranks) -> None:
@@ -149,11 +144,7 @@ class RankEngines(L.Callback):
 
 
 class EngineFollower(ExplorerFollower):
-    """As ExplorerFollower, with an engine that computes for rank 0 on the main thread whenever that waits for rank 0.
-
-    Args:
-        make: makes the engine.
-    """
+    """As ExplorerFollower, with an engine that computes for rank 0 on the main thread whenever that waits for it."""
 
     def __init__(self, make: Callable[[EngineConfig], Engine]) -> None:
         super().__init__()
@@ -167,14 +158,7 @@ class EngineFollower(ExplorerFollower):
         self.listen(engine, ranks, policy_of(pl_module).policy, trainer.strategy.root_device)
 
     def listen(self, engine: Engine, ranks: Ranks, model: Any, device: torch.device) -> None:
-        """Listen to rank 0, and tell it where.
-
-        Args:
-            engine: what rolls out.
-            ranks: this rank among the others.
-            model: the policy.
-            device: where it is trained.
-        """
+        """Listen to rank 0, and tell it where; `device`: where the model, which is the policy, is trained."""
         self._engine, self._ranks, self._model, self._device = engine, ranks, model, device
         engine.bind(model)
         self._answers = EngineAnswers(engine)
@@ -186,11 +170,9 @@ class EngineFollower(ExplorerFollower):
         ranks.exchange(path, at=ENGINES)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Free the engine."""
         self._close()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Free the engine."""
         self._close()
 
     def _close(self) -> None:

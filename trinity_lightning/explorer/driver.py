@@ -61,12 +61,7 @@ class Driver:
             engine.attach(self._wake.set)
 
     def limit_blocking(self, seconds: float, warn_after: float = WARN_SECONDS) -> None:
-        """From now on, once engines are loaded, nothing may block the loop for longer.
-
-        Args:
-            seconds: after which `wait` raises WorkflowBlockedError.
-            warn_after: seconds after which what blocks it is logged.
-        """
+        """From now on what blocks the loop is logged after `warn_after`, and refused by `wait` after `seconds`."""
         self._watch.fail_after, self._watch.warn_after = seconds, warn_after
 
     def hurry(self) -> None:
@@ -271,10 +266,6 @@ async def _cancel_others() -> None:
 class LoopWatch:
     """Asks a loop in another thread again and again whether it still answers.
 
-    Args:
-        loop: which one.
-        thread: where it runs.
-
     Attributes:
         warn_after: seconds without an answer after which the stack of its thread is logged, once.
         fail_after: seconds for which anything may block it.
@@ -298,11 +289,7 @@ class LoopWatch:
         return time.monotonic() - self._asked
 
     def check(self) -> None:
-        """Log a loop that has been silent for long.
-
-        Raises:
-            WorkflowBlockedError: something blocks it, and has for too long.
-        """
+        """Log a loop that has been silent for long; WorkflowBlockedError: something has blocked it for too long."""
         silent = self.silent()
         if silent <= min(self.warn_after, self.fail_after):
             return

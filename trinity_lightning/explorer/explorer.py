@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -97,7 +96,6 @@ class TaskSource:
 
     @property
     def name(self) -> str:
-        """The taskset's name."""
         return self.taskset.name
 
     def next_tasks(self, n: int, repeat_times: int | None = None) -> list[Task]:
@@ -122,21 +120,13 @@ class TaskSource:
 
 @dataclass(eq=False)
 class StepRollouts:
-    """Runs tasks of a step and keeps what all of them gave; a `MoreRollouts` for the buffer.
-
-    Attributes:
-        step: its number.
-        config: how many tasks it has, of how many rollouts, and how often more may be asked for.
-        source: where tasks come from.
-        run: schedules tasks as part of the step and waits for them.
-        experiences: of all tasks so far.
-    """
+    """Runs tasks of a step and keeps what all of them gave; a `MoreRollouts` for the buffer."""
 
     step: int
     config: ExplorerConfig
     source: TaskSource
     run: Callable[[list[Task], int], Awaitable[tuple[list[Status], list[Experience]]]]
-    experiences: list[Experience] = field(default_factory=list, init=False)
+    experiences: list[Experience] = field(default_factory=list, init=False)  # of all tasks so far
     _statuses: list[Status] = field(default_factory=list, init=False)
     _unshaped: list[Experience] = field(default_factory=list, init=False)  # operators shape the others' rewards
     _refills: int = field(default=0, init=False)
@@ -149,16 +139,12 @@ class StepRollouts:
         return self.config.batch_size
 
     async def begin(self) -> list[Experience] | None:
-        """The experiences of the step's own tasks; None when the taskset is exhausted.
-
-        Raises:
-            RolloutError: not one task succeeded.
-        """
+        """The experiences of the step's own tasks; None: the taskset is exhausted. RolloutError: no task succeeded."""
         tasks = self.source.next_tasks(self.tasks, self.config.repeat_times)
         if not tasks:
             return None
         experiences = await self._try(tasks)
-        report_failures(f"explore step {self.step}", self._statuses, len(tasks), not experiences)
+        _report_failures(f"explore step {self.step}", self._statuses, len(tasks), not experiences)
         return experiences
 
     async def __call__(self, tasks: int) -> list[Experience]:
@@ -173,7 +159,7 @@ class StepRollouts:
                 break
             tried = len(self._statuses)
             experiences = await self._try(more)
-            report_failures(f"explore step {self.step}, refill", self._statuses[tried:], len(more))
+            _report_failures(f"explore step {self.step}, refill", self._statuses[tried:], len(more))
             if experiences:
                 return experiences
         return []
@@ -195,14 +181,12 @@ class StepRollouts:
         return experiences
 
 
-def report_failures(what: str, statuses: Sequence[Status], tasks: int, nothing: bool = False) -> None:
-    """Log why tasks failed, each reason once; if they gave `nothing` at all, raise what `refuse_nothing` says."""
-    for reason, count in Counter(status.message for status in statuses if not status.ok).items():
-        logger.warning("%s: %d of %d tasks failed: %s", what, count, tasks, reason)
-    if nothing:
-        from trinity_lightning.explorer.failures import refuse_nothing
+def _report_failures(what: str, statuses: Sequence[Status], tasks: int, nothing: bool = False) -> None:
+    """See `report_tasks`, which few steps need."""
+    if nothing or not all(status.ok for status in statuses):
+        from trinity_lightning.explorer.failures import report_tasks
 
-        refuse_nothing(what, statuses, tasks)
+        report_tasks(what, statuses, tasks, nothing)
 
 
 class Explorer:
@@ -241,17 +225,20 @@ class Explorer:
             raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
         for model in models:
             if not isinstance(model, Engine):
-                from trinity_lightning.explorer.failures import no_engine
-
-                raise no_engine(model)
+                raise ConfigError(
+                    f"{type(model).__name__} is no engine that an explorer can load, send weights to and shut down: "
+                    f"make it a subclass of {Engine.__module__}.Engine."
+                )
             if config.samples_older_weights:
                 from trinity_lightning.config.objectives import check_older_weights
 
                 check_older_weights(config, type(model).__name__, model.capabilities)
         if config.reward_workers:
-            from trinity_lightning.explorer.rewards.workers import check_all_importable
+            from trinity_lightning.explorer.rewards.workers import check_importable
 
-            check_all_importable(source.reward_fn for source in (train, *evals) if source is not None)
+            for source in filter(None, (train, *evals)):
+                for reward in resolve_rewards(source.reward_fn):
+                    check_importable(reward)
         self.config = config
         self.engines = PolicyEngines(models, keeps_copy=config.samples_older_weights)
         self.step = 0
@@ -368,7 +355,6 @@ class Explorer:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
         return bool(self._evals)
 
     def need_eval(self, step: int | None = None) -> bool:
@@ -396,7 +382,7 @@ class Explorer:
             finally:
                 await self._scheduler.drop(batch)  # nothing will take what is left
             experiences = [experience for status in statuses for experience in status.eval_experiences]
-            report_failures(f"evaluation '{source.name}'", statuses, len(tasks), not experiences)
+            _report_failures(f"evaluation '{source.name}'", statuses, len(tasks), not experiences)
             self.metrics |= evaluation_metrics(source.name, experiences)
             self.metrics |= {
                 f"eval/{source.name}/failed_tasks": float(len(tasks) - sum(status.ok for status in statuses)),
@@ -494,7 +480,6 @@ class Explorer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
         self._source.taskset.load_state_dict(state["taskset"])
         self.step, self._cursor = state["step"], state["taskset"]
         if "engines" in state:

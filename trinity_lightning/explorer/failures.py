@@ -10,26 +10,45 @@ from types import FrameType
 from typing import Never
 
 from trinity_lightning.common.failures import of_a_library
-from trinity_lightning.errors import ConfigError, RewardError, RolloutError, WorkflowBlockedError
-from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.runner import ENOUGH_FAILURES, Attempt, Outcomes, Status, describe, fails_by_reward
+from trinity_lightning.errors import RewardError, RolloutError, WorkflowBlockedError
+from trinity_lightning.explorer.runner import (
+    ENOUGH_FAILURES,
+    Attempt,
+    Outcomes,
+    Status,
+    describe,
+    fails_by_reward,
+    kind_of,
+)
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import Workflow
 
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 1000  # messages
+NAMED_TASKS = 50  # of those that failed alike
 _FEW = 3  # different errors of reward functions that a message shows
 
 
-def refuse_nothing(what: str, statuses: Sequence[Status], tasks: int) -> Never:
-    """Raise RewardError if all tasks failed in their reward functions, RolloutError if they failed otherwise.
+def report_tasks(what: str, statuses: Sequence[Status], tasks: int, nothing: bool) -> None:
+    """Log which tasks of a step failed, those together that failed alike, and why.
 
-    Args:
-        what: the step, in words.
-        statuses: how its tasks ended, those that did.
-        tasks: how many there were.
+    If they gave no experience, raise RewardError if all failed in their reward functions, and else RolloutError.
     """
+    kinds: dict[object, list[Status]] = {}
+    for status in statuses:
+        if not status.ok:
+            kinds.setdefault(status.kind, []).append(status)
+    for alike in kinds.values():
+        names = ", ".join(str(status.task_id) for status in alike[:NAMED_TASKS])
+        more = f" and {len(alike) - NAMED_TASKS} more" if len(alike) > NAMED_TASKS else ""
+        reason = alike[0].message
+        logger.warning("%s: %d of %d tasks failed (%s%s): %s", what, len(alike), tasks, names, more, reason)
+    if nothing:
+        _refuse_nothing(what, statuses, tasks)
+
+
+def _refuse_nothing(what: str, statuses: Sequence[Status], tasks: int) -> Never:
     nothing = f"{what}: none of its {tasks} tasks gave an experience"
     if statuses and all(map(fails_by_reward, statuses)):
         errors = list(dict.fromkeys(error.partition(": ")[2] for status in statuses for error in status.errors))
@@ -41,20 +60,35 @@ def refuse_nothing(what: str, statuses: Sequence[Status], tasks: int) -> Never:
     raise RolloutError(f"{nothing}. {'; '.join(reasons)}")
 
 
-def note(task: str, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
+def failure_message(errors: Sequence[str], num_runs: int) -> str:
+    """How many of how many runs of a task failed, and why."""
+    kinds: dict[str, list[str]] = {}
+    for text in errors:
+        kinds.setdefault(kind_of(text), []).append(text)
+    return f"{len(errors)} of {num_runs} runs failed: {'; '.join(map(_cause, kinds.values()))}"
+
+
+def _cause(texts: Sequence[str]) -> str:
+    count = f"{len(texts)} x " if len(texts) > 1 else ""
+    return f"{count}{texts[0]}{', and the like' if len(set(texts)) > 1 else ''}"
+
+
+def note(task: Task, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
     """Log what is new of why an attempt at a task failed, with the traceback of a reward function's own code.
 
     Returns:
         whether others will fail so, too: a reward function has raised the same at every answer, to several tasks.
     """
+    name = f"{task.batch_id}/{task.task_id}"
     for run, error in attempt.errors.items():
         [text] = describe({run: error})
         if not outcomes.succeeded:
-            outcomes.failed[task, run] = text if isinstance(error, RewardError) and not error.may_pass else None
+            comes_again = isinstance(error, RewardError) and not error.may_pass
+            outcomes.failed[name, run] = kind_of(text) if comes_again else None
         own_traceback = "\n".join(getattr(error, "__notes__", [])) if isinstance(error, RewardError) else ""
-        if is_new(outcomes, own_traceback or text):
+        if is_new(outcomes, own_traceback or kind_of(text)):
             level, where = (logging.WARNING, ". It was raised at\n") if own_traceback else (logging.INFO, "")
-            logger.log(level, "task %s, attempt %d: %s%s%s", task, number, text, where, own_traceback)
+            logger.log(level, "task %s, attempt %d: %s%s%s", name, number, text, where, own_traceback)
     if outcomes.succeeded or len(outcomes.failed) < ENOUGH_FAILURES:
         return False
     tasks, reasons = {each for each, _ in outcomes.failed}, set(outcomes.failed.values())
@@ -63,7 +97,7 @@ def note(task: str, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
 
 def report(task: Task, status: Status, outcomes: Outcomes) -> None:
     """Log how a task failed: of several of a batch that failed alike, that of the first."""
-    if is_new(outcomes, (task.batch_id, status.message)):
+    if is_new(outcomes, (task.batch_id, status.kind)):
         logger.warning("task %s/%s: %s", task.batch_id, task.task_id, status.message)
 
 
@@ -74,19 +108,6 @@ def is_new(outcomes: Outcomes, message: object) -> bool:
     before = len(outcomes.said)
     outcomes.said.add(message)
     return len(outcomes.said) > before
-
-
-def no_engine(model: object) -> ConfigError:
-    """That a model is none that holds the policy."""
-    return ConfigError(
-        f"{type(model).__name__} is no engine that an explorer can load, send weights to and shut down: "
-        f"make it a subclass of {Engine.__module__}.Engine."
-    )
-
-
-def no_task_left(step: int) -> ConfigError:
-    """What ends a run whose tasks do not last for its steps."""
-    return ConfigError(f"the taskset is exhausted after {step} explore steps; lower `steps`, or let it repeat.")
 
 
 # -- an event loop that runs in another thread -------------------------------------------------------------------------

@@ -21,17 +21,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class BeforeItem:
-    """Where a run stood before the item under way, to which it goes back if that is not whole.
+    """Where a run stood before the item under way, to which it goes back if that is not whole."""
 
-    Attributes:
-        optimizer_steps: how many had begun.
-        loader_states: loaders that cannot rewind, and where they stood.
-        random_state: when the item began; None: none is under way.
-    """
-
-    optimizer_steps: int = 0
-    loader_states: list[tuple[Any, Any]] = field(default_factory=list)
-    random_state: dict[str, Any] | None = None
+    optimizer_steps: int = 0  # how many had begun
+    loader_states: list[tuple[Any, Any]] = field(default_factory=list)  # of loaders that cannot rewind
+    random_state: dict[str, Any] | None = None  # when the item began; None: none is under way
 
     @classmethod
     def of(cls, trainer: Any) -> "BeforeItem":
@@ -127,11 +121,9 @@ class StopCheckpoint(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The item is done."""
         self.before = BeforeItem.of(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Save what is whole."""
         try:
             if self.wanted:
                 from trinity_lightning.explorer.stopped import save_stopped
@@ -141,7 +133,6 @@ class StopCheckpoint(L.Callback):
             self._end()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give Ctrl-C back."""
         self._end()
 
     def settle(self) -> None:

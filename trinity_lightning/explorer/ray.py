@@ -16,7 +16,6 @@ from typing import Any, cast
 
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.inference import HeldModel, InferenceModel
-from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.config.servers import check_engine_for_ray, require_ray
 from trinity_lightning.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
 from trinity_lightning.explorer.rewards import resolve_rewards
@@ -34,19 +33,12 @@ MAX_LOG_RECORDS = 1000
 
 @dataclass
 class Answer:
-    """An Attempt on its way back.
+    """An Attempt on its way back."""
 
-    Attributes:
-        experiences: a payload of `Experience.serialize_many`.
-        errors: by run; each survives pickling.
-        seconds: the attempt took.
-        log: (logger, level, text) of what was logged since the last answer.
-    """
-
-    experiences: bytes
-    errors: dict[int, BaseException]
+    experiences: bytes  # a payload of `Experience.serialize_many`
+    errors: dict[int, BaseException]  # by run; each survives pickling
     seconds: float
-    log: list[tuple[str, int, str]]
+    log: list[tuple[str, int, str]]  # logger, level and text of what was logged since the last answer
 
 
 class RayWorker:
@@ -63,10 +55,8 @@ class RayWorker:
     def __init__(self, setup: bytes, import_path: list[str], runner_id: int | None, log_level: int) -> None:
         sys.path += [folder for folder in import_path if folder not in sys.path]
         config, model, auxiliary_models = pickle.loads(setup)  # noqa: S301 - from the program that started this one
-        self._config: ExplorerConfig = config
-        self._model: InferenceModel = model
-        self._auxiliary_models: list[InferenceModel] = auxiliary_models
-        self._runner_id = runner_id
+        self._model = _Copy(model)
+        self._runner = WorkflowRunner(config, cast("InferenceModel", self._model), auxiliary_models, runner_id)
         self._log = _Records()
         logging.getLogger().addHandler(self._log)
         logging.getLogger(PACKAGE).setLevel(log_level)
@@ -76,22 +66,14 @@ class RayWorker:
         return os.getpid()
 
     async def attempt(self, task: bytes, runs: Sequence[int], limit: float | None, version: int) -> Answer:
-        """See `WorkflowRunner.attempt`.
-
-        Args:
-            task: a pickle of the Task.
-            runs: the runs to try.
-            limit: seconds after which they are cancelled.
-            version: of the model's present weights.
-        """
+        """See `WorkflowRunner.attempt`; `task` is a pickle, and `version` that of the model's present weights."""
         try:
             loaded = pickle.loads(task)  # noqa: S301 - from the program that started this one
         except Exception as error:
             reason = f"the task cannot be read in a Ray worker: {type(error).__name__}: {error}"
             return self._answer(Attempt([], dict.fromkeys(runs, ConfigError(reason)), 0.0), runs)
-        model = cast("InferenceModel", _AtVersion(self._model, version))
-        runner = WorkflowRunner(self._config, model, self._auxiliary_models, self._runner_id)
-        return self._answer(await runner.attempt(loaded, runs, limit), runs)
+        self._model.model_version = version
+        return self._answer(await self._runner.attempt(loaded, runs, limit), runs)
 
     def _answer(self, attempt: Attempt, runs: Sequence[int]) -> Answer:
         errors = {run: portable(error) for run, error in attempt.errors.items()}
@@ -102,12 +84,13 @@ class RayWorker:
         return Answer(payload, errors, attempt.seconds, self._log.take())
 
 
-class _AtVersion:
-    """A model that is given its version: weights are synced from the program that trains, and this is a copy."""
+class _Copy:
+    """A copy of a model, which is given its version: weights are synced from the program that trains."""
 
-    def __init__(self, model: InferenceModel, version: int) -> None:
+    model_version = 0
+
+    def __init__(self, model: InferenceModel) -> None:
         self._model = model
-        self.model_version = version
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -124,7 +107,6 @@ class _Records(logging.Handler):
         self._records.append((record.name, record.levelno, self.format(record)))
 
     def take(self) -> list[tuple[str, int, str]]:
-        """What was logged since the last call."""
         taken = list(self._records)
         self._records.clear()
         return taken
@@ -156,8 +138,6 @@ class RayRunner(WorkflowRunner):
     """A WorkflowRunner whose workflows run in a Ray actor; Ray must have been started (`RayCluster`).
 
     The actor works with copies of the models: requests go from there to the engine's server.
-
-    Attributes are those of every runner.
     """
 
     _actor: Any = field(default=None, init=False)
@@ -165,12 +145,7 @@ class RayRunner(WorkflowRunner):
     _greeting: Any = field(default=None, init=False)  # reference to that number
 
     def launch(self) -> None:
-        """Begin to start the worker; returns before it is ready.
-
-        Raises:
-            ConfigError: a model cannot be sent to another process.
-            RolloutError: Ray does not run.
-        """
+        """Begin to start the worker. ConfigError: a model cannot be sent to it; RolloutError: Ray does not run."""
         import ray
 
         if not ray.is_initialized():  # else Ray would start itself, with settings of its own
@@ -184,11 +159,7 @@ class RayRunner(WorkflowRunner):
         self._pid, self._greeting = None, self._actor.ready.remote()
 
     async def ready(self) -> None:
-        """Wait until the worker can be given tasks; one that was stopped or replaced is started.
-
-        Raises:
-            RolloutError: it does not start; the next call tries with another one.
-        """
+        """Wait until the worker, one that was replaced too, can be given tasks. RolloutError: it does not start."""
         from ray.exceptions import RayError
 
         if self._pid is not None:
@@ -342,18 +313,34 @@ class RayCluster:
     Args:
         address: of a cluster to join, HOST:PORT of its head, or "auto" for the one on this machine; None starts one
             here, which ends with this program at the latest.
+        models: what its workers ask.
+
+    Raises:
+        ConfigError: Ray is not installed, or an engine computes in this process.
     """
 
-    def __init__(self, address: str | None = None) -> None:
+    def __init__(self, address: str | None, models: Sequence[InferenceModel]) -> None:
+        require_ray()
+        for model in models:
+            if isinstance(model, HeldModel):  # another one is pickled, or Ray says why not
+                check_engine_for_ray(type(model).__name__, model.capabilities)
         self._address = address
         self._connected = False
         self._runners: list[RayRunner] = []
         self._thread: ThreadPoolExecutor | None = None
 
     def check(self) -> None:
-        """ConfigError unless the cluster's address answers."""
-        if self._address not in (None, "auto"):
-            _check_reachable(self._address)
+        """ConfigError if nothing listens at the cluster's address: Ray would go on asking for minutes."""
+        if self._address is None or self._address == "auto":
+            return
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"explorer.ray_address={self._address}: {error}; give HOST:PORT of the cluster's head, or null to "
+                "start one here."
+            ) from error
 
     async def start(self, runners: Sequence[RayRunner]) -> None:
         """Start or join the cluster, and start the workers of these runners.
@@ -414,29 +401,6 @@ class RayCluster:
         if self._connected:
             self._connected = False
             ray.shutdown()
-
-
-def check_ray(config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
-    """Refuse what Ray runners cannot work with.
-
-    Raises:
-        ConfigError: Ray is not installed, or an engine computes in this process.
-    """
-    require_ray()
-    for model in models:
-        if isinstance(model, HeldModel):  # another one is pickled, or Ray says why not
-            check_engine_for_ray(type(model).__name__, model.capabilities)
-
-
-def _check_reachable(address: str) -> None:
-    """ConfigError if nothing listens there: Ray would go on asking for minutes."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"explorer.ray_address={address}: {error}; give HOST:PORT of the cluster's head, or null to start one here."
-        ) from error
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trinity_lightning.common.alone import ALONE, Alone
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.engines import SENT, SynchronizerConfig
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.driver import Driver, LoopTask
 from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
 from trinity_lightning.explorer.interruption import keep_sigterm
@@ -38,18 +39,12 @@ class WeightVersions:
 
     A version is the number of explore steps that changed the weights: one without an optimizer step adds nothing, and
     one that warms up a critic alone counts.
-
-    Attributes:
-        counted: steps that changed the weights.
-        counted_at: the global_step when they were counted.
-        synced_for: explore steps done when the last sync was decided on.
-        drill_scale: the scale of the drill's noise that was enough; None before the drill.
     """
 
-    counted: int = 0
-    counted_at: int = 0
-    synced_for: int | None = None
-    drill_scale: float | None = None
+    counted: int = 0  # steps that changed the weights
+    counted_at: int = 0  # the global_step when they were counted
+    synced_for: int | None = None  # explore steps done when the last sync was decided on
+    drill_scale: float | None = None  # the scale of the drill's noise that was enough; None before the drill
 
     def begin_step(self, global_step: int) -> None:
         """Another explore step is going to be trained on: count the one before, if it changed the weights."""
@@ -62,21 +57,13 @@ class WeightVersions:
 
 @dataclass(eq=False)
 class SyncPolicy:
-    """Decides when engines are sent the trainer's weights, by state alone: which they have, and for which step.
+    """Decides when engines are sent the trainer's weights, by state alone: which they have, and for which step."""
 
-    Attributes:
-        explorer: whose engines, and which says when a sync is due.
-        policy: what is trained.
-        config: how weights reach the engines and how that is checked.
-        versions: of the trainer's weights.
-        run: runs a coroutine to its end; with False, Ctrl-C waits for that.
-    """
-
-    explorer: Explorer
+    explorer: Explorer  # whose engines, and which says when a sync is due
     policy: "TrainablePolicy"
-    config: SynchronizerConfig
+    config: SynchronizerConfig  # how weights reach the engines and how that is checked
     versions: WeightVersions
-    run: Callable[[Coroutine[Any, Any, Any], bool], Any]
+    run: Callable[[Coroutine[Any, Any, Any], bool], Any]  # a coroutine to its end; with False, Ctrl-C waits for that
     _synced_at: int | None = field(default=None, init=False)  # global_step of the engines' weights; None: fresh engines
     _sending: int = field(default=0, init=False)  # the version of what is being sent
 
@@ -170,30 +157,18 @@ class SyncPolicy:
 
 @dataclass
 class PendingSteps:
-    """Explore steps that were asked for and are not trained on yet: the part of the rollouts that checkpoints hold.
+    """Explore steps that were asked for and are not trained on yet: the part of the rollouts that checkpoints hold."""
 
-    Attributes:
-        target: the last step that was asked for.
-        metrics: what was measured of each that is rolled out.
-    """
-
-    target: int = 0
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    target: int = 0  # the last step that was asked for
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # of each step that is rolled out
 
 
 @dataclass(eq=False)
 class TrainingRollouts(Watcher):
     """The rollouts of one `Trainer.fit`: a step is rolled out when the trainer needs it, or `sync_offset` steps before.
 
-    Attributes:
-        explorer: what rolls out.
-        pending: its steps; they are kept from one `Trainer.fit` to the next.
-        synchronizer: how weights reach the engines and how that is checked.
-        policy: what is trained.
-        versions: of its weights; they are kept likewise.
-        host_memory: masters and moments, which leave the device while engines generate; None: they stay.
-        interrupted: asked while rollouts are waited for; an exception that it returns ends them.
-        watcher: shown the run, by the main thread; how many tasks have ended only while that waits for them.
+    Pending steps and the versions of the weights are kept from one `Trainer.fit` to the next. The watcher is called by
+    the main thread.
     """
 
     explorer: Explorer
@@ -201,8 +176,8 @@ class TrainingRollouts(Watcher):
     synchronizer: SynchronizerConfig
     policy: "TrainablePolicy"
     versions: WeightVersions
-    host_memory: "HostMemory | None"
-    interrupted: Callable[[], BaseException | None]
+    host_memory: "HostMemory | None"  # masters and moments, which leave the device while engines generate
+    interrupted: Callable[[], BaseException | None]  # asked while rollouts are waited for; what it returns ends them
     watcher: Watcher
     _begun: tuple[float, LoopTask[tuple[float, float]]] | None = field(default=None, init=False)  # when, and what
     _error: Exception | None = field(default=None, init=False)  # of what was begun and has ended
@@ -274,9 +249,8 @@ class TrainingRollouts(Watcher):
         self.pending.target = target
         while explorer.step < target:
             if not await explorer.explore_step():
-                from trinity_lightning.explorer.failures import no_task_left
-
-                raise no_task_left(explorer.step)
+                done = f"the taskset is exhausted after {explorer.step} explore steps"
+                raise ConfigError(f"{done}; lower `steps`, or let it repeat.")
             self.pending.metrics[explorer.step], first = first | explorer.metrics, {}
 
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
@@ -292,17 +266,10 @@ class TrainingRollouts(Watcher):
 
     @property
     def under_way(self) -> bool:
-        """Whether rollouts were begun and not waited for."""
         return self._begun is not None
 
     def explore_ahead(self, step: int, global_step: int, last: float) -> dict[str, float]:
-        """Begin the rollouts that go on while `step` is trained on, unless they are done or begun already; metrics.
-
-        Args:
-            step: the step that is ready.
-            global_step: the trainer's.
-            last: the step that ends the run.
-        """
+        """Begin what is rolled out while `step` is trained on, unless it is begun, up to step `last`; metrics."""
         offset = self.explorer.config.sync_offset
         target = min(step + offset, last)
         if self.explorer.step >= target or self.under_way:

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import itertools
 import logging
-from collections import Counter
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 CANCEL_GRACE_SECONDS = 1.0
 # If so many runs, or tasks, failed in their reward functions before any succeeded, others are thought to fail, too.
 ENOUGH_FAILURES = 16
+_REWARD_FAILURE = re.compile(rf"{RewardError.__name__}: reward function '.+?' (?:raised \w+|returned)")
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Status:
         metric: means of the experiences' metrics, and times in seconds.
         message: how many of how many runs failed, and why; None if ok.
         errors: one text a failed run.
+        task_id: which task of its batch.
         num_runs: runs tried.
         eval_experiences: an evaluation task's experiences, for its metrics and the completions table: they are never
             among those to train on.
@@ -48,8 +50,14 @@ class Status:
     metric: dict[str, float]
     message: str | None = None
     errors: list[str] = field(default_factory=list, kw_only=True)
+    task_id: int | str = field(default="", kw_only=True)
     num_runs: int = field(default=0, kw_only=True)
     eval_experiences: list[Experience] = field(default_factory=list, kw_only=True, repr=False)
+
+    @property
+    def kind(self) -> object:
+        """Equal for tasks that failed alike."""
+        return frozenset(map(kind_of, self.errors)) or self.message
 
 
 @dataclass
@@ -63,17 +71,12 @@ class Attempt:
 
 @dataclass
 class Outcomes:
-    """How attempts of all runners ended since the start; `explorer.failures.note` fills in what failed.
+    """How attempts of all runners ended since the start; `explorer.failures.note` fills in what failed."""
 
-    Attributes:
-        succeeded: whether any has given an experience.
-        failed: until then, by task and run, what a reward function raised; None: it was something else, or may pass.
-        said: what the log has had lately.
-    """
-
-    succeeded: bool = False
+    succeeded: bool = False  # whether any has given an experience
+    # Until then, by task and run, what a reward function raised; None: it was something else, or may pass.
     failed: dict[tuple[str, int], str | None] = field(default_factory=dict)
-    said: set[Any] = field(default_factory=set)
+    said: set[Any] = field(default_factory=set)  # what the log has had lately
 
 
 @dataclass(eq=False)
@@ -202,11 +205,7 @@ class _BoundWorkflow:
         return experiences
 
     def _tagged(self, experiences: list[Experience], runs: Sequence[int]) -> list[Experience]:
-        """The experiences of these runs, marked with where they come from, those of each run as its steps.
-
-        Raises:
-            RolloutError: the workflow assigned to a field of one of them what it cannot hold.
-        """
+        """The experiences of these runs, marked with where they come from, those of each run as its steps."""
         for experience in experiences:
             try:
                 check_assigned(experience)
@@ -263,11 +262,17 @@ def summarize(
     task: Task, experiences: list[Experience], errors: list[str], num_runs: int, times: Mapping[str, float]
 ) -> tuple[Status, list[Experience]]:
     """The status of a task's runs, and the experiences to train on: none if it is evaluated on."""
+    message = None
+    if errors:
+        from trinity_lightning.explorer.failures import failure_message
+
+        message = failure_message(errors, num_runs)
     status = Status(
         ok=not errors,
         metric=mean_metrics(experiences) | dict(times),
-        message=failure_message(errors, num_runs),
+        message=message,
         errors=errors,
+        task_id=task.task_id,
         num_runs=num_runs,
         eval_experiences=experiences if task.is_eval else [],
     )
@@ -290,12 +295,10 @@ def describe(errors: Mapping[int, BaseException]) -> list[str]:
     return [f"{type(errors[run]).__name__}: {errors[run]}" for run in sorted(errors)]
 
 
-def failure_message(errors: Sequence[str], num_runs: int) -> str | None:
-    """How many of how many runs failed, and why; None if none did."""
-    if not errors:
-        return None
-    causes = [text if count == 1 else f"{count} x {text}" for text, count in Counter(errors).items()]
-    return f"{len(errors)} of {num_runs} runs failed: {'; '.join(causes)}"
+def kind_of(error: str) -> str:
+    """The text of an error, less what a reward function says of the one answer that it failed at."""
+    failure = _REWARD_FAILURE.match(error)
+    return error if failure is None else failure.group()
 
 
 def fails_by_reward(status: Status) -> bool:

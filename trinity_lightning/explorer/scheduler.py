@@ -109,7 +109,6 @@ class RunnerWrapper:
         start = clock()
         limit = self.config.max_timeout if timeout is None else timeout
         one = replace(task.task, batch_id=task.batch_id)
-        name = f"{one.batch_id}/{one.task_id}"
         runs = list(range(task.run_id_base, task.run_id_base + task.repeat_times))
         experiences: list[Experience] = []
         failed: dict[int, BaseException] = {}
@@ -126,7 +125,7 @@ class RunnerWrapper:
                 break
             from trinity_lightning.explorer.failures import note
 
-            if note(name, attempted, attempt, self.outcomes) or not runs:
+            if note(one, attempted, attempt, self.outcomes) or not runs:
                 break
         experiences.sort(key=lambda experience: experience.eid.run)  # stable: the steps of a run stay in order
         times = {"time_per_task": seconds, "task_run_time": clock() - start}
@@ -169,7 +168,6 @@ class ScheduledTask:
 
     @property
     def is_train(self) -> bool:
-        """Whether its experiences are trained on."""
         return not (self.task.is_eval or self.batch.is_eval)
 
     @property
@@ -241,6 +239,7 @@ class Scheduler:
         ConfigError: no engine, or one that Ray runners cannot use.
     """
 
+    _cluster: "RayCluster | None" = None  # that runs the runners, if they are Ray's
     _times: "TaskTimes | None" = None  # durations that time-outs follow; only with dynamic_timeout
     _reward_workers: "RewardWorkers | None" = None  # processes that reward functions run in, if any are asked for
 
@@ -254,7 +253,10 @@ class Scheduler:
         if not rollout_model or not all(auxiliary):
             raise ConfigError("the scheduler needs at least one engine of the rollout and of each auxiliary model.")
         self.config = config
-        self._cluster = _cluster(config, [*rollout_model, *itertools.chain(*auxiliary)])
+        if config.runner == "ray":
+            from trinity_lightning.explorer.ray import RayCluster
+
+            self._cluster = RayCluster(config.ray_address, [*rollout_model, *itertools.chain(*auxiliary)])
         self._outcomes, engines = Outcomes(), len(rollout_model)
         self.runners = [
             RunnerWrapper(i, rollout_model[i % engines], [of[i % len(of)] for of in auxiliary], config, self._outcomes)
@@ -504,7 +506,6 @@ class Scheduler:
                     self._times.end_step(batch.name)
 
     def _notify(self) -> None:
-        """Wake those who wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -534,12 +535,3 @@ def _result_of(chunk: Chunk, work: _Work) -> tuple[Status, list[Experience]]:
         return work.result()[:2]
     errors = describe({chunk.run_id_base + i: error for i in range(chunk.repeat_times)})
     return summarize(chunk.task, [], errors, chunk.repeat_times, dict.fromkeys(_TIMES, 0.0))
-
-
-def _cluster(config: ExplorerConfig, models: Sequence[InferenceModel]) -> "RayCluster | None":
-    if config.runner != "ray":
-        return None
-    from trinity_lightning.explorer.ray import RayCluster, check_ray
-
-    check_ray(config, models)
-    return RayCluster(config.ray_address)

@@ -21,18 +21,14 @@ class TrainablePolicy(Protocol):
 
     @property
     def policy(self) -> Any:
-        """The Hugging Face model."""
+        """The Hugging Face model, and below its tokenizer and its loss."""
         ...
 
     @property
-    def tokenizer(self) -> Any:
-        """Its tokenizer."""
-        ...
+    def tokenizer(self) -> Any: ...
 
     @property
-    def objective(self) -> Objective:
-        """Its loss."""
-        ...
+    def objective(self) -> Objective: ...
 
     def check_trainable(self) -> None:
         """Raise what keeps it from being trained; called before an engine is loaded."""

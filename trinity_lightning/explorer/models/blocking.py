@@ -2,12 +2,11 @@
 
 import asyncio
 import concurrent.futures
+import inspect
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.inference import Completion
 from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.models.openai_api import async_client, blocking_client
@@ -16,15 +15,10 @@ T = TypeVar("T")
 
 
 class BlockingModel:
-    """The same model for code that runs in a thread: methods block until the event loop has the result.
+    """A `BoundModel` for code in a thread: what is a coroutine there blocks here until the event loop has its result.
 
     Made on the event loop. `close()` cancels the calls in flight, which aborts their requests, and refuses new ones.
-
-    Attributes:
-        enable_history: see `BoundModel`.
     """
-
-    enable_history = True
 
     def __init__(self, model: BoundModel) -> None:
         self._model = model
@@ -34,35 +28,11 @@ class BlockingModel:
         self._calls: set[concurrent.futures.Future[Any]] = set()
         self._closed = False
 
-    @property
-    def model_version(self) -> int:
-        """The version of the present weights."""
-        return self._model.model_version
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt and response together, in tokens."""
-        return self._model.max_model_len
-
-    def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
-        """n completions of one prompt; see `InferenceModel.generate`."""
-        return self._wait(lambda: self._model.generate(prompt, n, **sampling))
-
-    def chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
-    ) -> list[Completion]:
-        """n completions of a conversation; see `InferenceModel.chat`."""
-        return self._wait(lambda: self._model.chat(messages, tools, n, **sampling))
-
-    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of every token but the first; see `InferenceModel.logprobs`."""
-        return self._wait(lambda: self._model.logprobs(token_ids))
-
-    def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
-    ) -> list[int]:
-        """Token ids of a conversation; see `InferenceModel.render`."""
-        return self._wait(lambda: self._model.render(messages, tools, so_far))
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._model, name)
+        if not inspect.iscoroutinefunction(found):
+            return found
+        return lambda *arguments, **settings: self._wait(lambda: found(*arguments, **settings))
 
     def get_openai_client(self) -> Any:
         """An `openai.OpenAI` whose calls block, and are kept; see `BoundModel.get_openai_async_client`."""
@@ -79,14 +49,6 @@ class BlockingModel:
                 self._forget(future)
 
         return async_client(answer)
-
-    def set_reward(self, reward: float, metrics: Mapping[str, float] | None = None) -> None:
-        """What the calls through OpenAI's client were worth; see `BoundModel.set_reward`."""
-        self._model.set_reward(reward, metrics)
-
-    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """The calls through OpenAI's client; see `BoundModel.extract_experience_from_history`."""
-        return self._model.extract_experience_from_history(clear_history)
 
     def close(self) -> None:
         """The run is over: cancel the calls in flight and refuse new ones."""

@@ -21,6 +21,7 @@ class BoundModel:
 
     Attributes:
         enable_history: calls through OpenAI's client are kept, always: `extract_experience_from_history`.
+        max_model_len: longest prompt and response together, in tokens.
 
     Args:
         model: the model that generates.
@@ -43,7 +44,7 @@ class BoundModel:
         sampling: Mapping[str, Any] | None = None,
         trained: bool = False,
     ) -> None:
-        self._model = model
+        self._model, self.max_model_len = model, model.max_model_len
         self._trained = trained
         self._temperatures: set[float] = set()
         self._identity = (run_seed, batch, task)
@@ -56,7 +57,6 @@ class BoundModel:
 
     @property
     def model_version(self) -> int:
-        """The version of the present weights."""
         return self._model.model_version
 
     @property
@@ -72,29 +72,20 @@ class BoundModel:
         used = self._temperatures or {temperature_of(self._sampling)}
         return next(iter(used)) if len(used) == 1 else None
 
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt and response together, in tokens."""
-        return self._model.max_model_len
-
     async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
-        """n completions of one prompt; see `InferenceModel.generate`."""
         return await self._model.generate(prompt, n=n, **self._next_call(sampling))
 
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
     ) -> list[Completion]:
-        """n completions of a conversation; see `InferenceModel.chat`."""
         return await self._model.chat(messages, tools=tools, n=n, **self._next_call(sampling))
 
     async def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
     ) -> list[int]:
-        """Token ids of a conversation; see `InferenceModel.render`."""
         return await self._model.render(messages, tools, so_far)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of every token but the first; see `InferenceModel.logprobs`."""
         return await self._model.logprobs(token_ids)
 
     @property
@@ -129,21 +120,17 @@ class BoundModel:
         return await self._openai_calls.answer(path, body)
 
     def set_reward(self, reward: float, metrics: Mapping[str, float] | None = None) -> None:
-        """What the calls through OpenAI's client were worth: each of those made so far that has no reward gets this.
+        """What the calls through OpenAI's client that have no reward yet were worth.
 
         Args:
-            reward: of the run, or of what was done since the last reward.
-            metrics: numbers to be logged, of the last of these calls.
+            reward: of each of them.
+            metrics: numbers to be logged, of the last of them.
         """
         if self._recorded is not None:
             self._recorded.set_reward(reward, metrics or {})
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """The calls through OpenAI's client as experiences, for a workflow that changes them before it returns them.
-
-        Args:
-            clear_history: forget them here.
-        """
+        """The calls through OpenAI's client as experiences, for a workflow that changes them before it returns them."""
         return [] if self._recorded is None else self._recorded.experiences(clear_history)
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -36,11 +36,7 @@ def render_chat(
 def apply_template(
     tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **settings: Any
 ) -> Any:
-    """What the tokenizer's `apply_chat_template` returns with these settings: token ids, unless they say otherwise.
-
-    Raises:
-        ConfigError: as `render_chat`.
-    """
+    """Token ids of a conversation, or what `settings` of `apply_chat_template` ask for; errors as `render_chat`."""
     try:
         plain = [_plain(message) for message in messages]
         shown = None

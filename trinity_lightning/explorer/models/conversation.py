@@ -94,7 +94,7 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     calls: list[ToolCall] = []
 
     def take(match: re.Match[str]) -> str:
-        call = _call(match[1])
+        call = _checked(_object(match[1]))
         if call is None:
             return match[0]
         calls.append(call)
@@ -116,10 +116,6 @@ def call_of_message(entry: Mapping[str, Any]) -> ToolCall | None:
     return _checked(function) if isinstance(function, Mapping) else None
 
 
-def _call(text: str) -> ToolCall | None:
-    return _checked(_object(text))
-
-
 def _checked(value: Any) -> ToolCall | None:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return None
@@ -134,7 +130,6 @@ def _checked(value: Any) -> ToolCall | None:
 
 
 def _object(text: str) -> Any:
-    """What a JSON text holds; None if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -164,11 +159,7 @@ def renders_tools(tokenizer: Any) -> bool:
 def for_template(
     tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Messages and tools as a tokenizer's chat template takes them: if it knows no tools, as text in the messages.
-
-    Raises:
-        ConfigError: a message's tool call is malformed.
-    """
+    """Messages and tools as a tokenizer's chat template takes them: if it knows no tools, as text in the messages."""
     native = renders_tools(tokenizer)
     plain = [_with_calls(message, native) for message in messages]
     if tools and not native:

@@ -55,6 +55,8 @@ class Engine(ABC):
     capabilities = Capabilities()
     # Whether it rounds the weights that it is sent further than to its dtype: engine.args.quantization.
     quantized = False
+    # How often it died and was started again; None: it cannot die alone.
+    restarts: int | None = None
 
     @classmethod
     def of_run(cls, config: TrainConfig, folder: Path) -> "Sequence[Engine]":
@@ -68,24 +70,18 @@ class Engine(ABC):
         return [make(config.model.name, config.engine)]
 
     def __init__(self, max_model_len: int) -> None:
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len  # of prompt and response together, in tokens
         self._warned_of_room = False
         self._model_version = 0
 
-    # -- what workflows see -------------------------------------------------------------------------------------------
+    # -- what workflows see, of which `InferenceModel` says more -------------------------------------------------------
 
     @property
     def model_version(self) -> int:
         """The number of the weight sync that made the present weights; 0 before the first."""
         return self._model_version
 
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt and response together, in tokens."""
-        return self._max_model_len
-
     async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
-        """n completions of one prompt; see `InferenceModel.generate`."""
         await self.load()
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_length(token_ids)
@@ -96,13 +92,11 @@ class Engine(ABC):
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
     ) -> list[Completion]:
-        """n completions of a conversation; see `InferenceModel.chat`."""
         return await self.generate(await self.render(messages, tools), n, **sampling)
 
     async def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
     ) -> list[int]:
-        """Token ids of a conversation; see `InferenceModel.render`."""
         await self.load()
         return render_chat(self.tokenizer, messages, tools, so_far)
 
@@ -113,23 +107,16 @@ class Engine(ABC):
         return await self._logprobs(list(token_ids))
 
     def get_openai_async_client(self) -> Any:
-        """An `openai.AsyncOpenAI` over this engine; see `InferenceModel.get_openai_async_client`."""
         from trinity_lightning.explorer.models.openai_api import ChatCompletions, async_client
 
         return async_client(ChatCompletions(self).answer)
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over the trainer's weights; see `InferenceModel.sync_weights`."""
         await self.load()
         stream = WeightStream.of(named_tensors)
         if not self.capabilities.shares_weights:
             check_shapes(stream.shapes, self.weight_shapes)
         await self._take(stream, version)
-
-    @property
-    def restarts(self) -> int | None:
-        """How often it died and was started again; None: it cannot die alone."""
-        return None
 
     # -- what some engines do: nothing by default ---------------------------------------------------------------------
 
@@ -194,18 +181,38 @@ class Engine(ABC):
     # -- limits -------------------------------------------------------------------------------------------------------
 
     def _check_length(self, token_ids: Sequence[int]) -> None:
-        if len(token_ids) >= self._max_model_len:
+        if len(token_ids) >= self.max_model_len:
             from trinity_lightning.explorer.models.conversation import too_long
 
-            raise too_long(len(token_ids), self._max_model_len)
+            raise too_long(len(token_ids), self.max_model_len)
 
     def _check_room(self, prompt: int, max_tokens: int | None) -> None:
-        room = self._max_model_len - prompt
+        room = self.max_model_len - prompt
         if max_tokens is not None and max_tokens > room and not self._warned_of_room:
             self._warned_of_room = True
             from trinity_lightning.explorer.models.conversation import warn_of_room
 
-            warn_of_room(prompt, max_tokens, self._max_model_len)
+            warn_of_room(prompt, max_tokens, self.max_model_len)
+
+
+class LoadedEngine(Engine):
+    """Base of the built-in engines: `load` sets what workflows and weight syncs ask for."""
+
+    _tokenizer: Any
+    _dtype: torch.dtype
+    _weight_shapes: dict[str, Shape]
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def weight_shapes(self) -> dict[str, Shape]:
+        return self._weight_shapes
 
 
 # -- engines that compute in this process ------------------------------------------------------------------------------
@@ -221,12 +228,13 @@ def response_text(tokenizer: Any, prompt: Sequence[int], written: Sequence[int])
     return decode([*before, *written])[len(decode(before)) :]
 
 
-class InProcessEngine(Engine):
+class InProcessEngine(LoadedEngine):
     """Base of the in-process engines: queueing, waiting, cancelling, and failing without a hang.
 
-    An engine implements `_load`, `_add`, `_add_scoring`, `_abort`, `_abort_all`, `_has_work`, `_step`,
-    `_take_weights`, `_free`: all are called by one thread, never two at a time. In a run that is the main thread;
-    without a `Driver` it is the thread of the event loop, on which the coroutines that wait call `pump` themselves.
+    An engine implements `_load`, which sets what a `LoadedEngine` holds, `_add`, `_add_scoring`, `_abort`,
+    `_abort_all`, `_has_work`, `_step`, `_take_weights`, `_free`: all are called by one thread, never two at once. That
+    is the main thread of a run; without a `Driver` that of the event loop, on which the coroutines that wait call
+    `pump` themselves.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -253,26 +261,21 @@ class InProcessEngine(Engine):
         await self._on_driver(take)
 
     async def load(self) -> None:
-        """Load model and tokenizer, once; the first request does it otherwise."""
         if not self._loaded:
             await self._on_driver(self._load_once)
 
     async def shutdown(self) -> None:
-        """Free what the engine holds; calling it twice is allowed. Requests under way fail with RolloutError."""
         await self._on_driver(self._free_once)
 
     # -- what the driver calls ----------------------------------------------------------------------------------------
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """From now on a driver pumps; see `Engine.attach`."""
         self._wake = wake
 
     def detach(self) -> None:
-        """From now on waiting coroutines pump."""
         self._wake = None
 
     def pump(self) -> bool:
-        """Run the commands that wait, then one step if any request is unfinished; whether anything was done."""
         worked = self.run_commands()
         if not (self._loaded and self._has_work()):
             return worked
@@ -287,14 +290,11 @@ class InProcessEngine(Engine):
         return True
 
     def run_commands(self) -> bool:
-        """Do what was posted: start requests, abort requests, take weights; whether there was any."""
         worked = False
         while not self._commands.empty():
             self._commands.get_nowait()()
             worked = True
         return worked
-
-    # -- what an engine implements ------------------------------------------------------------------------------------
 
     @abstractmethod
     def _load(self) -> None: ...

@@ -8,11 +8,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
-
-from torch import Tensor
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
@@ -177,11 +175,7 @@ def async_client(answer: Answer) -> Any:
 
 
 def blocking_client(answer: Callable[[str, dict[str, Any]], tuple[int, dict[str, Any]]]) -> Any:
-    """An `openai.OpenAI` whose requests `answer` answers; see `async_client`. Its time-outs have no effect.
-
-    Raises:
-        ConfigError: the package openai is not installed.
-    """
+    """An `openai.OpenAI` whose requests `answer` answers; see `async_client`. Its time-outs have no effect."""
     openai, http = _libraries()
 
     def handle(request: Any) -> Any:
@@ -265,8 +259,7 @@ class RecordedCalls(ChatCompletions):
     of an endpoint are passed on and not kept: it gives no tokens.
 
     Args:
-        bound: the run's view of the model.
-        model: the model itself.
+        bound, model: the run's view of the model, and the model itself.
         next_call: a call's settings, completed by the run's.
         sampling: the run's settings.
         run: of the first response of a call.
@@ -289,18 +282,15 @@ class RecordedCalls(ChatCompletions):
 
     @cached_property
     def client(self) -> Any:
-        """The client whose requests these are."""
         return async_client(self.answer)
 
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """HTTP status and body of the response."""
         if self._endpoint is not None:
             samples = path.endswith("/completions")  # embeddings, say, take no seed, and an endpoint may refuse one
             return await self._endpoint.answer(path, self._next_call(body) if samples else body)
         return await super().answer(path, body)
 
     def set_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
-        """See `BoundModel.set_reward`."""
         unrewarded = [experience for experience in self._kept if experience.reward is None]
         for experience in unrewarded:
             experience.reward = float(reward)
@@ -330,6 +320,18 @@ logger = logging.getLogger(__name__)
 LOAD_SECONDS = 10.0
 # What vLLM's sampling settings have and OpenAI's API has not: servers that know them read them from the request's body.
 _EXTRA = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
+
+
+def _refused(what: str) -> Callable[..., Any]:
+    """A method of `OpenAIModel` that only an engine has."""
+
+    async def refuse(self: "OpenAIModel", *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            f"{what}: the endpoint {self._url} only chats. Let the run start the model: leave out `url` of the "
+            "auxiliary model."
+        )
+
+    return refuse
 
 
 class OpenAIModel:
@@ -427,23 +429,7 @@ class OpenAIModel:
     def _failure(self, error: Exception) -> str:
         return f"the endpoint {self._url} (model '{self._model}') failed: {type(error).__name__}: {error}"
 
-    async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> NoReturn:
-        """Refused: ConfigError."""
-        self._refuse("generate")
-
-    async def render(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
-    ) -> NoReturn:
-        """Refused: ConfigError."""
-        self._refuse("render")
-
-    async def logprobs(self, token_ids: Sequence[int]) -> NoReturn:
-        """Refused: ConfigError."""
-        self._refuse("logprobs")
-
-    async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> NoReturn:
-        """Refused: ConfigError."""
-        self._refuse("sync_weights")
+    generate, render, logprobs, sync_weights = map(_refused, ("generate", "render", "logprobs", "sync_weights"))
 
     async def shutdown(self) -> None:
         """Close the connections; twice is allowed, and the next request opens new ones."""
@@ -462,12 +448,6 @@ class OpenAIModel:
         if not (key := os.environ.get(self._api_key_env)):
             raise ConfigError(f"api_key_env: the environment variable {self._api_key_env} is not set.")
         return key
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise ConfigError(
-            f"{what}: the endpoint {self._url} only chats. Let the run start the model: leave out `url` of the "
-            "auxiliary model."
-        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy in another process has connections of its own."""

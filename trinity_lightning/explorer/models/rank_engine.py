@@ -19,8 +19,8 @@ from trinity_lightning.common.ranks import SILENT_SECONDS
 from trinity_lightning.config.engines import Capabilities, EngineConfig
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RankError, RolloutError
-from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.sync.stream import Shape, WeightStream
+from trinity_lightning.explorer.models.engine import Engine, LoadedEngine
+from trinity_lightning.sync.stream import WeightStream
 
 CANCEL = "cancel"
 LENGTH_BYTES = 4
@@ -54,14 +54,8 @@ def _refuse_unsendable(sampling: dict[str, Any]) -> None:
             raise RolloutError(f"sampling.{name} cannot be sent to another rank (engine.per_rank): {error}") from error
 
 
-class RankEngine(Engine):
+class RankEngine(LoadedEngine):
     """On rank 0: the engine of another rank. Weights come to all of them at once (`RankWeights`).
-
-    Args:
-        rank: whose.
-        model: name of the policy, for its tokenizer.
-        config: the engine's knobs.
-        capabilities: the engine's.
 
     Attributes:
         rank: whose.
@@ -95,7 +89,7 @@ class RankEngine(Engine):
                     raise RolloutError(f"rank {self.rank} is not reached: {error}") from error
                 self._answers = asyncio.create_task(self._take_answers(reader))
             dtype, shapes, self.quantized = await self._ask_in_time("load")
-            self._dtype: torch.dtype = getattr(torch, dtype)
+            self._dtype = getattr(torch, dtype)
             self._weight_shapes = {name: tuple(shape) for name, shape in shapes.items()}
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._model)
             self._loaded = True
@@ -107,28 +101,13 @@ class RankEngine(Engine):
         self._end("the engine was shut down")
 
     async def sleep(self) -> None:
-        """See `Engine.sleep`; RankError: that rank does not answer."""
+        """RankError: that rank does not answer."""
         await self._ask_in_time("sleep")
 
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`; an engine that is not loaded is awake. RankError: that rank does not answer."""
+        """RankError: that rank does not answer. An engine that is not loaded is awake."""
         if self._loaded:
             await self._ask_in_time("wake_up")
-
-    @property
-    def tokenizer(self) -> Any:
-        """The policy's tokenizer."""
-        return self._tokenizer
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What that engine computes in."""
-        return self._dtype
-
-    @property
-    def weight_shapes(self) -> dict[str, Shape]:
-        """What that engine takes."""
-        return self._weight_shapes
 
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
         token_ids = [int(each) for each in token_ids]
@@ -208,11 +187,7 @@ class RankEngine(Engine):
 
 
 class EngineAnswers:
-    """On another rank: answers what its `RankEngine` on rank 0 asks, on the loop that the engine's coroutines run on.
-
-    Args:
-        engine: what answers.
-    """
+    """On another rank: answers what its `RankEngine` on rank 0 asks, on the loop of the engine's coroutines."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from trinity_lightning.common.failures import how_it_ended
-from trinity_lightning.errors import ModelLoadError, RolloutError
+from trinity_lightning.errors import RolloutError
 
 CONNECT_SECONDS = 2.0  # a server that is only slow accepts a connection at once: its machine does
 
@@ -164,11 +164,6 @@ class ServerProcess:
     def has_ended(self) -> bool:
         """Whether it is gone."""
         return self._process.poll() is not None
-
-    def check(self) -> None:
-        """Raise ModelLoadError, with the end of its log, if the process has ended."""
-        if self.has_ended:
-            raise ModelLoadError(f"the vLLM server does not start.{self.last_words()}")
 
     def last_words(self) -> str:
         """How it ended, " It was ended by signal 9." say, and the end of its log; nothing while it runs."""

@@ -43,20 +43,13 @@ class Sample:
     stop_reason: str | None = None
 
     def completion(self) -> Completion:
-        """What its caller gets."""
         return Completion(
             self.request.token_ids, self.token_ids, self.logprobs, self.text, self.finish_reason, self.stop_reason
         )
 
 
 class Decoding:
-    """A batch of requests, decoded together from prompts to the end of the longest response.
-
-    Args:
-        model: a causal language model in evaluation mode.
-        tokenizer: its tokenizer.
-        requests: by id.
-    """
+    """A batch of requests by id, decoded together by a model in evaluation mode, to the end of the longest response."""
 
     def __init__(self, model: Any, tokenizer: Any, requests: Mapping[str, Request]) -> None:
         self._model = model
@@ -196,22 +189,14 @@ class TransformersEngine(InProcessEngine):
         self._decoding: Decoding | None = None
 
     def bind(self, model: Any) -> None:
-        """Generate with this Hugging Face model from now on; see `Engine.bind`."""
         self._model = model
 
     @property
-    def tokenizer(self) -> Any:
-        """The policy's tokenizer."""
-        return self._tokenizer
-
-    @property
     def dtype(self) -> torch.dtype:
-        """The policy's."""
         return self._model.dtype
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:
-        """The policy's own parameters."""
         return {name: tuple(p.shape) for name, p in self._model.named_parameters(remove_duplicate=False)}
 
     def _load(self) -> None:

@@ -41,7 +41,6 @@ class VLLMAdapterEngine(VLLMEngine):
     """A `VLLMEngine` that is sent the policy's adapters (`trainer.adapter.Adapter.alone`), never its weights.
 
     Args:
-        model, config: as of a VLLMEngine.
         shapes: of all tensors that it is going to be sent: A [rank, input] and s B [output, rank] of each layer.
 
     Raises:
@@ -54,7 +53,6 @@ class VLLMAdapterEngine(VLLMEngine):
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:
-        """Those of the adapters."""
         return self._shapes
 
     def _load(self) -> None:
@@ -91,7 +89,6 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:
-        """Those of the adapters."""
         return self._shapes
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,7 +136,6 @@ def _refused_by_name(model: str, log: Path | None = None) -> Iterator[None]:
 
 
 def _with_room(config: EngineConfig, shapes: Mapping[str, Shape]) -> EngineConfig:
-    """The same engine, with room for these adapters."""
     rank, layers = _rank_and_layers(shapes)
     return replace(
         config, args={**config.args, **dict(zip(LORA_ARGUMENTS, (True, room_for(rank), layers), strict=True))}

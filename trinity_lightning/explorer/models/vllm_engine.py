@@ -17,7 +17,7 @@ from trinity_lightning.config.engines import CAPABILITIES, EngineConfig, EngineD
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine, response_text
-from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
+from trinity_lightning.sync.stream import WeightStream, parameter_shapes
 
 if TYPE_CHECKING:
     from trinity_lightning.explorer.models.vllm_platforms import PackedWeights
@@ -69,8 +69,11 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
 
 
 # Settings with which vLLM has to make the text itself, if they are not these.
-_SPACED, _SPECIAL = "spaces_between_special_tokens", "skip_special_tokens"
-TEXT_SETTINGS = {"include_stop_str_in_output": False, _SPECIAL: True, _SPACED: True}
+_USUAL = {
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+}
 
 
 class VLLMEngine(InProcessEngine):
@@ -138,21 +141,6 @@ class VLLMEngine(InProcessEngine):
             self._engine.wake_up()
             self._asleep = False
 
-    @property
-    def tokenizer(self) -> Any:
-        """The model's Hugging Face tokenizer."""
-        return self._tokenizer
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What vLLM computes in."""
-        return self._engine.model_config.dtype
-
-    @property
-    def weight_shapes(self) -> dict[str, Shape]:
-        """Every parameter of the Hugging Face model; a tied head counts as a tensor of its own."""
-        return self._weight_shapes
-
     def _load(self) -> None:
         path = str(resolve_model(self._model))
         # One process: weight sync is then a plain call. Both must be set before vLLM is imported.
@@ -165,7 +153,7 @@ class VLLMEngine(InProcessEngine):
                 warnings.simplefilter("ignore")  # what vLLM imports warns of things that are not the user's
                 self._weight_shapes = parameter_shapes(path)
                 self._engine = self._build(path)
-                self._tokenizer = self._engine.get_tokenizer()
+                self._tokenizer, self._dtype = self._engine.get_tokenizer(), self._engine.model_config.dtype
                 self._packed = self._packed_weights() if self._on_cpu else None
         except ConfigError:
             raise
@@ -206,7 +194,7 @@ class VLLMEngine(InProcessEngine):
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
         # Text is made on the way only where it must be: after every token, in the thread that drives the engine.
-        differ = any(sampling.get(name, usual) != usual for name, usual in TEXT_SETTINGS.items())
+        differ = any(sampling.get(name, usual) != usual for name, usual in _USUAL.items())
         detokenize = differ or bool(sampling.get("stop"))
         self._submit(request_id, token_ids, n=n, logprobs=0, **({"detokenize": detokenize} | sampling))
 
@@ -296,16 +284,13 @@ class VLLMEngine(InProcessEngine):
         if self._engine is not None:
             self._engine.engine_core.shutdown()
         self._engine = self._packed = None
-        self._leave_process_group()
-        gc.collect()
-
-    def _leave_process_group(self) -> None:
-        """vLLM makes a process group even for itself alone; left behind, Lightning would take it for several ranks."""
+        # vLLM makes a process group even for itself alone; left behind, Lightning would take it for several ranks.
         if self._owns_process_group and torch.distributed.is_initialized():
             from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
             destroy_model_parallel()
             destroy_distributed_environment()
+        gc.collect()
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:

@@ -73,11 +73,7 @@ class PackedWeights:
 
     @torch.no_grad()
     def take(self, stream: WeightStream) -> None:
-        """Load all weights of the model.
-
-        Raises:
-            WeightSyncError: some layer did not get all of its weight.
-        """
+        """Load all weights of the model; WeightSyncError: some layer did not get all of its weight."""
         self._loading.clear()
         self._model.load_weights(iter(stream))
         if self._loading:
@@ -139,13 +135,10 @@ def built_on_cpu(build: Callable[[], Any]) -> Any:
 
 
 def check_experts(config: TrainConfig) -> None:
-    """Refuse a mixture of experts where its weights would not arrive: vLLM's CPU build packs experts as it loads them.
+    """ConfigError if new weights of a mixture of experts would not arrive: vLLM packs them as it loads them.
 
     It takes new ones without a word and computes with something else: log-probabilities were off by 0.04 after the
     same weights, and by 8 after others.
-
-    Raises:
-        ConfigError: such a model, and an engine of vLLM that would run on this machine's CPU.
     """
     engine = config.engine
     if not capabilities_of(engine.name).is_vllm or engine.urls or torch.cuda.is_available():

@@ -23,11 +23,11 @@ from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig
 from trinity_lightning.config.servers import PARALLEL, check_vllm_args, visible_gpus
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
-from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.models.engine import LoadedEngine
 from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
 from trinity_lightning.explorer.models.vllm_engine import engine_args
 from trinity_lightning.sync.files import MEMORY, WeightFolder
-from trinity_lightning.sync.stream import Shape, WeightStream, parameter_shapes
+from trinity_lightning.sync.stream import WeightStream, parameter_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ WHOLE_DISTRIBUTION = {
 TORCH_DTYPES = {EngineDtype.bf16: torch.bfloat16, EngineDtype.fp32: torch.float32}
 
 
-class VLLMServerEngine(Engine):
+class VLLMServerEngine(LoadedEngine):
     """An `InferenceModel` over vLLM's OpenAI-compatible server.
 
     Without a `url` the server is started by the first use, on this machine and for this user only, and ends with this
@@ -94,12 +94,7 @@ class VLLMServerEngine(Engine):
 
     @classmethod
     def of_run(cls, config: TrainConfig, folder: Path, **others: Any) -> "list[VLLMServerEngine]":
-        """Servers that share their weights' files; those that are started here, each with its cores and GPUs.
-
-        Args:
-            config, folder: as of every engine.
-            others: further arguments of each.
-        """
+        """Servers that share their weights' files; those that are started here, each with its cores and GPUs."""
         name, engine = config.model.name, config.engine
         shutil.rmtree(folder / "weights", ignore_errors=True)  # of a run that was killed, and is resumed
         chosen, method = config.synchronizer.folder, config.synchronizer.method
@@ -107,7 +102,9 @@ class VLLMServerEngine(Engine):
         if engine.urls:
             return [cls(name, engine, url=url, weights=weights, sync_method=method, **others) for url in engine.urls]
         cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
-        gpus = _dealt(engine.gpus, engine.servers) if engine.gpus else [None] * engine.servers
+        gpus: list[Any] = [None] * engine.servers
+        if engine.gpus:
+            gpus = _dealt(engine.gpus, engine.servers, max(len(engine.gpus) // engine.servers, 1))
         logs = [folder / f"vllm_server_{i}.log" for i in range(engine.servers)]
         return [
             cls(name, engine, weights=weights, sync_method=method, cores=cores[i], gpus=gpus[i], log=logs[i], **others)
@@ -145,18 +142,14 @@ class VLLMServerEngine(Engine):
         self._client: ServerClient | None = None
         self._loading: asyncio.Task[None] | None = None
         self._start_seconds = START_SECONDS
-        self._restarts = 0
+        self.restarts = 0
         self._deaths: list[float] = []  # when it was found dead, within RESTART_WINDOW
         self._again: Callable[[], Awaitable[None]] | None = None  # gives it the weights that it has once more
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def load(self) -> None:
-        """Start the server, or find the one of the url, and wait until it answers; one that died is started again.
-
-        Raises:
-            RolloutError: it died too often.
-        """
+        """Start the server, or find the one of the url, and wait until it answers; RolloutError: it died too often."""
         if self._loading is None:  # several may ask at the same time
             process = self._process
             if process is not None and process.has_ended:
@@ -189,7 +182,7 @@ class VLLMServerEngine(Engine):
         self._weight_shapes = parameter_shapes(path)
         dtype = TORCH_DTYPES.get(EngineDtype(self._config.dtype))
         own: Any = AutoConfig.from_pretrained(path).dtype
-        self._dtype: torch.dtype = own if dtype is None else dtype
+        self._dtype = own if dtype is None else dtype
         weights = sum(map(math.prod, self._weight_shapes.values()))
         self._start_seconds = START_SECONDS + weights / WEIGHTS_PER_SECOND
 
@@ -200,8 +193,8 @@ class VLLMServerEngine(Engine):
         if len(recent) >= MAX_RESTARTS:
             raise RolloutError(f"the vLLM server died {len(recent) + 1} times in {RESTART_WINDOW:g} s.{why}")
         self._deaths = [*recent, now]
-        self._restarts += 1
-        logger.warning("the vLLM server died and is started again (%d).%s", self._restarts, why)
+        self.restarts = (self.restarts or 0) + 1
+        logger.warning("the vLLM server died and is started again (%d).%s", self.restarts, why)
         await self._disconnect()
         try:
             await process.start_again()
@@ -308,8 +301,8 @@ class VLLMServerEngine(Engine):
         try:
             async with asyncio.timeout(URL_SECONDS if self._url else self._start_seconds):
                 while not await client.answers():
-                    if self._process is not None:
-                        self._process.check()
+                    if self._process is not None and self._process.has_ended:
+                        raise ModelLoadError(f"the vLLM server does not start.{self._process.last_words()}")
                     await asyncio.sleep(HEALTH_SECONDS)
         except TimeoutError as error:
             log = f" The end of its log:\n{self._process.log_end()}" if self._process else " Is it started?"
@@ -321,19 +314,14 @@ class VLLMServerEngine(Engine):
             self._model_id, served = card["id"], int(card["max_model_len"])
         except (LookupError, TypeError, ValueError) as error:
             raise ModelLoadError(f"{self._url} is no vLLM server: {type(error).__name__}: {error}") from error
-        if served < self._max_model_len:
+        if served < self.max_model_len:
             raise ConfigError(
                 f"{self._url} serves a context of {served} tokens, less than engine.max_model_len "
-                f"({self._max_model_len}): start it with --max-model-len {self._max_model_len}, or lower that."
+                f"({self.max_model_len}): start it with --max-model-len {self.max_model_len}, or lower that."
             )
 
     async def _check_settings(self, url: str) -> None:
-        """What a server that was started elsewhere needs, and would miss silently, or late.
-
-        Raises:
-            ConfigError: it takes no weights, or its log-probabilities are of another distribution than it samples from.
-            ModelLoadError: it does not generate.
-        """
+        """What a server that was started elsewhere needs, and would miss silently, or late."""
         try:
             await self.workers()
         except ValueError as error:
@@ -380,32 +368,12 @@ class VLLMServerEngine(Engine):
 
     # -- what an engine implements ------------------------------------------------------------------------------------
 
-    @property
-    def tokenizer(self) -> Any:
-        """The model's Hugging Face tokenizer."""
-        return self._tokenizer
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the server computes in."""
-        return self._dtype
-
-    @property
-    def restarts(self) -> int:
-        """How often it was started again."""
-        return self._restarts
-
-    @property
-    def weight_shapes(self) -> dict[str, Shape]:
-        """Every parameter of the Hugging Face model; a tied head counts as a tensor of its own."""
-        return self._weight_shapes
-
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
         for name in sampling:
             if name not in SAMPLING:
                 raise ConfigError(unknown_name("sampling setting", name, SAMPLING))
         chosen = WHOLE_DISTRIBUTION | sampling
-        room = self._max_model_len - len(token_ids)
+        room = self.max_model_len - len(token_ids)
         chosen["max_tokens"] = min(chosen.get("max_tokens", 16), room)  # a server refuses more than there is room for
         body = {"prompt": token_ids, "n": n, "logprobs": 0, "return_token_ids": True, **chosen}
         answer = await self._running().post("/v1/completions", {"model": self._model_id, **body})
@@ -466,26 +434,19 @@ class VLLMServerEngine(Engine):
         return int((await self._running().get("/get_world_size"))["world_size"])
 
     async def join_group(self, invitation: Mapping[str, Any]) -> None:
-        """Have the workers join the group that the trainer invites to.
-
-        Raises:
-            ValueError, RolloutError: they did not; a server that was not started for it says so.
-        """
+        """Have the workers join the group that the trainer invites to; ValueError or RolloutError: they did not."""
         await self._running().post("/shutdown_weight_transfer_engine", {})  # of a run before: vLLM would keep it, too
         await self._running().post("/init_weight_transfer_engine", {"init_info": dict(invitation)})
 
     async def receive_weights(
         self, updates: AsyncIterator[dict[str, Any]], version: int, again: Callable[[], Awaitable[None]]
     ) -> None:
-        """Take over the weights that the trainer sends.
+        """Take over the weights that the trainer sends; WeightSyncError: the server failed.
 
         Args:
             updates: vLLM's announcement of each part of them; asked for the next once it has taken over the one before.
             version: theirs.
             again: sends them once more, if the server is started again.
-
-        Raises:
-            WeightSyncError: the server failed.
         """
         await self._change("/start_weight_update", {})
         async for update in updates:
@@ -537,11 +498,9 @@ def server_cores(cores: Sequence[int], engine: EngineConfig, overlaps: bool) -> 
     """
     usable = cores[len(cores) // 2 :] if overlaps else cores
     each = engine.cpu_cores or max(len(usable) // engine.servers, 1)
-    taken = list(cores)[-each * engine.servers :]
-    return [[taken[(server * each + i) % len(taken)] for i in range(each)] for server in range(engine.servers)]
+    return _dealt(list(cores)[-each * engine.servers :], engine.servers, each)
 
 
-def _dealt(gpus: Sequence[int], servers: int) -> list[list[int]]:
-    """The GPUs of each server, one after the other: [0, 1, 2, 3] for two -> [[0, 1], [2, 3]]."""
-    each = max(len(gpus) // servers, 1)
-    return [[gpus[(server * each + i) % len(gpus)] for i in range(each)] for server in range(servers)]
+def _dealt(parts: Sequence[int], servers: int, each: int) -> list[list[int]]:
+    """GPUs or cores, as many to each server, one after the other: [0, 1, 2, 3] for two -> [[0, 1], [2, 3]]."""
+    return [[parts[(server * each + i) % len(parts)] for i in range(each)] for server in range(servers)]

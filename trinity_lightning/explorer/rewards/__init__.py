@@ -26,19 +26,13 @@ REWARDS: Registry[RewardFunction] = Registry("reward function")
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function of a task.
+    """A reward function of a task."""
 
-    Attributes:
-        name: what its metrics carry.
-        function: what is called.
-        weight: its share in the sum.
-        given: what stands for the function in the configuration, or the function itself; None for one that belongs in
-            this process, such as a judge that asks the run's models.
-    """
-
-    name: str
+    name: str  # which its metrics carry
     function: RewardFunction
     weight: float = 1.0
+    # What stands for the function in the configuration, or the function itself; None for one that belongs in this
+    # process, such as a judge that asks the run's models.
     given: Any = None
 
 
@@ -142,7 +136,9 @@ def _reward(entry: Any, weight: Any) -> Reward:
         return entry
     function = _function(entry)
     number(f"weight of reward function {entry!r}", weight)
-    return Reward(_name(entry, function), function, float(weight), entry)
+    own_name = getattr(function, "__name__", type(function).__name__)
+    name = entry.rpartition(".")[2] if isinstance(entry, str) else own_name
+    return Reward(name, function, float(weight), entry)
 
 
 def _function(entry: Any) -> RewardFunction:
@@ -165,12 +161,5 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _name(entry: Any, function: Any) -> str:
-    if isinstance(entry, str):
-        return entry.rpartition(".")[2]
-    return getattr(function, "__name__", type(function).__name__)
-
-
 def _is_pair(entry: Any) -> bool:
-    """Whether it is [function, weight]."""
     return isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2

@@ -43,6 +43,9 @@ class MathVerifier:
     Args:
         max_processes: how many at once.
         cpu_seconds: CPU time that one call may take.
+
+    Raises:
+        RuntimeError: (by a call) its process ended, and not by its limits.
     """
 
     def __init__(self, max_processes: int = MAX_PROCESSES, cpu_seconds: float = CPU_SECONDS) -> None:
@@ -53,19 +56,11 @@ class MathVerifier:
         os.register_at_fork(after_in_child=self._forget)  # two processes at one pipe would take each other's replies
 
     def find(self, text: str) -> str | None:
-        """The answer in a text: its last box, or else LaTeX or a number; None if it has none.
-
-        Raises:
-            RuntimeError: the process ended, and not by its limits.
-        """
+        """The answer in a text: its last box, or else LaTeX or a number; None if it has none."""
         return cast("str | None", self._ask({"text": text}))
 
     def same(self, expected: str, given: str) -> bool:
-        """Whether two answers are the same mathematics: expressions, equations, sets, intervals, matrices and the like.
-
-        Raises:
-            RuntimeError: the process ended, and not by its limits.
-        """
+        """Whether two answers are the same mathematics: expressions, equations, sets, intervals, matrices."""
         return bool(self._ask({"expected": expected, "given": given}))
 
     def close(self) -> None:
@@ -143,13 +138,11 @@ VERIFIER = MathVerifier()  # of this process: all rewards share its processes
 
 
 def find(text: str) -> str | None:
-    """The answer in a text: its last box, or else LaTeX or a number; None if it has none."""
     found = _parse(text, *_extraction())
     return str(found[-1]) if found else None
 
 
 def same(expected: str, given: str) -> bool:
-    """Whether two answers are the same mathematics; False if one of them is none."""
     from math_verify import verify
 
     found = [_parse(rf"\boxed{{{text}}}", _extraction()[0]) for text in (expected, given)]

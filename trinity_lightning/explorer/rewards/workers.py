@@ -7,10 +7,10 @@ import functools
 import inspect
 import logging
 import multiprocessing
+import os
 import pickle
 import signal
 import sys
-from collections.abc import Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -22,7 +22,7 @@ from trinity_lightning.common.failures import raised
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
-from trinity_lightning.explorer.rewards import REWARDS, Reward, is_async, resolve_rewards, worth, worth_here
+from trinity_lightning.explorer.rewards import REWARDS, Reward, is_async, worth, worth_here
 from trinity_lightning.explorer.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class RewardWorkers:
         atexit.register(self._end)  # before multiprocessing's own, which waits for each process, idle ones too
         pool = await self._running()
         try:
-            await asyncio.wrap_future(pool.schedule(_ready, timeout=START_SECONDS))
+            await asyncio.wrap_future(pool.schedule(os.getpid, timeout=START_SECONDS))
         except (ProcessExpired, BrokenProcessPool, FutureTimeoutError) as error:
             await self.stop()
             raise ConfigError(
@@ -175,17 +175,6 @@ def check_importable(reward: Reward) -> str | None:
     return path
 
 
-def check_all_importable(reward_fns: Iterable[Any]) -> None:
-    """Refuse reward functions, as `Task.reward_fn` has them, that only this process has and are not made for it.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    for reward_fn in reward_fns:
-        for reward in resolve_rewards(reward_fn):
-            check_importable(reward)
-
-
 # -- in a worker ------------------------------------------------------------------------------------------------------
 
 
@@ -193,10 +182,6 @@ def _prepare() -> None:
     """Let the kernel end this process with the one that started it, also if that was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _ready() -> None:
-    pass
 
 
 def _call(name: str, path: str, response: str, task: bytes) -> tuple[float, dict[str, float]]:

@@ -82,7 +82,6 @@ class FileEntries:
 
     @property
     def checksum(self) -> int:
-        """Of the rows and their order."""
         return zlib.crc32(self._places[:, 4].tobytes())
 
     def place(self, index: int) -> str:

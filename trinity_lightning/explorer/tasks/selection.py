@@ -18,11 +18,7 @@ from trinity_lightning.explorer.tasks.taskset import Entries, Order, TaskSelecti
 
 
 class Ranking(Order):
-    """`easy_to_hard`: the entries by the number in a field, lowest first; equal ones in their own order.
-
-    Raises:
-        ConfigError: no field, or an entry whose field is no number.
-    """
+    """`easy_to_hard`: the entries by the number in a field, lowest first; ConfigError: an entry has none."""
 
     def __init__(self, entries: Entries, name: str, field: str | None) -> None:
         super().__init__(len(entries), None)
@@ -87,7 +83,6 @@ class DifficultySelector(Order):
         return {"tried": tried, "passes": self._passes[tried].tolist(), "fails": self._fails[tried].tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._passes[:], self._fails[:] = 0.0, 0.0
         self._passes[state["tried"]], self._fails[state["tried"]] = state["passes"], state["fails"]
 
@@ -127,7 +122,6 @@ class TasksetMixture(TaskSelection):
 
     @property
     def tasksets(self) -> Mapping[str, Taskset]:
-        """The tasksets that are mixed."""
         return self._tasksets
 
     def __len__(self) -> int:
@@ -158,12 +152,10 @@ class TasksetMixture(TaskSelection):
         return [task for batch in batches.values() for task in batch]
 
     def update(self, pass_rates: Mapping[str, Mapping[int, tuple[float, int]]]) -> None:
-        """See `TaskSelection.update`."""
         for taskset in self._tasksets.values():
             taskset.update(pass_rates)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor of every taskset, and how many tasks each has given."""
         cursors = {name: taskset.state_dict() for name, taskset in self._tasksets.items()}
         return {"weights": dict(self._weights), "taken": dict(self._taken), "tasksets": cursors}
 
@@ -190,11 +182,7 @@ def mixture_of(configs: Iterable[TasksetConfig]) -> TasksetMixture:
 
 
 def check_state(name: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Check that a saved state is of this taskset, whose `own` state is given.
-
-    Raises:
-        ConfigError: it is of another; the message says what differs.
-    """
+    """ConfigError if a saved state is not of this taskset, whose `own` state is given; it says what differs."""
     state = {"content": own["content"], **state}  # older checkpoints have none
     if state.keys() != own.keys():
         raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(own)}.")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, PROMPT
 
 if TYPE_CHECKING:
     from trinity_lightning.config.schema import TasksetConfig
-    from trinity_lightning.explorer.tasks.taskset import Entries, Format, Taskset, TasksetOptions
+    from trinity_lightning.explorer.tasks.taskset import Entries, Taskset
 
 logger = logging.getLogger(__name__)
 
@@ -206,11 +206,7 @@ def _has_options(config: Any) -> bool:
 
 
 def _copy_of_hub(path: str) -> str | None:
-    """The folder with what was downloaded of a repository of the hub; None if nothing was.
-
-    Raises:
-        ConfigError: the download did not come to its end.
-    """
+    """The folder with what was downloaded of a repository of the hub, or None. ConfigError: only a part of it was."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -308,94 +304,34 @@ def _rows(taskset: "TasksetConfig", size: Callable[[str, str, str | None], int])
     return rows
 
 
-def reasoning_gym_taskset(
-    name: str,
-    size: int,
-    seed: int = 0,
-    *,
-    taskset_name: str | None = None,
-    formatter: "Format | None" = None,
-    order: str = "shuffled",
-    epochs: int | None = None,
-    **kwargs: Any,
-) -> "Taskset":
-    """`size` entries of a reasoning-gym dataset, each generated when it is handed out.
-
-    Entry i is drawn from `seed + i`: for two tasksets without a common entry, keep their seeds `size` apart.
-    `raw_task["reasoning_gym"]` holds what its verifier needs: {"name", "config", "entry"}.
-
-    Args:
-        name: of the dataset, e.g. "chain_sum".
-        size: number of entries.
-        seed: of the entries and of the order.
-        taskset_name: how the taskset is called; None for `name`.
-        formatter, order, epochs: as of `Taskset`.
-        kwargs: the dataset's own arguments.
-
-    Raises:
-        ConfigError: an unknown dataset, or an argument that it does not know or refuses.
-    """
-    from trinity_lightning.explorer.tasks.taskset import Taskset
-
-    entries = ReasoningGymEntries(name, size, seed, kwargs)
-    return Taskset(entries, name=taskset_name or name, formatter=formatter, order=order, seed=seed, epochs=epochs)
-
-
-def dataset_taskset(
-    path: str | Path,
-    split: str = "train",
-    *,
-    subset: str | None = None,
-    name: str | None = None,
-    seed: int = 0,
-    **options: "Unpack[TasksetOptions]",
-) -> "Taskset":
-    """One split of a .jsonl, .json, .parquet or .csv file, of a folder, or of a dataset on the hub.
-
-    Args:
-        path, split, subset: as of `dataset_entries`.
-        name: how the taskset is called; None for the last part of `path`.
-        seed: of the order.
-        options: as of `Taskset`.
-
-    Raises:
-        ConfigError: nothing there, an unknown format, split or field, or no entries.
-    """
-    from trinity_lightning.explorer.tasks.taskset import Taskset
-
-    return Taskset(dataset_entries(str(path), split, subset), name=name or name_of(path), seed=seed, **options)
-
-
 def taskset_of(config: "TasksetConfig", settings: Mapping[str, Any]) -> "Taskset":
     """The taskset that a configuration describes, of reasoning-gym or of a dataset.
 
-    The first entries of a dataset are looked at, for one without a prompt to be refused by file and line before an
-    engine is loaded.
+    Entry i of reasoning-gym is drawn from seed + i: for two tasksets without a common entry, keep their seeds `size`
+    apart. The first entries of a dataset are looked at, for one without a prompt to be refused by file and line before
+    an engine is loaded.
 
     Args:
         config: the configuration.
-        settings: what tasksets of every source take, see `TasksetOptions`.
+        settings: what tasksets of every source take, as of `Taskset`.
 
     Raises:
         ConfigError: a path or size that is missing, or as the source says.
     """
+    from trinity_lightning.explorer.tasks.taskset import Taskset
+
     if config.path is None:
         raise ConfigError(f"taskset.path of '{config.name}' is not given, and source {config.source} needs it.")
     if config.source == "reasoning_gym":
         if config.size is None:
             raise ConfigError(f"taskset.size of '{config.name}' is not given: say how many entries.")
-        return reasoning_gym_taskset(config.path, config.size, taskset_name=config.name, **settings, **config.args)
-    settings = {**settings, "difficulty_field": config.difficulty_field}
-    taskset = dataset_taskset(config.path, config.split, name=config.name, **settings, **config.args)
+        generated = ReasoningGymEntries(config.path, config.size, config.seed, dict(config.args))
+        return Taskset(generated, name=config.name, **settings)
+    entries = dataset_entries(config.path, config.split, config.args.get("subset"))
+    taskset = Taskset(entries, name=config.name, difficulty_field=config.difficulty_field, **settings)
     for index in range(min(len(taskset), FIRST_ENTRIES)):
         taskset[index]
     return taskset
-
-
-def name_of(path: str | Path) -> str:
-    """How the taskset of a dataset is called if nothing else is said: by the last part of its path."""
-    last = Path(path)
-    return last.stem if last.suffix in FILE_FORMATS else last.name
 
 
 # -- what of an entry is the prompt, the answer and the conversation ---------------------------------------------------
@@ -428,18 +364,15 @@ class Formatter:
         Raises:
             ConfigError: a field is missing, empty, or neither text nor a conversation.
         """
-        self._check_named_fields(entry)
+        for default in (PROMPT, ANSWER, MESSAGES):
+            field = getattr(self, f"{default}_field")
+            if field != default and field not in entry:
+                raise ConfigError(unknown_name("field", field, entry) + f" Correct {default}_field.")
         task = {key: value for key, value in entry.items() if key not in (PROMPT, ANSWER, MESSAGES)}
         task |= self._conversation(entry)
         if entry.get(self.answer_field) is not None:
             task[ANSWER] = entry[self.answer_field]
         return task
-
-    def _check_named_fields(self, entry: Mapping[str, Any]) -> None:
-        for default in (PROMPT, ANSWER, MESSAGES):
-            field = getattr(self, f"{default}_field")
-            if field != default and field not in entry:
-                raise ConfigError(unknown_name("field", field, entry) + f" Correct {default}_field.")
 
     def _conversation(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """`prompt` if it is text, `messages` if it is not or a system prompt comes before it."""

@@ -9,7 +9,7 @@ import random
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,11 +41,7 @@ def place_of(entries: Any, index: int) -> str:
 
 
 def addition_entries(split: str, low: int, high: int, heldout: int) -> list[dict[str, Any]]:
-    """The sums a + b of all low <= a, b <= high, shuffled once and for all; the first `heldout` are kept apart.
-
-    Raises:
-        ConfigError: an unknown split, low > high, or a number of held-out sums that leaves none to train on.
-    """
+    """The sums a + b of all low <= a, b <= high, shuffled once and for all; the first `heldout` are kept apart."""
     if split not in ("train", "heldout"):
         raise ConfigError(unknown_name("split", split, ("train", "heldout")))
     if low > high:
@@ -138,15 +134,6 @@ def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
 SOURCE_ARGS = {"addition": ("low", "high", "heldout"), "dataset": ("subset",)}
 
 
-class TasksetOptions(TypedDict, total=False):
-    """What tasksets of every source take; see `Taskset`."""
-
-    formatter: Format | None
-    order: str
-    epochs: int | None
-    difficulty_field: str | None
-
-
 class Taskset(TaskSelection):
     """A source of raw tasks.
 
@@ -216,11 +203,12 @@ class Taskset(TaskSelection):
         seed: int = 0,
         *,
         name: str = "addition",
-        **options: Unpack[TasksetOptions],
+        **options: Any,
     ) -> Taskset:
         """The sums a + b of all low <= a, b <= high, as questions; `heldout` of them are never in the train split.
 
-        Which sums are held out depends on low, high and heldout alone; `seed` is that of the order.
+        Which sums are held out depends on low, high and heldout alone; `seed` is that of the order, and `options` are
+        those of `Taskset`.
 
         Raises:
             ConfigError: an unknown split, low > high, or no sum left in the split.
@@ -252,7 +240,6 @@ class Taskset(TaskSelection):
 
     @property
     def tasksets(self) -> Mapping[str, Taskset]:
-        """Itself."""
         return {self.name: self}
 
     def __len__(self) -> int:
@@ -298,7 +285,6 @@ class Taskset(TaskSelection):
         return batch
 
     def update(self, pass_rates: Mapping[str, Mapping[int, tuple[float, int]]]) -> None:
-        """See `TaskSelection.update`."""
         self._order.update(pass_rates.get(self.name, {}))
 
     def state_dict(self) -> dict[str, Any]:

@@ -80,7 +80,6 @@ class JudgeWorkflow(AskingWorkflow):
     arguments_class = JudgeArguments
 
     def reset(self, task: Task) -> None:
-        """Take another task."""
         super().reset(task)
         self._judge = self.auxiliary_model(self.arguments.judge)
         self.rewards = [*self.rewards, Reward("judge", self._ask, float(self.arguments.judge_weight))]
@@ -129,7 +128,6 @@ class OnPolicyDistillWorkflow(AskingWorkflow):
     arguments_class = DistillArguments
 
     def reset(self, task: Task) -> None:
-        """Take another task."""
         super().reset(task)
         if not task.is_eval and task.rollout_args.get("temperature") not in (None, 1.0):
             raise ConfigError(

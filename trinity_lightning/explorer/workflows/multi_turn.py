@@ -57,18 +57,6 @@ class Environment(Protocol):
 ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry("environment")
 
 
-def resolve_environment(environment: Any) -> Callable[..., Environment]:
-    """The class or function that makes the environment: a registered name, a dotted path, or itself.
-
-    Raises:
-        ConfigError: an unknown name, or something that cannot be called.
-    """
-    made_by = ENVIRONMENTS.resolve(environment)
-    if not callable(made_by):
-        raise ConfigError(f"environment {environment!r} cannot be called: give a class, or a function that makes one.")
-    return cast("Callable[..., Environment]", made_by)
-
-
 async def call(function: Callable[..., T | Awaitable[T]], *arguments: Any) -> T:
     """The function's result: a plain one runs in a thread, and what it returns may have to be awaited."""
     if inspect.iscoroutinefunction(function):
@@ -85,24 +73,17 @@ class Exclusively:
         self._lock = threading.Lock()
 
     async def call(self, name: str, *arguments: Any) -> Any:
-        """What the method of that name returns."""
         method = getattr(self.environment, name)
-        return await call(method if inspect.iscoroutinefunction(method) else self._alone(method), *arguments)
 
-    def _alone(self, method: Callable[..., T]) -> Callable[..., T]:
-        def alone(*arguments: Any) -> T:
+        def alone() -> Any:
             with self._lock:
                 return method(*arguments)
 
-        return alone
+        return await (method(*arguments) if inspect.iscoroutinefunction(method) else call(alone))
 
 
 def as_messages(observation: Any) -> list[dict[str, Any]]:
-    """An observation as messages.
-
-    Raises:
-        RolloutError: it is none.
-    """
+    """An observation as messages; RolloutError: it is none."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     if isinstance(observation, Mapping):
@@ -120,23 +101,14 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Turn:
-    """A response, and what the environment made of it.
-
-    Attributes:
-        completion: the response, and the tokens it answers.
-        asked: the messages it answers that were new.
-        answered: the messages that follow it.
-        reward: of the step.
-        done: whether the environment ended the episode with it.
-        info: the environment's.
-    """
+    """A response, and what the environment made of it."""
 
     completion: Completion
-    asked: list[Message]
-    answered: list[Message]
-    reward: float
-    done: bool
-    info: Mapping[str, Any]
+    asked: list[Message]  # what it answers that was new
+    answered: list[Message]  # what follows it
+    reward: float  # of the step
+    done: bool  # whether the environment ended the episode with it
+    info: Mapping[str, Any]  # the environment's
 
     @property
     def token_ids(self) -> list[int]:
@@ -146,26 +118,14 @@ class Turn:
 
 @dataclass
 class Episode:
-    """Turns, and why there are no more.
+    """Turns, at least one, and why there are no more."""
 
-    Attributes:
-        tools: functions on offer.
-        turns: at least one.
-        overflowed: the conversation had become longer than the model's context.
-    """
-
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None  # functions on offer
     turns: list[Turn] = field(default_factory=list)
-    overflowed: bool = False
-
-    @property
-    def completed(self) -> bool:
-        """Whether the environment ended it."""
-        return self.turns[-1].done
+    overflowed: bool = False  # the conversation had become longer than the model's context
 
     @property
     def total_reward(self) -> float:
-        """The sum of the steps' rewards."""
         return sum(turn.reward for turn in self.turns)
 
     @property
@@ -173,19 +133,12 @@ class Episode:
         """Numbers of the episode: its own, and the environment's."""
         own = {
             "turns": float(len(self.turns)),
-            "completed": float(self.completed),
+            "completed": float(self.turns[-1].done),
             "context_overflow": float(self.overflowed),
         }
         for turn in self.turns:
             own |= turn.info.get("metrics", {})
         return own
-
-    def messages(self) -> list[Message]:
-        """The conversation; what the environment said to the last response was never shown and is left out."""
-        conversation = []
-        for turn in self.turns:
-            conversation += [*turn.asked, {"role": "assistant", "content": turn.completion.text}]
-        return conversation
 
 
 async def play(
@@ -195,12 +148,7 @@ async def play(
     max_turns: int,
     tools: list[dict[str, Any]] | None = None,
 ) -> Episode:
-    """Play an episode: until the environment ends it, `max_turns` responses are made, or the context is full.
-
-    Raises:
-        PromptTooLongError: the opening alone is longer than the context.
-        RolloutError: the engine aborted a request, or the environment returned something else than it should.
-    """
+    """Play an episode: until the environment ends it, `max_turns` responses are made, or the context is full."""
     episode = Episode(tools)
     asked = as_messages(await environment.call("reset", task))
     prompt = await model.render(asked, tools)
@@ -261,7 +209,9 @@ def single_experience(episode: Episode) -> Experience:
         end = begin + len(turn.completion.token_ids)
         logprobs[begin:end] = turn.completion.logprobs
         mask[begin:end] = [True] * (end - begin)
-    conversation = episode.messages()
+    conversation: list[Message] = []  # what the environment said to the last response was never shown
+    for turn in episode.turns:
+        conversation += [*turn.asked, {"role": "assistant", "content": turn.completion.text}]
     return Experience(
         tokens=tokens,
         prompt_length=start,
@@ -364,7 +314,10 @@ class MultiTurnArguments(EpisodeArguments):
         """Makes an environment, without further arguments."""
         given = self.environment if isinstance(self.environment, Mapping) else {"name": self.environment}
         part = part_config("workflow.args.environment", given)
-        return partial(resolve_environment(part.name), **part.args)
+        made_by = ENVIRONMENTS.resolve(part.name)
+        if not callable(made_by):
+            raise ConfigError(f"environment {part.name!r} cannot be called: give a class or a function that makes one.")
+        return partial(cast("Callable[..., Environment]", made_by), **part.args)
 
 
 class EpisodeWorkflow(RewardedWorkflow):
@@ -387,7 +340,8 @@ class EpisodeWorkflow(RewardedWorkflow):
 
         Raises:
             PromptTooLongError: the opening alone is longer than the context.
-            RolloutError: the environment or a reward function returned something else than it should.
+            RolloutError: the environment or a reward function returned something else than it should, or the engine
+                aborted a request.
         """
         made = self.make_environment()
         environment = Exclusively(made)
@@ -419,52 +373,49 @@ class MultiTurnWorkflow(EpisodeWorkflow):
     arguments_class = MultiTurnArguments
 
     def make_environment(self) -> Environment:
-        """A new instance of the configured environment."""
         return self.arguments.make()
 
 
 # -- an environment: a guessing game -----------------------------------------------------------------------------------
 
 
+@dataclass
 class GuessNumber:
     """Find a number; after each guess the game says whether it is higher or lower.
 
     Finding it at guess t (from 1) is worth decay**(t - 1), not finding it 0. The number is `raw_task["secret"]`, or
     else drawn from the seed and the task's place in its taskset, so that all runs of a task look for the same one.
 
-    Args:
+    Attributes:
         low, high: the range of the number.
         decay: worth of a later guess, relative to the guess before it.
         seed: of the numbers.
     """
 
-    def __init__(self, low: int = 0, high: int = 20, decay: float = 0.9, seed: int = 0) -> None:
-        if low >= high:
-            raise ConfigError(f"guess_number: low is {low} and high is {high}; low must be less.")
-        self._low, self._high = low, high
-        self._decay = decay
-        self._seed = seed
-        self._guesses = 0
-        self._known = [low, high]
-        self._secret = low
+    low: int = 0
+    high: int = 20
+    decay: float = 0.9
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.low >= self.high:
+            raise ConfigError(f"guess_number: low is {self.low} and high is {self.high}; low must be less.")
 
     def reset(self, task: Task) -> list[dict[str, Any]]:
-        """The rules of the game."""
-        self._guesses, self._known = 0, [self._low, self._high]
+        self._guesses, self._known = 0, [self.low, self.high]
         place = task.raw_task.get("task_index", task.raw_task)
-        drawn = random.Random(f"{self._seed}/{place!r}").randint(self._low, self._high)
+        drawn = random.Random(f"{self.seed}/{place!r}").randint(self.low, self.high)
         self._secret = int(task.raw_task.get("secret", drawn))
-        rules = f"I think of a whole number from {self._low} to {self._high}. Guess it. Reply with only the number."
+        rules = f"I think of a whole number from {self.low} to {self.high}. Guess it. Reply with only the number."
         return [{"role": "user", "content": rules}]
 
     def step(self, response: str) -> StepResult:
-        """Judge a guess: the last number of the response."""
         self._guesses += 1
         guess = find_last_number(response)
         if guess is None or guess != int(guess):
             return "Reply with a whole number.", 0.0, False, {"state": list(self._known)}
         if guess == self._secret:
-            return "Right.", self._decay ** (self._guesses - 1), True, {"state": list(self._known)}
+            return "Right.", self.decay ** (self._guesses - 1), True, {"state": list(self._known)}
         if guess < self._secret:
             self._known[0] = max(self._known[0], int(guess) + 1)
             return "Higher.", 0.0, False, {"state": list(self._known)}
@@ -475,13 +426,14 @@ class GuessNumber:
 # -- an environment: a question that may be answered again -------------------------------------------------------------
 
 
+@dataclass
 class Retry:
     """Asks the task's question; after a wrong answer, says so and lets the policy try again.
 
     An answer at turn t (from 1) counts its score times decay**(t - 1), and an episode is worth its best answer: what a
     step adds to that is its reward.
 
-    Args:
+    Attributes:
         verifier: reward functions that score an answer, as `Task.reward_fn`; None: reasoning-gym's own verifier if
             the task is one of reasoning-gym, else `math`.
         decay: worth of a later answer, relative to the answer before it.
@@ -489,20 +441,15 @@ class Retry:
         feedback: what is said after a wrong answer.
     """
 
-    def __init__(
-        self,
-        verifier: Any = None,
-        decay: float = 0.5,
-        pass_at: float = 1.0,
-        feedback: str = "That is wrong. Try again.",
-    ) -> None:
-        self._verifier = resolve_rewards(verifier)
-        self._decay = decay
-        self._pass_at = pass_at
-        self._feedback = feedback
+    verifier: Any = None
+    decay: float = 0.5
+    pass_at: float = 1.0
+    feedback: str = "That is wrong. Try again."
+
+    def __post_init__(self) -> None:
+        self._verifier = resolve_rewards(self.verifier)
 
     def reset(self, task: Task) -> list[dict[str, Any]]:
-        """The task's own conversation."""
         self._task = task
         self._turn = 0
         self._best = 0.0
@@ -511,11 +458,10 @@ class Retry:
         return messages_of(task)
 
     async def step(self, response: str) -> StepResult:
-        """Score an answer."""
         value = cast("float", (await score(self._verifier, response, self._task))[0])  # None: without a verifier
-        worth = value * self._decay**self._turn
+        worth = value * self.decay**self._turn
         gained = max(worth - self._best, 0.0)
         self._best += gained
         self._turn += 1
         metrics = {"first_answer_score": value} if self._turn == 1 else {}
-        return self._feedback, gained, value >= self._pass_at, {"metrics": metrics}
+        return self.feedback, gained, value >= self.pass_at, {"metrics": metrics}

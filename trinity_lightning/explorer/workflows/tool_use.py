@@ -35,19 +35,13 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call.
+    """A function that the policy may call."""
 
-    Attributes:
-        function: plain or `async def`; a plain one runs in a thread.
-        schema: its description, as OpenAI's API has it.
-    """
-
-    function: Callable[..., Any]
-    schema: dict[str, Any]
+    function: Callable[..., Any]  # plain or `async def`; a plain one runs in a thread
+    schema: dict[str, Any]  # its description, as OpenAI's API has it
 
     @property
     def name(self) -> str:
-        """What the model calls it."""
         return self.schema["function"]["name"]
 
     async def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
@@ -99,11 +93,7 @@ def make_tool(entry: str | Callable[..., Any]) -> Tool:
 
 
 def make_tools(entries: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
-    """Tools by name.
-
-    Raises:
-        ConfigError: none at all, two of one name, or as `make_tool`.
-    """
+    """Tools by name; ConfigError: none at all, two of one name, or as `make_tool`."""
     if isinstance(entries, str) or not entries:
         raise ConfigError("tools must be a list of functions or of their dotted paths, at least one.")
     for entry in entries:
@@ -118,43 +108,28 @@ def make_tools(entries: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
     return dict(zip(names, tools, strict=True))
 
 
+@dataclass
 class ToolEnvironment:
     """Runs the calls of a response and reports their results; a response without a call ends the episode.
 
     The model is given what goes wrong with a call as text. Metrics: `tool_calls` and, of these, `tool_errors`.
-
-    Args:
-        tools: by name.
-        timeout: seconds a call may take.
-        max_result_length: results are cut to this many characters.
-        parser: reads the calls of a response.
     """
 
-    def __init__(
-        self,
-        tools: Mapping[str, Tool],
-        timeout: float = 10.0,
-        max_result_length: int = 2000,
-        parser: Parser = parse_tool_calls,
-    ) -> None:
-        self._tools = dict(tools)
-        self._timeout = timeout
-        self._max_result_length = max_result_length
-        self._parse = parser
-        self._metrics = {"tool_calls": 0.0, "tool_errors": 0.0}
+    tools: Mapping[str, Tool]
+    timeout: float  # seconds that a call may take
+    max_result_length: int  # results are cut to this many characters
+    parse: Parser
 
     def reset(self, task: Task) -> list[dict[str, Any]]:
-        """The task's own conversation."""
         self._metrics = {"tool_calls": 0.0, "tool_errors": 0.0}
         return messages_of(task)
 
     def final_text(self, response: str) -> str:
-        """A response without its calls."""
-        return self._parse(response)[0]
+        return self.parse(response)[0]
 
     async def step(self, response: str) -> StepResult:
         """The results of the response's calls, in their order, one after the other."""
-        rest, calls = self._parse(response)
+        rest, calls = self.parse(response)
         if not calls and OPENING in rest:
             results = [self._failed("unknown", "error: this is no valid tool call, its JSON cannot be read")]
         else:
@@ -163,11 +138,11 @@ class ToolEnvironment:
         return messages, 0.0, not results, {"metrics": dict(self._metrics)}
 
     async def _result(self, call: ToolCall) -> dict[str, Any]:
-        tool = self._tools.get(call.name)
+        tool = self.tools.get(call.name)
         if tool is None:
-            return self._failed(call.name, f"error: {unknown_name('tool', call.name, self._tools)}")
+            return self._failed(call.name, f"error: {unknown_name('tool', call.name, self.tools)}")
         try:
-            text = await tool.call(call.arguments, self._timeout)
+            text = await tool.call(call.arguments, self.timeout)
         except ToolError as error:
             return self._failed(call.name, f"error: {error}")
         self._metrics["tool_calls"] += 1
@@ -179,8 +154,8 @@ class ToolEnvironment:
         return self._message(name, text)
 
     def _message(self, name: str, text: str) -> dict[str, Any]:
-        if len(text) > self._max_result_length:
-            text = f"{text[: self._max_result_length]}... (cut)"
+        if len(text) > self.max_result_length:
+            text = f"{text[: self.max_result_length]}... (cut)"
         return {"role": "tool", "name": name, "content": text}
 
 
@@ -220,19 +195,11 @@ class ToolUseArguments(EpisodeArguments):
         whole_number("max_result_length", self.max_result_length, least=1)
         if not self.tool_timeout > 0:
             raise ConfigError(f"tool_timeout is {self.tool_timeout}; give seconds, more than 0.")
-        self.made_tools()
+        make_tools(self.tools)
         self.parser()
 
-    def made_tools(self) -> dict[str, Tool]:
-        """The tools by name."""
-        return make_tools(self.tools)
-
     def parser(self) -> Parser:
-        """What reads the calls of a response.
-
-        Raises:
-            ConfigError: nothing at that path.
-        """
+        """What reads the calls of a response; ConfigError: nothing at that path."""
         if self.tool_parser == "hermes":
             return parse_tool_calls
         try:
@@ -254,14 +221,10 @@ class ToolUseWorkflow(EpisodeWorkflow):
     default_reward = "math"
 
     def reset(self, task: Task) -> None:
-        """Take another task and its tools."""
         super().reset(task)
-        self._tools = self.arguments.made_tools()
+        self._tools = make_tools(self.arguments.tools)
         self.tools = [tool.schema for tool in self._tools.values()]
 
     def make_environment(self) -> Environment:
-        """What runs the tools."""
         arguments: ToolUseArguments = self.arguments
-        return ToolEnvironment(
-            self._tools, arguments.tool_timeout, arguments.max_result_length, parser=arguments.parser()
-        )
+        return ToolEnvironment(self._tools, arguments.tool_timeout, arguments.max_result_length, arguments.parser())

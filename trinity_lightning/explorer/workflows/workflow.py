@@ -129,7 +129,6 @@ class RewardedWorkflow(Workflow):
         self.reset(task)
 
     def reset(self, task: Task) -> None:
-        """Take another task, its settings and reward functions."""
         super().reset(task)
         self.arguments = self.check_args(task.workflow_args)
         self.rewards = resolve_rewards(self.default_reward if task.reward_fn is None else task.reward_fn)
@@ -185,7 +184,6 @@ class SimpleWorkflow(RewardedWorkflow):
         return super().check_args(workflow_args)
 
     def reset(self, task: Task) -> None:
-        """Take another task and its conversation."""
         super().reset(task)
         self.messages = messages_of(task)
 
