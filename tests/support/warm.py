@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import warnings
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +148,12 @@ def become_a_command(address: str) -> None:
 def become_a_server() -> None:
     """Take on what vLLM reads from the environment when it is imported; what it starts is forked, too."""
     from torch.compiler import set_stance
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.logger import _configure_vllm_root_logger
 
     os.setsid()
+    # For 1 s after each message its processes ask for the next without a pause, and other tests want the cores.
+    SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=0.01)
     _configure_vllm_root_logger()  # VLLM_LOGGING_LEVEL
     set_stance("force_eager")  # TORCHDYNAMO_DISABLE
     get_context = multiprocessing.get_context
