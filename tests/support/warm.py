@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra._internal.hydra import Hydra
 from hydra.core.plugins import Plugins
 
 import trinity_lightning
@@ -67,6 +68,7 @@ def import_early() -> None:
     hydra.register = register_once
     register_once("")
     register_once()  # as the run itself does it once more
+    Hydra.get_mode = lambda *_, **__: None  # it composes all to see whether a configuration says, and here none does
     import_vllm(OF_ENGINES + OF_SERVERS)
     configure_vllm()
     del os.environ["VLLM_LOGGING_LEVEL"]
