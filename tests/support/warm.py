@@ -155,7 +155,7 @@ def become_a_server() -> None:
 
     os.setsid()
     # For 1 s after each message its processes ask for the next without a pause, and other tests want the cores.
-    SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=0.01)
+    SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=0.01)  # type: ignore[assignment]
     _configure_vllm_root_logger()  # VLLM_LOGGING_LEVEL
     set_stance("force_eager")  # TORCHDYNAMO_DISABLE
     get_context = multiprocessing.get_context
