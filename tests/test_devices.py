@@ -372,7 +372,7 @@ def test_a_rank_that_hangs_in_a_weight_sync_ends_the_run_by_its_time_limit(
     ("place", "arguments", "message"),
     [
         ("1 step 3", RUN, "(rank 1 hangs)"),  # its engine does not sleep: the next round misses it
-        ("1 add 1", VLLM, "the engine of rank 1 did not sleep within 10 s"),
+        ("1 add 1", VLLM, "the engine of rank 1 did not sleep within 4 s"),
     ],
     ids=["transformers", "vllm"],
 )
@@ -380,7 +380,7 @@ def test_a_rank_whose_engine_hangs_ends_the_run_by_its_time_limits(
     place: str, arguments: tuple[str, ...], message: str, run_train: Commands, tmp_path: Path
 ) -> None:
     """In a request of rank 0, which it therefore has."""
-    limits = ("explorer.max_timeout=2", "explorer.max_retry_times=0", "trainer.strategy.timeout=10")
+    limits = ("explorer.max_timeout=2", "explorer.max_retry_times=0", "trainer.strategy.timeout=4")
     run = stopped(run_train, tmp_path, place, *arguments, *TWO, PER_RANK, *limits)
     family = run_train.followers(run)
     assert run.wait(60) == 1

@@ -2,31 +2,27 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.runs import ROOT, RunTrain, environment
+from support.runs import ROOT, RunTrain
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.slow
-def test_the_script_without_hydra_trains(tmp_path: Path) -> None:
+def test_the_script_without_hydra_trains(run_train: RunTrain, tmp_path: Path) -> None:
     [script] = [block for block in blocks("python") if "L.Trainer" in block]
     assert len([line for line in script.splitlines() if line.strip()]) <= 28
     # The same script on the small model, for three steps, with a reward that a random model varies in.
     script = script.replace("smollm2", "tiny").replace("max_epochs=30", "max_epochs=3")
     [reward] = re.findall(r"return float\((.*)\)", script)
     script = script.replace(reward, "sum(map(str.isdigit, response))")
-    (tmp_path / "script.py").write_text(script + "\nprint('steps', trainer.global_step)\n")
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=420
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    file = tmp_path / "script.py"
+    file.write_text(script + "\nprint('steps', trainer.global_step)\n")
+    done = run_train(tmp_path, program=str(file))
+    assert done.returncode == 0, done.stdout[-4000:]
     assert "steps 3" in done.stdout
     assert (tmp_path / "model" / "model.safetensors").exists()
 

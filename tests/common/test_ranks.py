@@ -68,6 +68,27 @@ def test_everyone_has_what_each_hands_in() -> None:
     assert together(work) == [(["", "x" * 1000, "x" * 2000], bytes(10**6))] * SIZE
 
 
+def test_what_is_handed_in_arrives_whole_and_at_once_unless_that_of_one_is_long() -> None:
+    """On both sides of what is sent at first, and exactly that; on one rank alone, which is another each time."""
+    first = ranks_module.FIRST_BYTES
+
+    def handed_in(rank: int, length: int) -> bytes:
+        return random.Random(rank).randbytes(length if rank == length % SIZE else rank)
+
+    def work(ranks: Ranks) -> list[int]:
+        begun = []
+        for length in (0, *range(first - 80, first + 20), 10 * first):
+            before = ranks._waits
+            assert ranks.exchange(handed_in(ranks.rank, length)) == [handed_in(rank, length) for rank in range(SIZE)]
+            begun.append(ranks._waits - before)
+        return begun
+
+    begun, *others = together(work)
+    assert others == [begun] * 2
+    assert begun == sorted(begun)
+    assert set(begun) == {1, 2}
+
+
 def test_on_one_machine_nothing_can_be_reached_from_outside() -> None:
     def listening() -> set[Any]:
         return {each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}

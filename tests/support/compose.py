@@ -4,7 +4,6 @@ from functools import cache
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
 from trinity_lightning.config import hydra as compose
@@ -29,5 +28,3 @@ def register_once(within: str | None = "") -> None:
     A test that changes the table of parts registers them itself.
     """
     register(within)
-    # Hydra copies its sources for each composition, and with them all that was registered, which none changes.
-    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]

@@ -18,10 +18,12 @@ import socket
 import sys
 import threading
 import warnings
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra._internal.hydra import Hydra
 from hydra.core.plugins import Plugins
 
 import trinity_lightning
@@ -66,6 +68,7 @@ def import_early() -> None:
     hydra.register = register_once
     register_once("")
     register_once()  # as the run itself does it once more
+    Hydra.get_mode = lambda *_, **__: None  # it composes all to see whether a configuration says, and here none does
     import_vllm(OF_ENGINES + OF_SERVERS)
     configure_vllm()
     del os.environ["VLLM_LOGGING_LEVEL"]
@@ -147,9 +150,12 @@ def become_a_command(address: str) -> None:
 def become_a_server() -> None:
     """Take on what vLLM reads from the environment when it is imported; what it starts is forked, too."""
     from torch.compiler import set_stance
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.logger import _configure_vllm_root_logger
 
     os.setsid()
+    # For 1 s after each message its processes ask for the next without a pause, and other tests want the cores.
+    SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=0.01)  # type: ignore[assignment]
     _configure_vllm_root_logger()  # VLLM_LOGGING_LEVEL
     set_stance("force_eager")  # TORCHDYNAMO_DISABLE
     get_context = multiprocessing.get_context

@@ -23,6 +23,7 @@ PATIENCE = timedelta(days=30)  # for rank 0 to roll out: should it die, its conn
 LOOK = timedelta(seconds=0.2)  # so long no signal is handled while a rank waits for others
 CAUSE_SECONDS = 1.0
 LEAST_SECONDS = 3.0  # a round waits at least so long, even if it begins just before the limit set by `within`
+LENGTH_BYTES, FIRST_BYTES = 8, 1 << 10  # of a round: the length of what is handed in; and what is sent at first
 BUCKET_BYTES = 64 << 20  # of tensors that are added up in one sending
 BEAT_SECONDS = 5.0  # between two beats of a rank that waits for rank 0
 SILENT_SECONDS = 30.0  # without a beat, and rank 0, which rolls out, ends the run
@@ -137,7 +138,7 @@ class Ranks(Alone):
         buffer = _padded(data, self.exchange(len(data), patient=True, at="a broadcast")[source])
         self.wait(lambda limit: self.group.broadcast(buffer, source, limit), "a broadcast")
         self.beat()  # others, which wait for one that hangs, may not have ended it
-        return value if self.rank == source else _unpickled(buffer)
+        return value if self.rank == source else _unpickled(buffer.numpy().tobytes())
 
     def add_up(self, tensors: Sequence[Tensor], at: str = "a sum") -> None:
         """Make each tensor, of one shape and dtype everywhere, the sum of those of all ranks: the same bits on all.
@@ -244,15 +245,21 @@ class Ranks(Alone):
         return True
 
     def _round(self, answer: Answer, timeout: timedelta, place: str) -> list[Answer]:
-        data = pickle.dumps(answer)
-        lengths = [int(each) for each in self._gathered(torch.tensor([len(data)]), timeout, place)]
-        answers = self._gathered(_padded(data, max(lengths)), self.timeout, place)
-        return [_unpickled(each[:length]) for each, length in zip(answers, lengths, strict=True)]
+        """What all ranks hand in: the length first, and as much with it as most rounds need, to wait once."""
+        pickled = pickle.dumps(answer)
+        data = len(pickled).to_bytes(LENGTH_BYTES) + pickled
+        answers = self._gathered(data[:FIRST_BYTES], FIRST_BYTES, timeout, place)
+        longest = LENGTH_BYTES + max(int.from_bytes(each[:LENGTH_BYTES]) for each in answers)
+        if longest > FIRST_BYTES:
+            rests = self._gathered(data[FIRST_BYTES:], longest - FIRST_BYTES, self.timeout, place)
+            answers = [first + rest for first, rest in zip(answers, rests, strict=True)]
+        return [_unpickled(each[LENGTH_BYTES:]) for each in answers]  # it knows where it ends
 
-    def _gathered(self, tensor: Tensor, timeout: timedelta, place: str) -> list[Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self.wait(lambda limit: self.group.allgather(gathered, tensor, limit), place, timeout=timeout)
-        return gathered
+    def _gathered(self, data: bytes, length: int, timeout: timedelta, place: str) -> list[bytes]:
+        own = _padded(data, length)
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        self.wait(lambda limit: self.group.allgather(gathered, own, limit), place, timeout=timeout)
+        return [each.numpy().tobytes() for each in gathered]
 
     def _watch(self, work: Any, patient: bool) -> None:
         """Wait until what the CPU sends has ended, well or not.
@@ -384,8 +391,8 @@ def _padded(data: bytes, length: int) -> Tensor:
     return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
-def _unpickled(data: Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())  # noqa: S301 - of another process of this run, by its own connection
+def _unpickled(data: bytes) -> Any:
+    return pickle.loads(data)  # noqa: S301 - of another process of this run, by its own connection
 
 
 def add_up_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:

@@ -46,6 +46,8 @@ def register(within: str | None = "") -> None:
     `within` is as of `run_dir`; None: nothing is written, and there is no folder.
     """
     store = ConfigStore.instance()
+    # Hydra copies it for each composition, and for each group that --help lists; it changes none of what is stored.
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     schema = schema_of(TrainConfig)
     # Plain mappings: a PartConfig would not merge with the bare name that a recipe may give.
     schema.algorithm.policy_loss = OmegaConf.create(vars(AlgorithmConfig().policy_loss))
