@@ -6,6 +6,9 @@ BIN := .venv/bin
 # Two processes, each with whole files, whose fixtures are engines; in the order of tests/support/tiers.py. ARGS="-n 8" for more.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# Tests start many processes, each of which would compile the package again where this variable is set.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train check test lint style bench setup-train setup-dev setup-bench
 
 train: setup-train
