@@ -21,7 +21,7 @@ from trinity_lightning.common.runs import (
     runs_of,
     spread_of_each,
 )
-from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.common.writer import BufferWriter, ListWriter
 from trinity_lightning.config.registry import PARTS, Registry, import_object
 from trinity_lightning.config.values import number, numbered, one_of, unknown_name
 from trinity_lightning.errors import ConfigError
@@ -325,24 +325,6 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
 # -- By name, alone or one after the other -----------------------------------------------------------------------------
 
 
-class _Recorder(BufferWriter):
-    """Holds what a strategy wrote until it is taken; and passes it on if it has a writer."""
-
-    def __init__(self, writer: BufferWriter | None) -> None:
-        self._writer = writer
-        self.held: list[Experience] = []
-
-    def write(self, experiences: list[Experience]) -> None:
-        if self._writer is not None:
-            self._writer.write(experiences)
-        self.held += experiences
-
-    async def write_async(self, experiences: list[Experience]) -> None:
-        if self._writer is not None:
-            await self._writer.write_async(experiences)
-        self.held += experiences
-
-
 class ComposedAddStrategy(AddStrategy):
     """Several strategies in a row: each gets the whole step that the one before it let through.
 
@@ -363,8 +345,8 @@ class ComposedAddStrategy(AddStrategy):
                 f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}."
             )
         self.stages: dict[str, list[Experience]] = {}
-        self._recorders = [*(_Recorder(None) for _ in specs[1:]), _Recorder(writer)]
-        self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._recorders, strict=True)]
+        self._writers = [ListWriter() for _ in specs]
+        self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._writers, strict=True)]
         self._labels = numbered([name for name, _ in specs])
         self.refills = self.strategies[0].refills
 
@@ -379,13 +361,15 @@ class ComposedAddStrategy(AddStrategy):
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         self.stages = {}
         count, metrics = 0, {}
-        for label, strategy, recorder in zip(self._labels, self.strategies, self._recorders, strict=True):
-            recorder.held = []
+        for label, strategy, writer in zip(self._labels, self.strategies, self._writers, strict=True):
+            writer.calls = []
             returned: Any = await strategy.add(experiences, step)
             check_returned(strategy, "add", returned, int, "number of experiences written, metrics by name")
             count, added = returned
-            self.stages[label] = experiences = recorder.held
+            self.stages[label] = experiences = writer.experiences
             metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
+        for call in self._writers[-1].calls:
+            await self.writer.write_async(call)
         return count, metrics
 
 
