@@ -44,12 +44,11 @@ def lengths_of(rows: Sequence[Tensor]) -> np.ndarray:
 
 
 def check_widths(experiences: Sequence[Experience], lengths: np.ndarray, width: int, what: str) -> None:
-    """Every length must fit the width; the error names the first experience that does not."""
-    if lengths.max() <= width and lengths.min() >= 0:
-        return
-    from trinity_lightning.common.experience.fields import too_wide
-
-    raise too_wide(experiences, lengths, width, what)
+    """Every length must fit the width; the error names the first experience that does not; `what`: it in words."""
+    wrong = np.flatnonzero((lengths < 0) | (lengths > width))
+    if len(wrong):
+        uid = experiences[wrong[0]].eid.uid
+        raise ExperienceError(f"experience {uid}: expected {what} of at most {width}, got {lengths[wrong[0]]}.")
 
 
 def to_device(batch: Tensor, device: Device, pin_memory: bool) -> Tensor:
