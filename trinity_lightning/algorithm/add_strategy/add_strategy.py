@@ -169,8 +169,14 @@ class AddStrategy(ABC):
         stats = group_stats(rewards, index_of(groups))
         return ((stats.size > 1) & (stats.std > self.std_threshold)).tolist()
 
-    def _filtered(self, given: int, written: int) -> Metrics:
-        return {} if self.std_threshold is None else {"filtered_count": float(given - written)}
+    async def write_groups(self, groups: Iterable[list[Experience]], given: int, invalid: int) -> tuple[int, Metrics]:
+        """One write a group: how many experiences these are; and of the given ones, what was left out, in metrics."""
+        written = 0
+        for group in filter(None, groups):
+            await self.writer.write_async(group)
+            written += len(group)
+        filtered = {} if self.std_threshold is None else {"filtered_count": float(given - written)}
+        return written, {INVALID_GROUP_COUNT: float(invalid), **filtered}
 
     def survivors(self, experiences: list[Experience]) -> Groups:
         """The groups of these experiences that would be written, by task; for strategies with `refills`."""
@@ -224,11 +230,8 @@ class GroupAdvantageStrategy(AddStrategy):
         reject_dpo(exps)
         groups, invalid = self.split_valid(self.group_experiences(exps))
         weighed, group_metrics = self.weigh_groups(groups)
-        for group in filter(None, weighed):
-            await self.writer.write_async(group)
-        metrics = spread_of_each(group_metrics, "group_advantages") | {INVALID_GROUP_COUNT: float(invalid)}
-        written = sum(map(len, weighed))
-        return written, metrics | self._filtered(len(exps), written)
+        written, counts = await self.write_groups(weighed, len(exps), invalid)
+        return written, spread_of_each(group_metrics, "group_advantages") | counts
 
 
 class TaskAdvantageStrategy(GroupAdvantageStrategy):

@@ -85,12 +85,13 @@ def gather_response_attrs(
     return to_device(gather_rows(rows, max_response_length, pad_value), device, pin_memory)
 
 
-def gather_rows(rows: list[Tensor], width: int, pad_value: float = 0) -> Tensor:
-    """Vectors of one dtype, at least one and none longer than `width`, padded on the right: [B, width].
+def gather_rows(rows: list[Tensor], width: int | None = None, pad_value: float = 0) -> Tensor:
+    """Vectors of one dtype, at least one and none longer than `width` (None: the longest), padded on the right: [B, R].
 
     Nothing is checked.
     """
     with torch.no_grad():
+        width = max(map(Tensor.numel, rows)) if width is None else width
         if min(map(Tensor.numel, rows)) == width:
             return torch.cat(rows).view(len(rows), width)  # takes a third of the time of what follows
         batch = pad_sequence(rows, batch_first=True, padding_value=pad_value)
