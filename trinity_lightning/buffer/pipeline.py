@@ -96,9 +96,7 @@ class ExperiencePipeline:
                 forget_notes(experience)
             metrics: dict[str, float] = {}
             if self.chain is not None:
-                start = time.perf_counter()
                 some, metrics = await self.chain.process(some, step, copies, untrained)
-                metrics["time/operators"] = time.perf_counter() - start
             tidy_ones.extend(some)
             return some, metrics
 

@@ -220,6 +220,7 @@ def test_a_skipped_operator_leaves_no_trace(caplog):
     assert exps[0].info["trace"] == []
     for exp in written:
         assert exp.info == {"bonus": 0.5, "trace": []}
+        assert exp.action_mask is not None
         assert exp.action_mask.tolist() == [True, True]
     assert metrics["experience_pipeline/support.operators.AddOne/failed"] == 1
     assert "time/operator/1_AddOne" in metrics
