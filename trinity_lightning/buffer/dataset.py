@@ -408,30 +408,27 @@ def held_out_of_run(
     Raises:
         ConfigError: nothing would be left on one of the sides; or as `read_examples`.
     """
-    trained, held_out = _parted(config, examples, pairs)
+    settings = config.buffer.dataset.held_out
+    if settings.share is None:
+        # A slice is of the dataset that is trained on; another is measured whole.
+        split = settings.split or "+".join(names_of(config.buffer.dataset.split))
+        path = settings.path or str(config.buffer.path)
+        trained, held_out = examples, examples_of(config.buffer, path, split, config.model.name, pairs)
+    else:
+        count = round(settings.share * len(examples))
+        if not 0 < count < len(examples):
+            raise ConfigError(
+                f"buffer.dataset.held_out.share is {settings.share}, which is {count} of {len(examples)} examples: "
+                "leave some on both sides."
+            )
+        chosen = set(np.random.default_rng([config.seed, count]).permutation(len(examples))[:count].tolist())
+        trained = [each for index, each in enumerate(examples) if index not in chosen]
+        held_out = [examples[index] for index in sorted(chosen)]
     contents = {hash(_content_of(each)) for each in trained}
     if both := sum(hash(_content_of(each)) in contents for each in held_out):
         logger.warning("%d of %d held-out examples (buffer.dataset.held_out) are trained on, too: eval/loss is not of "
                        "unseen examples alone.", both, len(held_out))  # fmt: skip
     return trained, held_out
-
-
-def _parted(config: TrainConfig, examples: list[Experience], pairs: bool) -> tuple[list[Experience], list[Experience]]:
-    dataset = config.buffer.dataset
-    held_out = dataset.held_out
-    if held_out.share is None:
-        # A slice is of the dataset that is trained on; another is measured whole.
-        path, split = held_out.path or str(config.buffer.path), held_out.split or "+".join(names_of(dataset.split))
-        return examples, examples_of(config.buffer, path, split, config.model.name, pairs)
-    count = round(held_out.share * len(examples))
-    if not 0 < count < len(examples):
-        raise ConfigError(
-            f"buffer.dataset.held_out.share is {held_out.share}, which is {count} of {len(examples)} examples: leave "
-            "some on both sides."
-        )
-    chosen = set(np.random.default_rng([config.seed, count]).permutation(len(examples))[:count].tolist())
-    trained = [each for index, each in enumerate(examples) if index not in chosen]
-    return trained, [examples[index] for index in sorted(chosen)]
 
 
 class HeldOutLoss(L.Callback):
