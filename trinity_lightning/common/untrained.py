@@ -61,12 +61,13 @@ def metric_of(run: Run, metric: str) -> float | None:
     for experience in sorted(run, key=lambda each: each.eid.step, reverse=True):
         metrics, info = experience.metrics, experience.info
         for value in (metrics.get(metric), metrics.get(f"reward/{metric}"), info.get(metric)):
-            if value is not None and (number := as_float(value)) is None:
+            if value is None:
+                continue
+            if (number := as_float(value)) is None:
                 raise ExperienceError(
                     f"experience {experience.eid}: '{metric}' must be a number to judge by, not {value!r}."
                 )
-            if value is not None:
-                return number
+            return number
     return None
 
 
