@@ -4,7 +4,6 @@ Imported where it is needed: what the explorer makes needs none of it.
 """
 
 import dataclasses
-import numbers
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.experience.experience import EID, Experience, ExperienceError
+from trinity_lightning.config.values import as_float
 from trinity_lightning.errors import ReadOnlyError
 
 # -- fields given in another form than they are kept in ----------------------------------------------------------------
@@ -32,15 +32,15 @@ def eid_of(fields: Any) -> EID:
 
 def real_number(value: Any, name: str) -> float:
     """A real number, of numpy or torch perhaps, as float; an ExperienceError if it is none."""
-    if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
-        value = value.item()
-    if isinstance(value, (numbers.Real, np.bool_)):
-        try:
-            return float(value)
-        except OverflowError as error:
-            raise ExperienceError(f"{name}: expected a number within the range of a float.") from error
-    what = f"shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else type(value).__name__
-    raise ExperienceError(f"{name}: expected a real number or None, got {what}.")
+    is_array = getattr(value, "ndim", 0) > 0
+    try:
+        number = None if is_array else as_float(value)
+    except OverflowError as error:
+        raise ExperienceError(f"{name}: expected a number within the range of a float.") from error
+    if number is None:
+        what = f"shape {tuple(value.shape)}" if is_array else type(value).__name__
+        raise ExperienceError(f"{name}: expected a real number or None, got {what}.")
+    return number
 
 
 def tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
