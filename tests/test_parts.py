@@ -87,9 +87,7 @@ def test_normalised_sums_are_divided_by_what_the_run_allows(
     config = composed("model=tiny", f"output_dir={tmp_path}", "trainer=cpu", *overrides)
     typed = typed_config(config)
     data = online_data(typed, tmp_path, {})
-    data.storage.begin()
-    data.storage.write([Experience(eid=EID(batch=1), tokens=[1, 2, 3], prompt_length=1, advantages=[1.0, 1.0])])
-    data.storage.commit(1)
+    data.storage.ready[1] = [Experience(eid=EID(batch=1), tokens=[1, 2, 3], prompt_length=1, advantages=[1.0, 1.0])]
     data.storage.advance(1)
     [item] = data.train_dataloader()
     assert item.max_response_length == expected

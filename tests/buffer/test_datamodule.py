@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.buffer import filled, make_group, names, through_a_file
 
+from trinity_lightning.algorithm.add_strategy import AddStrategy
 from trinity_lightning.buffer.datamodule import ExperienceDataModule, ExperienceLoader, MemoryStorage
 from trinity_lightning.common.experience import ExperienceFormatError, gather_response_attrs
 from trinity_lightning.errors import ConfigError
@@ -100,42 +101,47 @@ def test_unknown_strategies_and_arguments_are_errors():
 # -- the buffer in memory --------------------------------------------------------------------------------------------
 
 
-def test_what_was_written_is_held_in_order_once_committed():
+def test_a_step_waits_until_it_takes_the_place_of_the_one_before():
     storage = MemoryStorage()
     assert (storage.batch, storage.experiences, storage.columns) == (0, [], {})
-    first, second = make_group(0, 3), make_group(1, 2)
-    storage.begin()
-    storage.write(first)
-    storage.write(second)
-    assert (storage.batch, storage.experiences) == (0, [])
-    storage.commit(1)
-    assert (storage.batch, storage.is_ready(1)) == (0, True)
+    experiences = make_group(0, 3) + make_group(1, 2)
+    storage.ready[1] = experiences
+    assert (storage.batch, storage.experiences, storage.is_ready(1)) == (0, [], True)
     storage.advance(1)
     assert (storage.batch, storage.is_ready(1)) == (1, False)
-    assert storage.experiences == first + second
+    assert storage.experiences == experiences
 
 
 def test_the_next_step_replaces_the_last_and_its_columns():
     storage = filled([2, 2], batch=1, columns=True)
-    storage.begin()
-    storage.write(make_group(7, 1, batch=2))
-    storage.commit(2)
+    storage.ready[2] = make_group(7, 1, batch=2)
     storage.advance(2)
     assert (storage.batch, len(storage.experiences), storage.columns) == (2, 1, {})
 
 
+class CutShort(AddStrategy):
+    """Is cut short in a step of one run."""
+
+    async def add(self, experiences, step):
+        await self.writer.write_async(experiences)
+        if len(experiences) == 1:
+            raise KeyboardInterrupt
+        return len(experiences), {}
+
+    @classmethod
+    def default_args(cls):
+        return {}
+
+
 def test_a_filling_cut_short_leaves_the_step_before_and_is_forgotten():
-    storage = filled([2], batch=1, columns=True)
-    before, columns = list(storage.experiences), storage.columns
-    storage.begin()
-    storage.write(make_group(3, 4, batch=2))
-    assert (storage.batch, storage.experiences, storage.columns) == (1, before, columns)
-    storage.begin()
-    again = make_group(3, 1, batch=2)
-    storage.write(again)
-    storage.commit(2)
-    storage.advance(2)
-    assert storage.experiences == again
+    data = ExperienceDataModule(f"{__name__}.CutShort")
+    fill(data, make_group(0, 2), 1)
+    before = list(data.storage.experiences)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(data.fill(make_group(3, 1, batch=2), 2))
+    assert (data.storage.batch, data.storage.experiences, data.storage.is_ready(2)) == (1, before, False)
+    fill(data, again := make_group(3, 4, batch=2), 2)
+    assert data.storage.experiences == again
 
 
 def test_steps_wait_their_turn_while_another_is_trained_on_and_go_through_a_checkpoint():
@@ -143,9 +149,7 @@ def test_steps_wait_their_turn_while_another_is_trained_on_and_go_through_a_chec
     trained = list(storage.experiences)
     waiting = {step: make_group(step, 2, batch=step) for step in (2, 3)}
     for step, experiences in waiting.items():
-        storage.begin()
-        storage.write(experiences)
-        storage.commit(step)
+        storage.ready[step] = experiences
     assert (storage.batch, storage.experiences, len(storage.columns)) == (1, trained, 1)
     other = MemoryStorage()
     other.load_state_dict(through_a_file(storage.state_dict()))
@@ -228,9 +232,7 @@ def test_the_length_is_constant_and_items_without_experiences_are_items_too():
     storage = MemoryStorage()
     loader = ExperienceLoader(storage, optimizer_steps=3, inner_epochs=2)
     assert len(loader) == 6
-    storage.begin()
-    storage.write(make_group(0, 4))
-    storage.commit(1)
+    storage.ready[1] = make_group(0, 4)
     storage.advance(1)
     assert len(loader) == 6
     items = list(loader)
@@ -241,9 +243,7 @@ def test_the_length_is_constant_and_items_without_experiences_are_items_too():
 def test_the_buffer_is_read_only_at_the_first_next():
     storage = filled([2], batch=1)
     iterator = iter(ExperienceLoader(storage))
-    storage.begin()
-    storage.write(make_group(5, 3, batch=2))
-    storage.commit(2)
+    storage.ready[2] = make_group(5, 3, batch=2)
     storage.advance(2)
     item = next(iterator)
     assert item.explore_step == 2
@@ -287,9 +287,7 @@ def test_a_new_explore_step_starts_at_its_first_item():
     storage = filled([1, 1, 1], batch=1)
     loader = ExperienceLoader(storage, optimizer_steps=3)
     next(iter(loader))
-    storage.begin()
-    storage.write(make_group(0, 2, batch=2))
-    storage.commit(2)
+    storage.ready[2] = make_group(0, 2, batch=2)
     storage.advance(2)
     assert [item.explore_step for item in loader] == [2, 2, 2]
 

@@ -11,8 +11,7 @@ from support.buffer import make_group, names, through_a_file
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.offline import ExpertData, OfflineExperienceDataModule, OfflineLoader, marked
 from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader
-from trinity_lightning.buffer.replay import ReplayReader
-from trinity_lightning.buffer.sql import SqlStorage
+from trinity_lightning.buffer.sql import ReplayReader, SqlStorage
 from trinity_lightning.buffer.step_files import StepReader, keep_step, read_experiences
 from trinity_lightning.common.experience import CustomField
 from trinity_lightning.common.optimizer_batch import is_expert

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from support.buffer import make_group, through_a_file
 
 from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader, create_reader
-from trinity_lightning.buffer.replay import ReplayReader
-from trinity_lightning.buffer.sql import SqlStorage
+from trinity_lightning.buffer.sql import ReplayReader, SqlStorage
 from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.schema import BufferConfig

@@ -13,8 +13,7 @@ from support.crashes import count_up, processes  # noqa: F401  # a fixture
 from support.postgres import postgres_url  # noqa: F401  # a fixture
 
 from trinity_lightning.buffer import sql
-from trinity_lightning.buffer.replay import ReplayReader
-from trinity_lightning.buffer.sql import SqlReader, SqlStorage, keep_step
+from trinity_lightning.buffer.sql import ReplayReader, SqlReader, SqlStorage, keep_step
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
 

@@ -11,11 +11,11 @@ import torch
 from support.fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
 
 from trinity_lightning.algorithm.add_strategy import DrGRPOAddStrategy
-from trinity_lightning.buffer.datamodule import MemoryStorage
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.common.runs import UNTRAINED, Untrained
+from trinity_lightning.common.writer import ListWriter
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ReadOnlyError
 from trinity_lightning.explorer import Status, WorkflowRunner
@@ -77,8 +77,7 @@ def test_the_calls_of_a_run_are_its_steps_where_the_workflow_does_not_number_the
 
     _, experiences = run_task(scripted(body), 2)
     assert [(e.eid.run, e.eid.step) for e in experiences] == [*((0, step) for step in range(5)), (1, 0)]
-    storage = MemoryStorage()
-    _, metrics = asyncio.run(DrGRPOAddStrategy(storage).add(experiences, 1))
+    _, metrics = asyncio.run(DrGRPOAddStrategy(ListWriter()).add(experiences, 1))
     assert metrics["group_advantages/reward_mean/mean"] == 0.5
 
 

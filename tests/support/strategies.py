@@ -6,21 +6,11 @@ import torch
 
 from trinity_lightning.algorithm.add_strategy import ADD_STRATEGY
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.common.writer import ListWriter
 
 INVALID = "group_advantages/invalid_group_count"
 # Write whole tasks, one write each, without changing their order or number.
 ONE_WRITE_A_TASK = [n for n in ADD_STRATEGY if n not in ("duplicate_informative", "step_wise_grpo", "gigpo")]
-
-
-class ListWriter(BufferWriter):
-    """Keeps what is written, one list a call."""
-
-    def __init__(self):
-        self.calls = []
-
-    def write(self, experiences):
-        self.calls.append(list(experiences))
 
 
 def make(task, run, reward, step=0, **fields):

@@ -248,9 +248,7 @@ def test_the_length_of_a_row_without_advantage_does_not_change_the_gradient():
             )
         )
         storage = MemoryStorage()
-        storage.begin()
-        storage.write(experiences)
-        storage.commit(1)
+        storage.ready[1] = experiences
         storage.advance(1)
         seen = Gradients()
         loader = ExperienceLoader(storage, max_response_length=64)

@@ -14,7 +14,6 @@ from torch import Tensor
 from trinity_lightning.buffer.pipeline import ExperiencePipeline, StrategySpec
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import whole_number
 
 if TYPE_CHECKING:
@@ -30,16 +29,15 @@ StepKeeper = Callable[[int, list[Experience]], object]
 # -- the buffer, in memory ---------------------------------------------------------------------------------------------
 
 
-class MemoryStorage(BufferWriter):
+class MemoryStorage:
     """Holds the explore step that is trained on, with the columns computed for it, and those that are ready after it.
 
-    What is written becomes ready at `commit`, all at once: a step whose filling was cut short leaves nothing. It takes
-    the place of the step before at `advance`: a step can be written while another is trained on.
+    A step that is ready takes the place of the step before at `advance`: it can come while another is trained on.
 
     Attributes:
         batch, experiences: the explore step that is trained on (EID.batch; 0 before the first), and what it has.
         columns: float32 tensors [response] by name, one an experience.
-        written: since `begin`.
+        ready: what each of the steps after it has.
     """
 
     def __init__(self) -> None:
@@ -49,44 +47,29 @@ class MemoryStorage(BufferWriter):
         self.batch = 0
         self.experiences: list[Experience] = []
         self.columns: dict[str, list[Tensor]] = {}
-        self.written: list[Experience] = []
-        self._ready: dict[int, list[Experience]] = {}
-
-    def write(self, experiences: list[Experience]) -> None:
-        self.written.extend(experiences)
-
-    def begin(self) -> None:
-        """Drop what was written and never committed."""
-        self.written = []
-
-    def commit(self, batch: int) -> None:
-        """What was written since `begin` is explore step `batch`, ready to be trained on."""
-        self._ready[batch], self.written = self.written, []
+        self.ready: dict[int, list[Experience]] = {}
 
     def is_ready(self, batch: int) -> bool:
-        return batch in self._ready
-
-    def ready(self, batch: int) -> list[Experience]:
-        return self._ready[batch]
+        return batch in self.ready
 
     def advance(self, batch: int, columns: dict[str, list[Tensor]] | None = None) -> None:
         """Explore step `batch` takes the place of the one that was trained on; earlier ones are forgotten."""
-        self.batch, self.experiences, self.columns = batch, self._ready[batch], columns or {}
-        self._ready = {step: waiting for step, waiting in self._ready.items() if step > batch}
+        self.batch, self.experiences, self.columns = batch, self.ready[batch], columns or {}
+        self.ready = {step: waiting for step, waiting in self.ready.items() if step > batch}
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "batch": self.batch,
             "payload": Experience.serialize_many(self.experiences),
             "columns": self.columns,
-            "ready": {step: Experience.serialize_many(waiting) for step, waiting in self._ready.items()},
+            "ready": {step: Experience.serialize_many(waiting) for step, waiting in self.ready.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. ExperienceFormatError: a payload is damaged; the storage is as it was."""
         experiences = Experience.deserialize_many(state["payload"])
         ready = {step: Experience.deserialize_many(payload) for step, payload in state["ready"].items()}
-        self.batch, self.experiences, self.columns, self._ready = state["batch"], experiences, state["columns"], ready
+        self.batch, self.experiences, self.columns, self.ready = state["batch"], experiences, state["columns"], ready
 
 
 # -- optimizer batches, dealt out of it --------------------------------------------------------------------------------
@@ -218,9 +201,7 @@ class ExperienceDataModule(UnmovedDataModule):
     ) -> None:
         super().__init__()
         self.storage = MemoryStorage()
-        self.pipeline = ExperiencePipeline(
-            add_strategy, self.storage, operators, auxiliary_models=auxiliary_models, folder=folder
-        )
+        self.pipeline = ExperiencePipeline(add_strategy, operators, auxiliary_models=auxiliary_models, folder=folder)
         self._loader = partial(ExperienceLoader, self.storage, optimizer_steps, inner_epochs, seed, max_response_length)
         self._loader()  # wrong numbers are refused here, not once engines are loaded
         self._keep = keep
@@ -228,12 +209,8 @@ class ExperienceDataModule(UnmovedDataModule):
 
     def share(self, step: int) -> list[Experience]:
         """The experiences of explore step `step`, which is ready on rank 0, and then on every rank."""
-        experiences = self.everywhere(lambda: self.storage.ready(step))
-        if not self.storage.is_ready(step):
-            self.storage.begin()
-            self.storage.write(experiences)
-            self.storage.commit(step)
-        return experiences
+        self.storage.ready[step] = self.everywhere(lambda: self.storage.ready[step])
+        return self.storage.ready[step]
 
     async def fill(
         self, experiences: list[Experience], step: int, more: "MoreRollouts | None" = None, *, all_rows: bool = False
@@ -248,15 +225,14 @@ class ExperienceDataModule(UnmovedDataModule):
             OperatorError: an operator failed; the buffer holds what it held before.
             StorageError: the expert data cannot be read, or have ended.
         """
-        self.storage.begin()
-        metrics = await self.pipeline.process(experiences, step, more, all_rows=all_rows)
+        weighed, metrics = await self.pipeline.process(experiences, step, more, all_rows=all_rows)
         if self._experts is not None:
             joining = self._experts.read(step)
-            self.storage.write(joining)
+            weighed += joining
             metrics["experience_pipeline/expert"] = float(len(joining))
         if self._keep is not None:
-            await asyncio.to_thread(self._keep, step, self.storage.written)
-        self.storage.commit(step)  # last: an interruption while something is awaited must find the step not taken
+            await asyncio.to_thread(self._keep, step, weighed)
+        self.storage.ready[step] = weighed  # last: an interruption while something is awaited must find it not taken
         if self._experts is not None:
             self._experts.commit()
         return metrics

@@ -26,8 +26,8 @@ from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat import apply_template
-from trinity_lightning.explorer.tasks.sources import dataset_entries
-from trinity_lightning.explorer.tasks.taskset import place_of
+from trinity_lightning.explorer.tasks.sources import dataset_entries, names_of
+from trinity_lightning.explorer.tasks.taskset import Order, place_of
 from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
 
 logger = logging.getLogger(__name__)
@@ -335,8 +335,8 @@ class ExampleReader(CursorReader):
         for each in examples:
             digest.update(_content_of(each))
         super().__init__(digest.hexdigest()[:16], where)
-        self._examples, self._seed, self._repeat = examples, seed, repeat
-        self._pass, self._order = -1, np.empty(0, np.int64)  # the order of one pass
+        self._examples, self._repeat = examples, repeat
+        self._order = Order(len(examples), seed)
 
     @classmethod
     def of_run(cls, config: TrainConfig, examples: Sequence[Experience]) -> "ExampleReader":
@@ -356,16 +356,8 @@ class ExampleReader(CursorReader):
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         (start,) = cursor
         end = start + count if self._repeat else min(start + count, len(self._examples))
-        return [Item(self._at(place), (place + 1,)) for place in range(start, end)]
-
-    def _at(self, place: int) -> Experience:
-        turn, index = divmod(place, len(self._examples))
-        if self._seed is None:
-            return self._examples[index]
-        if turn != self._pass:
-            rng = np.random.default_rng([self._seed, turn])
-            self._pass, self._order = turn, rng.permutation(len(self._examples))
-        return self._examples[self._order[index]]
+        places = enumerate(self._order.indices(start, end), start=start + 1)
+        return [Item(self._examples[index], (place,)) for place, index in places]
 
 
 def examples_of(buffer: BufferConfig, path: str, split: str, model: str, pairs: bool) -> list[Experience]:
@@ -416,34 +408,27 @@ def held_out_of_run(
     Raises:
         ConfigError: nothing would be left on one of the sides; or as `read_examples`.
     """
-    trained, held_out = _parted(config, examples, pairs)
+    settings = config.buffer.dataset.held_out
+    if settings.share is None:
+        # A slice is of the dataset that is trained on; another is measured whole.
+        split = settings.split or "+".join(names_of(config.buffer.dataset.split))
+        path = settings.path or str(config.buffer.path)
+        trained, held_out = examples, examples_of(config.buffer, path, split, config.model.name, pairs)
+    else:
+        count = round(settings.share * len(examples))
+        if not 0 < count < len(examples):
+            raise ConfigError(
+                f"buffer.dataset.held_out.share is {settings.share}, which is {count} of {len(examples)} examples: "
+                "leave some on both sides."
+            )
+        chosen = set(np.random.default_rng([config.seed, count]).permutation(len(examples))[:count].tolist())
+        trained = [each for index, each in enumerate(examples) if index not in chosen]
+        held_out = [examples[index] for index in sorted(chosen)]
     contents = {hash(_content_of(each)) for each in trained}
     if both := sum(hash(_content_of(each)) in contents for each in held_out):
         logger.warning("%d of %d held-out examples (buffer.dataset.held_out) are trained on, too: eval/loss is not of "
                        "unseen examples alone.", both, len(held_out))  # fmt: skip
     return trained, held_out
-
-
-def _parted(config: TrainConfig, examples: list[Experience], pairs: bool) -> tuple[list[Experience], list[Experience]]:
-    dataset = config.buffer.dataset
-    held_out = dataset.held_out
-    if held_out.share is None:
-        path, split = held_out.path or str(config.buffer.path), held_out.split or _unsliced(dataset.split)
-        return examples, examples_of(config.buffer, path, split, config.model.name, pairs)
-    count = round(held_out.share * len(examples))
-    if not 0 < count < len(examples):
-        raise ConfigError(
-            f"buffer.dataset.held_out.share is {held_out.share}, which is {count} of {len(examples)} examples: leave "
-            "some on both sides."
-        )
-    chosen = set(np.random.default_rng([config.seed, count]).permutation(len(examples))[:count].tolist())
-    trained = [each for index, each in enumerate(examples) if index not in chosen]
-    return trained, [examples[index] for index in sorted(chosen)]
-
-
-def _unsliced(split: str) -> str:
-    """The splits that these slices are of. A slice is of the dataset that is trained on; another is measured whole."""
-    return "+".join(dict.fromkeys(part.partition("[")[0].strip() for part in split.split("+")))
 
 
 class HeldOutLoss(L.Callback):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trinity_lightning.algorithm.add_strategy import ComposedAddStrategy
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.runs import Untrained, forget_notes
-from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.common.writer import ListWriter
 
 if TYPE_CHECKING:
     from trinity_lightning.buffer.operators import AuxiliaryModels
@@ -21,12 +21,11 @@ StrategySpec = str | Sequence[tuple[str, Mapping[str, Any]]]
 
 
 class ExperiencePipeline:
-    """Runs operators on a whole explore step (groups must be complete), weighs what is left, writes it to the buffer.
+    """Runs operators on a whole explore step (groups must be complete), and weighs what is left.
 
     Args:
         add_strategy: how rewards become advantages: a registered name or dotted path, or several that follow each
             other, with arguments: [("grpo", {"epsilon": 1e-6})].
-        writer: where the result goes.
         operators: run before the add strategy, in order.
         auxiliary_models: clients of other models, for operators that ask them.
         folder: the run's folder: where a failing operator leaves its step, `rejected/step_<n>.trxp`; None: nowhere.
@@ -42,14 +41,14 @@ class ExperiencePipeline:
     def __init__(
         self,
         add_strategy: StrategySpec,
-        writer: BufferWriter,
         operators: "Sequence[OperatorConfig]" = (),
         *,
         auxiliary_models: "AuxiliaryModels | None" = None,
         folder: str | Path | None = None,
     ) -> None:
         specs = [(add_strategy, {})] if isinstance(add_strategy, str) else add_strategy
-        self._strategy = ComposedAddStrategy(specs, writer)
+        self._written = ListWriter()
+        self._strategy = ComposedAddStrategy(specs, self._written)
         self.chain: OperatorChain | None = None
         if operators:
             from trinity_lightning.buffer.operators import experience_operator  # an option
@@ -71,8 +70,8 @@ class ExperiencePipeline:
 
     async def process(
         self, experiences: list[Experience], step: int, more: "MoreRollouts | None" = None, *, all_rows: bool = False
-    ) -> dict[str, float]:
-        """Tidy, weigh and write an explore step; the metrics of every stage.
+    ) -> tuple[list[Experience], dict[str, float]]:
+        """Tidy and weigh an explore step: what the trainer is to be given, and the metrics of every stage.
 
         Experiences that are not trained on get the reason in their info (`UNTRAINED`); a step of which none is trained
         on is logged with the reasons, and once with what helps against the most frequent.
@@ -97,9 +96,7 @@ class ExperiencePipeline:
                 forget_notes(experience)
             metrics: dict[str, float] = {}
             if self.chain is not None:
-                start = time.perf_counter()
                 some, metrics = await self.chain.process(some, step, copies, untrained)
-                metrics["time/operators"] = time.perf_counter() - start
             tidy_ones.extend(some)
             return some, metrics
 
@@ -111,10 +108,12 @@ class ExperiencePipeline:
             experiences, metrics = await refill(experiences, metrics, step, more, tidy, self._strategy.survivors)
             untrained.leave_out(tidy_ones, experiences, "surplus")
         start = time.perf_counter()
+        self._written.calls = []
         count, added = await self._strategy.add(experiences, step)
         metrics |= {**added, "experience_pipeline/written": float(count)}
         metrics["time/add_strategy"] = time.perf_counter() - start
-        return metrics | self._note_untrained(untrained, all_of_them, experiences, step)
+        metrics |= self._note_untrained(untrained, all_of_them, experiences, step)
+        return self._written.experiences, metrics
 
     def _note_untrained(
         self, untrained: Untrained, received: list[Experience], weighed: list[Experience], step: int

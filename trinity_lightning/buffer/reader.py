@@ -230,8 +230,7 @@ def create_reader(buffer: BufferConfig, seed: int = 0) -> BufferReader:
 
         reader: CursorReader = StepReader(place)
     else:
-        from trinity_lightning.buffer.replay import ReplayReader
-        from trinity_lightning.buffer.sql import SqlReader
+        from trinity_lightning.buffer.sql import ReplayReader, SqlReader
 
         if buffer.order != "fifo":
             return ReplayReader(

@@ -68,9 +68,11 @@ def run_reward(run: Run) -> float:
     if len(rewards) < len(run):
         raise ExperienceError(f"run {run[0].eid.rid}: every reward must be a finite number.")
     if not equal_rewards(rewards):
-        from trinity_lightning.common.experience.fields import unequal_rewards
-
-        raise unequal_rewards(run[0].eid.rid, rewards)
+        raise ExperienceError(
+            f"run {run[0].eid.rid}: the rewards of its {len(run)} steps differ ({min(rewards):g} to {max(rewards):g}), "
+            "and it is compared with the task's other runs by one reward: choose add_strategy=step_wise_grpo (the last "
+            "step's reward) or gigpo (their sum), or give every step the run's reward (step_reward=return)."
+        )
     return rewards[0]
 
 

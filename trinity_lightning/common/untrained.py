@@ -1,14 +1,12 @@
 """Experiences that are not trained on: what filters judge runs by, and what helps if nothing is left."""
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from numbers import Real
 
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.runs import RESERVED, Run, last_step, raw_reward, runs_of
-from trinity_lightning.config.values import text
+from trinity_lightning.config.values import as_float, text
 
 # -- what filters judge runs by: the reward before operators, or another number that workflows gave --------------------
 
@@ -63,16 +61,14 @@ def metric_of(run: Run, metric: str) -> float | None:
     for experience in sorted(run, key=lambda each: each.eid.step, reverse=True):
         metrics, info = experience.metrics, experience.info
         for value in (metrics.get(metric), metrics.get(f"reward/{metric}"), info.get(metric)):
-            if value is not None:
-                return _number(experience, metric, value)
+            if value is None:
+                continue
+            if (number := as_float(value)) is None:
+                raise ExperienceError(
+                    f"experience {experience.eid}: '{metric}' must be a number to judge by, not {value!r}."
+                )
+            return number
     return None
-
-
-def _number(experience: Experience, metric: str, value: object) -> float:
-    number = value.item() if hasattr(value, "item") and math.prod(value.shape) == 1 else value  # type: ignore[attr-defined]
-    if not isinstance(number, Real):
-        raise ExperienceError(f"experience {experience.eid}: '{metric}' must be a number to judge by, not {value!r}.")
-    return float(number)
 
 
 # -- why nothing of an explore step is trained on, and what helps ------------------------------------------------------

@@ -95,6 +95,13 @@ def numbered(names: Sequence[str]) -> list[str]:
     return [name if (n := names[: i + 1].count(name)) == 1 else f"{name}_{n}" for i, name in enumerate(names)]
 
 
+def as_float(value: Any) -> float | None:
+    """A real number of any kind (the scalars of NumPy and torch, too) as float; None for anything else."""
+    if hasattr(value, "shape"):
+        value = value.item() if math.prod(value.shape) == 1 else None
+    return float(value) if isinstance(value, Real) else None
+
+
 def check_version(state: Mapping[str, Any], names: Sequence[str], part: str) -> None:
     """ConfigError unless a checkpoint's state of that part of a run has all these names: earlier versions had fewer."""
     missing = [name for name in names if name not in state]

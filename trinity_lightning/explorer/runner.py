@@ -7,16 +7,14 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any, cast
-
-from torch import Tensor
 
 from trinity_lightning.common.experience import EID, Experience, ExperienceError, group_by
 from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.values import as_float
 from trinity_lightning.errors import RewardError, RolloutError
 from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.tasks.task import Task
@@ -284,9 +282,8 @@ def mean_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for experience in experiences:
         for name, value in experience.metrics.items():
-            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            if isinstance(number, Real):
-                values.setdefault(name, []).append(float(number))
+            if (number := as_float(value)) is not None:
+                values.setdefault(name, []).append(number)
     return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 

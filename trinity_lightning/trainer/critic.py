@@ -1,6 +1,6 @@
 """The critic of a PolicyModule (algorithm.critic): its values, the advantages made of them, and its loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -147,13 +147,13 @@ class Critic(nn.Module):
         nothing = [torch.zeros(each.response_length) for each in batch.experiences]
         if not any(map(len, nothing)):
             return {"advantages": nothing, "returns": nothing}
-        config, mask = self.config, _padded([trained_mask(each) for each in batch.experiences])
+        config, mask = self.config, gather_rows([trained_mask(each) for each in batch.experiences])
         rewards = torch.zeros(mask.shape)
         last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1, keepdim=True)
         rewards.scatter_(1, last, torch.tensor(given))
         if config.kl_coef:
             rewards -= self.kl_coef * self._kl(columns, mask)
-        advantages, returns = gae(_padded(columns["values"]), rewards, mask, config.gamma, config.lam)
+        advantages, returns = gae(gather_rows(columns["values"]), rewards, mask, config.gamma, config.lam)
         if config.whiten:
             advantages = whitened(advantages, mask)
         return {"advantages": _rows(advantages, batch), "returns": _rows(returns, batch)}
@@ -166,13 +166,13 @@ class Critic(nn.Module):
 
     def _mean_kl(self, batch: OptimizerBatch, columns: dict[str, list[Tensor]]) -> float:
         """Nats a response, of those with a trained token."""
-        mask = _padded([trained_mask(each) for each in batch.experiences])
+        mask = gather_rows([trained_mask(each) for each in batch.experiences])
         return float(self._kl(columns, mask).sum() / mask.any(-1).sum())
 
     def _kl(self, columns: dict[str, list[Tensor]], mask: Tensor) -> Tensor:
         """Estimates [B, R] of trained tokens; 0 elsewhere."""
-        old = _padded(columns["old_logprobs"])
-        return KL_FN.get(self.config.kl_name)(old, _padded(columns["ref_logprobs"]), old).masked_fill(~mask, 0.0)
+        old = gather_rows(columns["old_logprobs"])
+        return KL_FN.get(self.config.kl_name)(old, gather_rows(columns["ref_logprobs"]), old).masked_fill(~mask, 0.0)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -214,10 +214,6 @@ class Critic(nn.Module):
             found["critic/kl"] = self._mean_kl(batch, batch.columns)
             found["critic/kl_coef"] = self.kl_coef
         return found
-
-
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    return gather_rows(list(rows), max(map(len, rows)))
 
 
 def _rows(values: Tensor, batch: OptimizerBatch) -> list[Tensor]:

@@ -395,10 +395,8 @@ def _logprobs(experience: Experience) -> Tensor:
     return torch.zeros(experience.response_length) if experience.logprobs is None else experience.logprobs.float()
 
 
-def _pad(rows: Sequence[Tensor]) -> Tensor:
-    if rows[0].dim() > 1:
-        return pad_sequence(list(rows), batch_first=True)
-    return gather_rows(list(rows), max(map(len, rows)))
+def _pad(rows: list[Tensor]) -> Tensor:
+    return pad_sequence(rows, batch_first=True) if rows[0].dim() > 1 else gather_rows(rows)
 
 
 # -- passes through a model --------------------------------------------------------------------------------------------

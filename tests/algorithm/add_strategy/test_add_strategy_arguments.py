@@ -1,5 +1,4 @@
 import pytest
-from support.strategies import ListWriter
 
 from trinity_lightning.algorithm.add_strategy import (
     ADD_STRATEGY,
@@ -11,6 +10,7 @@ from trinity_lightning.algorithm.add_strategy import (
     RewardVarianceAddStrategy,
     StepWiseGRPOStrategy,
 )
+from trinity_lightning.common.writer import ListWriter
 from trinity_lightning.errors import ConfigError
 
 

@@ -10,16 +10,8 @@ from trinity_lightning.algorithm.add_strategy import (
     create_add_strategy,
 )
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.common.writer import ListWriter
 from trinity_lightning.errors import ConfigError
-
-
-class ListWriter(BufferWriter):
-    def __init__(self):
-        self.calls = []
-
-    def write(self, experiences):
-        self.calls.append(list(experiences))
 
 
 def experiences(*groups):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from support.strategies import INVALID, ONE_WRITE_A_TASK, ListWriter, add, advantages, scores, step_of
+from support.strategies import INVALID, ONE_WRITE_A_TASK, add, advantages, scores, step_of
 
 from trinity_lightning.algorithm.add_strategy import (
     ADD_STRATEGY,
@@ -16,6 +16,7 @@ from trinity_lightning.algorithm.add_strategy import (
 )
 from trinity_lightning.algorithm.add_strategy.baseline_add_strategies import BaselineAddStrategy
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
+from trinity_lightning.common.writer import ListWriter
 
 # Score rewards within a task. on_policy_distill needs none, and a critic's are scored by the trainer: see their tests.
 GRPO_LIKE = [

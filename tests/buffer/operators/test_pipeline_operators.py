@@ -17,16 +17,7 @@ from trinity_lightning.buffer.operators import ExperienceOperatorV1, OnError, Op
 from trinity_lightning.buffer.operators.experience_operator import snapshot
 from trinity_lightning.buffer.pipeline import ExperiencePipeline
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.errors import ConfigError, OperatorError
-
-
-class ListWriter(BufferWriter):
-    def __init__(self):
-        self.written = []
-
-    def write(self, experiences):
-        self.written.extend(experiences)
 
 
 def traced(*groups):
@@ -37,8 +28,7 @@ def traced(*groups):
 
 
 def pipeline_of(*configs, folder=None, strategy="reinforce"):
-    writer = ListWriter()
-    return ExperiencePipeline(strategy, writer, configs, folder=folder), writer
+    return ExperiencePipeline(strategy, configs, folder=folder)
 
 
 def process(pipeline, exps, step=1):
@@ -50,9 +40,9 @@ def own(name, on_error: Any = OnError.stop, **args):
 
 
 def test_operators_run_in_order_before_the_strategy():
-    pipeline, writer = pipeline_of(OperatorConfig("reward_filter", {"threshold": 1.0}), own("AddOne", amount=5.0))
-    metrics = process(pipeline, traced([0, 1], [2, 0.5]))
-    assert rewards(writer.written) == [6.0, 7.0]
+    pipeline = pipeline_of(OperatorConfig("reward_filter", {"threshold": 1.0}), own("AddOne", amount=5.0))
+    written, metrics = process(pipeline, traced([0, 1], [2, 0.5]))
+    assert rewards(written) == [6.0, 7.0]
     assert metrics["experience_pipeline/reward_filter/filtered_count"] == 2
     assert metrics[f"experience_pipeline/{HERE}.AddOne/sum"] == 13
     assert metrics["experience_pipeline/written"] == 2
@@ -62,8 +52,8 @@ def test_operators_run_in_order_before_the_strategy():
 
 def test_operators_have_names_and_times_of_their_own():
     filters = [OperatorConfig("reward_filter", {"threshold": t}) for t in (0.0, 1.0, 2.0)]
-    pipeline, _ = pipeline_of(*filters, OperatorConfig(f"{HERE}.Old"))
-    metrics = process(pipeline, step_of([-1, 0, 1, 2]))
+    pipeline = pipeline_of(*filters, OperatorConfig(f"{HERE}.Old"))
+    _, metrics = process(pipeline, step_of([-1, 0, 1, 2]))
     assert [metrics[f"experience_pipeline/reward_filter{end}/filtered_count"] for end in ("", "_2", "_3")] == [1, 1, 1]
     times = [key for key in metrics if key.startswith("time/operator/")]
     assert times == [*(f"time/operator/{i}_RewardFilter" for i in range(3)), "time/operator/3_Old"]
@@ -71,20 +61,20 @@ def test_operators_have_names_and_times_of_their_own():
 
 
 def test_without_operators_nothing_is_timed_or_copied():
-    pipeline, writer = pipeline_of()
+    pipeline = pipeline_of()
     exps = step_of([0, 1])
-    metrics = process(pipeline, exps)
-    assert writer.written[0] is exps[0]
+    written, metrics = process(pipeline, exps)
+    assert written[0] is exps[0]
     assert not [key for key in metrics if "operator" in key]
     assert pipeline.chain is None
 
 
 def test_the_caller_s_list_stays_as_it_is():
-    pipeline, writer = pipeline_of(own("Fails", where="nowhere"))
+    pipeline = pipeline_of(own("Fails", where="nowhere"))
     exps = step_of([0, 1])
-    process(pipeline, exps)
+    written, _ = process(pipeline, exps)
     assert len(exps) == 2
-    assert writer.written == []
+    assert written == []
 
 
 def test_any_real_number_is_a_metric(caplog):
@@ -102,10 +92,10 @@ def test_any_real_number_is_a_metric(caplog):
     }
     with_gradient = torch.tensor(3.5, requires_grad=True)
     others = {"text": "a", "complex": 1j, "list": [1], "tensors": torch.ones(2), "arrays": np.ones(0), "nothing": None}
-    pipeline, _ = pipeline_of(own("Numbers", metrics=numbers | others | {"with_gradient": with_gradient}))
+    pipeline = pipeline_of(own("Numbers", metrics=numbers | others | {"with_gradient": with_gradient}))
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
-            metrics = process(pipeline, step_of([0, 1]), step)
+            _, metrics = process(pipeline, step_of([0, 1]), step)
     prefix = f"experience_pipeline/{HERE}.Numbers/"
     found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     assert found == {key: float(value) for key, value in numbers.items()} | {"with_gradient": 3.5}
@@ -118,16 +108,16 @@ def test_the_selector_s_metric_is_not_logged(caplog):
     exps = step_of([0, 1])
     for exp in exps:
         exp.info["task_index"] = {"taskset_id": "sums", "index": 5}
-    pipeline, _ = pipeline_of(OperatorConfig("pass_rate_calculator"))
+    pipeline = pipeline_of(OperatorConfig("pass_rate_calculator"))
     with caplog.at_level(logging.WARNING):
-        metrics = process(pipeline, exps)
+        _, metrics = process(pipeline, exps)
     assert metrics["experience_pipeline/pass_rate_calculator/selection/pass_rate/mean"] == 0.5
     assert not [name for name in metrics if "selector_metric" in name]
     assert "selector_metric" not in caplog.text
 
 
 def test_operators_are_prepared_once_and_closed():
-    pipeline, _ = pipeline_of(own("AddOne"))
+    pipeline = pipeline_of(own("AddOne"))
     (operator,) = operators_of(pipeline)
     assert isinstance(operator, AddOne)
 
@@ -143,7 +133,7 @@ def test_operators_are_prepared_once_and_closed():
 
 
 def test_a_failed_preparation_closes_the_others_and_names_the_operator():
-    pipeline, _ = pipeline_of(own("AddOne"), own("Fails", where="prepare"))
+    pipeline = pipeline_of(own("AddOne"), own("Fails", where="prepare"))
     with pytest.raises(
         OperatorError, match=r"operator 'support.operators.Fails' \(Fails\) could not be prepared: Runtime"
     ):
@@ -152,7 +142,7 @@ def test_a_failed_preparation_closes_the_others_and_names_the_operator():
 
 
 def test_a_failed_close_closes_the_others_and_names_the_operator():
-    pipeline, _ = pipeline_of(own("AddOne"), own("Fails", where="close"), own("AddOne"))
+    pipeline = pipeline_of(own("AddOne"), own("Fails", where="close"), own("AddOne"))
 
     async def live():
         await pipeline.prepare()
@@ -168,7 +158,7 @@ def test_a_failed_close_closes_the_others_and_names_the_operator():
 def test_a_failing_operator_stops_and_leaves_the_step_as_it_came(tmp_path):
     exps = traced([0, 1], [2, 3])
     before = copy.deepcopy(exps)
-    pipeline, writer = pipeline_of(own("AddOne"), own("AddOne", fail_at=2), folder=tmp_path)
+    pipeline = pipeline_of(own("AddOne"), own("AddOne", fail_at=2), folder=tmp_path)
     with pytest.raises(
         OperatorError, match=r"operator 'support.operators.AddOne_2' \(AddOne\) failed at explore step 7"
     ) as e:
@@ -179,45 +169,44 @@ def test_a_failing_operator_stops_and_leaves_the_step_as_it_came(tmp_path):
     assert str(path) in str(e.value)
     assert Experience.deserialize_many(path.read_bytes()) == before
     assert [file.name for file in path.parent.iterdir()] == ["step_7.trxp"]
-    assert writer.written == []
 
 
 def test_without_a_folder_the_error_says_that_nothing_was_saved():
-    pipeline, _ = pipeline_of(own("Fails"))
+    pipeline = pipeline_of(own("Fails"))
     with pytest.raises(OperatorError, match="no folder was given"):
         process(pipeline, step_of([0]))
 
 
 def test_a_step_that_cannot_be_saved_is_told_with_the_operator_s_error(tmp_path):
     (tmp_path / "rejected").write_text("in the way")
-    pipeline, _ = pipeline_of(own("Fails"), folder=tmp_path)
+    pipeline = pipeline_of(own("Fails"), folder=tmp_path)
     with pytest.raises(OperatorError, match=r"no process today\n.*could not be saved: (FileExists|NotADirectory)Error"):
         process(pipeline, step_of([0]))
     exps = step_of([0])
     exps[0].info["odd"] = {1, 2}
-    pipeline, _ = pipeline_of(own("Fails"), folder=tmp_path / "other")
+    pipeline = pipeline_of(own("Fails"), folder=tmp_path / "other")
     with pytest.raises(OperatorError, match="could not be saved: ExperienceError"):
         process(pipeline, exps)
 
 
 @pytest.mark.parametrize("result", [None, [], ([], {}, 1), ([1], {}), ("", 3), ({}, {})])
 def test_what_an_operator_returns_is_checked(result):
-    pipeline, _ = pipeline_of(own("Returns", result=result))
+    pipeline = pipeline_of(own("Returns", result=result))
     with pytest.raises(OperatorError, match="TypeError: process must return"):
         process(pipeline, step_of([0]))
 
 
 def test_no_metrics_at_all_are_allowed():
     exps = tuple(step_of([0, 1]))
-    pipeline, writer = pipeline_of(own("Returns", result=(exps, None)))
-    process(pipeline, step_of([3]))
-    assert writer.written == list(exps)
+    pipeline = pipeline_of(own("Returns", result=(exps, None)))
+    written, _ = process(pipeline, step_of([3]))
+    assert written == list(exps)
 
 
 def test_a_skipped_operator_leaves_no_trace(caplog):
     """It has changed two experiences in place before it failed; what the operator before did to them stays."""
     exps = traced([0, 1], [2, 3])
-    pipeline, writer = pipeline_of(
+    pipeline = pipeline_of(
         OperatorConfig("reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "bonus"}]}),
         own("AddOne", OnError.skip, fail_at=2),
         OperatorConfig("reward_filter", {"threshold": 1.0}),
@@ -225,12 +214,13 @@ def test_a_skipped_operator_leaves_no_trace(caplog):
     for exp in exps:
         exp.info["bonus"] = 0.5
     with caplog.at_level(logging.WARNING):
-        metrics = process(pipeline, exps)
-    assert rewards(writer.written) == [1.5, 2.5, 3.5]
+        written, metrics = process(pipeline, exps)
+    assert rewards(written) == [1.5, 2.5, 3.5]
     assert rewards(exps) == [0.5, 1.5, 2.5, 3.5]  # what observers have is what is trained on
     assert exps[0].info["trace"] == []
-    for exp in writer.written:
+    for exp in written:
         assert exp.info == {"bonus": 0.5, "trace": []}
+        assert exp.action_mask is not None
         assert exp.action_mask.tolist() == [True, True]
     assert metrics["experience_pipeline/support.operators.AddOne/failed"] == 1
     assert "time/operator/1_AddOne" in metrics
@@ -240,19 +230,19 @@ def test_a_skipped_operator_leaves_no_trace(caplog):
 
 def test_on_error_may_be_given_by_its_name():
     """In code as in a configuration; it counted as `stop` unless it was the enum's member."""
-    pipeline, writer = pipeline_of(own("AddOne", "skip", fail_at=1))
-    metrics = process(pipeline, traced([0, 1]))
+    pipeline = pipeline_of(own("AddOne", "skip", fail_at=1))
+    written, metrics = process(pipeline, traced([0, 1]))
     assert metrics["experience_pipeline/support.operators.AddOne/failed"] == 1
-    assert rewards(writer.written) == [0, 1]
+    assert rewards(written) == [0, 1]
     with pytest.raises(ConfigError, match=r"unknown operators\..*on_error 'skipp'.*Did you mean 'skip'"):
         pipeline_of(own("AddOne", "skipp"))
 
 
 def test_a_skippable_operator_that_works_says_so():
-    pipeline, writer = pipeline_of(own("AddOne", OnError.skip))
-    metrics = process(pipeline, traced([0, 1]))
+    pipeline = pipeline_of(own("AddOne", OnError.skip))
+    written, metrics = process(pipeline, traced([0, 1]))
     assert metrics["experience_pipeline/support.operators.AddOne/failed"] == 0
-    assert rewards(writer.written) == [1, 2]
+    assert rewards(written) == [1, 2]
 
 
 def test_a_cancelled_step_is_no_failure(tmp_path):
@@ -261,7 +251,7 @@ def test_a_cancelled_step_is_no_failure(tmp_path):
             await asyncio.sleep(60)
             return exps, {}
 
-    pipeline, _ = pipeline_of(own("AddOne", OnError.skip), folder=tmp_path)
+    pipeline = pipeline_of(own("AddOne", OnError.skip), folder=tmp_path)
     operators_of(pipeline)[0].__class__ = Waits
 
     async def live():
@@ -318,7 +308,7 @@ def test_what_experiences_share_their_snapshots_share():
 def test_what_cannot_be_copied_is_told(tmp_path):
     exps = step_of([0])
     exps[0].info["loop"] = (i for i in range(3))
-    pipeline, _ = pipeline_of(OperatorConfig("reward_filter"), folder=tmp_path)
+    pipeline = pipeline_of(OperatorConfig("reward_filter"), folder=tmp_path)
     with pytest.raises(ExperienceError, match=r"experience 1/0/0/0/\w+: info cannot be copied"):
         process(pipeline, exps)
 
@@ -333,6 +323,6 @@ class SetsInfo(ExperienceOperatorV1):
 
 
 def test_an_operator_that_breaks_a_field_is_named_with_it():
-    pipeline, _ = pipeline_of(OperatorConfig(f"{__name__}.SetsInfo"))
+    pipeline = pipeline_of(OperatorConfig(f"{__name__}.SetsInfo"))
     with pytest.raises(OperatorError, match=r"SetsInfo.*info of an Experience was set to None.*info=\{\}"):
         process(pipeline, step_of([0, 1]))

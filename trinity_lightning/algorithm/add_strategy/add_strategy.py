@@ -21,7 +21,7 @@ from trinity_lightning.common.runs import (
     runs_of,
     spread_of_each,
 )
-from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.common.writer import BufferWriter, ListWriter
 from trinity_lightning.config.registry import PARTS, Registry, import_object
 from trinity_lightning.config.values import number, numbered, one_of, unknown_name
 from trinity_lightning.errors import ConfigError
@@ -169,8 +169,14 @@ class AddStrategy(ABC):
         stats = group_stats(rewards, index_of(groups))
         return ((stats.size > 1) & (stats.std > self.std_threshold)).tolist()
 
-    def _filtered(self, given: int, written: int) -> Metrics:
-        return {} if self.std_threshold is None else {"filtered_count": float(given - written)}
+    async def write_groups(self, groups: Iterable[list[Experience]], given: int, invalid: int) -> tuple[int, Metrics]:
+        """One write a group: how many experiences these are; and of the given ones, what was left out, in metrics."""
+        written = 0
+        for group in filter(None, groups):
+            await self.writer.write_async(group)
+            written += len(group)
+        filtered = {} if self.std_threshold is None else {"filtered_count": float(given - written)}
+        return written, {INVALID_GROUP_COUNT: float(invalid), **filtered}
 
     def survivors(self, experiences: list[Experience]) -> Groups:
         """The groups of these experiences that would be written, by task; for strategies with `refills`."""
@@ -224,11 +230,8 @@ class GroupAdvantageStrategy(AddStrategy):
         reject_dpo(exps)
         groups, invalid = self.split_valid(self.group_experiences(exps))
         weighed, group_metrics = self.weigh_groups(groups)
-        for group in filter(None, weighed):
-            await self.writer.write_async(group)
-        metrics = spread_of_each(group_metrics, "group_advantages") | {INVALID_GROUP_COUNT: float(invalid)}
-        written = sum(map(len, weighed))
-        return written, metrics | self._filtered(len(exps), written)
+        written, counts = await self.write_groups(weighed, len(exps), invalid)
+        return written, spread_of_each(group_metrics, "group_advantages") | counts
 
 
 class TaskAdvantageStrategy(GroupAdvantageStrategy):
@@ -325,24 +328,6 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
 # -- By name, alone or one after the other -----------------------------------------------------------------------------
 
 
-class _Recorder(BufferWriter):
-    """Holds what a strategy wrote until it is taken; and passes it on if it has a writer."""
-
-    def __init__(self, writer: BufferWriter | None) -> None:
-        self._writer = writer
-        self.held: list[Experience] = []
-
-    def write(self, experiences: list[Experience]) -> None:
-        if self._writer is not None:
-            self._writer.write(experiences)
-        self.held += experiences
-
-    async def write_async(self, experiences: list[Experience]) -> None:
-        if self._writer is not None:
-            await self._writer.write_async(experiences)
-        self.held += experiences
-
-
 class ComposedAddStrategy(AddStrategy):
     """Several strategies in a row: each gets the whole step that the one before it let through.
 
@@ -363,8 +348,8 @@ class ComposedAddStrategy(AddStrategy):
                 f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}."
             )
         self.stages: dict[str, list[Experience]] = {}
-        self._recorders = [*(_Recorder(None) for _ in specs[1:]), _Recorder(writer)]
-        self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._recorders, strict=True)]
+        self._writers = [ListWriter() for _ in specs]
+        self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._writers, strict=True)]
         self._labels = numbered([name for name, _ in specs])
         self.refills = self.strategies[0].refills
 
@@ -379,13 +364,15 @@ class ComposedAddStrategy(AddStrategy):
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
         self.stages = {}
         count, metrics = 0, {}
-        for label, strategy, recorder in zip(self._labels, self.strategies, self._recorders, strict=True):
-            recorder.held = []
+        for label, strategy, writer in zip(self._labels, self.strategies, self._writers, strict=True):
+            writer.calls = []
             returned: Any = await strategy.add(experiences, step)
             check_returned(strategy, "add", returned, int, "number of experiences written, metrics by name")
             count, added = returned
-            self.stages[label] = experiences = recorder.held
+            self.stages[label] = experiences = writer.experiences
             metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
+        for call in self._writers[-1].calls:
+            await self.writer.write_async(call)
         return count, metrics
 
 

@@ -39,12 +39,15 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
         super().__init__(writer, variance_threshold, metric, **unknown)
         self.seed = whole_number("seed", seed, least=0)
 
-    async def _write(self, kept: Groups, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
+        written, metrics = await super().add(experiences, step)
+        if metrics:
+            metrics["duplicated_count"] = written - (len(experiences) - metrics["filtered_count"])
+        return written, metrics
+
+    def _writes(self, kept: Groups, experiences: list[Experience], step: int) -> list[list[Experience]]:
         originals = [exp for group in kept.values() for exp in group]
-        copies = self._copies(kept, experiences, len(experiences) - len(originals), step)
-        if originals:
-            await self.writer.write_async(originals + copies)
-        return len(originals) + len(copies), {"duplicated_count": float(len(copies))}
+        return [originals + self._copies(kept, experiences, len(experiences) - len(originals), step)]
 
     def _copies(self, groups: Groups, experiences: list[Experience], missing: int, step: int) -> list[Experience]:
         """At least `missing` copies, of whole groups, if there is any group."""

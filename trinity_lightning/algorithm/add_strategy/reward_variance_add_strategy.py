@@ -7,7 +7,6 @@ import torch
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import (
-    INVALID_GROUP_COUNT,
     AddStrategy,
     Groups,
     Metrics,
@@ -54,17 +53,14 @@ class RewardVarianceAddStrategy(AddStrategy):
         start = time.perf_counter()
         reject_dpo(experiences)
         kept, invalid = self._differing(experiences)
-        written, metrics = await self._write(kept, experiences, step)
+        written, metrics = await self.write_groups(self._writes(kept, experiences, step), len(experiences), invalid)
         metrics["filtered_count"] = float(len(experiences) - sum(map(len, kept.values())))
-        metrics[INVALID_GROUP_COUNT] = float(invalid)
         metrics["add_strategy_time"] = time.perf_counter() - start
         return written, metrics
 
-    async def _write(self, kept: Groups, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Write these groups of the experiences: the number written, and further metrics."""
-        for group in kept.values():
-            await self.writer.write_async(group)
-        return sum(map(len, kept.values())), {}
+    def _writes(self, kept: Groups, experiences: list[Experience], step: int) -> list[list[Experience]]:
+        """What each write is of, if these groups of the experiences are kept."""
+        return list(kept.values())
 
     def survivors(self, experiences: list[Experience]) -> Groups:
         return self._differing(experiences)[0]

@@ -3,14 +3,13 @@
 import math
 from abc import abstractmethod
 from collections.abc import Hashable
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import (
-    INVALID_GROUP_COUNT,
     AddStrategy,
     Groups,
     Metrics,
@@ -54,12 +53,8 @@ class RunAdvantageStrategy(AddStrategy):
         valid, invalid = split_valid({task: self.rewarded(runs) for task, runs in tasks.items()})
         weighed = [tasks[task] for task in valid]
         metrics = self.weigh_tasks(weighed) if weighed else []
-        written = 0
-        for runs, keep in zip(weighed, self.kept_groups([list(runs.values()) for runs in weighed]), strict=True):
-            for run in runs.values() if keep else ():
-                await self.writer.write_async(run)
-                written += len(run)
-        counts = {INVALID_GROUP_COUNT: float(invalid)} | self._filtered(len(exps), written)
+        kept = compress(weighed, self.kept_groups([list(runs.values()) for runs in weighed]))
+        written, counts = await self.write_groups((run for runs in kept for run in runs.values()), len(exps), invalid)
         return written, spread_of_each(metrics, "group_advantages") | counts
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from trinity_lightning.buffer.operators.experience_operator import AuxiliaryModels, ExperienceOperatorV1
+from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.judge import VerdictError, check_prompt, filled, read_score
 from trinity_lightning.config.values import number, unknown_name, whole_number
@@ -33,37 +33,49 @@ BACKOFF_SECONDS = 0.5  # before the second attempt, doubled before each further 
 _DEGENERATE = (ValueError, ArithmeticError, RecursionError, AttributeError)
 
 
-def _clients(models: AuxiliaryModels, model: str | int, operator: str) -> Sequence[Any]:
-    """Those of an auxiliary model. ConfigError: there is none of that key."""
-    if clients := models.get(model):
-        return clients
-    raise ConfigError(f"{operator}: {unknown_name('auxiliary model', str(model), [str(key) for key in models])}")
+class AskingOperator(ExperienceOperatorV1):
+    """Base of the operators that ask an auxiliary model.
 
-
-async def _answer_to(
-    ask: Callable[[], Coroutine[Any, Any, T]], slots: asyncio.Semaphore, seconds: float, max_retries: int
-) -> T:
-    """What `ask` returns, tried again if it fails or takes longer than so many seconds.
-
-    Raises:
-        RolloutError: why the last attempt failed.
+    Args:
+        model: key of the auxiliary models.
+        timeout: seconds one attempt may take. A server of the run that has died is started again within one.
+        max_retries: further attempts after a failed one.
     """
-    from openai import OpenAIError
 
-    reason = ""
-    for attempt in range(1 + max_retries):
-        if attempt:
-            await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
-        try:
-            async with slots, asyncio.timeout(seconds):
-                return await ask()
-        except TimeoutError:
-            reason = f"no answer within {seconds:g} s"
-        except RolloutError as error:
-            reason = str(error)
-        except (OpenAIError, *_DEGENERATE) as error:
-            reason = f"{type(error).__name__}: {error}"
-    raise RolloutError(reason)
+    def __init__(self, model: str | int, timeout: float, max_retries: int) -> None:
+        self.model = model
+        self.timeout = number("timeout", timeout, above=0)
+        self.max_retries = whole_number("max_retries", max_retries, least=0)
+
+    def clients(self, operator: str) -> Sequence[Any]:
+        """Those of the auxiliary model. ConfigError: there is none of that key."""
+        if clients := self.auxiliary_models.get(self.model):
+            return clients
+        known = map(str, self.auxiliary_models)
+        raise ConfigError(f"{operator}: {unknown_name('auxiliary model', str(self.model), known)}")
+
+    async def answer_to(self, ask: Callable[[], Coroutine[Any, Any, T]], slots: asyncio.Semaphore) -> T:
+        """What `ask` returns, tried again if it fails or takes too long.
+
+        Raises:
+            RolloutError: why the last attempt failed.
+        """
+        from openai import OpenAIError
+
+        reason = ""
+        for attempt in range(1 + self.max_retries):
+            if attempt:
+                await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
+            try:
+                async with slots, asyncio.timeout(self.timeout):
+                    return await ask()
+            except TimeoutError:
+                reason = f"no answer within {self.timeout:g} s"
+            except RolloutError as error:
+                reason = str(error)
+            except (OpenAIError, *_DEGENERATE) as error:
+                reason = f"{type(error).__name__}: {error}"
+        raise RolloutError(reason)
 
 
 async def _all_of(requests: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -79,7 +91,7 @@ async def _all_of(requests: Iterable[Coroutine[Any, Any, None]]) -> None:
 # -- a judge -----------------------------------------------------------------------------------------------------------
 
 
-class JudgeOperator(ExperienceOperatorV1):
+class JudgeOperator(AskingOperator):
     """Asks a model for a score of each response, from 0 to 1, and adds weight * score to the reward.
 
     The model is to answer with JSON, {"score": <0..1>}, alone or within other text. `info["judge_score"]` is set; an
@@ -87,11 +99,9 @@ class JudgeOperator(ExperienceOperatorV1):
     server, no valid score), after all attempts, keeps its reward and is counted and logged.
 
     Args:
-        model: key of the auxiliary models.
+        model, timeout, max_retries: as `AskingOperator`.
         prompt: template; {prompt}, {response} and {answer} (from `info["answer"]`) are filled in, other braces stay.
         weight: of the score in the reward.
-        timeout: seconds one attempt may take.
-        max_retries: further attempts after a failed one.
         sampling: further arguments of the request; temperature 0 unless it says otherwise.
     """
 
@@ -104,12 +114,10 @@ class JudgeOperator(ExperienceOperatorV1):
         max_retries: int = 2,
         sampling: dict[str, Any] | None = None,
     ) -> None:
+        super().__init__(model, timeout, max_retries)
         check_prompt("prompt", prompt)
-        self.model = model
         self.prompt = prompt
         self.weight = number("weight", weight)
-        self.timeout = number("timeout", timeout, above=0)
-        self.max_retries = whole_number("max_retries", max_retries, least=0)
         if not isinstance(sampling, Mapping | None):
             raise ConfigError(f"sampling must be {{argument: value}}, not {sampling!r}.")
         self.sampling = {"temperature": 0.0, **(sampling or {})}
@@ -121,8 +129,7 @@ class JudgeOperator(ExperienceOperatorV1):
         Raises:
             ConfigError: no auxiliary model of that key, or its server has several models and none of that name.
         """
-        clients = _clients(self.auxiliary_models, self.model, "judge")
-        self._names = {id(client): await self._name_on(client) for client in clients}
+        self._names = {id(client): await self._name_on(client) for client in self.clients("judge")}
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """All experiences; metrics: `score/mean` of those judged, `failed_count` of the others.
@@ -141,8 +148,7 @@ class JudgeOperator(ExperienceOperatorV1):
 
         async def judge(client: "AsyncOpenAI", question: str, exp: Experience) -> None:
             try:
-                ask = partial(self._ask, client, question)
-                score = await _answer_to(ask, slots, self.timeout, self.max_retries)
+                score = await self.answer_to(partial(self._ask, client, question), slots)
             except RolloutError as error:
                 failures[str(error)] += 1
                 return
@@ -198,7 +204,7 @@ class JudgeOperator(ExperienceOperatorV1):
 # -- a teacher ---------------------------------------------------------------------------------------------------------
 
 
-class TeacherTopK(ExperienceOperatorV1):
+class TeacherTopK(AskingOperator):
     """Sets `info["teacher_top_k"]`, {"ids": int32 [response, k], "logprobs": float32 [response, k]}, by a teacher.
 
     The teacher is a vLLM server that reads the policy's own token ids (`prompt_logprobs` of its completions API): an
@@ -207,11 +213,9 @@ class TeacherTopK(ExperienceOperatorV1):
     environment wrote too; experiences of which nothing is trained on are not.
 
     Args:
-        model: key of the auxiliary models.
+        model, timeout, max_retries: as `AskingOperator`.
         k: number of tokens kept at each place. All others count as one more: a small k is enough for a teacher that is
             sure.
-        timeout: seconds one attempt may take. A server of the run that has died is started again within one.
-        max_retries: further attempts after a failed one.
     """
 
     advice = (
@@ -220,10 +224,8 @@ class TeacherTopK(ExperienceOperatorV1):
     )
 
     def __init__(self, model: str | int = "teacher", k: int = 16, timeout: float = 600, max_retries: int = 2) -> None:
-        self.model = model
+        super().__init__(model, timeout, max_retries)
         self.k = whole_number("k", k, least=1)
-        self.timeout = number("timeout", timeout, above=0)
-        self.max_retries = whole_number("max_retries", max_retries, least=0)
 
     async def prepare(self) -> None:
         """Ask a teacher that is an endpoint about two tokens; one that the run starts can answer, but is not up yet.
@@ -231,7 +233,7 @@ class TeacherTopK(ExperienceOperatorV1):
         Raises:
             ConfigError: there is no teacher of that name, or it does not give its likeliest tokens.
         """
-        for client in _clients(self.auxiliary_models, self.model, "teacher_top_k"):
+        for client in self.clients("teacher_top_k"):
             if (url := getattr(client, "endpoint", None)) is not None:
                 await self._check(client, url)
 
@@ -268,13 +270,13 @@ class TeacherTopK(ExperienceOperatorV1):
     ) -> dict[str, torch.Tensor]:
         """What the teacher finds likeliest at the tokens from `start` on."""
         try:
-            return await _answer_to(lambda: self._ask(client, tokens, start), slots, self.timeout, self.max_retries)
+            return await self.answer_to(lambda: self._ask(client, tokens, start), slots)
         except RolloutError as error:
             attempts = 1 + self.max_retries
             raise RolloutError(f"the teacher '{self.model}' failed (attempts: {attempts}): {error}") from error
 
     async def _ask(self, client: Any, tokens: list[int], start: int) -> dict[str, torch.Tensor]:
-        # vLLM samples at least one token. Attempts are counted by `_answer_to`.
+        # vLLM samples at least one token. Attempts are counted by `answer_to`.
         response = await client.with_options(max_retries=0).completions.create(
             model=client.model_path,
             prompt=tokens,

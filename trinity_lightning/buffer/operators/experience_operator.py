@@ -5,17 +5,14 @@ import contextlib
 import copy
 import inspect
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from trinity_lightning.common.experience import Experience, ExperienceError
@@ -24,7 +21,7 @@ from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import RAW_REWARD, Untrained, is_valid_reward
 from trinity_lightning.config.parts import OnError, OperatorConfig, on_error_of
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.values import numbered, unknown_name
+from trinity_lightning.config.values import as_float, numbered, unknown_name
 from trinity_lightning.errors import ConfigError, OperatorError
 
 if TYPE_CHECKING:
@@ -282,7 +279,7 @@ class OperatorChain:
         Raises:
             OperatorError: an operator failed whose on_error is `stop`; what the step received is saved.
         """
-        metrics: dict[str, float] = {}
+        began, metrics = time.perf_counter(), dict[str, float]()
         if self._folder is not None:
             received += snapshot(experiences)
         for stage in self._stages:
@@ -308,14 +305,14 @@ class OperatorChain:
             metrics |= self._numbers(stage, values)
             if before is not None:
                 metrics[f"experience_pipeline/{stage.label}/failed"] = float(experiences is given)
-        return experiences, metrics
+        return experiences, metrics | {"time/operators": time.perf_counter() - began}
 
     def _numbers(self, stage: _Stage, values: Mapping[str, Any]) -> dict[str, float]:
         """The real numbers among an operator's metrics, under their full names."""
         metrics = {}
         for key, value in values.items():
             name = f"experience_pipeline/{stage.label}/{key}"
-            number = as_number(value)
+            number = as_float(value)
             if number is not None:
                 metrics[name] = number
             elif key != SELECTOR_METRIC and name not in self._warned:
@@ -363,13 +360,6 @@ def _copy_experience(experience: Experience, memo: dict[int, Any]) -> Experience
                 raise ExperienceError(f"experience {experience.eid}: {name} cannot be copied: {error}") from error
     copied.eid = copy.copy(experience.eid)
     return copied
-
-
-def as_number(value: Any) -> float | None:
-    """A real number of any kind (numpy's and torch's scalars too) as float; None for anything else."""
-    if isinstance(value, Tensor | np.generic | np.ndarray):
-        value = value.item() if math.prod(value.shape) == 1 else None
-    return float(value) if isinstance(value, Real) else None
 
 
 def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:

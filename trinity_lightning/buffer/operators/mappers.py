@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from operator import add, mul, sub, truediv
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from trinity_lightning.buffer.operators.experience_operator import SELECTOR_METRIC, ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.runs import is_valid_reward, last_step, raw_reward, runs_of, spread
-from trinity_lightning.config.values import number, unknown_name, whole_number
+from trinity_lightning.config.values import as_float, number, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 
 # How a reward and a weighted number become the new reward.
@@ -45,11 +44,11 @@ class _Rule:
         value = exp.info.get(self.stats_key)
         if value is None:
             return None
-        if not isinstance(value, Real):
+        if (number := as_float(value)) is None:
             raise ExperienceError(
                 f"experience {exp.eid}: info['{self.stats_key}'] must be a number to shape by, not {value!r:.80}."
             )
-        weighted = self.weight * float(value)
+        weighted = self.weight * number
         return None if self.op_type == "DIV" and weighted == 0 else OPERATIONS[self.op_type](reward, weighted)
 
 

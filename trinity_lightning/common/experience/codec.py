@@ -9,7 +9,7 @@ offset  size  content
 24      8     xxh3_64 of everything else, little-endian
 32      ...   tensors "<what>.<dtype>" in safetensors format, then metadata in msgpack
 
-What msgpack has no type for is a list that starts with a marker, as `values` has it. Of experiences, each field is one
+What msgpack has no type for is a list that starts with a marker, as `reading` has it. Of experiences, each field is one
 flat tensor a dtype, each plain field one list, and all are checked in bulk.
 """
 
@@ -112,7 +112,7 @@ class Writer:
         try:
             metadata = self.encode(value)
         except PACKING_ERRORS as error:
-            from trinity_lightning.common.experience.values import find_unencodable
+            from trinity_lightning.common.experience.reading import find_unencodable
 
             raise ExperienceError(find_unencodable(value) or str(error)) from error
         header, size = self._layout()
@@ -167,7 +167,7 @@ class Writer:
 
     def _encode_other(self, value: Any) -> Any:
         """What msgpack shall pack in place of a value it has no type for."""
-        from trinity_lightning.common.experience.values import encoded  # few experiences have any
+        from trinity_lightning.common.experience.reading import encoded  # few experiences have any
 
         return encoded(value, self.add)
 
@@ -261,7 +261,7 @@ def serialize_many(experiences: Sequence[Experience]) -> bytes:
     try:
         return writer.pack({"count": len(experiences), "columns": columns, "rows": chunks})
     except ExperienceError:
-        from trinity_lightning.common.experience.values import refuse_unencodable
+        from trinity_lightning.common.experience.reading import refuse_unencodable
 
         refuse_unencodable(experiences, columns)
         raise
@@ -277,13 +277,13 @@ def _plain_columns(experiences: Sequence[Experience]) -> Columns:
     columns = {name: list(map(attrgetter(name), experiences)) for name in COLUMN_TYPES}
     for name, column in columns.items():
         if not set(map(type, column)) <= set(COLUMN_TYPES[name]):  # assigned since, perhaps by numpy arithmetic
-            from trinity_lightning.common.experience.values import find_wrong_type
+            from trinity_lightning.common.experience.reading import find_wrong_type
 
             plain = [each.item() if isinstance(each, np.generic) else each for each in column]
             columns[name] = list(map(reward_value, column)) if name == "reward" else plain
             _refuse(find_wrong_type({name: columns[name]}), experiences)
     if any(columns["custom_fields"]):
-        from trinity_lightning.common.experience.values import custom_field_rows
+        from trinity_lightning.common.experience.reading import custom_field_rows
 
         columns["custom_fields"] = [custom_field_rows(each) for each in columns["custom_fields"]]
     return columns
@@ -301,7 +301,7 @@ def _add_field(experiences: Sequence[Experience], name: str, writer: Writer) -> 
         row_lengths = list(map(Tensor.numel, rows))
         lengths[slice(None) if indices is None else indices] = np.fromiter(row_lengths, np.int64, len(rows))
         if kind[2:] != (True, torch.strided):
-            from trinity_lightning.common.experience.values import host_tensor
+            from trinity_lightning.common.experience.reading import host_tensor
 
             rows = list(map(host_tensor, rows))
         chunks.append([writer.add(name, kind[0], rows, row_lengths), indices, row_lengths])

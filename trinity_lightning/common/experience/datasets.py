@@ -21,8 +21,7 @@ from trinity_lightning.common.experience.experience import (
     ExperienceFormatError,
     ExperienceType,
 )
-from trinity_lightning.common.experience.reading import read_custom_fields, unpack
-from trinity_lightning.common.experience.values import custom_field_rows
+from trinity_lightning.common.experience.reading import custom_field_rows, read_custom_fields, unpack
 
 if TYPE_CHECKING:
     from datasets import Dataset

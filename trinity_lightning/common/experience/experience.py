@@ -1,5 +1,6 @@
 """`Experience`: the result of one rollout, unpadded; its identity, and the rules that it keeps."""
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -317,10 +318,11 @@ def check_assigned(experience: Experience) -> None:
         ExperienceError: eid, info, metrics or reward is of the wrong type; the message names the field and the fix.
     """
     for name, kind in (("eid", EID), ("info", dict), ("metrics", dict)):
-        if not isinstance(getattr(experience, name), kind):
-            from trinity_lightning.common.experience.fields import wrongly_assigned
-
-            raise wrongly_assigned(experience, name, kind)
+        if not isinstance(value := getattr(experience, name), kind):
+            raise ExperienceError(
+                f"{name} of an Experience was set to {value!r:.80}: it must be of type {kind.__name__}, at least "
+                f"{name}={'EID()' if kind is EID else '{}'}."
+            )
     experience.reward = reward_value(experience.reward)
 
 
@@ -382,9 +384,11 @@ def _mask(value: Any, name: str) -> Tensor:
     """Per-token mask [len]: a tensor as it is, anything list-like of booleans, zeros and ones as bool."""
     if isinstance(value, Tensor):
         return _one_dimensional(value, name)
-    from trinity_lightning.common.experience.fields import mask_of  # few experiences have any
-
-    return mask_of(value, name)
+    array = as_array(value, name, "biuf", "a 1-D tensor or list of booleans")
+    mask = array.astype(bool)
+    if not np.array_equal(mask, array):
+        raise ExperienceError(f"{name}: expected booleans, zeros or ones, got other numbers.")
+    return torch.from_numpy(mask)
 
 
 def reward_value(value: Any) -> float | None:
@@ -399,9 +403,8 @@ def reward_value(value: Any) -> float | None:
 def _prompt_length(value: Any) -> int:
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
-    from trinity_lightning.common.experience.fields import no_length
-
-    raise no_length(value)
+    shown = value if isinstance(value, float) and not math.isfinite(value) else type(value).__name__
+    raise ExperienceError(f"prompt_length: expected an int, got {shown}.")
 
 
 def _instance_of(value: Any, name: str, kind: type) -> Any:
@@ -412,9 +415,9 @@ def _instance_of(value: Any, name: str, kind: type) -> Any:
 
 
 def _custom_fields(value: Any, name: str) -> list[CustomField]:
-    from trinity_lightning.common.experience.fields import custom_fields  # few experiences have any
-
-    return custom_fields(value, name)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, CustomField) for each in value):
+        raise ExperienceError(f"{name}: expected a list of CustomField.")
+    return list(value)
 
 
 def _tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:

@@ -4,8 +4,6 @@ Imported where it is needed: what the explorer makes needs none of it.
 """
 
 import dataclasses
-import math
-import numbers
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -13,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.experience.experience import EID, CustomField, Experience, ExperienceError, as_array
+from trinity_lightning.common.experience.experience import EID, Experience, ExperienceError
+from trinity_lightning.config.values import as_float
 from trinity_lightning.errors import ReadOnlyError
 
 # -- fields given in another form than they are kept in ----------------------------------------------------------------
@@ -31,33 +30,17 @@ def eid_of(fields: Any) -> EID:
         ) from error
 
 
-def mask_of(value: Any, name: str) -> Tensor:
-    """A mask [len] from anything list-like of booleans, zeros and ones; an ExperienceError if it is none."""
-    array = as_array(value, name, "biuf", "a 1-D tensor or list of booleans")
-    mask = array.astype(bool)
-    if not np.array_equal(mask, array):
-        raise ExperienceError(f"{name}: expected booleans, zeros or ones, got other numbers.")
-    return torch.from_numpy(mask)
-
-
 def real_number(value: Any, name: str) -> float:
     """A real number, of numpy or torch perhaps, as float; an ExperienceError if it is none."""
-    if isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0:
-        value = value.item()
-    if isinstance(value, (numbers.Real, np.bool_)):
-        try:
-            return float(value)
-        except OverflowError as error:
-            raise ExperienceError(f"{name}: expected a number within the range of a float.") from error
-    what = f"shape {tuple(value.shape)}" if isinstance(value, (Tensor, np.ndarray)) else type(value).__name__
-    raise ExperienceError(f"{name}: expected a real number or None, got {what}.")
-
-
-def custom_fields(value: Any, name: str) -> list[CustomField]:
-    """A list of custom fields; an ExperienceError if it is none."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(each, CustomField) for each in value):
-        raise ExperienceError(f"{name}: expected a list of CustomField.")
-    return list(value)
+    is_array = getattr(value, "ndim", 0) > 0
+    try:
+        number = None if is_array else as_float(value)
+    except OverflowError as error:
+        raise ExperienceError(f"{name}: expected a number within the range of a float.") from error
+    if number is None:
+        what = f"shape {tuple(value.shape)}" if is_array else type(value).__name__
+        raise ExperienceError(f"{name}: expected a real number or None, got {what}.")
+    return number
 
 
 def tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
@@ -137,38 +120,6 @@ def no_column(experiences: Sequence[Experience], name: str, dtype: torch.dtype |
     found = row.dtype if isinstance(row, Tensor) else type(row).__name__
     wanted = f"{dtype} as in the first of the batch" if dtype else "a tensor"
     return ExperienceError(f"experience {experiences[at].eid.uid}: {name}: expected {wanted}, got {found}.")
-
-
-def too_wide(experiences: Sequence[Experience], lengths: np.ndarray, width: int, what: str) -> ExperienceError:
-    """The error for the first of these lengths that is not from 0 to the width; `what`: the length in words."""
-    at = int(np.flatnonzero((lengths < 0) | (lengths > width))[0])
-    return ExperienceError(
-        f"experience {experiences[at].eid.uid}: expected {what} of at most {width}, got {lengths[at]}."
-    )
-
-
-def unequal_rewards(run: str, rewards: Sequence[float]) -> ExperienceError:
-    """The error for rewards that differ between the steps of a run."""
-    return ExperienceError(
-        f"run {run}: the rewards of its {len(rewards)} steps differ ({min(rewards):g} to {max(rewards):g}), and it is "
-        "compared with the task's other runs by one reward: choose add_strategy=step_wise_grpo (the last step's "
-        "reward) or gigpo (their sum), or give every step the run's reward (step_reward=return)."
-    )
-
-
-def wrongly_assigned(experience: Experience, name: str, kind: type) -> ExperienceError:
-    """The error for a field that was set to a value of the wrong type."""
-    fix = "EID()" if kind is EID else "{}"
-    return ExperienceError(
-        f"{name} of an Experience was set to {getattr(experience, name)!r:.80}: it must be of type {kind.__name__}, at "
-        f"least {name}={fix}."
-    )
-
-
-def no_length(value: object) -> ExperienceError:
-    """The error for a prompt_length that is no whole number."""
-    shown = value if isinstance(value, float) and not math.isfinite(value) else type(value).__name__
-    return ExperienceError(f"prompt_length: expected an int, got {shown}.")
 
 
 def read_only(name: str, fields: Container[str]) -> ReadOnlyError:

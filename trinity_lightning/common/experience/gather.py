@@ -44,12 +44,11 @@ def lengths_of(rows: Sequence[Tensor]) -> np.ndarray:
 
 
 def check_widths(experiences: Sequence[Experience], lengths: np.ndarray, width: int, what: str) -> None:
-    """Every length must fit the width; the error names the first experience that does not."""
-    if lengths.max() <= width and lengths.min() >= 0:
-        return
-    from trinity_lightning.common.experience.fields import too_wide
-
-    raise too_wide(experiences, lengths, width, what)
+    """Every length must fit the width; the error names the first experience that does not; `what`: it in words."""
+    wrong = np.flatnonzero((lengths < 0) | (lengths > width))
+    if len(wrong):
+        uid = experiences[wrong[0]].eid.uid
+        raise ExperienceError(f"experience {uid}: expected {what} of at most {width}, got {lengths[wrong[0]]}.")
 
 
 def to_device(batch: Tensor, device: Device, pin_memory: bool) -> Tensor:
@@ -86,12 +85,13 @@ def gather_response_attrs(
     return to_device(gather_rows(rows, max_response_length, pad_value), device, pin_memory)
 
 
-def gather_rows(rows: list[Tensor], width: int, pad_value: float = 0) -> Tensor:
-    """Vectors of one dtype, at least one and none longer than `width`, padded on the right: [B, width].
+def gather_rows(rows: list[Tensor], width: int | None = None, pad_value: float = 0) -> Tensor:
+    """Vectors of one dtype, at least one and none longer than `width` (None: the longest), padded on the right: [B, R].
 
     Nothing is checked.
     """
     with torch.no_grad():
+        width = max(map(Tensor.numel, rows)) if width is None else width
         if min(map(Tensor.numel, rows)) == width:
             return torch.cat(rows).view(len(rows), width)  # takes a third of the time of what follows
         batch = pad_sequence(rows, batch_first=True, padding_value=pad_value)

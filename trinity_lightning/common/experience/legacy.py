@@ -22,7 +22,7 @@ from trinity_lightning.common.experience.experience import (
     Experience,
     ExperienceFormatError,
 )
-from trinity_lightning.common.experience.reading import check_size
+from trinity_lightning.common.experience.reading import check_size, faults_of
 
 VERSION = 1
 _HEADER = struct.Struct("<4sBQQ")
@@ -44,12 +44,8 @@ def read_version_1(view: memoryview) -> list[Experience]:
     check_size(view, _HEADER.size + metadata_size + tensor_size)
     split = _HEADER.size + metadata_size
     metadata = load_plain(bytes(view[_HEADER.size : split]))
-    try:
+    with faults_of("payload cannot be read"):
         return _read_items(metadata, safetensors.torch.load(bytes(view[split:])))
-    except ExperienceFormatError:
-        raise
-    except Exception as error:  # whatever a forged payload provokes in a parser is the payload's fault
-        raise ExperienceFormatError(f"payload cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _read_items(metadata: Any, tensors: dict[str, Tensor]) -> list[Experience]:
@@ -153,15 +149,10 @@ def load_plain(data: bytes) -> Any:
             100 deep, contains itself, or is damaged.
     """
     unpickler = _PlainUnpickler(io.BytesIO(data))
-    try:
+    with faults_of("metadata: no readable pickle"):
         value = unpickler.load()
-        ended = not (unpickler.stack or unpickler.metastack or unpickler.read(1))
-    except ExperienceFormatError:
-        raise
-    except Exception as error:  # whatever a forged pickle provokes
-        raise ExperienceFormatError(f"metadata: no readable pickle: {type(error).__name__}: {error}") from error
-    if not ended:
-        raise ExperienceFormatError("metadata: the pickle does not end with its one value.")
+        if unpickler.stack or unpickler.metastack or unpickler.read(1):
+            raise ExperienceFormatError("metadata: the pickle does not end with its one value.")
     parts, _ = _measure(value, {})
     if parts > _MAX_PARTS_PER_BYTE * len(data):
         raise ExperienceFormatError("metadata: the pickle stands for a value out of all proportion to its size.")
@@ -204,10 +195,8 @@ def read_pickle(view: memoryview) -> list[Experience]:
     Raises:
         ExperienceFormatError: no pickle, or one of something else.
     """
-    try:
+    with faults_of("no readable pickle"):
         value = _Unpickler(io.BytesIO(view)).load()
-    except Exception as error:  # unpickling may raise anything
-        raise ExperienceFormatError(f"no readable pickle: {type(error).__name__}: {error}") from error
     experiences = value if isinstance(value, list) else [value]
     for item in experiences:
         if not isinstance(item, Experience):

@@ -1,16 +1,14 @@
 """What it was worth: reward functions `(response, task) -> float | dict[str, float]`, sync or async, and their sum."""
 
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.values import number
+from trinity_lightning.config.values import as_float, number
 from trinity_lightning.errors import ConfigError, RewardError
 from trinity_lightning.explorer.tasks.task import Task
 
@@ -88,7 +86,17 @@ async def score(rewards: Sequence[Reward], response: str, task: Task) -> tuple[f
 
 async def worth_here(reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
     """What a response is worth by one reward function, called in this process; see `worth`."""
-    return worth(reward, await _call(reward, response, task))
+    try:
+        if is_async(reward.function):
+            returned: Any = await cast("Awaitable[Any]", reward.function(response, task))
+        else:  # in a thread: a slow verifier must not hold up the other rollouts, nor one that hangs the time-out
+            returned = await run_in_thread(lambda: reward.function(response, task))
+            returned = await returned if inspect.isawaitable(returned) else returned
+    except (Exception, SystemExit) as error:  # a reward that executes code may meet exit()
+        from trinity_lightning.common.failures import raised
+
+        raise raised(reward.name, error) from error
+    return worth(reward, returned)
 
 
 def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
@@ -108,23 +116,8 @@ def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
     return value, metrics
 
 
-async def _call(reward: Reward, response: str, task: Task) -> Any:
-    try:
-        if is_async(reward.function):
-            return await cast("Awaitable[Any]", reward.function(response, task))
-        # In a thread: a slow verifier must not hold up the other rollouts, nor one that hangs the time-out.
-        value = await run_in_thread(lambda: reward.function(response, task))
-        return await value if inspect.isawaitable(value) else value
-    except (Exception, SystemExit) as error:  # a reward that executes code may meet exit()
-        from trinity_lightning.common.failures import raised
-
-        raise raised(reward.name, error) from error
-
-
 def _number(reward: Reward, part: str, value: Any) -> float:
-    # Scalars of torch and NumPy; neither is imported here, so that a reward's name is checked before torch is loaded.
-    number = value.item() if hasattr(value, "shape") and math.prod(value.shape) == 1 else value
-    if isinstance(number, Real) and abs(found := float(number)) <= _MOST:
+    if (found := as_float(value)) is not None and abs(found) <= _MOST:
         return found
     raise RewardError(
         f"reward function '{reward.name}' returned {part}{value!r}, expected a finite number (in float32)"

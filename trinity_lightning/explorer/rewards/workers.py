@@ -77,7 +77,7 @@ class RewardWorkers:
         await run_in_thread(self._end)
 
     async def worth(self, reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
-        """What a response is worth by one reward function, before weighting, and its metrics; see `_path_of`.
+        """What a response is worth by one reward function, before weighting, and its metrics; see `check_importable`.
 
         Raises:
             ConfigError: the function cannot be imported, or the task cannot be sent.
@@ -143,8 +143,8 @@ def _sendable(reward: Reward, task: Task) -> bytes:
         ) from error
 
 
-def _path_of(reward: Reward) -> str | None:
-    """The dotted path at which other processes find the function; of a lambda, say, where it should be.
+def check_importable(reward: Reward) -> str | None:
+    """The dotted path at which other processes find the function; a ConfigError if they do not find it there.
 
     None for one that belongs in this process: a judge that asks the run's models, or a coroutine function, which waits
     on the event loop.
@@ -152,18 +152,12 @@ def _path_of(reward: Reward) -> str | None:
     given, function = reward.given, reward.function
     if given is None or is_async(function):
         return None
-    if isinstance(given, str) and given not in REWARDS:
-        return given
     named: Any = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def check_importable(reward: Reward) -> str | None:
-    """See `_path_of`; a ConfigError if another process does not find the function there."""
-    if (path := _path_of(reward)) is None:
-        return None
+    path = f"{named.__module__}.{named.__qualname__}"  # of a lambda, say, where it should be
+    if isinstance(given, str) and given not in REWARDS:
+        path = given
     try:
-        found = import_object(path) is reward.function
+        found = import_object(path) is function
     except ValueError:
         found = False
     in_a_notebook = path.startswith("__main__.") and not hasattr(sys.modules["__main__"], "__file__")

@@ -256,7 +256,7 @@ def _check_one_format(folder: Path) -> None:
 def _rows_of(files: dict[str, list[Path]], split: str, as_text: bool) -> FileEntries:
     from datasets import ReadInstruction
 
-    names = _names(split)
+    names = names_of(split)
     used = {name: paths for name, paths in files.items() if name in names}
     entries = FileEntries([file for paths in used.values() for file in paths], as_text)
     counts = iter(entries.counts)
@@ -266,9 +266,9 @@ def _rows_of(files: dict[str, list[Path]], split: str, as_text: bool) -> FileEnt
     return entries.chosen([slice(starts[one.splitname] + one.from_, starts[one.splitname] + one.to) for one in parts])
 
 
-def _names(split: str) -> set[str]:
-    """The names of splits in a slice, or in a sum of several."""
-    return {name.partition("[")[0].strip() for name in split.split("+")}
+def names_of(split: str) -> list[str]:
+    """The names of splits in a slice, or in a sum of several, in order, each once."""
+    return list(dict.fromkeys(name.partition("[")[0].strip() for name in split.split("+")))
 
 
 def _split_of(splits: Any, split: str) -> "Entries":
@@ -297,7 +297,7 @@ def _rows(taskset: "TasksetConfig", size: Callable[[str, str, str | None], int])
     """Which entries of each split, whose size is asked for, a taskset has: all of them, or slices."""
     from datasets import ReadInstruction
 
-    sizes = {name: size(str(taskset.path), name, taskset.args.get("subset")) for name in _names(taskset.split)}
+    sizes = {name: size(str(taskset.path), name, taskset.args.get("subset")) for name in names_of(taskset.split)}
     rows = {name: np.zeros(count, bool) for name, count in sizes.items()}
     for each in ReadInstruction.from_spec(taskset.split).to_absolute(sizes):
         rows[each.splitname][each.from_ : each.to] = True

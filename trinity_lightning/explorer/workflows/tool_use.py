@@ -131,29 +131,23 @@ class ToolEnvironment:
         """The results of the response's calls, in their order, one after the other."""
         rest, calls = self.parse(response)
         if not calls and OPENING in rest:
-            results = [self._failed("unknown", "error: this is no valid tool call, its JSON cannot be read")]
+            results = [self._message("unknown", "error: this is no valid tool call, its JSON cannot be read", True)]
         else:
             results = [await self._result(call) for call in calls]
         messages = [{**result, "tool_call_id": f"call{i:05d}"} for i, result in enumerate(results)]
         return messages, 0.0, not results, {"metrics": dict(self._metrics)}
 
     async def _result(self, call: ToolCall) -> dict[str, Any]:
-        tool = self.tools.get(call.name)
-        if tool is None:
-            return self._failed(call.name, f"error: {unknown_name('tool', call.name, self.tools)}")
         try:
-            text = await tool.call(call.arguments, self.timeout)
+            if call.name not in self.tools:
+                raise ToolError(unknown_name("tool", call.name, self.tools))
+            return self._message(call.name, await self.tools[call.name].call(call.arguments, self.timeout))
         except ToolError as error:
-            return self._failed(call.name, f"error: {error}")
-        self._metrics["tool_calls"] += 1
-        return self._message(call.name, text)
+            return self._message(call.name, f"error: {error}", failed=True)
 
-    def _failed(self, name: str, text: str) -> dict[str, Any]:
+    def _message(self, name: str, text: str, failed: bool = False) -> dict[str, Any]:
         self._metrics["tool_calls"] += 1
-        self._metrics["tool_errors"] += 1
-        return self._message(name, text)
-
-    def _message(self, name: str, text: str) -> dict[str, Any]:
+        self._metrics["tool_errors"] += failed
         if len(text) > self.max_result_length:
             text = f"{text[: self.max_result_length]}... (cut)"
         return {"role": "tool", "name": name, "content": text}
