@@ -96,7 +96,7 @@ class VLLMEngine(InProcessEngine):
 
     def __init__(self, model: str, config: EngineConfig | None = None, **overrides: Any) -> None:
         require_vllm()
-        self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
+        self._config = dataclasses.replace(config or EngineConfig(), **overrides)
         if self._config.args or self._config.speculative:
             from trinity_lightning.config.servers import check_vllm_args
 
