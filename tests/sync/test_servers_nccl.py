@@ -137,7 +137,7 @@ class Receiver(VLLMServerEngine):
 
     def __init__(self) -> None:
         super().__init__("tiny", sync_method="nccl", **SETTINGS)
-        self._weight_shapes, self._dtype = weight_stream(tiny_model()).shapes, torch.float32
+        self._weight_shapes, self._dtype = dict(weight_stream(tiny_model()).shapes), torch.float32
         self.received: list[Tensor] = []
         self.ended: BaseException | None = None
 

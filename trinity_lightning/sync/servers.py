@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,20 @@ from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
 Server = Any  # a `VLLMServerEngine`, of a room that this one does not import
 
 
-class ToServers:
+class Sender(Protocol):
+    """Sends weights to all engines at once."""
+
+    async def send(self, stream: WeightStream, version: int) -> None:
+        """Give every engine these weights; a WeightSyncError: one did not take them, and may hold half of them."""
+
+    def close(self) -> None:
+        """Leave the engines; twice is allowed."""
+
+
+class ToServers(Sender):
     """The trainer, which sends, and the servers, which were all started to be sent weights by `method`.
+
+    One that died is started again before weights are sent. Those that do not fit touch no server.
 
     Args:
         models: the servers.
@@ -52,16 +64,6 @@ class ToServers:
         await asyncio.gather(*(server.load() for server in self._servers))
         for server in self._servers:
             check_shapes(shapes, server.weight_shapes)
-
-    async def send(self, stream: WeightStream, version: int) -> None:
-        """Give every server these weights; one that died is started again first.
-
-        A WeightSyncError: they do not fit, and no server was touched; or a server failed, and may hold half of them.
-        """
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Leave the servers; twice is allowed."""
 
 
 def announcement(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, Any]:
