@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from trinity_lightning.common.hardware import TORCH_DTYPES
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import CAPABILITIES, EngineConfig, EngineDtype, require_vllm
 from trinity_lightning.config.models import load_tokenizer, resolve_model
@@ -55,7 +56,6 @@ WHOLE_DISTRIBUTION = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-TORCH_DTYPES = {EngineDtype.bf16: torch.bfloat16, EngineDtype.fp32: torch.float32}
 
 
 class VLLMServerEngine(LoadedEngine):
