@@ -137,7 +137,7 @@ class Receiver(VLLMServerEngine):
 
     def __init__(self) -> None:
         super().__init__("tiny", sync_method="nccl", **SETTINGS)
-        self._weight_shapes, self._dtype = weight_stream(tiny_model()).shapes, torch.float32
+        self._weight_shapes, self._dtype = dict(weight_stream(tiny_model()).shapes), torch.float32
         self.received: list[Tensor] = []
         self.ended: BaseException | None = None
 
@@ -280,15 +280,11 @@ def test_a_server_that_was_not_started_for_it_says_so(servers: list[VLLMServerEn
         driver.run(joined_by(Refusing, servers[0]))
 
 
-def nothing() -> WeightStream:
-    return WeightStream.of([])
-
-
 @pytest.mark.parametrize("methods", [["checkpoint"], ["nccl", "checkpoint"], ["ipc"], []])
 def test_servers_that_take_weights_in_different_ways(methods: list[str]) -> None:
     engines = [VLLMServerEngine("tiny", sync_method=each, **SETTINGS) for each in methods]
     with pytest.raises(ConfigError, match="engine=vllm_server with synchronizer=nccl"):
-        WeightGroup(engines, torch.device("cuda"), nothing)
+        WeightGroup(engines, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("method", ["nccl", "ipc"])

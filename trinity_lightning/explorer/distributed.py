@@ -24,6 +24,7 @@ from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.rank_engine import EngineAnswers, RankEngine
 from trinity_lightning.monitor.csv_logger import step_of
+from trinity_lightning.sync.servers import Sender
 from trinity_lightning.sync.stream import Shape, WeightStream, parameter_stream
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class ExplorerFollower(L.Callback):
 # -- engines of all ranks (engine.per_rank): their weights -------------------------------------------------------------
 
 
-class RankWeights:
+class RankWeights(Sender):
     """On rank 0: gives all engines the same weights at once, rank 0's own among them; see `PolicyEngines.group`.
 
     Each tensor is handed to the other ranks as rank 0's own engine reads it, by the connection of gradients.
@@ -100,9 +101,6 @@ class RankWeights:
                 _spread(tensor.contiguous(), name, self.ranks)
             yield name, tensor
         self.ranks.exchange(None, at=TAKEN)
-
-    def close(self) -> None:
-        """There is no connection to close."""
 
 
 def _spread(tensor: Tensor, name: str, ranks: Ranks) -> None:

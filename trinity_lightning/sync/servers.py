@@ -4,7 +4,7 @@ import asyncio
 import base64
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -17,36 +17,27 @@ from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.errors import ConfigError, RolloutError, WeightSyncError
 from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
 
-
-class Server(Protocol):
-    """A vLLM server that can be sent weights, as `VLLMServerEngine` is one."""
-
-    sync_method: str
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def weight_shapes(self) -> dict[str, Shape]: ...
-
-    async def load(self) -> None: ...
-
-    async def workers(self) -> int: ...
-
-    async def join_group(self, invitation: Mapping[str, Any]) -> None: ...
-
-    async def receive_weights(
-        self, updates: AsyncIterator[dict[str, Any]], version: int, again: Callable[[], Awaitable[None]]
-    ) -> None: ...
+Server = Any  # a `VLLMServerEngine`, of a room that this one does not import
 
 
-class ToServers:
+class Sender(Protocol):
+    """Sends weights to all engines at once."""
+
+    async def send(self, stream: WeightStream, version: int) -> None:
+        """Give every engine these weights; a WeightSyncError: one did not take them, and may hold half of them."""
+
+    def close(self) -> None:
+        """Leave the engines; twice is allowed."""
+
+
+class ToServers(Sender):
     """The trainer, which sends, and the servers, which were all started to be sent weights by `method`.
+
+    One that died is started again before weights are sent. Those that do not fit touch no server.
 
     Args:
         models: the servers.
         device: where the trainer's weights are.
-        held: gives the weights that the servers were last sent, for one that is started again.
 
     Raises:
         ConfigError: an engine takes its weights in another way, or the trainer's weights are on a CPU.
@@ -54,19 +45,19 @@ class ToServers:
 
     method: ClassVar[str]
 
-    def __init__(
-        self, models: Sequence[InferenceModel], device: torch.device, held: Callable[[], WeightStream]
-    ) -> None:
-        servers: list[Any] = [model for model in models if getattr(model, "sync_method", None) == self.method]
-        if not servers or len(servers) < len(models):
+    def __init__(self, models: Sequence[InferenceModel], device: torch.device) -> None:
+        if not models or any(getattr(model, "sync_method", None) != self.method for model in models):
             raise ConfigError(
                 "weights are sent to servers that were started for it: engine=vllm_server with synchronizer="
                 f"{self.method}. In this process weights go by memory, to other servers as a folder."
             )
         check_device(device, self.method)
-        self._servers: list[Server] = servers
+        self._servers: list[Server] = list(models)
         self._device = device
-        self._held = held
+
+    async def form(self, shapes: Mapping[str, Shape]) -> None:
+        """Have every server run, and connect with it; a WeightSyncError: one does not join, or has other shapes."""
+        await self.check(shapes)
 
     async def check(self, shapes: Mapping[str, Shape]) -> None:
         """Have every server run; a WeightSyncError if what is going to be sent does not fit them."""
@@ -141,16 +132,14 @@ class NCCLGroup:
             self.close()
             raise RuntimeError("the group was closed")
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Send a contiguous tensor of `device`; `flush` waits for its end. RuntimeError: NCCL failed, or was closed."""
-        communicator = self._communicator
-        if communicator is None:
-            raise RuntimeError("the group was closed")
-        with torch.cuda.device(self.device):
-            communicator.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
-
-    def flush(self) -> None:
-        """Wait until all that was broadcast has been received."""
+    def send(self, stream: WeightStream, dtype: torch.dtype) -> None:
+        """Have every worker receive each tensor, in that dtype; RuntimeError: NCCL failed, or was closed."""
+        for _, tensor in stream:
+            if (communicator := self._communicator) is None:
+                raise RuntimeError("the group was closed")
+            with torch.cuda.device(self.device):
+                sent = tensor.to(self.device, dtype).contiguous()
+                communicator.broadcast(sent, src=0, stream=torch.cuda.current_stream())
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
@@ -173,24 +162,17 @@ class WeightGroup(ToServers):
 
     method = "nccl"
 
-    def __init__(
-        self, models: Sequence[InferenceModel], device: torch.device, held: Callable[[], WeightStream]
-    ) -> None:
-        super().__init__(models, device, held)
+    def __init__(self, models: Sequence[InferenceModel], device: torch.device) -> None:
+        super().__init__(models, device)
         self._group: NCCLGroup | None = None
         self._broken = False
         self._lock = asyncio.Lock()  # one group at a time is formed
 
     async def form(self, shapes: Mapping[str, Shape]) -> None:
-        """Have every worker of every server join; a WeightSyncError if one does not, or if these shapes do not fit."""
         await self.check(shapes)
         self._group = await self._joined_by(self._servers)
 
     async def send(self, stream: WeightStream, version: int) -> None:
-        """Give every server these weights; one that died is started again first.
-
-        A WeightSyncError: they do not fit, and no server was touched; or a server failed, and the group is broken.
-        """
         if self._broken:
             raise WeightSyncError("the group of trainer and servers broke in an earlier weight sync.")
         await self.check(stream.shapes)
@@ -204,13 +186,13 @@ class WeightGroup(ToServers):
                 self.close()
                 raise
 
-    async def _send_again(self, server: Server, version: int) -> None:
+    async def _send_again(self, server: Server, stream: WeightStream, version: int) -> None:
         """Give a server that was started again the weights that it had."""
         async with self._lock:
             await run_in_thread(self.close)  # NCCL may take seconds
             group = await self._joined_by([server])
             try:
-                await self._deliver(group, [server], self._held(), version)
+                await self._deliver(group, [server], stream, version)
             finally:
                 group.close()
 
@@ -234,14 +216,14 @@ class WeightGroup(ToServers):
         return group
 
     async def _deliver(self, group: NCCLGroup, servers: Sequence[Server], stream: WeightStream, version: int) -> None:
+        dtype = servers[0].dtype
+        update = announcement(stream.shapes, dtype)
         receiving = [
-            server.receive_weights(
-                _once(announcement(stream.shapes, server.dtype)), version, partial(self._send_again, server, version)
-            )
+            server.receive_weights(_once(update), version, partial(self._send_again, server, stream, version))
             for server in servers
         ]
         try:
-            await _together(run_in_thread(lambda: _broadcast(group, stream, servers[0].dtype)), receiving)
+            await _together(run_in_thread(lambda: group.send(stream, dtype)), receiving)
         except (WeightSyncError, RuntimeError, OSError) as error:
             raise WeightSyncError(
                 f"the weights did not reach every server, and one may hold half of them: {error}. Restart the "
@@ -249,7 +231,6 @@ class WeightGroup(ToServers):
             ) from error
 
     def close(self) -> None:
-        """Leave the group; twice is allowed."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -257,12 +238,6 @@ class WeightGroup(ToServers):
 
 async def _once(update: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     yield update
-
-
-def _broadcast(group: NCCLGroup, stream: WeightStream, dtype: torch.dtype) -> None:
-    for _, tensor in stream:
-        group.broadcast(tensor.to(group.device, dtype).contiguous())
-    group.flush()
 
 
 async def _together(sending: Coroutine[Any, Any, None], receiving: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -378,19 +353,10 @@ class SharedMemory(ToServers):
 
     method = "ipc"
 
-    async def form(self, shapes: Mapping[str, Shape]) -> None:
-        """Check what is going to be sent; a WeightSyncError if it does not fit the servers."""
-        await self.check(shapes)
-
     async def send(self, stream: WeightStream, version: int) -> None:
-        """As `WeightGroup.send`; after a WeightSyncError a server may hold half of the weights."""
-        await self.form(stream.shapes)
+        await self.check(stream.shapes)
         for server in self._servers:
             await self._deliver(server, stream, version)
-
-    async def _send_again(self, server: Server, version: int) -> None:
-        """Give a server that was started again the weights that it had."""
-        await self._deliver(server, self._held(), version)
 
     async def _deliver(self, server: Server, stream: WeightStream, version: int) -> None:
         parts = buckets(stream.shapes, server.dtype.itemsize, BUCKET_BYTES)
@@ -399,7 +365,7 @@ class SharedMemory(ToServers):
             buffer = SharedBuffer(largest * server.dtype.itemsize, self._device)
             try:
                 updates = _updates(buffer, parts, stream, server.dtype)
-                await server.receive_weights(updates, version, again=partial(self._send_again, server, version))
+                await server.receive_weights(updates, version, again=partial(self._deliver, server, stream, version))
             finally:
                 buffer.free()
         except (WeightSyncError, RolloutError, RuntimeError, OSError) as error:
@@ -407,9 +373,6 @@ class SharedMemory(ToServers):
                 f"a server on the trainer's GPU did not take the weights over (synchronizer.method=ipc): {error}. "
                 "synchronizer=checkpoint does not share memory of the GPU."
             ) from error
-
-    def close(self) -> None:
-        """There is nothing to leave."""
 
 
 async def _updates(
@@ -426,9 +389,7 @@ async def _updates(
 # -- either ------------------------------------------------------------------------------------------------------------
 
 
-def group_of(
-    models: Sequence[InferenceModel], device: torch.device, held: Callable[[], WeightStream]
-) -> WeightGroup | SharedMemory:
+def group_of(models: Sequence[InferenceModel], device: torch.device) -> ToServers:
     """What sends weights to these engines without a file; arguments and errors as of `ToServers`."""
     shared = any(getattr(model, "sync_method", None) == "ipc" for model in models)
-    return (SharedMemory if shared else WeightGroup)(models, device, held)
+    return (SharedMemory if shared else WeightGroup)(models, device)

@@ -16,7 +16,7 @@ from trinity_lightning.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from trinity_lightning.sync.converted import Parts
-    from trinity_lightning.sync.servers import SharedMemory, WeightGroup
+    from trinity_lightning.sync.servers import Sender
 
 Shape = tuple[int, ...]
 
@@ -195,7 +195,7 @@ class PolicyEngines(Generic[E]):
         self._keeps_copy = keeps_copy
         self._given: WeightStream | None = None
         self._restored: tuple[dict[str, Tensor], int] | None = None
-        self.group: WeightGroup | SharedMemory | None = None
+        self.group: Sender | None = None
 
     async def join(self, shapes: Mapping[str, Shape] | None = None) -> None:
         """Send weights, of these shapes or the trainer's, without a file from now on; errors as of a group's `form`."""
@@ -203,7 +203,7 @@ class PolicyEngines(Generic[E]):
 
         stream = self._trainers()
         self.leave()
-        self.group = group = group_of(self.models, stream.device, self._present)
+        self.group = group = group_of(self.models, stream.device)
         await group.form(stream.shapes if shapes is None else shapes)
 
     def leave(self) -> None:

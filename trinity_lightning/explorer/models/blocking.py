@@ -32,21 +32,17 @@ class BlockingModel:
         found = getattr(self._model, name)
         if not inspect.iscoroutinefunction(found):
             return found
-        return lambda *arguments, **settings: self._wait(lambda: found(*arguments, **settings))
+        return lambda *arguments, **settings: self._submit(found, *arguments, **settings).result()
 
     def get_openai_client(self) -> Any:
         """An `openai.OpenAI` whose calls block, and are kept; see `BoundModel.get_openai_async_client`."""
-        return blocking_client(lambda path, body: self._wait(lambda: self._model.openai_answer(path, body)))
+        return blocking_client(lambda path, body: self._submit(self._model.openai_answer, path, body).result())
 
     def get_openai_async_client(self) -> Any:
         """An `openai.AsyncOpenAI` for an event loop of the thread's own, whose calls are kept."""
 
         async def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-            future = self._submit(lambda: self._model.openai_answer(path, body))
-            try:
-                return await asyncio.wrap_future(future)
-            finally:
-                self._forget(future)
+            return await asyncio.wrap_future(self._submit(self._model.openai_answer, path, body))
 
         return async_client(answer)
 
@@ -58,14 +54,9 @@ class BlockingModel:
         for call in calls:
             call.cancel()
 
-    def _wait(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        future = self._submit(call)
-        try:
-            return future.result()
-        finally:
-            self._forget(future)
-
-    def _submit(self, call: Callable[[], Coroutine[Any, Any, T]]) -> "concurrent.futures.Future[T]":
+    def _submit(
+        self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: Any, **settings: Any
+    ) -> "concurrent.futures.Future[T]":
         if threading.get_ident() == self._loop_thread:
             raise RuntimeError(
                 "the event loop would wait for itself: call the model in run(), not in the constructor, and in an "
@@ -74,10 +65,7 @@ class BlockingModel:
         with self._lock:
             if self._closed:
                 raise RolloutError("the run is over (cancelled, or timed out): the model takes no more calls from it")
-            future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+            future = asyncio.run_coroutine_threadsafe(call(*arguments, **settings), self._loop)
             self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
         return future
-
-    def _forget(self, future: "concurrent.futures.Future[Any]") -> None:
-        with self._lock:
-            self._calls.discard(future)

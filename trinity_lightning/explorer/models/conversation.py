@@ -50,24 +50,26 @@ def text_of(content: object) -> str:
     raise ConfigError(f"a message's content must be text, or parts of type 'text'; this is {type(content).__name__}.")
 
 
-def too_long(prompt: int, context: int) -> PromptTooLongError:
-    """The error for a prompt of so many tokens, which fills the context."""
-    return PromptTooLongError(
-        f"the prompt has {prompt} tokens, and the model's context of {context} leaves no room for a response. Raise "
-        "engine.max_model_len, or drop such tasks."
-    )
+def lack_of_room(prompt: int, max_tokens: int | None, context: int, said: bool) -> None:
+    """Log, unless it was said, that a prompt leaves room for less than was asked for.
 
-
-def warn_of_room(prompt: int, max_tokens: int, context: int) -> None:
-    """Log that a prompt leaves room for fewer tokens than were asked for."""
-    logger.warning(
-        "a prompt of %d tokens leaves room for %d of the %d response tokens asked for (said once): raise "
-        "engine.max_model_len (%d), or lower max_tokens.",
-        prompt,
-        context - prompt,
-        max_tokens,
-        context,
-    )
+    Raises:
+        PromptTooLongError: it leaves none.
+    """
+    if prompt >= context:
+        raise PromptTooLongError(
+            f"the prompt has {prompt} tokens, and the model's context of {context} leaves no room for a response. "
+            "Raise engine.max_model_len, or drop such tasks."
+        )
+    if not said:
+        logger.warning(
+            "a prompt of %d tokens leaves room for %d of the %d response tokens asked for (said once): raise "
+            "engine.max_model_len (%d), or lower max_tokens.",
+            prompt,
+            context - prompt,
+            max_tokens,
+            context,
+        )
 
 
 # -- tool calls, as Hermes and Qwen write them: `<tool_call>{"name": ..., "arguments": ...}</tool_call>` ---------------

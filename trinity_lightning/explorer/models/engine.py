@@ -84,7 +84,6 @@ class Engine(ABC):
     async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
         await self.load()
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check_length(token_ids)
         self._check_room(len(token_ids), sampling.get("max_tokens"))
         chosen = {name: value for name, value in sampling.items() if value is not None}
         return await self._completions(token_ids, n, chosen)
@@ -103,7 +102,7 @@ class Engine(ABC):
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Temperature-1 log-probability of every token but the first; see `InferenceModel.logprobs`."""
         await self.load()
-        self._check_length(token_ids)
+        self._check_room(len(token_ids))
         return await self._logprobs(list(token_ids))
 
     def get_openai_async_client(self) -> Any:
@@ -180,19 +179,14 @@ class Engine(ABC):
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
-    def _check_length(self, token_ids: Sequence[int]) -> None:
-        if len(token_ids) >= self.max_model_len:
-            from trinity_lightning.explorer.models.conversation import too_long
+    def _check_room(self, prompt: int, max_tokens: int | None = None) -> None:
+        """PromptTooLongError if there is no room for one token; a warning, once, if there is less than asked for."""
+        if self.max_model_len - prompt >= max(max_tokens or 1, 1):
+            return
+        from trinity_lightning.explorer.models.conversation import lack_of_room
 
-            raise too_long(len(token_ids), self.max_model_len)
-
-    def _check_room(self, prompt: int, max_tokens: int | None) -> None:
-        room = self.max_model_len - prompt
-        if max_tokens is not None and max_tokens > room and not self._warned_of_room:
-            self._warned_of_room = True
-            from trinity_lightning.explorer.models.conversation import warn_of_room
-
-            warn_of_room(prompt, max_tokens, self.max_model_len)
+        lack_of_room(prompt, max_tokens, self.max_model_len, self._warned_of_room)
+        self._warned_of_room = True
 
 
 class LoadedEngine(Engine):
@@ -231,10 +225,9 @@ def response_text(tokenizer: Any, prompt: Sequence[int], written: Sequence[int])
 class InProcessEngine(LoadedEngine):
     """Base of the in-process engines: queueing, waiting, cancelling, and failing without a hang.
 
-    An engine implements `_load`, which sets what a `LoadedEngine` holds, `_add`, `_add_scoring`, `_abort`,
-    `_abort_all`, `_has_work`, `_step`, `_take_weights`, `_free`: all are called by one thread, never two at once. That
-    is the main thread of a run; without a `Driver` that of the event loop, on which the coroutines that wait call
-    `pump` themselves.
+    An engine implements `_load`, which sets what a `LoadedEngine` holds, `_add`, `_add_scoring`, `_abort`, `_has_work`,
+    `_step`, `_take_weights`, `_free`: all are called by one thread, never two at once. That is the main thread of a
+    run; without a `Driver` that of the event loop, on which the coroutines that wait call `pump` themselves.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -309,9 +302,6 @@ class InProcessEngine(LoadedEngine):
     def _abort(self, request_id: str) -> None: ...
 
     @abstractmethod
-    def _abort_all(self) -> None: ...
-
-    @abstractmethod
     def _has_work(self) -> bool: ...
 
     @abstractmethod
@@ -365,7 +355,8 @@ class InProcessEngine(LoadedEngine):
         failed, self._waiting = self._waiting, {}
         for reply in failed.values():
             reply.set_exception(RolloutError(reason))
-        self._abort_all()
+        for request_id in failed:  # after a step that raised they would be tried again without end
+            self._abort(request_id)
 
     def _post(self, command: Callable[[], object]) -> None:
         self._commands.put(command)

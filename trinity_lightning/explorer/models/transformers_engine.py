@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from trinity_lightning.config.engines import CAPABILITIES, EngineConfig
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import InProcessEngine, response_text
-from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
+from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes, parameter_stream
 
 # -- decoding: a batch, token by token, each sample with a generator and limits of its own -----------------------------
 
@@ -179,7 +179,7 @@ class TransformersEngine(InProcessEngine):
     capabilities = CAPABILITIES["transformers"]
 
     def __init__(self, model: str, config: EngineConfig | None = None, **overrides: Any) -> None:
-        config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
+        config = replace(config or EngineConfig(), **overrides)
         super().__init__(config.max_model_len)
         self._model_name = model
         self._max_rows = config.max_num_seqs or MAX_ROWS
@@ -197,7 +197,7 @@ class TransformersEngine(InProcessEngine):
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:
-        return {name: tuple(p.shape) for name, p in self._model.named_parameters(remove_duplicate=False)}
+        return dict(parameter_stream(self._model).shapes)
 
     def _load(self) -> None:
         if self._model is None:
@@ -237,18 +237,12 @@ class TransformersEngine(InProcessEngine):
             self._decoding.abort(request_id)
             self._decoding = self._decoding or None
 
-    def _abort_all(self) -> None:
-        self._queue.clear()
-        self._scoring.clear()
-        self._decoding = None
-
     def _has_work(self) -> bool:
         return bool(self._queue or self._scoring or self._decoding)
 
     def _take_weights(self, stream: WeightStream) -> None:
         """The trainer's weights are this engine's already; a checkpoint's are copied in."""
-        own = {name: p.detach() for name, p in self._model.named_parameters(remove_duplicate=False)}
-        sent = dict(stream)
+        own, sent = dict(parameter_stream(self._model)), dict(stream)
         if sent and all(name in own and each.data_ptr() == own[name].data_ptr() for name, each in sent.items()):
             return
         check_shapes(stream.shapes, self.weight_shapes)

@@ -84,15 +84,12 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
 
     def __init__(self, model: str, config: EngineConfig, *, shapes: Mapping[str, Shape], **others: Any) -> None:
         self._shapes = dict(shapes)
-        self._holder: ServerClient | None = None  # of the server that has adapters; one that is started again has none
+        self._holds = False  # whether the server has adapters
         super().__init__(model, _with_room(config, shapes), **others)
 
     @property
     def weight_shapes(self) -> dict[str, Shape]:
         return self._shapes
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_holder": None}
 
     async def _load(self) -> None:
         with _refused_by_name(self._model, self._log):
@@ -103,7 +100,7 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
 
     async def _check_model(self, client: ServerClient) -> None:
         await super()._check_model(client)
-        self._model_id = _NAME
+        self._model_id, self._holds = _NAME, False  # one that is started again has none
 
     async def _reload(self, folder: Path, version: int) -> None:
         """Have the server compute with the adapters of a folder.
@@ -115,11 +112,11 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
             _describe(folder, self._shapes)
             (folder / WEIGHTS).rename(folder / _TENSORS)
         named = {"lora_name": _NAME}
-        if self._holder is self._running():
-            self._holder = None
+        if self._holds:
+            self._holds = False
             await self._change("/v1/unload_lora_adapter", named)
         await self._change("/v1/load_lora_adapter", {**named, "lora_path": str(folder)})
-        self._holder = self._running()
+        self._holds = True
         await self._changed(version)
 
 

@@ -96,7 +96,7 @@ class VLLMEngine(InProcessEngine):
 
     def __init__(self, model: str, config: EngineConfig | None = None, **overrides: Any) -> None:
         require_vllm()
-        self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
+        self._config = dataclasses.replace(config or EngineConfig(), **overrides)
         if self._config.args or self._config.speculative:
             from trinity_lightning.config.servers import check_vllm_args
 
@@ -211,10 +211,6 @@ class VLLMEngine(InProcessEngine):
 
     def _abort(self, request_id: str) -> None:
         self._engine.abort_request([request_id])
-
-    def _abort_all(self) -> None:
-        # A step that raised leaves its requests in the scheduler, where they would be tried again without end.
-        self._engine.abort_request(list(self._engine.output_processor.request_states), internal=True)
 
     def _has_work(self) -> bool:
         return self._engine.has_unfinished_requests()

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from trinity_lightning.common.hardware import TORCH_DTYPES
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import CAPABILITIES, EngineConfig, EngineDtype, require_vllm
 from trinity_lightning.config.models import load_tokenizer, resolve_model
@@ -24,9 +26,9 @@ from trinity_lightning.config.servers import PARALLEL, check_vllm_args, visible_
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import LoadedEngine
-from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
+from trinity_lightning.explorer.models.server import CLOSED, ServerClient, ServerProcess
 from trinity_lightning.explorer.models.vllm_engine import engine_args
-from trinity_lightning.sync.files import MEMORY, WeightFolder
+from trinity_lightning.sync.files import WeightFolder
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,6 @@ WHOLE_DISTRIBUTION = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-TORCH_DTYPES = {EngineDtype.bf16: torch.bfloat16, EngineDtype.fp32: torch.float32}
 
 
 class VLLMServerEngine(LoadedEngine):
@@ -98,7 +99,7 @@ class VLLMServerEngine(LoadedEngine):
         name, engine = config.model.name, config.engine
         shutil.rmtree(folder / "weights", ignore_errors=True)  # of a run that was killed, and is resumed
         chosen, method = config.synchronizer.folder, config.synchronizer.method
-        weights = WeightFolder(chosen or folder / "weights", memory=None if chosen or engine.urls else MEMORY)
+        weights = WeightFolder(chosen or folder / "weights", in_memory=not (chosen or engine.urls))
         if engine.urls:
             return [cls(name, engine, url=url, weights=weights, sync_method=method, **others) for url in engine.urls]
         cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
@@ -126,7 +127,7 @@ class VLLMServerEngine(LoadedEngine):
     ) -> None:
         if url is None:
             require_vllm()
-        self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
+        self._config = replace(config or EngineConfig(), **overrides)
         check_vllm_args("engine", self._config, in_process=False)
         super().__init__(self._config.max_model_len)
         self._model = model
@@ -261,7 +262,7 @@ class VLLMServerEngine(LoadedEngine):
 
     def _running(self) -> ServerClient:
         if self._client is None:
-            raise RolloutError("the engine was shut down")
+            raise RolloutError(CLOSED)
         return self._client
 
     def _flags(self, path: str) -> list[str]:
@@ -394,7 +395,7 @@ class VLLMServerEngine(LoadedEngine):
 
     async def _take(self, stream: WeightStream, version: int) -> None:
         if self._weights is None:
-            self._weights = WeightFolder(memory=MEMORY if self._url is None else None)
+            self._weights = WeightFolder(in_memory=self._url is None)
         folder = await asyncio.to_thread(self._weights.write, stream, self._dtype)
         self._again = partial(self._reload, folder, version)
         try:
