@@ -17,13 +17,12 @@ from trinity_lightning.config.engines import (
     Capabilities,
     EngineConfig,
     EngineSleep,
-    SynchronizerConfig,
     require_vllm,
 )
 from trinity_lightning.config.models import check_model_name
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
 from trinity_lightning.config.trainer import gpu_count
-from trinity_lightning.config.values import AUTO, one_of, unknown_name, url, whole_number
+from trinity_lightning.config.values import AUTO, unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
 
 WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
@@ -36,16 +35,6 @@ def check_places(engine: EngineConfig) -> None:
     gpus = list(engine.gpus or ())
     if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
         raise ConfigError(f"engine.gpus is {gpus}; give different numbers of 0 or more.")
-
-
-def check_method(synchronizer: SynchronizerConfig) -> None:
-    """Refuse an unknown way of sending weights, and a folder that it does not write to; a ConfigError."""
-    method, folder = synchronizer.method, synchronizer.folder
-    one_of("synchronizer.method", method, ("auto", "memory", "checkpoint", *SENT))
-    if folder is not None and method in SENT:
-        raise ConfigError(
-            f"synchronizer.folder belongs to synchronizer=checkpoint, not to synchronizer={method}: leave it out."
-        )
 
 
 def visible_gpus() -> list[str] | None:
@@ -99,7 +88,10 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
 
 
 def check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
-    """Refuse a way of sending weights that the engine does not take; a ConfigError."""
+    """Refuse a way of sending weights that the engine does not take, and a folder that nothing is written to.
+
+    A ConfigError.
+    """
     synchronizer, engine = run.synchronizer, run.engine
     method, methods = synchronizer.method, can.sync_methods
     if method not in ("auto", *methods):
@@ -107,10 +99,9 @@ def check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
             f"synchronizer.method is {method}, and weights reach engine={engine.name} by {' or '.join(methods)}: set "
             f"synchronizer={methods[0]}, or auto."
         )
-    if synchronizer.folder is not None and "checkpoint" not in methods:
-        raise ConfigError(
-            f"synchronizer.folder belongs to synchronizer=checkpoint, not to engine={engine.name}: leave it out."
-        )
+    if synchronizer.folder is not None and (method in SENT or "checkpoint" not in methods):
+        other = f"synchronizer={method}" if method in SENT else f"engine={engine.name}"
+        raise ConfigError(f"synchronizer.folder belongs to synchronizer=checkpoint, not to {other}: leave it out.")
 
 
 def _check_share(key: str, engine: EngineConfig, servers: int, sync_offset: int, here: bool) -> None:
@@ -325,8 +316,12 @@ def check_vllm_args(key: str, engine: EngineConfig, in_process: bool, here: bool
         raise ConfigError(
             f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
         )
-    if in_process:
-        check_one_device(engine.args)
+    for name in PARALLEL if in_process else ():
+        if engine.args.get(name, 1) != 1:
+            raise ConfigError(
+                f"engine.args.{name} is {engine.args[name]}, and engine=vllm computes on one device: choose "
+                "engine=vllm_server, and give its GPUs as engine.gpus."
+            )
 
 
 def check_known(args: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -335,16 +330,6 @@ def check_known(args: Mapping[str, Any], known: Iterable[str]) -> None:
     for name in args:
         if name not in names:
             raise ConfigError(f"engine.args: {unknown_name('argument of vLLM', name, names)}")
-
-
-def check_one_device(args: Mapping[str, Any]) -> None:
-    """Refuse arguments of vLLM that spread a model over devices, for an engine within a process; a ConfigError."""
-    for name in PARALLEL:
-        if args.get(name, 1) != 1:
-            raise ConfigError(
-                f"engine.args.{name} is {args[name]}, and engine=vllm computes on one device: choose "
-                "engine=vllm_server, and give its GPUs as engine.gpus."
-            )
 
 
 def reason_of(error: Exception) -> str:
