@@ -24,8 +24,8 @@ from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training
 from trinity_lightning.config.engines import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.servers import gpus_that_train
-from trinity_lightning.config.training import ADAM, MIXED, OFFLOADED, SHARDS, WeightDtype, strategy_of, trains_together
+from trinity_lightning.config.trainer import processes_of
+from trinity_lightning.config.training import ADAM, MIXED, OFFLOADED, SHARDS, WeightDtype, strategy_of
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import skeleton
@@ -72,10 +72,10 @@ def with_memory_plan(
     if accelerator == "cpu" or not torch.cuda.is_available():
         return config, None
     free, total = torch.cuda.mem_get_info(TRAINER_GPU)
-    if config.buffer.has_rollouts and not capabilities_of(config.engine.name).is_vllm:
-        return with_auxiliary_shares(config, total)[0], None
     auto = config.algorithm.max_tokens_per_micro_batch == AUTO
     tokens = _resumed_budget(checkpoint) if checkpoint is not None and auto else None
+    if config.buffer.has_rollouts and not capabilities_of(config.engine.name).is_vllm:
+        return with_auxiliary_shares(config, total)[0], None
     gpus = Gpus(torch.cuda.device_count(), free, total, free_memory())
     shared = config.buffer.has_rollouts and _shares_the_gpu(config.engine)
     kept = replace(config, engine=_as_recorded(config.engine, record)) if shared else config
@@ -178,7 +178,7 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
     """What the plan has to know of training, on machines of so many GPUs; under mixed precision weights are float32."""
     settings = config.trainer or {}
     adapters, adapter_width = adapters_of(config)
-    trainers = _trainers_here(settings, gpus)
+    trainers = processes_of(settings, gpus)
     objective, longest = Objective(config.algorithm), config.engine.max_model_len
     if config.buffer.storage == "dataset":
         longest = (2 if objective.pairs else 1) * (config.buffer.dataset.max_length or 0)
@@ -226,12 +226,7 @@ def adapters_of(config: TrainConfig) -> tuple[int, int]:
 
 def trainers_of(settings: Mapping[str, Any], gpus: int) -> int:
     """How many devices train together, on machines of so many GPUs; on a CPU each process counts as a device."""
-    return _trainers_here(settings, gpus) * int(settings.get("num_nodes", 1))
-
-
-def _trainers_here(settings: Mapping[str, Any], gpus: int) -> int:
-    """How many of them are of each machine."""
-    return gpus_that_train({**settings, "accelerator": "gpu"}, gpus) if trains_together(settings) else 1
+    return processes_of(settings, gpus) * int(settings.get("num_nodes", 1))
 
 
 def _generating(engine: EngineConfig, requests: int, **others: Any) -> Rollouts:
@@ -250,7 +245,7 @@ def _generating(engine: EngineConfig, requests: int, **others: Any) -> Rollouts:
 def rollouts_of(config: TrainConfig, gpus: int) -> Rollouts:
     """What the plan has to know of rollouts, on machines of so many GPUs."""
     engine = config.engine
-    sharing = _trainers_here(config.trainer or {}, gpus) if engine.per_rank else 1  # processes with an engine each
+    sharing = processes_of(config.trainer or {}, gpus) if engine.per_rank else 1  # processes with an engine each
     sleeps = {EngineSleep.auto: None, EngineSleep.always: True, EngineSleep.never: False}
     return _generating(
         engine,

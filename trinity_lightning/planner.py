@@ -24,7 +24,8 @@ from trinity_lightning.common.model_memory import GPU_TOKENS, ModelShape, tokens
 from trinity_lightning.config.engines import SENT, TRAINER_GPU, capabilities_of
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import TrainConfig, typed_config
-from trinity_lightning.config.servers import check_gpus_apart, gpus_of_a_server, gpus_that_train
+from trinity_lightning.config.servers import check_gpus_apart, gpus_of_a_server
+from trinity_lightning.config.trainer import processes_of
 from trinity_lightning.config.training import OFFLOADED, Layout, WeightDtype, compute_dtype, trains_together
 from trinity_lightning.config.values import AUTO, unknown_name
 from trinity_lightning.engines import settle_dtypes
@@ -249,7 +250,7 @@ def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware) -> Engines
     if engine.urls:
         return Engines(len(engine.urls))
     if gpus and not hardware.on_cpu:
-        training = gpus_that_train(run.trainer or {}, hardware.machine.count)
+        training = processes_of(run.trainer or {}, hardware.machine.count)
         check_gpus_apart("engine", gpus, training, training + len(gpus))
     each = gpus_of_a_server("engine", engine, engine.servers, run.model.name, shape.heads)
     copies = engine.args.get("data_parallel_size", 1)

@@ -21,7 +21,7 @@ from trinity_lightning.config.engines import (
 )
 from trinity_lightning.config.models import check_model_name
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
-from trinity_lightning.config.trainer import gpu_count
+from trinity_lightning.config.trainer import gpu_count, processes_of
 from trinity_lightning.config.values import AUTO, unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -81,7 +81,7 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
         _check_share(key, engine, servers, run.explorer.sync_offset, here)
         if engine.gpus:
             there = gpu_count() if here else 0  # of another machine not known: `devices` has to say how many train
-            training = gpus_that_train(trainer, there)
+            training = 0 if trainer.get("accelerator") == "cpu" else processes_of(trainer, there)
             check_gpus_apart(key, engine.gpus, training, there or training + len(engine.gpus))
     if run.synchronizer.method in SENT:
         _check_gpu_to_gpu(run, can, trainer.get("accelerator", AUTO), gpu_count() if here else None)
@@ -164,14 +164,6 @@ def check_gpus_apart(key: str, gpus: Sequence[int], training: int, there: int) -
             f"{key}.gpus is {gpus}, and trainer.devices={training} trains on the first {training} GPUs: give the "
             f"servers others, such as trainer.devices={left} {key}.gpus={list(range(left, there))}."
         )
-
-
-def gpus_that_train(trainer: Mapping[str, Any], there: int) -> int:
-    """How many GPUs of each machine train, by the arguments of Lightning's Trainer: its first ones of so many."""
-    if trainer.get("accelerator") == "cpu":
-        return 0
-    devices = str(trainer.get("devices", 1))
-    return there if devices in (AUTO, "-1") else int(devices)
 
 
 def _check_gpu_to_gpu(run: TrainConfig, can: Capabilities, accelerator: str, there: int | None) -> None:
