@@ -252,7 +252,7 @@ def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware) -> Engines
     if gpus and not hardware.on_cpu:
         training = processes_of(run.trainer or {}, hardware.machine.count)
         check_gpus_apart("engine", gpus, training, training + len(gpus))
-    each = gpus_of_a_server("engine", engine, engine.servers, run.model.name, shape.heads)
+    each = gpus_of_a_server("engine", engine, run.model.name, shape.heads)
     copies = engine.args.get("data_parallel_size", 1)
     if not gpus or TRAINER_GPU in gpus:
         return Engines(engine.servers, on_one=engine.servers)

@@ -74,11 +74,11 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
             f"engine.urls names servers that run already, and engine.{given[0]} is for servers that are started here: "
             "leave one of them out."
         )
-    engines = {f"auxiliary_models.{name}.engine": (model.engine, 1) for name, model in run.auxiliary_models.items()}
+    engines = {f"auxiliary_models.{name}.engine": model.engine for name, model in run.auxiliary_models.items()}
     if "servers" in can.keys:
-        engines["engine"] = (run.engine, run.engine.servers)
-    for key, (engine, servers) in engines.items():
-        _check_share(key, engine, servers, run.explorer.sync_offset, here)
+        engines["engine"] = run.engine
+    for key, engine in engines.items():
+        _check_share(key, engine, run.explorer.sync_offset, here)
         if engine.gpus:
             there = gpu_count() if here else 0  # of another machine not known: `devices` has to say how many train
             training = 0 if trainer.get("accelerator") == "cpu" else processes_of(trainer, there)
@@ -104,7 +104,7 @@ def check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
         raise ConfigError(f"synchronizer.folder belongs to synchronizer=checkpoint, not to {other}: leave it out.")
 
 
-def _check_share(key: str, engine: EngineConfig, servers: int, sync_offset: int, here: bool) -> None:
+def _check_share(key: str, engine: EngineConfig, sync_offset: int, here: bool) -> None:
     """Refuse GPUs that servers cannot share out, and GPUs and cores that this machine does not have; a ConfigError."""
     gpus = list(engine.gpus or ())
     if here and gpus and max(gpus) >= (there := gpu_count()):
@@ -112,10 +112,10 @@ def _check_share(key: str, engine: EngineConfig, servers: int, sync_offset: int,
             f"{key}.gpus is {gpus}, numbers from 0 of the GPUs that this process sees, which are {there} (by "
             "CUDA_VISIBLE_DEVICES, if it is set)."
         )
-    gpus_of_a_server(key, engine, servers)
+    gpus_of_a_server(key, engine)
     if not here or engine.cpu_cores is None:
         return
-    cores, taken = len(os.sched_getaffinity(0)), servers * engine.cpu_cores
+    cores, taken = len(os.sched_getaffinity(0)), engine.servers * engine.cpu_cores
     if taken > cores:
         raise ConfigError(
             f"{key}.cpu_cores is {engine.cpu_cores}, for servers that take {taken} cores in all, and this process may "
@@ -128,26 +128,25 @@ def _check_share(key: str, engine: EngineConfig, servers: int, sync_offset: int,
         )
 
 
-def gpus_of_a_server(key: str, engine: EngineConfig, servers: int, model: str = "", heads: int = 0) -> int:
+def gpus_of_a_server(key: str, engine: EngineConfig, model: str = "", heads: int = 0) -> int:
     """GPUs that each server has of `engine.gpus`, 1 without; a ConfigError if they, or heads, cannot be shared out."""
-    gpus = list(engine.gpus or ())
-    if not gpus:
+    if not engine.gpus:
         return 1
-    if len(gpus) % servers:
+    each, left = divmod(len(engine.gpus), engine.servers)
+    if left:
         raise ConfigError(
-            f"{key}.gpus ({len(gpus)} of them) cannot be shared out evenly among engine.servers ({servers}): every "
-            "server takes as many."
+            f"{key}.gpus ({len(engine.gpus)} of them) cannot be shared out evenly among engine.servers "
+            f"({engine.servers}): every server takes as many."
         )
-    sizes = {each: engine.args[each] for each in PARALLEL if each in engine.args}
-    for each, size in sizes.items():
-        whole_number(f"{key}.args.{each}", size, least=1)
-    if sizes and math.prod(sizes.values()) != len(gpus) // servers:
+    sizes = {name: engine.args[name] for name in PARALLEL if name in engine.args}
+    for name, size in sizes.items():
+        whole_number(f"{key}.args.{name}", size, least=1)
+    if sizes and math.prod(sizes.values()) != each:
         asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(
             f"{key}.args ({asked}) spread a server over {math.prod(sizes.values())} GPUs, and {key}.gpus gives each "
-            f"{len(gpus) // servers}: leave them out for tensor_parallel_size={len(gpus) // servers}, or give as many."
+            f"{each}: leave them out for tensor_parallel_size={each}, or give as many."
         )
-    each = len(gpus) // servers
     if heads % (split := sizes.get("tensor_parallel_size", 1 if sizes else each)):
         raise ConfigError(
             f"{key}.gpus gives a server {each} GPUs, and the {heads} heads of {model} cannot be split over {split}: "
