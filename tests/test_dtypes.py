@@ -41,7 +41,7 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes one dtype the faster."""
 
     def make(dtype: WeightDtype) -> None:
-        timed = hardware.TimedProduct({BF16: 1.0, FP32: 2.0 if dtype is BF16 else 0.5}, threads=1)
+        timed = {BF16: 1.0, FP32: 2.0 if dtype is BF16 else 0.5}, 1
         monkeypatch.setattr(hardware, "timed_product", lambda: timed)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 

@@ -120,7 +120,8 @@ def test_a_gpu_that_is_shared_is_planned_by_the_models_shape() -> None:
     planned, found = with_memory_plan(run)
     assert found is not None
     assert found == plan(SMOLLM2, training_of(run, 1), rollouts_of(run, 1), 20 * GIB, 10**15)
-    assert planned == replace(run, engine=planned_engine(run.engine, found, 24 * GIB))
+    engine = replace(run.engine, max_num_seqs=512)
+    assert planned == replace(run, engine=planned_engine(engine, found, 24 * GIB))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -266,7 +267,8 @@ def test_a_server_on_the_trainers_gpu_is_planned() -> None:
 @pytest.mark.parametrize("sleep", [True, False])
 def test_vllm_is_started_with_what_the_plan_gives_it(sleep: bool) -> None:
     found = plan(SMOLLM2, Training(2, 512), Rollouts(2, 512, 512, sleep=sleep), 20 * GIB, 100 * GIB)
-    arguments = engine_args("model", planned_engine(EngineConfig(max_model_len=512), found, 24 * GIB), on_cpu=False)
+    engine = planned_engine(EngineConfig(max_model_len=512, max_num_seqs=512), found, 24 * GIB)
+    arguments = engine_args("model", engine, on_cpu=False)
     assert arguments["kv_cache_memory_bytes"] == found.kv_cache
     assert arguments["gpu_memory_utilization"] == pytest.approx(found.engine / (24 * GIB), abs=1e-4)
     assert arguments["max_num_seqs"] == 512

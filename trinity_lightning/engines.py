@@ -61,7 +61,7 @@ def _check_model(key: str, name: str, engine: EngineConfig, follows: bool) -> No
     except (OSError, ValueError):  # vLLM may know a model that transformers does not, or says what is wrong
         return
     if engine.gpus:
-        late.servers.gpus_of_a_server(key, engine, engine.servers, name, getattr(model, "num_attention_heads", 0))
+        late.servers.gpus_of_a_server(key, engine, name, getattr(model, "num_attention_heads", 0))
     longest = getattr(model, "max_position_embeddings", None)
     # Scaled positions have rules of their own, and vLLM can be made to go beyond: both are left to it.
     scaled = "hf_overrides" in engine.args or "factor" in (getattr(model, "rope_parameters", None) or {})

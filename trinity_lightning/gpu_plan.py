@@ -24,8 +24,8 @@ from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training
 from trinity_lightning.config.engines import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.servers import gpus_that_train
-from trinity_lightning.config.training import ADAM, MIXED, OFFLOADED, SHARDS, WeightDtype, strategy_of, trains_together
+from trinity_lightning.config.trainer import processes_of
+from trinity_lightning.config.training import ADAM, MIXED, OFFLOADED, SHARDS, WeightDtype, strategy_of
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import skeleton
@@ -57,7 +57,7 @@ def with_memory_plan(
 ) -> tuple[TrainConfig, MemoryPlan | None]:
     """The configuration with what its nulls and autos of this machine's GPU stand for, and the plan behind them.
 
-    Without a GPU for the trainer there is no plan.
+    Without a GPU for the trainer there is no plan, nor for engine=transformers, whose cache is not known.
 
     Args:
         config: of a run whose dtypes are settled.
@@ -73,7 +73,9 @@ def with_memory_plan(
         return config, None
     free, total = torch.cuda.mem_get_info(TRAINER_GPU)
     auto = config.algorithm.max_tokens_per_micro_batch == AUTO
-    tokens = resumed_budget(checkpoint) if checkpoint is not None and auto else None
+    tokens = _resumed_budget(checkpoint) if checkpoint is not None and auto else None
+    if config.buffer.has_rollouts and not capabilities_of(config.engine.name).is_vllm:
+        return with_auxiliary_shares(config, total)[0], None
     gpus = Gpus(torch.cuda.device_count(), free, total, free_memory())
     shared = config.buffer.has_rollouts and _shares_the_gpu(config.engine)
     kept = replace(config, engine=_as_recorded(config.engine, record)) if shared else config
@@ -86,21 +88,15 @@ def with_memory_plan(
         return planned(config, gpus, tokens)
 
 
-def resumed_budget(checkpoint: str | Path) -> int:
-    """The tokens of a micro-batch that a run resumed from this checkpoint goes on with under `auto`.
-
-    Raises:
-        ConfigError: the checkpoint is of an earlier version.
-    """
+def _resumed_budget(checkpoint: str | Path) -> int:
+    """The tokens of a micro-batch that a run resumed from this checkpoint goes on with under `auto`."""
     state = contents(checkpoint).get("policy", {})
     check_version(state, (BUDGET,), "the policy")
     return state[BUDGET]
 
 
-def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple[TrainConfig, MemoryPlan | None]:
-    """The configuration and the plan of a run whose trainer has the first of these GPUs.
-
-    There is no plan for engine=transformers, whose cache is not known. Without rollouts the trainer is alone.
+def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple[TrainConfig, MemoryPlan]:
+    """The configuration and the plan of a run whose trainer has the first of these GPUs; alone without a vLLM there.
 
     Args:
         config: of a run whose dtypes are settled.
@@ -112,9 +108,7 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
     """
     online, engine = config.buffer.has_rollouts, config.engine
     config, beside = with_auxiliary_shares(config, gpus.total) if online else (config, 0)
-    if online and not capabilities_of(engine.name).is_vllm:
-        return config, None
-    if online:
+    if online and capabilities_of(engine.name).is_vllm:
         engine = replace(engine, max_num_seqs=rollouts_of(config, gpus.count).at_once)
         config = replace(config, engine=engine)
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
@@ -154,11 +148,10 @@ def with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig,
         shape = ModelShape.of(skeleton(str(resolve_model(model.model))))
         rollouts = _generating(engine, requests=0)
         cache, size = auxiliary_server(shape, rollouts)
-        args = {"gpu_memory_utilization": round(size / total, 4), "max_num_batched_tokens": BATCHED_TOKENS}
         given = engine.args.get("gpu_memory_utilization")
         taken += size if given is None else int(given * total)
-        engine = replace(engine, kv_cache_gb=cache / GIB, max_num_seqs=rollouts.at_once, args=args | engine.args)
-        planned[name] = replace(model, engine=engine)
+        engine = replace(engine, max_num_seqs=rollouts.at_once)
+        planned[name] = replace(model, engine=_with_share(engine, cache, size / total))
     return replace(config, auxiliary_models=planned), taken
 
 
@@ -185,7 +178,7 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
     """What the plan has to know of training, on machines of so many GPUs; under mixed precision weights are float32."""
     settings = config.trainer or {}
     adapters, adapter_width = adapters_of(config)
-    trainers = _trainers_here(settings, gpus)
+    trainers = processes_of(settings, gpus)
     objective, longest = Objective(config.algorithm), config.engine.max_model_len
     if config.buffer.storage == "dataset":
         longest = (2 if objective.pairs else 1) * (config.buffer.dataset.max_length or 0)
@@ -233,17 +226,7 @@ def adapters_of(config: TrainConfig) -> tuple[int, int]:
 
 def trainers_of(settings: Mapping[str, Any], gpus: int) -> int:
     """How many devices train together, on machines of so many GPUs; on a CPU each process counts as a device."""
-    return _trainers_here(settings, gpus) * int(settings.get("num_nodes", 1))
-
-
-def _trainers_here(settings: Mapping[str, Any], gpus: int) -> int:
-    """How many of them are of each machine."""
-    return gpus_that_train({**settings, "accelerator": "gpu"}, gpus) if trains_together(settings) else 1
-
-
-def _sharing(config: TrainConfig, gpus: int) -> int:
-    """How many processes of a machine have an engine of their own, and share the tasks."""
-    return _trainers_here(config.trainer or {}, gpus) if config.engine.per_rank else 1
+    return processes_of(settings, gpus) * int(settings.get("num_nodes", 1))
 
 
 def _generating(engine: EngineConfig, requests: int, **others: Any) -> Rollouts:
@@ -261,7 +244,8 @@ def _generating(engine: EngineConfig, requests: int, **others: Any) -> Rollouts:
 
 def rollouts_of(config: TrainConfig, gpus: int) -> Rollouts:
     """What the plan has to know of rollouts, on machines of so many GPUs."""
-    engine, sharing = config.engine, _sharing(config, gpus)
+    engine = config.engine
+    sharing = processes_of(config.trainer or {}, gpus) if engine.per_rank else 1  # processes with an engine each
     sleeps = {EngineSleep.auto: None, EngineSleep.always: True, EngineSleep.never: False}
     return _generating(
         engine,
@@ -282,18 +266,12 @@ def _adapters_in_vllm(config: TrainConfig) -> int:
 
 
 def planned_engine(engine: EngineConfig, found: MemoryPlan, total: int) -> EngineConfig:
-    """The engine's knobs by the plan; what `engine.args` says itself holds.
+    """The engine's knobs by the plan, for a device of `total` bytes; what `engine.args` says itself holds."""
+    sleep = EngineSleep.always if found.sleep else EngineSleep.never
+    return _with_share(replace(engine, sleep=sleep), found.kv_cache, found.engine / total)
 
-    Args:
-        engine: as configured.
-        found: the plan.
-        total: bytes of the whole device, of which vLLM counts its share.
-    """
-    share = {"gpu_memory_utilization": round(found.engine / total, 4), "max_num_batched_tokens": BATCHED_TOKENS}
-    return replace(
-        engine,
-        max_num_seqs=found.max_num_seqs,
-        kv_cache_gb=found.kv_cache / GIB,
-        sleep=EngineSleep.always if found.sleep else EngineSleep.never,
-        args=share | engine.args,
-    )
+
+def _with_share(engine: EngineConfig, cache: int, share: float) -> EngineConfig:
+    """The engine with a cache of so many bytes, in a share of the device."""
+    args = {"gpu_memory_utilization": round(share, 4), "max_num_batched_tokens": BATCHED_TOKENS}
+    return replace(engine, kv_cache_gb=cache / GIB, args=args | engine.args)

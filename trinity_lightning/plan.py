@@ -95,7 +95,7 @@ def as_text(found: "RunPlan") -> str:
             *table(["GiB of a device", *(name for name, _ in phases)], rows),
             "",
             *(f"{each.name}: {each.memory.rows()[0][1]}" for each in found.shares),
-            *(f"{name}: {said}" for name, said in found.shares[0].memory.host_rows()),
+            *(f"{name}: {said}" for name, said in found.shares[0].memory.rows() if name == "on the host"),
             "",
             *table(["tokens of a step", ""], [[name, f"{tokens:,}"] for name, tokens in found.tokens.items()]),
             "",

@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from omegaconf import DictConfig
 
-from trinity_lightning.common.devices import GPUS, Gpu, best_flops, free_memory, known_gpu
-from trinity_lightning.common.hardware import GIB, TORCH_DTYPES
+from trinity_lightning.common.devices import GPUS, Gpu, free_memory, known_gpu
+from trinity_lightning.common.hardware import GIB, TORCH_DTYPES, product_flops
 from trinity_lightning.common.memory_plan import (
     CUDA_CONTEXT,
     WORKSPACES,
     MemoryPlan,
     Rollouts,
-    beside_others,
     cache_bytes,
     engine_alone,
     engine_weights,
     gib,
     plan,
 )
-from trinity_lightning.common.model_memory import GPU_TOKENS, ModelShape, Training, tokens_that_fit
+from trinity_lightning.common.model_memory import GPU_TOKENS, ModelShape, tokens_that_fit
 from trinity_lightning.config.engines import SENT, TRAINER_GPU, capabilities_of
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import TrainConfig, typed_config
-from trinity_lightning.config.servers import check_gpus_apart, check_one_device, gpus_of_a_server, gpus_that_train
+from trinity_lightning.config.servers import check_gpus_apart, gpus_of_a_server
+from trinity_lightning.config.trainer import processes_of
 from trinity_lightning.config.training import OFFLOADED, Layout, WeightDtype, compute_dtype, trains_together
 from trinity_lightning.config.values import AUTO, unknown_name
 from trinity_lightning.engines import settle_dtypes
@@ -39,7 +39,6 @@ from trinity_lightning.gpu_plan import (
     trainers_of,
     training_of,
     value_model_of,
-    with_auxiliary_shares,
 )
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
@@ -142,16 +141,13 @@ def plan_run(config: DictConfig, asked: "PlanConfig") -> RunPlan:
     settle_dtypes(config, None)
     run = replace(typed_config(config), trainer=trainer)
     hardware, model = _hardware(asked, gpu, run), _model(run.model.name)
-    shape, size = ModelShape.of(model), ModelSize.of(model)
-    devices = trainers_of(trainer, hardware.machine.count)
-    step, engines = step_of(run, asked), _engines(run, shape, hardware, devices) if run.buffer.has_rollouts else None
-    run, shares = (_on_a_cpu if hardware.on_cpu else _on_gpus)(run, shape, hardware, devices, engines)
-    work, seconds = training_work(run, step), {}
-    if hardware.flops is not None:
-        # All processes of a machine compute with one CPU.
-        computing = int(trainer.get("num_nodes", 1)) if hardware.on_cpu else devices
-        training = training_flops(run, size, work) / (hardware.flops * computing) / asked.training_share
-        seconds = {**_rollout_parts(run, asked, step, hardware, engines, shares, shape, size), "training": training}
+    shape, step = ModelShape.of(model), step_of(run, asked)
+    engines = _engines(run, shape, hardware) if run.buffer.has_rollouts else None
+    if hardware.on_cpu:
+        run, shares = _on_a_cpu(run, shape, hardware.machine.free)
+    else:
+        run, shares = _on_gpus(run, shape, hardware.machine, engines)
+    case, work = _Case(run, asked, hardware, step, engines, shape, ModelSize.of(model)), training_work(run, step)
     return RunPlan(
         model=_described(run, shape),
         parameters=shape.parameters,
@@ -164,8 +160,8 @@ def plan_run(config: DictConfig, asked: "PlanConfig") -> RunPlan:
             "computed by training": work.tokens,
             "of a micro-batch": shares[0].memory.micro_batch_tokens,
         },
-        seconds=seconds,
-        assumed=_assumed(run, asked, hardware),
+        seconds=case.seconds(work, next((each.memory.kv_cache for each in shares if each.memory.kv_cache), 0)),
+        assumed=case.assumed(),
     )
 
 
@@ -212,14 +208,15 @@ def _hardware(asked: "PlanConfig", gpu: tuple[str, Gpu] | None, run: TrainConfig
     """The values given under `plan`; for the rest, those of the GPU table or of this machine."""
     settings = run.trainer or {}
     dtype = compute_dtype(run.model.dtype, settings.get("precision"))
-    flops = best_flops(gpu and gpu[1], TORCH_DTYPES[dtype]) if asked.tflops is None else asked.tflops * 1e12
-    bandwidth = None if asked.bandwidth_gb is None else asked.bandwidth_gb * 1e9
-    given = None if asked.memory_gb is None else int(asked.memory_gb * GIB)
-    host = None if asked.host_gb is None else int(asked.host_gb * GIB)
+    # 0: not given.
+    flops, bandwidth = (asked.tflops or 0) * 1e12, (asked.bandwidth_gb or 0) * 1e9
+    given, host = int((asked.memory_gb or 0) * GIB), int((asked.host_gb or 0) * GIB)
     if gpu is None:
         free = given or free_memory()
+        flops = flops or product_flops(TORCH_DTYPES[dtype], torch.get_num_threads())
         return Hardware("this machine's CPU", True, Gpus(1, free, free, free), flops, bandwidth or _copied_a_second())
     name, known = gpu
+    speed = flops or (known.flops if dtype is WeightDtype.bf16 else None)
     if asked.device is None:
         count, (free, total), host = torch.cuda.device_count(), torch.cuda.mem_get_info(), host or free_memory()
     else:
@@ -227,7 +224,7 @@ def _hardware(asked: "PlanConfig", gpu: tuple[str, Gpu] | None, run: TrainConfig
             raise ConfigError(f"trainer.devices is {AUTO}, and {name} is planned for: give a number.")
         count, total, host = 1, int(known.gib * GIB), host or ENOUGH_HOST
         free = total - (CUDA_CONTEXT - WORKSPACES)
-    return Hardware(name, False, Gpus(count, given or free, given or total, host), flops, bandwidth or known.bandwidth)
+    return Hardware(name, False, Gpus(count, given or free, given or total, host), speed, bandwidth or known.bandwidth)
 
 
 def _copied_a_second() -> float:
@@ -240,7 +237,7 @@ def _copied_a_second() -> float:
     return 8 * source.nbytes / (time.perf_counter() - start)
 
 
-def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: int) -> Engines:
+def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware) -> Engines:
     """How the engines of a run with rollouts are spread.
 
     Raises:
@@ -248,15 +245,14 @@ def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: i
     """
     engine, gpus = run.engine, list(run.engine.gpus or ())
     if not capabilities_of(engine.name).overlaps_training:
-        check_one_device(engine.args)
-        each = devices if engine.per_rank else 1
+        each = trainers_of(run.trainer or {}, hardware.machine.count) if engine.per_rank else 1
         return Engines(each, on_one=each if hardware.on_cpu else 1)
     if engine.urls:
         return Engines(len(engine.urls))
     if gpus and not hardware.on_cpu:
-        training = gpus_that_train(run.trainer or {}, hardware.machine.count)
+        training = processes_of(run.trainer or {}, hardware.machine.count)
         check_gpus_apart("engine", gpus, training, training + len(gpus))
-    each = gpus_of_a_server("engine", engine, engine.servers, run.model.name, shape.heads)
+    each = gpus_of_a_server("engine", engine, run.model.name, shape.heads)
     copies = engine.args.get("data_parallel_size", 1)
     if not gpus or TRAINER_GPU in gpus:
         return Engines(engine.servers, on_one=engine.servers)
@@ -267,25 +263,16 @@ def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: i
 
 
 def _on_gpus(
-    run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: int, engines: Engines | None
+    run: TrainConfig, shape: ModelShape, machine: Gpus, engines: Engines | None
 ) -> tuple[TrainConfig, list[Share]]:
-    machine, training = hardware.machine, training_of(run, hardware.machine.count)
-
-    def rank_0(run: TrainConfig, training: Training) -> tuple[TrainConfig, MemoryPlan]:
-        if engines and capabilities_of(run.engine.name).is_vllm:
-            run, found = planned(run, machine, training.tokens)
-            if found is not None:
-                return run, found
-        run, beside = with_auxiliary_shares(run, machine.total) if engines else (run, 0)
-        return run, beside_others(plan(shape, training, None, machine.free - beside, machine.host), beside)
-
-    run, first = rank_0(run, training)
+    devices, training = trainers_of(run.trainer or {}, machine.count), training_of(run, machine.count)
+    run, first = planned(run, machine)
     if devices == 1:
         shares = _ranks(1, first)
     else:
         if training.tokens is None:  # ranks agree on the fewest, once rank 0 has planned its engine
             training = replace(training, tokens=min(first.micro_batch_tokens, GPU_TOKENS))
-            run, first = rank_0(run, training)
+            run, first = planned(run, machine, training.tokens)
         alike = run.engine.per_rank and first.shared
         shares = _ranks(devices, first, first if alike else plan(shape, training, None, machine.free, machine.host))
     if engines and engines.server_gpus:
@@ -295,35 +282,29 @@ def _on_gpus(
     return run, shares
 
 
-def _on_a_cpu(
-    run: TrainConfig, shape: ModelShape, hardware: Hardware, devices: int, engines: Engines | None
-) -> tuple[TrainConfig, list[Share]]:
+def _on_a_cpu(run: TrainConfig, shape: ModelShape, free: int) -> tuple[TrainConfig, list[Share]]:
     """Processes that share this machine's memory: what the others take is planned first, and rank 0 has the rest."""
-    free, training = hardware.machine.free, replace(training_of(run, 1), on_cpu=True)
+    devices, training = trainers_of(run.trainer or {}, 1), replace(training_of(run, 1), on_cpu=True)
     here = devices // int((run.trainer or {}).get("num_nodes", 1))  # on each machine
     if training.tokens is None:
         training = replace(training, tokens=tokens_that_fit(shape, training.width, free // here, training.value_model))
     rollouts: Rollouts | None = None
-    if engines and capabilities_of(run.engine.name).is_vllm and not run.engine.urls:
+    if run.buffer.has_rollouts and capabilities_of(run.engine.name).is_vllm and not run.engine.urls:
         args = engine_args(run.model.name, run.engine, on_cpu=True)
         cache, at_once = args["kv_cache_memory_bytes"] / GIB, args["max_num_seqs"]
         run = replace(run, engine=replace(run.engine, kv_cache_gb=cache, max_num_seqs=at_once))
         rollouts = rollouts_of(run, 1)
-    theirs = rollouts if run.engine.per_rank else None
     if devices == 1:
         return run, _ranks(1, plan(shape, training, rollouts, free, 0))
-    other = plan(shape, training, theirs, free // here, 0)
+    other = plan(shape, training, rollouts if run.engine.per_rank else None, free // here, 0)
     free -= (here - 1) * (other.device - other.left)
     return run, _ranks(devices, plan(shape, training, rollouts, free, 0), other)
 
 
 def rows_on_a_cpu(run: TrainConfig) -> list[tuple[str, str]]:
     """What this machine's memory is expected to hold, for the table at a run's start; if too much, the run goes on."""
-    free, devices = free_memory(), trainers_of(run.trainer or {}, 1)
-    hardware = Hardware("this machine's CPU", True, Gpus(1, free, free, free), None, 0.0)
-    engines = Engines() if run.buffer.has_rollouts else None
     try:
-        _, shares = _on_a_cpu(run, ModelShape.of(_model(run.model.name)), hardware, devices, engines)
+        _, shares = _on_a_cpu(run, ModelShape.of(_model(run.model.name)), free_memory())
     except ConfigError as error:
         return [("memory expected", str(error))]
     others = [(f"memory of {each.name}, each", gib(each.memory.device - each.memory.left)) for each in shares[1:]]
@@ -403,104 +384,98 @@ def training_flops(run: TrainConfig, size: ModelSize, work: Work) -> float:
     return size.training_flops(work) * passes + values
 
 
-def _rollout_parts(
-    run: TrainConfig,
-    asked: "PlanConfig",
-    step: Step,
-    hardware: Hardware,
-    engines: Engines | None,
-    shares: list[Share],
-    shape: ModelShape,
-    size: ModelSize,
-) -> dict[str, float]:
-    """Seconds of a step's rollouts and of the weight sync, if it has them; engines on one device share its speed."""
-    if engines is None or hardware.flops is None:
-        return {}
-    rollouts = replace(rollouts_of(run, hardware.machine.count), gpus=engines.gpus)
-    cache = next((share.memory.kv_cache for share in shares if share.memory.kv_cache), 0)
-    flops, bandwidth = hardware.flops / engines.on_one, hardware.bandwidth / engines.on_one
-    generating = rollout_seconds(step, rollouts, engines.count, cache, shape, size, flops, bandwidth)
-    seconds = {"rollout": generating / asked.rollout_share}
-    if not capabilities_of(run.engine.name).shares_weights:
-        # Adapters are sent as they are trained: `rollouts` counts the rank that vLLM makes room for.
-        sent = adapters_of(run)[0] if rollouts.adapters else shape.parameters
-        seconds["weight sync"] = rollouts.width * sent / (_sync_gb(run, asked, hardware) * 1e9)
-    return seconds
+@dataclass(frozen=True)
+class _Case:
+    """A run and what it is planned for; no engines: it has no rollouts."""
 
+    run: TrainConfig
+    asked: "PlanConfig"
+    hardware: Hardware
+    step: Step
+    engines: Engines | None
+    shape: ModelShape
+    size: ModelSize
 
-def rollout_seconds(
-    step: Step,
-    rollouts: Rollouts,
-    engines: int,
-    cache: int,
-    shape: ModelShape,
-    size: ModelSize,
-    flops: float,
-    bandwidth: float,
-) -> float:
-    """Seconds of a step's rollouts at the full speed of the engines' devices.
+    def seconds(self, work: Work, cache: int) -> dict[str, float]:
+        """Seconds of a step by part, none if the speed of the device is not known; `cache`: see `_rollout`."""
+        run, hardware, parts = self.run, self.hardware, {}
+        if hardware.flops is None:
+            return {}
+        if self.engines:
+            flops, bandwidth = (each / self.engines.on_one for each in (hardware.flops, hardware.bandwidth))
+            parts["rollout"] = self._rollout(self.engines, cache, flops, bandwidth) / self.asked.rollout_share
+            if not capabilities_of(run.engine.name).shares_weights:
+                rollouts = rollouts_of(run, hardware.machine.count)
+                # Adapters are sent as they are trained: `rollouts` counts the rank that vLLM makes room for.
+                sent = adapters_of(run)[0] if rollouts.adapters else self.shape.parameters
+                parts["weight sync"] = rollouts.width * sent / (self._sync_gb() * 1e9)
+        # All processes of a machine compute with one CPU.
+        nodes = int((run.trainer or {}).get("num_nodes", 1))
+        computing = nodes if hardware.on_cpu else trainers_of(run.trainer or {}, hardware.machine.count)
+        training = training_flops(run, self.size, work) / (hardware.flops * computing)
+        return {**parts, "training": training / self.asked.training_share}
 
-    Every pass makes one token of each request that is decoded at once, and reads the weights and the keys and values
-    so far: it takes as long as its operations or as those reads, whichever is more. Prompts are computed once a group.
+    def _rollout(self, engines: Engines, cache: int, flops: float, bandwidth: float) -> float:
+        """Seconds of a step's rollouts at the full speed of the engines' devices.
 
-    Args:
-        step, rollouts: what is generated, and how.
-        engines: that share the rollouts.
-        cache: bytes of the key-value cache on each GPU of an engine; 0: as many as are of use.
-        shape, size: of the model.
-        flops, bandwidth: operations and bytes a second of each GPU of an engine, of which it has a share if others
-            compute on it.
-    """
-    requests = -(-step.rows // engines)
-    request = cache_bytes(shape, replace(rollouts, context=step.prompt + step.response), 1)
-    at_once = max(min(requests, rollouts.at_once, cache // request if cache else requests), 1)
-    written = (step.prompt + step.response / 2) / (step.prompt + step.response)  # of a request's cache, on average
-    operations = 2 * (size.body + size.head) * at_once / rollouts.gpus
-    read = engine_weights(shape, rollouts) + at_once * request * written
-    passes = -(-requests // at_once) * step.response
-    prompts = 2 * size.body * step.groups * step.prompt / (engines * rollouts.gpus)
-    return passes * max(operations / flops, read / bandwidth) + prompts / flops
+        Every pass makes one token of each request that is decoded at once, and reads the weights and the keys and
+        values so far: it takes as long as its operations or as those reads, whichever is more. Prompts are computed
+        once a group.
 
+        Args:
+            engines: that share the rollouts.
+            cache: bytes of the key-value cache on each GPU of an engine; 0: as many as are of use.
+            flops, bandwidth: operations and bytes a second of each GPU of an engine, of which it has a share if others
+                compute on it.
+        """
+        step, size, rollouts = self.step, self.size, rollouts_of(self.run, self.hardware.machine.count)
+        rollouts = replace(rollouts, gpus=engines.gpus, context=step.prompt + step.response)
+        requests, request = -(-step.rows // engines.count), cache_bytes(self.shape, rollouts, 1)
+        at_once = max(min(requests, rollouts.at_once, cache // request if cache else requests), 1)
+        written = (step.prompt + step.response / 2) / rollouts.context  # of a request's cache, on average
+        operations = 2 * (size.body + size.head) * at_once / rollouts.gpus
+        read = engine_weights(self.shape, rollouts) + at_once * request * written
+        passes = -(-requests // at_once) * step.response
+        prompts = 2 * size.body * step.groups * step.prompt / (engines.count * rollouts.gpus)
+        return passes * max(operations / flops, read / bandwidth) + prompts / flops
 
-def _sync_gb(run: TrainConfig, asked: "PlanConfig", hardware: Hardware) -> float:
-    """10^9 bytes a second that weights are sent with."""
-    if asked.sync_gb is not None:
-        return asked.sync_gb
-    if capabilities_of(run.engine.name).overlaps_training and run.synchronizer.method not in SENT:
-        return FOLDER_GB
-    return CPU_GB if hardware.on_cpu else GPU_GB
+    def _sync_gb(self) -> float:
+        """10^9 bytes a second that weights are sent with."""
+        if self.asked.sync_gb is not None:
+            return self.asked.sync_gb
+        if capabilities_of(self.run.engine.name).overlaps_training and self.run.synchronizer.method not in SENT:
+            return FOLDER_GB
+        return CPU_GB if self.hardware.on_cpu else GPU_GB
 
+    def assumed(self) -> dict[str, str]:
+        """What tokens and seconds rest on, by the key that sets it."""
+        run, hardware = self.run, self.hardware
+        said = {
+            "plan.prompt_tokens": f"every prompt has {self.step.prompt} tokens",
+            "plan.response_tokens": f"every response has {self.step.response} tokens",
+            **self._servers_left_out(),
+        }
+        if run.optimizer.name == OFFLOADED:
+            said["optimizer.name"] = "the optimizer's steps in the host's memory are not counted"
+        if run.buffer.storage == "dataset" and run.buffer.dataset.max_length is None:
+            said["buffer.dataset.max_length"] = "no example, or pair, is longer than a micro-batch"
+        if hardware.flops is None:
+            return said | {"plan.tflops": f"the speed of {hardware.name} in float32 is not known: give it for times"}
+        said["plan.tflops"] = f"a device multiplies matrices at {hardware.flops / 1e12:.3g} TFLOP/s"
+        said["plan.training_share"] = f"training reaches {self.asked.training_share:g} of the speed of products"
+        if self.engines:
+            share = f"rollouts reach {self.asked.rollout_share:g} of either speed, whichever takes longer"
+            said["plan.bandwidth_gb"] = f"a device reads its memory with {hardware.bandwidth / 1e9:.4g} GB/s"
+            said["plan.rollout_share"] = share
+            if not capabilities_of(run.engine.name).shares_weights:
+                said["plan.sync_gb"] = f"weights are sent with {self._sync_gb():g} GB/s"
+        return said
 
-def _assumed(run: TrainConfig, asked: "PlanConfig", hardware: Hardware) -> dict[str, str]:
-    step = step_of(run, asked)
-    lengths = {
-        "plan.prompt_tokens": f"every prompt has {step.prompt} tokens",
-        "plan.response_tokens": f"every response has {step.response} tokens",
-        **_servers_left_out(run, hardware),
-    }
-    if run.optimizer.name == OFFLOADED:
-        lengths["optimizer.name"] = "the optimizer's steps in the host's memory are not counted"
-    if run.buffer.storage == "dataset" and run.buffer.dataset.max_length is None:
-        lengths["buffer.dataset.max_length"] = "no example, or pair, is longer than a micro-batch"
-    if hardware.flops is None:
-        return lengths | {"plan.tflops": f"the speed of {hardware.name} in float32 is not known: give it for times"}
-    said = {
-        "plan.tflops": f"a device multiplies matrices at {hardware.flops / 1e12:.3g} TFLOP/s",
-        "plan.training_share": f"training reaches {asked.training_share:g} of the speed of products",
-    }
-    if run.buffer.has_rollouts:
-        said["plan.bandwidth_gb"] = f"a device reads its memory with {hardware.bandwidth / 1e9:.4g} GB/s"
-        said["plan.rollout_share"] = f"rollouts reach {asked.rollout_share:g} of either speed, whichever takes longer"
-        if not capabilities_of(run.engine.name).shares_weights:
-            said["plan.sync_gb"] = f"weights are sent with {_sync_gb(run, asked, hardware):g} GB/s"
-    return lengths | said
-
-
-def _servers_left_out(run: TrainConfig, hardware: Hardware) -> dict[str, str]:
-    """The auxiliary models whose servers the plan does not count: it knows those beside the trainer on a GPU."""
-    counts = run.buffer.has_rollouts and not hardware.on_cpu
-    return {
-        f"auxiliary_models.{name}": "the server of an auxiliary model is not counted"
-        for name, model in run.auxiliary_models.items()
-        if model.url is None and not (counts and TRAINER_GPU in (model.engine.gpus or [TRAINER_GPU]))
-    }
+    def _servers_left_out(self) -> dict[str, str]:
+        """The auxiliary models whose servers the plan does not count: it knows those beside the trainer on a GPU."""
+        counts = self.engines and not self.hardware.on_cpu
+        return {
+            f"auxiliary_models.{name}": "the server of an auxiliary model is not counted"
+            for name, model in self.run.auxiliary_models.items()
+            if model.url is None and not (counts and TRAINER_GPU in (model.engine.gpus or [TRAINER_GPU]))
+        }

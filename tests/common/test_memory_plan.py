@@ -271,6 +271,19 @@ def test_a_device_of_the_size_that_a_refusal_names_has_room(training: Training) 
         plan(QWEN_1_5B, training, rollouts, int(named - 0.05 * GIB - context), host=8 * GIB)
 
 
+def test_a_cpu_has_one_way() -> None:
+    training, rollouts = Training(2, 256, on_cpu=True), Rollouts(2, 256, 64, sleep=True)
+    assert plan(SMOLLM2, training, rollouts, 16 * GIB, 0) == plan(
+        SMOLLM2, training, replace(rollouts, sleep=None), 16 * GIB, 0
+    )
+
+
+def test_a_cache_too_small_for_one_request_is_refused_as_it_is_configured() -> None:
+    rollouts = Rollouts(2, 1024, 64, kv_cache=1 << 20)
+    with pytest.raises(ConfigError, match=r"one request of engine\.max_model_len=1024 needs 0\.0 GiB of cache"):
+        plan(SMOLLM2, Training(2, 256), rollouts, 80 * GIB, HOST)
+
+
 def test_a_server_that_is_to_sleep_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine\.sleep=always is of engine=vllm: a server never sleeps"):
         Rollouts(2, 1024, 512, sleep=True, servers=1)

@@ -7,10 +7,9 @@ from pathlib import Path, PurePath
 from typing import NamedTuple
 
 import psutil
-import torch
 from torch import Tensor
 
-from trinity_lightning.common.hardware import GIB, advise, product_flops
+from trinity_lightning.common.hardware import GIB, advise
 from trinity_lightning.errors import ConfigError
 
 # -- the memory of this machine: what is free, what does not fit, and giving back a tensor's ---------------------------
@@ -110,13 +109,3 @@ GPUS = {
 def known_gpu(name: str) -> Gpu | None:
     """What is known of a GPU by the name that CUDA gives it."""
     return next((gpu for gpu in GPUS.values() if re.search(gpu.name, name)), None)
-
-
-def best_flops(gpu: Gpu | None, dtype: torch.dtype) -> float | None:
-    """Operations a second of matrix products in this dtype; None if that is not known.
-
-    Of a GPU by its data sheet, for bfloat16; without one measured on this machine's CPU.
-    """
-    if gpu is None:
-        return product_flops(dtype, torch.get_num_threads())
-    return gpu.flops if dtype == torch.bfloat16 else None

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -117,19 +116,14 @@ LARGE_SHAPE = (1024, 1024, 2048)  # nearer to what the CPU can do at best
 WARM_UPS, ROUNDS = 2, 7
 
 
-class TimedProduct(NamedTuple):
-    """Seconds of one matrix product of `SHAPE` in each dtype, and the threads that torch used for it."""
-
-    seconds: dict[WeightDtype, float]
-    threads: int
-
-
 @cache
-def timed_product() -> TimedProduct:
-    """The product timed with as many threads as torch uses; once a process, however many threads it uses later."""
+def timed_product() -> tuple[dict[WeightDtype, float], int]:
+    """Seconds of one matrix product of `SHAPE` in each dtype, and the threads that torch used for it.
+
+    Timed once a process, however many threads it uses later.
+    """
     seconds = _least_seconds(SHAPE, list(TORCH_DTYPES.values()))
-    by_dtype = {dtype: seconds[torch_dtype] for dtype, torch_dtype in TORCH_DTYPES.items()}
-    return TimedProduct(by_dtype, torch.get_num_threads())
+    return {dtype: seconds[each] for dtype, each in TORCH_DTYPES.items()}, torch.get_num_threads()
 
 
 @cache
@@ -161,5 +155,5 @@ def faster_dtype(accelerator: object = "auto") -> WeightDtype:
     """The dtype that `model.dtype=auto` stands for: bf16 on a GPU, else the one of the faster product."""
     if accelerator != "cpu" and torch.cuda.is_available():
         return WeightDtype.bf16
-    seconds = timed_product().seconds
+    seconds, _ = timed_product()
     return min(seconds, key=lambda dtype: seconds[dtype])

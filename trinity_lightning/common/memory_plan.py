@@ -16,6 +16,7 @@ Pure functions of numbers: bytes unless a name says otherwise.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training, activations
@@ -94,12 +95,7 @@ class Rollouts:
     @property
     def at_once(self) -> int:
         """Requests that vLLM decodes at once."""
-        return self.max_num_seqs or requests_at_once(self.requests)
-
-
-def requests_at_once(requests: int) -> int:
-    """How many of a step's rollouts a GPU decodes at once, unless the configuration says."""
-    return min(max(requests, FEWEST_REQUESTS), MOST_REQUESTS)
+        return self.max_num_seqs or min(max(self.requests, FEWEST_REQUESTS), MOST_REQUESTS)
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,6 @@ class MemoryPlan:
         micro_batch_tokens: computed tokens of a micro-batch.
         kv_cache: bytes of the key-value cache of each engine.
         engine: all bytes of each engine, what it computes with included.
-        max_num_seqs: requests that an engine decodes at once.
         sleep: whether vLLM sleeps while the trainer trains.
         offload: whether masters and moments are on the host while vLLM generates.
         on_host: bytes by name that all processes of a machine keep in its memory, if their optimizers are there.
@@ -124,7 +119,6 @@ class MemoryPlan:
     micro_batch_tokens: int = 0
     kv_cache: int = 0
     engine: int = 0
-    max_num_seqs: int = 0
     sleep: bool = False
     offload: bool = False
     on_host: Mapping[str, int] = field(default_factory=dict)
@@ -153,12 +147,8 @@ class MemoryPlan:
             ("device memory", f"{gib(self.device)} free: {self.way}, leaves {gib(self.left)}"),
             ("while training", _listed(self.training)),
             *([("while generating", _listed(self.generating))] if self.shared else []),
-            *self.host_rows(),
+            *([("on the host", _listed(self.on_host))] if self.on_host else []),
         ]
-
-    def host_rows(self) -> list[tuple[str, str]]:
-        """Of these, what is said of the host's memory, if anything is there."""
-        return [("on the host", _listed(self.on_host))] if self.on_host else []
 
 
 def gib(size: float) -> str:
@@ -235,19 +225,17 @@ def plan(shape: ModelShape, training: Training, rollouts: Rollouts | None, devic
             f"optimizer.name=adamw_offload does not fit into the {gib(host)} that are free of the host's memory: all "
             f"trainers need {_listed(on_host)}. Choose adamw or adamw_8bit, fewer trainer.devices, or a host with more."
         )
-    ways = [replace(way, on_host=on_host) for way in _ways(shape, training, rollouts, device, host - needed)]
-    fitting = _fitting(shape, rollouts, ways)
+    asked = _Asked(shape, training, rollouts, device, host - needed)
+    ways = list(asked.ways())
+    fitting = [way for way in ways if asked.fits(way)]
     if not fitting and not ways[-1].sleep:  # a way in turns needs less than any side by side
-        budgets = _budgets(training, TOKENS)
-        ways = [replace(_way(shape, training, rollouts, device, each), on_host=on_host) for each in budgets]
-        fitting = _fitting(shape, rollouts, ways)[:1]
+        ways = list(asked.side_by_side(TOKENS))
+        fitting = [way for way in ways if asked.fits(way)][:1]
     if not fitting:
-        raise ConfigError(_refusal(shape, training, rollouts, ways[-1], host))
-    if rollouts is None:
-        return fitting[0]
-    wanted = ENOUGH * cache_bytes(shape, rollouts, rollouts.at_once) if rollouts.kv_cache is None else rollouts.kv_cache
+        raise ConfigError(asked.refusal(ways[-1]))
+    wanted = ENOUGH * cache_bytes(shape, rollouts, rollouts.at_once) if rollouts else 0
     enough = (way for way in fitting if way.kv_cache >= wanted)
-    return next(enough, max(fitting, key=lambda way: way.kv_cache))
+    return replace(next(enough, max(fitting, key=lambda way: way.kv_cache)), on_host=on_host)
 
 
 def beside_others(found: MemoryPlan, others: int) -> MemoryPlan:
@@ -258,70 +246,149 @@ def beside_others(found: MemoryPlan, others: int) -> MemoryPlan:
     return replace(found, device=found.device + others, training=training, generating=generating)
 
 
-def _fitting(shape: ModelShape, rollouts: Rollouts | None, ways: Sequence[MemoryPlan]) -> list[MemoryPlan]:
-    """Those with room for what they are made of, and for one request."""
-    needed = 0 if rollouts is None else cache_bytes(shape, rollouts, 1)
-    return [way for way in ways if way.left >= 0 and way.kv_cache >= needed]
+@dataclass(frozen=True)
+class _Asked:
+    """What `plan` is asked for; `host`: what the optimizers leave of it."""
 
+    shape: ModelShape
+    training: Training
+    rollouts: Rollouts | None
+    device: int
+    host: int
 
-def _ways(
-    shape: ModelShape, training: Training, rollouts: Rollouts | None, device: int, host: int
-) -> Iterator[MemoryPlan]:
-    """Every way that the configuration and the host allow, the cheapest first; each may be too large for the device."""
-    if rollouts is None or rollouts.sleep is not True:
-        for tokens in _budgets(training, WANTED_TOKENS):
-            yield _way(shape, training, rollouts, device, tokens)
-    if rollouts is None or rollouts.sleep is False or rollouts.servers or training.on_cpu:
-        return
-    states = weight_states(shape, training)
-    moved = states.get(MASTERS, 0) + states.get(MOMENTS, 0)
-    for offload in (False, True) if moved else (False,):
-        needed = _asleep(shape, rollouts) + PINNED * (moved if offload else 0)
-        if host >= needed or (rollouts.sleep and not offload):
-            free = device - sum(states.values()) - CUDA_GRAPHS - sum(_others(training, rollouts, device).values())
-            tokens = max(training.tokens or micro_batch_tokens(shape, training, free), training.longest_row)
-            yield _way(shape, training, rollouts, device, tokens, sleep=True, offload=offload)
+    def ways(self) -> Iterator[MemoryPlan]:
+        """Every way that configuration and host allow, the cheapest first; each may be too large for the device."""
+        training, rollouts = self.training, self.rollouts
+        if rollouts is None or rollouts.sleep is not True or training.on_cpu:
+            yield from self.side_by_side(WANTED_TOKENS)
+        if rollouts is None or rollouts.sleep is False or rollouts.servers or training.on_cpu:
+            return
+        states = weight_states(self.shape, training)
+        moved = states.get(MASTERS, 0) + states.get(MOMENTS, 0)
+        for offload in (False, True) if moved else (False,):
+            needed = _asleep(self.shape, rollouts) + PINNED * (moved if offload else 0)
+            if self.host >= needed or (rollouts.sleep and not offload):
+                free = self.device - sum(states.values()) - CUDA_GRAPHS - sum(self._others().values())
+                tokens = max(training.tokens or micro_batch_tokens(self.shape, training, free), training.longest_row)
+                yield self.way(tokens, sleep=True, offload=offload)
 
+    def side_by_side(self, sizes: Sequence[int]) -> Iterator[MemoryPlan]:
+        """One way for each size of a micro-batch, the largest first; a row that is longer has one of its own."""
+        wanted = (self.training.tokens,) if self.training.tokens else sizes
+        budgets = {max(tokens, self.training.longest_row) for tokens in wanted}
+        return (self.way(tokens) for tokens in sorted(budgets, reverse=True))
 
-def _budgets(training: Training, sizes: Sequence[int]) -> list[int]:
-    """Tokens of a micro-batch to try, the most first; a row that is longer than all of them has one of its own."""
-    wanted = (training.tokens,) if training.tokens else sizes
-    return sorted({max(tokens, training.longest_row) for tokens in wanted}, reverse=True)
+    def way(self, tokens: int, sleep: bool = False, offload: bool = False) -> MemoryPlan:
+        """What is on the device in each phase, with a cache that has room for one request at least.
 
+        In one process trainer and vLLM compute in turns, with the same memory.
+        """
+        shape, training, rollouts, rest = self.shape, self.training, self.rollouts, self._others()
+        states = weight_states(shape, training)
+        away = {GRADIENTS, GATHERED, *((MASTERS, MOMENTS) if offload else ())}
+        kept = {name: size for name, size in states.items() if name not in away}
+        trains = {**states, ACTIVATIONS: activations(shape, training, tokens)}
+        if rollouts is None:
+            return MemoryPlan(self.device, {**trains, **rest}, {**kept, **rest}, tokens)
+        engines = max(rollouts.servers, 1)
+        weights = {ENGINE_WEIGHTS: engines * engine_weights(shape, rollouts)}
+        working = {WORKING: engines * _working(shape, rollouts)}
+        rest = {GRAPHS: engines * (VLLM_LIBRARIES if training.on_cpu else CUDA_GRAPHS), **rest}
+        if rollouts.servers:  # they compute while the trainer does
+            trains |= working
+            rest |= {CONTEXTS: engines * (LIBRARIES if training.on_cpu else CUDA_CONTEXT)}
+        training_phase = {**trains, **({} if sleep else weights), **rest}
+        generating = {**kept, **weights, **working, **rest}
+        cache_stays = not sleep and (not training.on_cpu or rollouts.servers > 0)
+        fullest = max(sum(training_phase.values()) if cache_stays else 0, sum(generating.values()))
+        cache = _room(shape, rollouts, (self.device - fullest) // engines)
+        generating[CACHE] = engines * cache
+        if cache_stays:
+            training_phase[CACHE] = engines * cache
+        engine = _engine(shape, rollouts, cache)
+        return MemoryPlan(self.device, training_phase, generating, tokens, cache, engine, sleep, offload)
 
-def _way(
-    shape: ModelShape,
-    training: Training,
-    rollouts: Rollouts | None,
-    device: int,
-    tokens: int,
-    sleep: bool = False,
-    offload: bool = False,
-) -> MemoryPlan:
-    """What is on the device in each phase. In one process trainer and vLLM compute in turns, with the same memory."""
-    states, rest = weight_states(shape, training), _others(training, rollouts, device)
-    away = {GRADIENTS, GATHERED, *((MASTERS, MOMENTS) if offload else ())}
-    kept = {name: size for name, size in states.items() if name not in away}
-    trains = {**states, ACTIVATIONS: activations(shape, training, tokens)}
-    if rollouts is None:
-        return MemoryPlan(device, {**trains, **rest}, {**kept, **rest}, tokens)
-    engines = max(rollouts.servers, 1)
-    weights = {ENGINE_WEIGHTS: engines * engine_weights(shape, rollouts)}
-    working = {WORKING: engines * _working(shape, rollouts)}
-    rest = {GRAPHS: engines * (VLLM_LIBRARIES if training.on_cpu else CUDA_GRAPHS), **rest}
-    if rollouts.servers:  # they compute while the trainer does
-        trains = {**trains, **working}
-        rest = {**rest, CONTEXTS: engines * (LIBRARIES if training.on_cpu else CUDA_CONTEXT)}
-    training_phase = {**trains, **({} if sleep else weights), **rest}
-    generating = {**kept, **weights, **working, **rest}
-    cache_stays = not sleep and (not training.on_cpu or rollouts.servers > 0)
-    fullest = max(sum(training_phase.values()) if cache_stays else 0, sum(generating.values()))
-    cache = _room(shape, rollouts, (device - fullest) // engines)
-    generating[CACHE] = engines * cache
-    if cache_stays:
-        training_phase[CACHE] = engines * cache
-    engine = _engine(shape, rollouts, cache)
-    return MemoryPlan(device, training_phase, generating, tokens, cache, engine, rollouts.at_once, sleep, offload)
+    def fits(self, way: MemoryPlan) -> bool:
+        """Whether there is room for what it is made of, with a cache that is as configured."""
+        configured = None if self.rollouts is None else self.rollouts.kv_cache
+        return way.left >= 0 and configured in (None, way.kv_cache)
+
+    def _others(self) -> dict[str, int]:
+        """Bytes of the device that neither trainer nor engine has."""
+        beside = {BESIDE: self.rollouts.beside} if self.rollouts and self.rollouts.beside else {}
+        return {**beside, RESERVE: LIBRARIES + CPU_RESERVE if self.training.on_cpu else _reserve(self.device)}
+
+    # -- what does not fit, and what helps -----------------------------------------------------------------------------
+
+    def refusal(self, way: MemoryPlan) -> str:
+        """Why not even the most frugal way fits, and what to change."""
+        phases = {"training": way.training, "generating": way.generating}
+        phase = max(phases, key=lambda name: sum(phases[name].values()))
+        room: float = way.device - way.left
+        if not self.training.on_cpu:  # the context that is there takes some
+            room = (room - _reserve(way.device) + WORKSPACES) / (1 - FRAGMENTS) + CUDA_CONTEXT - WORKSPACES
+        request = ""
+        if self.rollouts is not None:
+            one = gib(cache_bytes(self.shape, self.rollouts, 1))
+            request = f" (one request of engine.max_model_len={self.rollouts.context} needs {one} of cache)"
+        advice = [*self._knobs(way), f"a device of {gib(room)} has room"]
+        return (
+            f"the model does not fit into the {gib(way.device)} that are free on this device{request}. While {phase}, "
+            f"with micro-batches of {way.micro_batch_tokens} tokens, {_listed(phases[phase])}. {'; '.join(advice)}."
+        )
+
+    def _knobs(self, way: MemoryPlan) -> Iterator[str]:
+        """What to change, and how many bytes fewer are needed then in the fuller phase."""
+        training, rollouts, tokens = self.training, self.rollouts, way.micro_batch_tokens
+        options: list[tuple[str, _Asked, int]] = [
+            ("model.gradient_checkpointing=true takes {} less", self._trained(checkpointing=True), tokens),
+            ("without a reference (algorithm.kl.coef=0) {} less", self._trained(reference=False), tokens),
+            ("model.dtype=bf16 takes {} less", self._trained(width=2), tokens),
+        ]
+        if not training.adapters:
+            shards = self._shards_that_fit(way)
+            split = f"trainer=fsdp2 with trainer.devices={shards} (of all machines together) takes {{}} less"
+            options.append((split, self._trained(shards=shards), tokens))
+        if self._moves_to_host(way):
+            on_host = "optimizer.name=adamw_offload, with masters and moments in the host's memory, takes {} less"
+            options.append((on_host, self._trained(on_host=1), tokens))
+        if training.tokens:
+            fewer = "algorithm.max_tokens_per_micro_batch=auto (in a new run) or fewer tokens take up to {} less"
+            options.append((fewer, self, training.longest_row))
+        if rollouts is not None and rollouts.kv_cache is not None:
+            cache = "engine.kv_cache_gb=null takes what there is, up to {} less"
+            options.append((cache, replace(self, rollouts=replace(rollouts, kv_cache=0)), tokens))
+        if rollouts is not None and rollouts.beside:
+            apart = "GPUs of their own (auxiliary_models.NAME.engine.gpus) free {}"
+            options.append((apart, replace(self, rollouts=replace(rollouts, beside=0)), tokens))
+        if rollouts is not None and not training.on_cpu:
+            alone = "GPUs of its own for the engine (engine=vllm_server engine.gpus) free {}"
+            options.append((alone, replace(self, rollouts=None), tokens))
+        for said, other, size in options:
+            if (saved := other.way(size, way.sleep, way.offload).left - way.left) > 0:
+                yield said.format(gib(saved))
+        if rollouts is not None and rollouts.sleep is False and not rollouts.servers:
+            yield "engine.sleep=auto frees vLLM's memory for training"
+
+    def _trained(self, **changed: Any) -> "_Asked":
+        """The same with other values of `Training`."""
+        return replace(self, training=replace(self.training, **changed))
+
+    def _shards_that_fit(self, way: MemoryPlan) -> int:
+        """The fewest that fit, doubled again and again; the first if no number is enough."""
+        first = 2 * self.training.shards if self.training.shards > 1 else FIRST_SHARDS
+        numbers = [first << doubled for doubled in range(MOST_DOUBLED)]
+        split = ((each, self._trained(shards=each)) for each in numbers)
+        tokens, sleep, offload = way.micro_batch_tokens, way.sleep, way.offload
+        return next((each for each, asked in split if asked.way(tokens, sleep, offload).left >= 0), first)
+
+    def _moves_to_host(self, way: MemoryPlan) -> bool:
+        """Whether adamw_offload is for this run, and the host has room for it and vLLM's weights, if these go there."""
+        training = self.training
+        offloaded = replace(training, on_host=training.offloadable, moments=2 * FLOAT)
+        asleep = _asleep(self.shape, self.rollouts) if self.rollouts and way.sleep else 0
+        fits = sum(states_on_host(self.shape, offloaded).values()) + asleep <= self.host
+        return training.offloadable > 0 and training.shards == 1 and not training.on_cpu and fits
 
 
 def engine_weights(shape: ModelShape, rollouts: Rollouts) -> int:
@@ -341,10 +408,9 @@ def cache_bytes(shape: ModelShape, rollouts: Rollouts, requests: int) -> int:
 
 
 def _room(shape: ModelShape, rollouts: Rollouts, free: int) -> int:
-    """Bytes of the cache: as configured, or as much as is of use and free."""
-    if rollouts.kv_cache is not None:
-        return rollouts.kv_cache
-    return max(0, min(free, cache_bytes(shape, rollouts, rollouts.at_once)))
+    """Bytes of the cache: as configured, or as much as is of use and free; at least what one request needs."""
+    useful = min(free, cache_bytes(shape, rollouts, rollouts.at_once))
+    return max(useful if rollouts.kv_cache is None else rollouts.kv_cache, cache_bytes(shape, rollouts, 1))
 
 
 def _working(shape: ModelShape, rollouts: Rollouts) -> int:
@@ -370,12 +436,6 @@ def auxiliary_server(shape: ModelShape, rollouts: Rollouts) -> tuple[int, int]:
     return cache, _engine(shape, rollouts, cache) + CUDA_CONTEXT
 
 
-def _others(training: Training, rollouts: Rollouts | None, device: int) -> dict[str, int]:
-    """Bytes of the device that neither trainer nor engine has."""
-    beside = {BESIDE: rollouts.beside} if rollouts and rollouts.beside else {}
-    return {**beside, RESERVE: LIBRARIES + CPU_RESERVE if training.on_cpu else _reserve(device)}
-
-
 def _reserve(device: int) -> int:
     return WORKSPACES + int(FRAGMENTS * device)
 
@@ -392,7 +452,7 @@ def engine_alone(shape: ModelShape, rollouts: Rollouts, device: int) -> MemoryPl
     if cache is None:
         cache = max(int(SERVER_SHARE * device) - sum(parts.values()), 0)
     parts[CACHE] = cache
-    found = MemoryPlan(device, parts, parts, 0, cache, sum(parts.values()), rollouts.at_once)
+    found = MemoryPlan(device, parts, parts, 0, cache, sum(parts.values()))
     if cache < one or found.left < 0:
         listed = _listed({**parts, CACHE: max(cache, one)})
         raise ConfigError(
@@ -401,93 +461,3 @@ def engine_alone(shape: ModelShape, rollouts: Rollouts, device: int) -> MemoryPl
             "over which the model is split, or a shorter context."
         )
     return found
-
-
-# -- what does not fit, and what helps ---------------------------------------------------------------------------------
-
-
-def _phases(shape: ModelShape, rollouts: Rollouts | None, way: MemoryPlan) -> dict[str, dict[str, int]]:
-    """The parts of each phase, with a cache that has room for one request."""
-    least = 0 if rollouts is None else max(rollouts.servers, 1) * max(way.kv_cache, cache_bytes(shape, rollouts, 1))
-    phases = {"training": way.training, "generating": way.generating}
-    return {name: {**parts, **({CACHE: least} if CACHE in parts else {})} for name, parts in phases.items()}
-
-
-def _needed(shape: ModelShape, rollouts: Rollouts | None, way: MemoryPlan) -> int:
-    return max(sum(parts.values()) for parts in _phases(shape, rollouts, way).values())
-
-
-def _more_shards(
-    shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan
-) -> tuple[str, Training, Rollouts | None, int]:
-    """The fewest that fit, doubled again and again; the first if no number is enough."""
-    first, tokens = 2 * training.shards if training.shards > 1 else FIRST_SHARDS, way.micro_batch_tokens
-    ways = [replace(training, shards=first << doubled) for doubled in range(MOST_DOUBLED)]
-    plans = ((each, _way(shape, each, rollouts, way.device, tokens, way.sleep, way.offload)) for each in ways)
-    found = next((each for each, plan in plans if _needed(shape, rollouts, plan) <= way.device), ways[0])
-    said = f"trainer=fsdp2 with trainer.devices={found.shards} (of all machines together) takes {{}} less"
-    return said, found, rollouts, tokens
-
-
-def _moves_to_host(
-    shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan, host: int
-) -> bool:
-    """Whether adamw_offload is for this run, and the host has room for it beside vLLM's weights, if these go there."""
-    offloaded = replace(training, on_host=training.offloadable, moments=2 * FLOAT)
-    asleep = _asleep(shape, rollouts) if rollouts and way.sleep else 0
-    fits = sum(states_on_host(shape, offloaded).values()) + asleep <= host
-    return training.offloadable > 0 and training.shards == 1 and not training.on_cpu and fits
-
-
-def _knobs(
-    shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan, host: int
-) -> Iterator[str]:
-    """What to change, and how many bytes fewer are needed then in the fuller phase."""
-    tokens = way.micro_batch_tokens
-    options: list[tuple[str, Training, Rollouts | None, int]] = [
-        ("model.gradient_checkpointing=true takes {} less", replace(training, checkpointing=True), rollouts, tokens),
-        ("without a reference (algorithm.kl.coef=0) {} less", replace(training, reference=False), rollouts, tokens),
-        ("model.dtype=bf16 takes {} less", replace(training, width=2), rollouts, tokens),
-    ]
-    if not training.adapters:
-        options.append(_more_shards(shape, training, rollouts, way))
-    if _moves_to_host(shape, training, rollouts, way, host):
-        on_host = "optimizer.name=adamw_offload, with masters and moments in the host's memory, takes {} less"
-        options.append((on_host, replace(training, on_host=1), rollouts, tokens))
-    if training.tokens:
-        fewer = "algorithm.max_tokens_per_micro_batch=auto (in a new run) or fewer tokens take up to {} less"
-        options.append((fewer, training, rollouts, training.longest_row))
-    if rollouts is not None and rollouts.kv_cache is not None:
-        cache = "engine.kv_cache_gb=null takes what there is, up to {} less"
-        options.append((cache, training, replace(rollouts, kv_cache=0), tokens))
-    if rollouts is not None and rollouts.beside:
-        apart = "GPUs of their own (auxiliary_models.NAME.engine.gpus) free {}"
-        options.append((apart, training, replace(rollouts, beside=0), tokens))
-    if rollouts is not None and not training.on_cpu:
-        alone = "GPUs of its own for the engine (engine=vllm_server engine.gpus) free {}"
-        options.append((alone, training, None, tokens))
-    needed = _needed(shape, rollouts, way)
-    for said, trains, generates, size in options:
-        other = _way(shape, trains, generates, way.device, size, way.sleep, way.offload)
-        if (saved := needed - _needed(shape, generates, other)) > 0:
-            yield said.format(gib(saved))
-    if rollouts is not None and rollouts.sleep is False and not rollouts.servers:
-        yield "engine.sleep=auto frees vLLM's memory for training"
-
-
-def _refusal(shape: ModelShape, training: Training, rollouts: Rollouts | None, way: MemoryPlan, host: int) -> str:
-    """Why not even the most frugal way fits, and what to change."""
-    phases = _phases(shape, rollouts, way)
-    phase = max(phases, key=lambda name: sum(phases[name].values()))
-    room = sum(phases[phase].values())
-    if not training.on_cpu:  # the context that is there takes some
-        room = (room - _reserve(way.device) + WORKSPACES) / (1 - FRAGMENTS) + CUDA_CONTEXT - WORKSPACES
-    request = ""
-    if rollouts is not None:
-        one = gib(cache_bytes(shape, rollouts, 1))
-        request = f" (one request of engine.max_model_len={rollouts.context} needs {one} of cache)"
-    advice = [*_knobs(shape, training, rollouts, way, host), f"a device of {gib(room)} has room"]
-    return (
-        f"the model does not fit into the {gib(way.device)} that are free on this device{request}. While {phase}, with "
-        f"micro-batches of {way.micro_batch_tokens} tokens, {_listed(phases[phase])}. {'; '.join(advice)}."
-    )

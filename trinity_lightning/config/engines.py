@@ -170,14 +170,9 @@ class SynchronizerConfig(Section, key="synchronizer"):
             to compute with them itself, next to the weights that it has loaded (here, or in servers of the run).
     """
 
-    method: str = "auto"
+    method: str = checked("auto", one_of, names=("auto", "memory", "checkpoint", *SENT))
     folder: str | None = None
     check_interval: int = checked(10, whole_number, least=1)
     drill: bool = True
     sync_timeout: float = checked(600.0, number, above=0)
     lora: str = checked("merged", one_of, names=("merged", "adapter"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.method != "auto":
-            late.servers.check_method(self)

@@ -17,13 +17,12 @@ from trinity_lightning.config.engines import (
     Capabilities,
     EngineConfig,
     EngineSleep,
-    SynchronizerConfig,
     require_vllm,
 )
 from trinity_lightning.config.models import check_model_name
 from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
-from trinity_lightning.config.trainer import gpu_count
-from trinity_lightning.config.values import AUTO, one_of, unknown_name, url, whole_number
+from trinity_lightning.config.trainer import gpu_count, processes_of
+from trinity_lightning.config.values import AUTO, unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
 
 WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
@@ -36,16 +35,6 @@ def check_places(engine: EngineConfig) -> None:
     gpus = list(engine.gpus or ())
     if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
         raise ConfigError(f"engine.gpus is {gpus}; give different numbers of 0 or more.")
-
-
-def check_method(synchronizer: SynchronizerConfig) -> None:
-    """Refuse an unknown way of sending weights, and a folder that it does not write to; a ConfigError."""
-    method, folder = synchronizer.method, synchronizer.folder
-    one_of("synchronizer.method", method, ("auto", "memory", "checkpoint", *SENT))
-    if folder is not None and method in SENT:
-        raise ConfigError(
-            f"synchronizer.folder belongs to synchronizer=checkpoint, not to synchronizer={method}: leave it out."
-        )
 
 
 def visible_gpus() -> list[str] | None:
@@ -85,21 +74,24 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
             f"engine.urls names servers that run already, and engine.{given[0]} is for servers that are started here: "
             "leave one of them out."
         )
-    engines = {f"auxiliary_models.{name}.engine": (model.engine, 1) for name, model in run.auxiliary_models.items()}
+    engines = {f"auxiliary_models.{name}.engine": model.engine for name, model in run.auxiliary_models.items()}
     if "servers" in can.keys:
-        engines["engine"] = (run.engine, run.engine.servers)
-    for key, (engine, servers) in engines.items():
-        _check_share(key, engine, servers, run.explorer.sync_offset, here)
+        engines["engine"] = run.engine
+    for key, engine in engines.items():
+        _check_share(key, engine, run.explorer.sync_offset, here)
         if engine.gpus:
             there = gpu_count() if here else 0  # of another machine not known: `devices` has to say how many train
-            training = gpus_that_train(trainer, there)
+            training = 0 if trainer.get("accelerator") == "cpu" else processes_of(trainer, there)
             check_gpus_apart(key, engine.gpus, training, there or training + len(engine.gpus))
     if run.synchronizer.method in SENT:
         _check_gpu_to_gpu(run, can, trainer.get("accelerator", AUTO), gpu_count() if here else None)
 
 
 def check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
-    """Refuse a way of sending weights that the engine does not take; a ConfigError."""
+    """Refuse a way of sending weights that the engine does not take, and a folder that nothing is written to.
+
+    A ConfigError.
+    """
     synchronizer, engine = run.synchronizer, run.engine
     method, methods = synchronizer.method, can.sync_methods
     if method not in ("auto", *methods):
@@ -107,13 +99,12 @@ def check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
             f"synchronizer.method is {method}, and weights reach engine={engine.name} by {' or '.join(methods)}: set "
             f"synchronizer={methods[0]}, or auto."
         )
-    if synchronizer.folder is not None and "checkpoint" not in methods:
-        raise ConfigError(
-            f"synchronizer.folder belongs to synchronizer=checkpoint, not to engine={engine.name}: leave it out."
-        )
+    if synchronizer.folder is not None and (method in SENT or "checkpoint" not in methods):
+        other = f"synchronizer={method}" if method in SENT else f"engine={engine.name}"
+        raise ConfigError(f"synchronizer.folder belongs to synchronizer=checkpoint, not to {other}: leave it out.")
 
 
-def _check_share(key: str, engine: EngineConfig, servers: int, sync_offset: int, here: bool) -> None:
+def _check_share(key: str, engine: EngineConfig, sync_offset: int, here: bool) -> None:
     """Refuse GPUs that servers cannot share out, and GPUs and cores that this machine does not have; a ConfigError."""
     gpus = list(engine.gpus or ())
     if here and gpus and max(gpus) >= (there := gpu_count()):
@@ -121,10 +112,10 @@ def _check_share(key: str, engine: EngineConfig, servers: int, sync_offset: int,
             f"{key}.gpus is {gpus}, numbers from 0 of the GPUs that this process sees, which are {there} (by "
             "CUDA_VISIBLE_DEVICES, if it is set)."
         )
-    gpus_of_a_server(key, engine, servers)
+    gpus_of_a_server(key, engine)
     if not here or engine.cpu_cores is None:
         return
-    cores, taken = len(os.sched_getaffinity(0)), servers * engine.cpu_cores
+    cores, taken = len(os.sched_getaffinity(0)), engine.servers * engine.cpu_cores
     if taken > cores:
         raise ConfigError(
             f"{key}.cpu_cores is {engine.cpu_cores}, for servers that take {taken} cores in all, and this process may "
@@ -137,26 +128,25 @@ def _check_share(key: str, engine: EngineConfig, servers: int, sync_offset: int,
         )
 
 
-def gpus_of_a_server(key: str, engine: EngineConfig, servers: int, model: str = "", heads: int = 0) -> int:
+def gpus_of_a_server(key: str, engine: EngineConfig, model: str = "", heads: int = 0) -> int:
     """GPUs that each server has of `engine.gpus`, 1 without; a ConfigError if they, or heads, cannot be shared out."""
-    gpus = list(engine.gpus or ())
-    if not gpus:
+    if not engine.gpus:
         return 1
-    if len(gpus) % servers:
+    each, left = divmod(len(engine.gpus), engine.servers)
+    if left:
         raise ConfigError(
-            f"{key}.gpus ({len(gpus)} of them) cannot be shared out evenly among engine.servers ({servers}): every "
-            "server takes as many."
+            f"{key}.gpus ({len(engine.gpus)} of them) cannot be shared out evenly among engine.servers "
+            f"({engine.servers}): every server takes as many."
         )
-    sizes = {each: engine.args[each] for each in PARALLEL if each in engine.args}
-    for each, size in sizes.items():
-        whole_number(f"{key}.args.{each}", size, least=1)
-    if sizes and math.prod(sizes.values()) != len(gpus) // servers:
+    sizes = {name: engine.args[name] for name in PARALLEL if name in engine.args}
+    for name, size in sizes.items():
+        whole_number(f"{key}.args.{name}", size, least=1)
+    if sizes and math.prod(sizes.values()) != each:
         asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(
             f"{key}.args ({asked}) spread a server over {math.prod(sizes.values())} GPUs, and {key}.gpus gives each "
-            f"{len(gpus) // servers}: leave them out for tensor_parallel_size={len(gpus) // servers}, or give as many."
+            f"{each}: leave them out for tensor_parallel_size={each}, or give as many."
         )
-    each = len(gpus) // servers
     if heads % (split := sizes.get("tensor_parallel_size", 1 if sizes else each)):
         raise ConfigError(
             f"{key}.gpus gives a server {each} GPUs, and the {heads} heads of {model} cannot be split over {split}: "
@@ -173,14 +163,6 @@ def check_gpus_apart(key: str, gpus: Sequence[int], training: int, there: int) -
             f"{key}.gpus is {gpus}, and trainer.devices={training} trains on the first {training} GPUs: give the "
             f"servers others, such as trainer.devices={left} {key}.gpus={list(range(left, there))}."
         )
-
-
-def gpus_that_train(trainer: Mapping[str, Any], there: int) -> int:
-    """How many GPUs of each machine train, by the arguments of Lightning's Trainer: its first ones of so many."""
-    if trainer.get("accelerator") == "cpu":
-        return 0
-    devices = str(trainer.get("devices", 1))
-    return there if devices in (AUTO, "-1") else int(devices)
 
 
 def _check_gpu_to_gpu(run: TrainConfig, can: Capabilities, accelerator: str, there: int | None) -> None:
@@ -325,8 +307,12 @@ def check_vllm_args(key: str, engine: EngineConfig, in_process: bool, here: bool
         raise ConfigError(
             f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
         )
-    if in_process:
-        check_one_device(engine.args)
+    for name in PARALLEL if in_process else ():
+        if engine.args.get(name, 1) != 1:
+            raise ConfigError(
+                f"engine.args.{name} is {engine.args[name]}, and engine=vllm computes on one device: choose "
+                "engine=vllm_server, and give its GPUs as engine.gpus."
+            )
 
 
 def check_known(args: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -335,16 +321,6 @@ def check_known(args: Mapping[str, Any], known: Iterable[str]) -> None:
     for name in args:
         if name not in names:
             raise ConfigError(f"engine.args: {unknown_name('argument of vLLM', name, names)}")
-
-
-def check_one_device(args: Mapping[str, Any]) -> None:
-    """Refuse arguments of vLLM that spread a model over devices, for an engine within a process; a ConfigError."""
-    for name in PARALLEL:
-        if args.get(name, 1) != 1:
-            raise ConfigError(
-                f"engine.args.{name} is {args[name]}, and engine=vllm computes on one device: choose "
-                "engine=vllm_server, and give its GPUs as engine.gpus."
-            )
 
 
 def reason_of(error: Exception) -> str:

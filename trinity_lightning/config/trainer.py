@@ -134,12 +134,14 @@ def check_launched(trainer: Mapping[str, Any]) -> None:
     )
 
 
-def processes_of(trainer: Mapping[str, Any]) -> int:
-    """How many processes train on each machine, as Lightning will find."""
+def processes_of(trainer: Mapping[str, Any], gpus: int | None = None) -> int:
+    """How many processes train on each machine of so many GPUs (None: as this one), as Lightning will find."""
     devices = str(trainer.get("devices"))
     if devices.isdigit():
         return int(devices)
-    return 1 if trainer.get("accelerator") == "cpu" else max(1, gpu_count())
+    if trainer.get("accelerator") == "cpu" or not trains_together(trainer):
+        return 1
+    return max(1, gpu_count() if gpus is None else gpus)
 
 
 def _check_engines_of_ranks(run: TrainConfig, trainer: Mapping[str, Any]) -> None:

@@ -26,10 +26,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """
     if device.type == "cpu":
         return product_flops(dtype, torch.get_num_threads())
-    from trinity_lightning.common.devices import best_flops, known_gpu
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    from trinity_lightning.common.devices import known_gpu
 
-    gpu = known_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return gpu and best_flops(gpu, dtype)
+    gpu = known_gpu(torch.cuda.get_device_name(device))
+    return gpu and gpu.flops
 
 
 # -- what a step needs -------------------------------------------------------------------------------------------------
