@@ -331,6 +331,14 @@ REFUSED = {
         {"name": "torch.optim.SGD", "args": {"momentum": "abc"}},
         "SGD of optimizer.args={'momentum': 'abc'} cannot train a policy: '<' not supported",
     ),
+    "a schedule of 0": (
+        {"lr_scheduler": of_torch("ConstantLR", factor=0.0, total_iters=9), "total_steps": 4},
+        "ConstantLR gives the learning rate 0 at all 4 steps",
+    ),
+    "a rate of 0 that the schedule keeps": (
+        {"lr": 0.0, "lr_scheduler": of_torch("StepLR", step_size=2), "total_steps": 4},
+        "StepLR gives the learning rate 0 at all 4 steps, and nothing would be trained: give optimizer.lr, a number",
+    ),
     "no warm-up": (
         {"lr_scheduler": "torch.optim.lr_scheduler.ConstantLR", "warmup_steps": 2},
         "has no warm-up: set optimizer.warmup_steps=0",

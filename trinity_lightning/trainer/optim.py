@@ -79,8 +79,12 @@ def are_rounded(groups: Iterable[dict[str, Any]]) -> bool:
     return any(each.dtype in (torch.bfloat16, torch.float16) for group in groups for each in group["params"])
 
 
-def check_optimizer(config: OptimizerConfig) -> None:
+def check_optimizer(config: OptimizerConfig, alone: bool = True) -> None:
     """Try out a user-defined optimizer or schedule on a few small tensors, before anything is loaded.
+
+    Args:
+        config: the optimizer and its schedule.
+        alone: whether nothing is trained at another learning rate, as a critic is.
 
     Raises:
         ConfigError: there is none, or it does not take these arguments; the optimizer needs more than gradients, or
@@ -90,7 +94,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
         return
     from trinity_lightning.trainer.other_optimizers import try_out
 
-    try_out(config)
+    try_out(config, alone)
 
 
 def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig) -> Any:

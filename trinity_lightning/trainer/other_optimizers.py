@@ -31,13 +31,19 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # moments; torchao keeps those 
 def adamw_8bit(parameters: Any, **settings: Any) -> Optimizer:
     """torchao's, whose state is plain tensors in a checkpoint: one is read before torchao is imported, or without it.
 
-    A moment in 8 bits is saved as its codes and the scale of each block of them.
+    A moment in 8 bits is saved as its codes and the scale of each block of them. The first step compiles an update
+    for each shape of a parameter: seconds each, and a C++ compiler on a CPU.
     """
     from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  # an extra
 
     warnings.filterwarnings("ignore", "OptimState8bit does not implement", UserWarning)  # torch's, of a cache
-    logger.info("optimizer.name=adamw_8bit: the first step compiles an update for each shape of a parameter")
     optimizer = AdamW8bit(parameters, **settings)
+
+    def announce(*_: Any) -> None:
+        logger.info("optimizer.name=adamw_8bit: the first step compiles an update for each shape of a parameter")
+        announced.remove()
+
+    announced = optimizer.register_step_pre_hook(announce)
     optimizer.register_state_dict_post_hook(_to_plain)
     optimizer.register_load_state_dict_pre_hook(_from_plain)
     return optimizer
@@ -110,7 +116,7 @@ def _without_decay(make: Callable[..., Optimizer], groups: Any, **settings: Any)
         return make(groups, **settings)
 
 
-def try_out(config: OptimizerConfig) -> None:
+def try_out(config: OptimizerConfig, alone: bool) -> None:
     """Refuse what cannot train: see `optim.check_optimizer`."""
     make = optimizer_factory(config)
     try:
@@ -126,6 +132,24 @@ def try_out(config: OptimizerConfig) -> None:
             f"optimizer.lr_scheduler={config.lr_scheduler.name} is no schedule of steps alone: choose a class of "
             "torch.optim.lr_scheduler that is."
         )
+    meant = config.lr == 0 and not (alone and "." in config.lr_scheduler.name)  # named schedules scale it
+    if config.total_steps and not meant and not _ever_learns(schedule, config.total_steps):
+        fix = "change its args" if config.lr > 0 else "give optimizer.lr, a number above 0"
+        raise ConfigError(
+            f"optimizer.lr_scheduler={config.lr_scheduler.name} gives the learning rate 0 at all {config.total_steps} "
+            f"steps, and nothing would be trained: {fix}."
+        )
+
+
+def _ever_learns(schedule: Any, steps: int) -> bool:
+    """Whether some group has a learning rate above 0 at one of so many steps."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of", category=UserWarning)
+        for _ in range(steps):
+            if any(group["lr"] > 0 for group in schedule.optimizer.param_groups):
+                return True
+            schedule.step()
+    return False
 
 
 def _groups() -> list[dict[str, Any]]:

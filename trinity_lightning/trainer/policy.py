@@ -107,7 +107,7 @@ class PolicyModule(L.LightningModule):
         self.optimizer_config = section_of("optimizer", OptimizerConfig, optimizer)
         self.lora = section_of("model.lora", LoRAConfig, lora)
         self.objective = Objective(self.algorithm)
-        optim.check_optimizer(self.optimizer_config)
+        optim.check_optimizer(self.optimizer_config, alone=self.algorithm.critic is None)
         for caveat in self.objective.caveats:
             logger.warning(caveat)
         if self.optimizer_config.lr == 0 and "." not in self.optimizer_config.lr_scheduler.name:  # the named scale it
