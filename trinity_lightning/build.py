@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -269,14 +268,10 @@ def explorer_callback(
         explorer,
         config.synchronizer,
         folder=folder / "checkpoints",
-        command=partial(_resume_command, folder),
+        command=lambda: late.checkpoints.resume_command(folder),
         watcher=monitor,
         offload=offload,
     )
-
-
-def _resume_command(folder: Path) -> str | None:
-    return late.checkpoints.resume_command(folder)
 
 
 def _engines(config: TrainConfig, folder: Path) -> list[Engine]:
