@@ -64,7 +64,7 @@ _ALLOWED = {
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to write to, as `replacing`."""
     with replacing(target) as temporary:
-        temporary.mkdir(parents=True)
+        temporary.mkdir()
         yield temporary
 
 
