@@ -99,10 +99,6 @@ def build(config: DictConfig) -> Run:
     quiet_lightning()
     checkpoint = checkpoint_of(config, folder)
     settle_dtypes(config, checkpoint)
-    if checkpoint is not None:
-        from trinity_lightning.resume import check_resumed_dtype
-
-        check_resumed_dtype(config, checkpoint)
     typed, plan = replace(typed_config(config), trainer=config.trainer), None
     online, follower = typed.buffer.has_rollouts, False
     if trains_together(config.trainer):

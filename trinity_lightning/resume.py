@@ -17,7 +17,7 @@ from trinity_lightning.config.objectives import CriticConfig
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.stored import by_key
-from trinity_lightning.config.training import HALF, LoRAConfig, WeightDtype
+from trinity_lightning.config.training import HALF, LoRAConfig, WeightDtype, weight_dtype
 from trinity_lightning.errors import ConfigError, ForeignPositionError
 from trinity_lightning.sync.files import saved_weights
 from trinity_lightning.trainer.resumed import check_lora, check_resumed
@@ -32,8 +32,8 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     """The checkpoint that `ckpt_path` means for the run of that folder.
 
     Raises:
-        ConfigError: it is none, of another kind of run, of another model, critic, optimizer, seed or adapters, of the
-            middle of a step with other items, or of a later step than the last one that is to be done.
+        ConfigError: it is none, of another kind of run, of another model, critic, optimizer, seed, dtype or adapters,
+            of the middle of a step with other items, or of a later step than the last one that is to be done.
     """
     path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(str(config.ckpt_path))
     step, _ = saved_weights(path)
@@ -51,6 +51,7 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     check_model(config.model.name, checkpoint["hyper_parameters"].get("model", config.model.name))
     _check_items(config.algorithm, checkpoint, path)
     check_lora(checkpoint, section_of("model.lora", LoRAConfig, config.model.lora))
+    check_resumed_dtype(config, path)
     if step == config.steps:
         logger.warning("nothing is left to do: all %d steps are done in '%s'. To go on, set steps=N.", step, path)
     before = checkpoint.get("callbacks", {}).get("ExplorerCallback", {}).get("explorer", {}).get("seed", config.seed)
@@ -142,13 +143,14 @@ def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: Buf
         ) from error
 
 
-def check_resumed_dtype(config: DictConfig, checkpoint: str | Path) -> None:
+def check_resumed_dtype(config: TrainConfig | DictConfig, checkpoint: Path) -> None:
     """Refuse weights in another dtype than the checkpoint's, to which its optimizer state belongs; a ConfigError."""
-    asked, held = config.model.dtype.value, dtype_of(checkpoint).value
-    if asked != held:
+    asked, held = weight_dtype(config.model.dtype, (config.trainer or {}).get("precision")), dtype_of(checkpoint)
+    if asked not in (WeightDtype.auto, held):
         raise ConfigError(
-            f"model.dtype is {asked} (trainer.precision={HALF} means bf16), and the weights of the checkpoint "
-            f"'{checkpoint}' are {held}: a resumed run keeps its own: set model.dtype={held}, without that precision."
+            f"model.dtype is {asked.value} (trainer.precision={HALF} means bf16), and the weights of the checkpoint "
+            f"'{checkpoint}' are {held.value}: a resumed run keeps its own: set model.dtype={held.value}, without that "
+            "precision."
         )
 
 
