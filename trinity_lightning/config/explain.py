@@ -347,7 +347,7 @@ def section_given(key: str, kind: type[S], given: Any) -> S:
     """The section of that kind that stands under the dotted key, of these values; errors as `section_of`."""
     names = tuple(each.name for each in fields(kind))  # type: ignore[arg-type]
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{key} is {given!r}; give {{{', '.join(names)}}}, each of them optional.")
+        raise ConfigError(f"{key} is {given!r}; give {{{', '.join(names)}}}, a mapping, or leave it out.")
     tree = OmegaConf.create()
     OmegaConf.update(tree, key, schema_of(kind))
     section = OmegaConf.select(tree, key)
