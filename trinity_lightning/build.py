@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,10 +99,6 @@ def build(config: DictConfig) -> Run:
     quiet_lightning()
     checkpoint = checkpoint_of(config, folder)
     settle_dtypes(config, checkpoint)
-    if checkpoint is not None:
-        from trinity_lightning.resume import check_resumed_dtype
-
-        check_resumed_dtype(config, checkpoint)
     typed, plan = replace(typed_config(config), trainer=config.trainer), None
     online, follower = typed.buffer.has_rollouts, False
     if trains_together(config.trainer):
@@ -269,14 +264,10 @@ def explorer_callback(
         explorer,
         config.synchronizer,
         folder=folder / "checkpoints",
-        command=partial(_resume_command, folder),
+        command=lambda: late.checkpoints.resume_command(folder),
         watcher=monitor,
         offload=offload,
     )
-
-
-def _resume_command(folder: Path) -> str | None:
-    return late.checkpoints.resume_command(folder)
 
 
 def _engines(config: TrainConfig, folder: Path) -> list[Engine]:

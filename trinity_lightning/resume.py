@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.config.checkpoints import last_checkpoint, recorded_run
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.objectives import critic_config
+from trinity_lightning.config.objectives import CriticConfig
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.sections import section_of
-from trinity_lightning.config.training import HALF, LoRAConfig, WeightDtype
+from trinity_lightning.config.stored import by_key
+from trinity_lightning.config.training import HALF, LoRAConfig, WeightDtype, weight_dtype
 from trinity_lightning.errors import ConfigError, ForeignPositionError
 from trinity_lightning.sync.files import saved_weights
 from trinity_lightning.trainer.resumed import check_lora, check_resumed
@@ -32,8 +32,8 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     """The checkpoint that `ckpt_path` means for the run of that folder.
 
     Raises:
-        ConfigError: it is none, of another kind of run, of another model, critic, optimizer, seed or adapters, of the
-            middle of a step with other items, or of a later step than the last one that is to be done.
+        ConfigError: it is none, of another kind of run, of another model, critic, optimizer, seed, dtype or adapters,
+            of the middle of a step with other items, or of a later step than the last one that is to be done.
     """
     path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(str(config.ckpt_path))
     step, _ = saved_weights(path)
@@ -51,6 +51,7 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     check_model(config.model.name, checkpoint["hyper_parameters"].get("model", config.model.name))
     _check_items(config.algorithm, checkpoint, path)
     check_lora(checkpoint, section_of("model.lora", LoRAConfig, config.model.lora))
+    check_resumed_dtype(config, path)
     if step == config.steps:
         logger.warning("nothing is left to do: all %d steps are done in '%s'. To go on, set steps=N.", step, path)
     before = checkpoint.get("callbacks", {}).get("ExplorerCallback", {}).get("explorer", {}).get("seed", config.seed)
@@ -104,7 +105,8 @@ def _check_critic(critic: Any, names: Iterable[str], path: Path) -> None:
     held = next((what for part, what in CRITICS.items() if any(name.startswith(part) for name in names)), "null")
     asked = "null"
     if critic is not None:
-        asked = CRITICS["critic.head" if critic_config(critic).model is None else "critic.model"]
+        has_model = section_of("algorithm.critic", CriticConfig, critic).model is not None
+        asked = CRITICS["critic.model" if has_model else "critic.head"]
     if asked != held:
         raise ConfigError(
             f"algorithm.critic is {asked}, and that of the checkpoint '{path}' is {held}: set algorithm.critic as in "
@@ -141,13 +143,14 @@ def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: Buf
         ) from error
 
 
-def check_resumed_dtype(config: DictConfig, checkpoint: str | Path) -> None:
+def check_resumed_dtype(config: TrainConfig | DictConfig, checkpoint: Path) -> None:
     """Refuse weights in another dtype than the checkpoint's, to which its optimizer state belongs; a ConfigError."""
-    asked, held = config.model.dtype.value, dtype_of(checkpoint).value
-    if asked != held:
+    asked, held = weight_dtype(config.model.dtype, (config.trainer or {}).get("precision")), dtype_of(checkpoint)
+    if asked not in (WeightDtype.auto, held):
         raise ConfigError(
-            f"model.dtype is {asked} (trainer.precision={HALF} means bf16), and the weights of the checkpoint "
-            f"'{checkpoint}' are {held}: a resumed run keeps its own: set model.dtype={held}, without that precision."
+            f"model.dtype is {asked.value} (trainer.precision={HALF} means bf16), and the weights of the checkpoint "
+            f"'{checkpoint}' are {held.value}: a resumed run keeps its own: set model.dtype={held.value}, without that "
+            "precision."
         )
 
 
@@ -160,14 +163,8 @@ def dtype_of(checkpoint: str | Path) -> WeightDtype:
 
 def log_changes(config: DictConfig, file: Path) -> None:
     """Warn of what is no longer as the run's `config.yaml` has it."""
-    before, now = (_flat(OmegaConf.to_container(each, resolve=True)) for each in (OmegaConf.load(file), config))
+    trees = (OmegaConf.to_container(each, resolve=True, enum_to_str=True) for each in (OmegaConf.load(file), config))
+    before, now = ({key: value for key, value in by_key(tree).items() if value != {}} for tree in trees)
     for key in sorted((before.keys() | now.keys()) - {"ckpt_path", "output_dir"}):
         if before.get(key) != now.get(key):
             logger.warning("resuming with %s = %s; it was %s", key, now.get(key), before.get(key))
-
-
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys; enumerations by their names, as a file has them."""
-    if not isinstance(node, dict):
-        return {prefix: node.name if isinstance(node, Enum) else node}
-    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}

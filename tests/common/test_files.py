@@ -38,6 +38,11 @@ def test_a_checkpoint_that_finds_the_disk_full_is_named(tmp_path, full):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_folder_of_a_file_is_made(tmp_path):
+    write_atomically(tmp_path / "outputs" / "run" / "environment.json", b"{}")
+    assert (tmp_path / "outputs" / "run" / "environment.json").read_bytes() == b"{}"
+
+
 def test_other_errors_go_on_as_they_are(tmp_path):
     with pytest.raises(FileNotFoundError), disk_full_named(tmp_path):
         (tmp_path / "none").read_bytes()

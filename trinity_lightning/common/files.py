@@ -26,6 +26,8 @@ def disk_full_named(path: Path) -> Iterator[None]:
 def replacing(target: Path) -> Iterator[Path]:
     """Where to write a file or a folder, which at the end takes the target's place; if anything fails it is removed.
 
+    The folder that the target is in is made.
+
     Raises:
         DiskFullError: the disk is full.
         OSError: the folder is not to be written to.
@@ -34,6 +36,7 @@ def replacing(target: Path) -> Iterator[Path]:
     remove(temporary)
     try:
         with disk_full_named(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
             yield temporary
         put_in_place(temporary, target)
     finally:

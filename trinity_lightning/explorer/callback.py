@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
@@ -28,7 +28,7 @@ from trinity_lightning.explorer.rollouts import PendingSteps, TrainingRollouts, 
 from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
 
 if TYPE_CHECKING:
-    from trinity_lightning.explorer.trainable import TrainablePolicy
+    from trinity_lightning.trainer.policy import PolicyModule
 
 logger = logging.getLogger(__name__)
 
@@ -299,8 +299,8 @@ def data_of(trainer: L.Trainer) -> ExperienceDataModule:
     return trainer.datamodule  # type: ignore[return-value,attr-defined]
 
 
-def policy_of(module: Any) -> "TrainablePolicy":
-    return cast("TrainablePolicy", module)
+def policy_of(module: Any) -> "PolicyModule":
+    return module
 
 
 def _items_done(trainer: L.Trainer) -> int:

@@ -20,8 +20,8 @@ from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, pe
 from trinity_lightning.sync.stream import WeightStream, parameter_stream, shares_weights, weight_stream
 
 if TYPE_CHECKING:
-    from trinity_lightning.explorer.trainable import TrainablePolicy
     from trinity_lightning.trainer.host import HostMemory
+    from trinity_lightning.trainer.policy import PolicyModule
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class SyncPolicy:
     """Decides when engines are sent the trainer's weights, by state alone: which they have, and for which step."""
 
     explorer: Explorer  # whose engines, and which says when a sync is due
-    policy: "TrainablePolicy"
+    policy: "PolicyModule"
     config: SynchronizerConfig  # how weights reach the engines and how that is checked
     versions: WeightVersions
     run: Callable[[Coroutine[Any, Any, Any], bool], Any]  # a coroutine to its end; with False, Ctrl-C waits for that
@@ -174,7 +174,7 @@ class TrainingRollouts(Watcher):
     explorer: Explorer
     pending: PendingSteps
     synchronizer: SynchronizerConfig
-    policy: "TrainablePolicy"
+    policy: "PolicyModule"
     versions: WeightVersions
     host_memory: "HostMemory | None"  # masters and moments, which leave the device while engines generate
     interrupted: Callable[[], BaseException | None]  # asked while rollouts are waited for; what it returns ends them

@@ -165,7 +165,6 @@ class MetricsCSVLogger(Logger):
     def _write_all(self, rows: list[Row], columns: list[str]) -> None:
         """Write the whole file, atomically; its last row stays open for more metrics."""
         lines = [_line({name: name for name in columns}, columns), *(_line(row, columns) for row in rows)]
-        self._dir.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path, b"".join(lines))
         self._columns = columns
         self._row = rows[-1] if rows else {}

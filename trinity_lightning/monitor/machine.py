@@ -51,22 +51,17 @@ class MemoryMeter:
 
     Attributes:
         peak_gb: highest sample so far in GB; 0 before the first.
+        by_part: highest sample of each part so far, in GB, in order of first appearance.
     """
 
     def __init__(self, interval: float = 0.2) -> None:
         self.peak_gb = 0.0
+        self.by_part: dict[str, float] = {}
         self._interval = interval
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._part: str | None = None
-        self._by_part: dict[str, float] = {}
-
-    @property
-    def by_part(self) -> dict[str, float]:
-        """Highest sample of each part so far, in GB, in order of first appearance."""
-        with self._lock:
-            return dict(self._by_part)
 
     def mark(self, name: str) -> None:
         """From now on samples count towards the part `name` (and no longer towards the one before)."""
@@ -80,7 +75,7 @@ class MemoryMeter:
         with self._lock:
             self.peak_gb = max(self.peak_gb, now)
             if self._part is not None:
-                self._by_part[self._part] = max(self._by_part.get(self._part, 0.0), now)
+                self.by_part[self._part] = max(self.by_part.get(self._part, 0.0), now)
         return now
 
     def start(self) -> None:

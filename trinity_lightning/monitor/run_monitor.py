@@ -196,7 +196,6 @@ def write_completions(
         The first rows of a table, with one set of columns: all of these but task and run.
     """
     records = [_record(step, each, of_training=taskset is None) for each in experiences]
-    folder.mkdir(parents=True, exist_ok=True)
     name = f"step_{step}" if taskset is None else f"eval_{taskset.replace('/', '_')}_step_{step}"
     lines = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
     write_atomically(folder / f"{name}.jsonl", "".join(lines).encode())

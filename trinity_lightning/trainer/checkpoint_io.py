@@ -37,9 +37,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None:
             raise TypeError("`Trainer.save_checkpoint(..., storage_options=...)`: a local file has no storage options.")
         check_local(path)
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(target) as file:
+        with new_file(Path(path)) as file:
             torch.save(checkpoint, file)
 
     def load_checkpoint(

@@ -327,7 +327,6 @@ class OperatorChain:
             path = self._folder / "rejected" / f"step_{step}.trxp"
             try:
                 data = Experience.serialize_many(received)
-                path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, data)
                 fate = f"The step's experiences are in {path} (Experience.deserialize_many reads them)."
             except (OSError, ExperienceError) as failure:
