@@ -138,7 +138,7 @@ def test_the_place_among_other_expert_data_is_refused(tmp_path: Path) -> None:
         experts.read(1)
         experts.commit()
     saved.load_state_dict(saved.state_dict())
-    with pytest.raises(ConfigError, match=r"^buffer\.expert\.dataset: .* is not the one that was saved \(content"):
+    with pytest.raises(ConfigError, match=r"^buffer\.expert\.dataset: its prompts and answers are not those"):
         other.load_state_dict(saved.state_dict())
     with pytest.raises(StorageError, match=r"belongs to another buffer .* Give the path it was saved with"):
         elsewhere.load_state_dict(stored.state_dict())
@@ -146,7 +146,8 @@ def test_the_place_among_other_expert_data_is_refused(tmp_path: Path) -> None:
         stored.load_state_dict(saved.state_dict())
     with pytest.raises(ConfigError, match=r"^buffer\.expert\.storage: .* of another storage"):
         saved.load_state_dict(stored.state_dict())
-    saved.load_state_dict(saved.state_dict() | {"source": "what earlier versions added"})
+    earlier = {name: value for name, value in saved.state_dict().items() if name != "source"}
+    saved.load_state_dict(earlier)
 
 
 @pytest.mark.parametrize(
@@ -196,4 +197,4 @@ def test_a_resumed_run_goes_on_with_the_next_expert_data(run_train: RunTrain, tm
     write_lines(path, [{"prompt": f"{i}?", "answer": "1"} for i in range(7)])
     refused = run_train(parts, *arguments, "steps=5", "ckpt_path=last")
     assert refused.returncode == 2
-    assert "buffer.expert.dataset: taskset 'expert' is not the one that was saved" in refused.stdout
+    assert "buffer.expert.dataset: its prompts and answers are not those" in refused.stdout

@@ -501,6 +501,10 @@ REFUSED = {
         ["+recipe=grpo", "algorithm=teacher_kl", "operators=teacher_top_k"],
         ["operator teacher_top_k: unknown auxiliary model 'teacher'", "+auxiliary_models.teacher.model=FOLDER"],
     ),
+    "more of a teacher's tokens than there are": (
+        [*TAUGHT, "model=tiny", "operators.teacher_top_k.args.k=1000"],
+        ["operator teacher_top_k: k is 1000, and the model's vocabulary has", "tokens"],
+    ),
     "a teacher with too short a context": (
         [*TAUGHT, "engine.max_model_len=512", "+auxiliary_models.teacher.engine.max_model_len=512"],
         ["auxiliary_models.teacher.engine.max_model_len is 512", "up to 512 tokens", "give 513"],

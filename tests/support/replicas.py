@@ -4,8 +4,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -241,12 +241,19 @@ def of_shape(
     """A fit to these items of a model of that kind of configuration, whose weights are random."""
 
     def case(**trainer: Any) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(kind(**sizes)).save_pretrained(folder)
+        with saved(kind, sizes) as folder:
             return trained(items, name=folder, **settings)(**trainer)
 
     return case
+
+
+@contextmanager
+def saved(kind: type[PretrainedConfig], sizes: dict[str, Any]) -> Iterator[str]:
+    """A folder with a model of that kind of configuration, whose weights are random and always the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(kind(**sizes)).save_pretrained(folder)
+        yield folder
 
 
 LOSSES = {"max_grad_norm": 0.05, "loss_agg_mode": "seq-mean-token-mean", "entropy_coef": 0.01}
@@ -283,6 +290,7 @@ SHAPES = {
     "SmolLM2": of_shape(LlamaConfig, SMOLLM2, [*with_experts(), *sparse()], prepare=True, **SMOLLM2_LEARNS),
     "mixture of experts": of_shape(Qwen3MoeConfig, EXPERTS, ragged()),
 }
+ASKED = (*KINDS, "mixture of experts")
 MORE = {3: ("SmolLM2",), 4: ("mixture of experts", "few rows")}  # processes, and what they do
 
 
@@ -425,10 +433,12 @@ def faulty(module: Any) -> dict[str, Any]:
 
 def asked(kind: str, **trainer: Any) -> dict[str, Any]:
     """What rank 0 is answered."""
-    asks, policy = Asks(), make_policy(**KINDS[kind])
-    if kind == "adapters":
-        move_adapters(policy)
-    fit(policy, [batch_of(make_experiences())], asks, **trainer)
+    asks, is_tiny = Asks(), kind in KINDS
+    with nullcontext("tiny") if is_tiny else saved(Qwen3MoeConfig, EXPERTS) as name:
+        policy = make_policy(name=name, **(KINDS[kind] if is_tiny else {}))
+        if kind == "adapters":
+            move_adapters(policy)
+        fit(policy, [batch_of(make_experiences())], asks, **trainer)
     return asks.found
 
 
@@ -497,7 +507,7 @@ def _main(file: str) -> None:
         torch.save({way: {name: case(**settings(way)) for name, case in cases.items()} for way in STRATEGIES}, file)
         return
     folder, found = Path(file).parent, {}
-    cases = CASES | {"SmolLM2": SHAPES["SmolLM2"]} | {f"asked {kind}": partial(asked, kind) for kind in KINDS}
+    cases = CASES | {"SmolLM2": SHAPES["SmolLM2"]} | {f"asked {kind}": partial(asked, kind) for kind in ASKED}
     cases |= {"noise": partial(noise, stops=False), "noise resumed": partial(noise, stops=True)}
     cases |= {"gathers": partial(gathers, False), "gathers, recomputed": partial(gathers, True)}
     for way in STRATEGIES:

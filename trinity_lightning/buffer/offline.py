@@ -1,6 +1,8 @@
 """Training on experiences out of a reader: without an explorer (SFT, DPO, offline RL), or beside its rollouts."""
 
 import copy
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -375,11 +377,16 @@ class AnswerReader(BufferReader):
     def __init__(self, taskset: Taskset, tokenizer: Any, workflow_args: Mapping[str, Any] | None = None) -> None:
         self._taskset, self._tokenizer = taskset, tokenizer
         self._workflow_args = dict(workflow_args or {})
-        missing = []
+        missing, content = [], hashlib.sha256()
         for i, raw in enumerate(taskset):
             messages, answer = self._conversation(raw)
             if not messages or not answer.strip():
                 missing.append(taskset.place(i))
+            # The entry itself: the system prompt may change. What is no JSON counts by its type alone, as its text may
+            # be an address in memory.
+            said = [raw.get(key) for key in ("messages", "prompt", "answer")]
+            content.update(json.dumps(said, default=lambda value: type(value).__name__).encode())
+        self._source = content.hexdigest()[:16]
         if missing:  # which shows now, not in the middle of a run
             from trinity_lightning.buffer.dataset import some_of
 
@@ -417,15 +424,18 @@ class AnswerReader(BufferReader):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return self._taskset.state_dict()
+        """The taskset's cursor, and whose it is."""
+        return self._taskset.state_dict() | {"source": self._source}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As the base class; a ConfigError if the state is of other data."""
-        cursor = {name: value for name, value in state.items() if name != "source"}  # which earlier versions added
-        try:
-            self._taskset.load_state_dict(cursor)
-        except ConfigError as error:
-            raise ConfigError(f"buffer.expert.dataset: {error}") from error
+        """Go on where `state_dict` was taken; a ConfigError if that was of other data."""
+        cursor = dict(state)
+        if cursor.pop("source", self._source) != self._source:  # earlier versions had none
+            raise ConfigError(
+                "buffer.expert.dataset: its prompts and answers are not those that the checkpoint was trained on: give "
+                "the path it was saved with, or begin a new run."
+            )
+        self._taskset.load_state_dict(cursor)
 
 
 def marked(experience: Experience, expert: bool) -> Experience:

@@ -316,6 +316,8 @@ class SqlStorage(BufferWriter):
             StorageLockedError: the database was busy for too long.
             StorageError: it fails otherwise.
         """
+        if not experiences and name is None:
+            return
         write_id = name or secrets.token_hex(16)
         rows = [_row(experience, write_id) for experience in experiences]
         written = ROWS.c.write_id == write_id

@@ -5,13 +5,14 @@ Imported by the runs that have any.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
 from trinity_lightning.config.engines import EngineConfig
-from trinity_lightning.config.models import load_tokenizer
-from trinity_lightning.config.own_models import check_same_vocabulary
+from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.own_models import check_same_vocabulary, config_of
 from trinity_lightning.config.parts import OperatorConfig
 from trinity_lightning.config.registry import ASKING_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig
@@ -134,13 +135,19 @@ def auxiliary_servers(run: TrainConfig) -> list[tuple[str, str, EngineConfig, bo
 def check_teachers(run: TrainConfig) -> None:
     """Refuse an operator whose model does not exist, and a teacher that cannot do what it is asked for; a ConfigError.
 
-    Its context may be too short, its endpoint made for chats only, or no strategy uses its answers.
+    Its context may be too short, its vocabulary smaller than the number of tokens asked for, its endpoint made for
+    chats only, or no strategy uses its answers.
     """
     models = list(run.auxiliary_models)
     for operator in (each for each in run.operators.values() if each.name in ASKING_OPERATORS):
         if (model := _asked_by(operator)) not in models:
             fix = f"Give it, such as +auxiliary_models.{model}.model=FOLDER."
             raise ConfigError(f"operator {operator.name}: {unknown_name('auxiliary model', model, models)} {fix}")
+        k, vocabulary = operator.args.get("k", 0), _vocabulary(run.model.name)
+        if vocabulary is not None and isinstance(k, int) and k > vocabulary:
+            raise ConfigError(
+                f"operator {operator.name}: k is {k}, and the model's vocabulary has {vocabulary} tokens."
+            )
     _check_weighed(run)
     longest, teachers = run.engine.max_model_len, teachers_of(run)
     for name in teachers:
@@ -200,3 +207,10 @@ def check_vocabularies(run: TrainConfig) -> None:
         teacher = run.auxiliary_models[name]
         if teacher.url is None:
             check_same_vocabulary(f"auxiliary_models.{name}.model", teacher.model, load_tokenizer(run.model.name))
+
+
+def _vocabulary(model: str) -> int | None:
+    """How many tokens the model knows, by its configuration; None: it is not on this machine yet, or does not say."""
+    folder = Path(resolve_model(model))
+    config = config_of(folder) if (folder / "config.json").is_file() else {}
+    return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))

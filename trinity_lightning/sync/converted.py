@@ -1,9 +1,9 @@
 """Weights that are held in another form than checkpoints have, converted back or put together as they are sent."""
 
-import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -41,8 +41,7 @@ def converted(
 
     `conversions` are how transformers makes the model's parameters from its checkpoints.
     """
-    plain = copy.copy(model)
-    plain._weight_conversions = conversions
+    plain = SimpleNamespace(_weight_conversions=conversions, config=model.config)  # a model in shards takes no copy
     groups = _layers(tensors)
     shapes = _shapes(tensors, groups, plain)
     if len(groups) > 1 and shapes != (whole := _shapes(tensors, [list(tensors)], plain)):
@@ -57,7 +56,10 @@ def converted(
 
 def _shapes(tensors: Mapping[str, Tensor], groups: Sequence[Sequence[str]], model: Any) -> dict[str, Shape]:
     """Names and shapes of what is streamed, in its order."""
-    empty = ({name: torch.empty_like(tensors[name], device="meta") for name in names} for names in groups)
+    # Not empty_like: that of a shard is a shard too, which rank 0 alone cannot put together.
+    empty = (
+        {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in names} for names in groups
+    )
     return {name: tuple(tensor.shape) for group in empty for name, tensor in _reverted(group, model).items()}
 
 

@@ -75,7 +75,7 @@ def while_sent(stream: WeightStream) -> Iterator[WeightStream]:
 
 def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
     """A WeightSyncError if a stream lacks a tensor, brings one too many, or has a wrong shape; no engine is touched."""
-    if dict(sent) != dict(expected):
+    if dict(sent) != {name: tuple(shape) for name, shape in expected.items()}:
         from trinity_lightning.sync.mismatch import misfit
 
         raise misfit(sent, expected)

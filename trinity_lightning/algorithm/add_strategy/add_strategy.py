@@ -4,6 +4,7 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -278,8 +279,8 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         returned = self.score(rewards, index_of(runs_by_group), runs)
         check_returned(self, "score", returned, Tensor, "tensor of scores, metrics by name")
         scores, group_metrics = returned
-        shapes = {"scores": (scores, len(runs))} | {name: (each, len(groups)) for name, each in group_metrics.items()}
-        for name, (each, count) in shapes.items():
+        of_groups = [(name, each, len(groups)) for name, each in group_metrics.items()]
+        for name, each, count in [("scores", scores, len(runs)), *of_groups]:
             if not isinstance(each, Tensor) or each.shape != (count,):
                 what = f"shape {list(each.shape)}" if isinstance(each, Tensor) else repr(each)
                 raise ConfigError(f"{type(self).__name__}.score must return {name} as a tensor [{count}], not {what}.")
@@ -367,7 +368,7 @@ class ComposedAddStrategy(AddStrategy):
         for label, strategy, writer in zip(self._labels, self.strategies, self._writers, strict=True):
             writer.calls = []
             returned: Any = await strategy.add(experiences, step)
-            check_returned(strategy, "add", returned, int, "number of experiences written, metrics by name")
+            check_returned(strategy, "add", returned, Integral, "number of experiences written, metrics by name")
             count, added = returned
             self.stages[label] = experiences = writer.experiences
             metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}

@@ -65,7 +65,8 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
 def _copy_group(group: list[Experience], taken: set[str]) -> list[Experience]:
     """A copy of a group under a task that is not taken: a further number for an int, else `<task>-copy-<n>`."""
     own = group[0].eid.task
-    names = count(len(taken)) if isinstance(own, int) else (f"{own}-copy-{number}" for number in count(1))
+    numbers = [int(name) for name in taken if name.isdecimal()]
+    names = count(max(numbers, default=-1) + 1) if isinstance(own, int) else (f"{own}-copy-{n}" for n in count(1))
     task = next(name for name in names if str(name) not in taken)
     taken.add(str(task))
     copies = []

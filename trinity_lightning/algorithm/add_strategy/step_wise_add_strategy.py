@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from itertools import accumulate, compress
 from typing import Any
 
@@ -14,6 +14,7 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
     Groups,
     Metrics,
     by_group,
+    check_returned,
     have_valid_rewards,
     index_of,
     reject_dpo,
@@ -118,6 +119,8 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
             scores, metrics = self._score(last_steps)
         else:
             weighed = [self.calculate_group_advantage(exps) for exps in last_steps]
+            for each in weighed:
+                check_returned(self, "calculate_group_advantage", each, Mapping, "scores by run, metrics by name")
             scores, metrics = [score for score, _ in weighed], [metric for _, metric in weighed]
         for runs, of_runs in zip(tasks, scores, strict=True):
             self.broadcast_advantages(runs, of_runs)

@@ -141,10 +141,11 @@ def _operator_class(name: str) -> OperatorClass:
     if inspect.isabstract(found):
         raise TypeError(f"'{name}' is an abstract class: define {', '.join(sorted(found.__abstractmethods__))} first.")
     for method in ("prepare", "process", "close") if issubclass(found, ExperienceOperatorV1) else ():
-        if not inspect.iscoroutinefunction(inspect.unwrap(getattr(found, method))):
+        defined = getattr(found, method)
+        if not any(map(inspect.iscoroutinefunction, (defined, inspect.unwrap(defined)))):  # which a decorator may hide
+            returns = ", which returns (list of experiences, dict of metrics)" if method == "process" else ""
             raise TypeError(
-                f"operator '{name}': write `async def {method}`, as an ExperienceOperatorV1 has it; `process` returns "
-                "(list of experiences, dict of metrics)."
+                f"operator '{name}': write `async def {method}`{returns}, as an ExperienceOperatorV1 has it."
             )
     return found
 

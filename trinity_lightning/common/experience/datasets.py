@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 
-from trinity_lightning.common.experience.codec import DTYPE_NAMES, Writer, known_dtype
+from trinity_lightning.common.experience.codec import DTYPE_NAMES, TORCH_DTYPES, Writer, known_dtype
 from trinity_lightning.common.experience.experience import (
     INTEGER_DTYPES,
     RESPONSE_FIELDS,
@@ -82,14 +82,22 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 20 and str(int(text)) == text
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
+def _from_chat(cell: list[dict[str, str | None]]) -> list[dict[str, str | None]]:
+    return [{"role": message["role"], "content": message["content"]} for message in cell]
+
+
 _EID = {"batch": "string", "task": "string", "run": "int64", "step": "int64", "suffix": "string"}
-_TEXT, _JSON = _Column("string", _readable, str), _Column("string", _to_json, json.loads)
-_CHAT = _Column([{"role": "string", "content": "string"}], _to_chat, list)
+_TEXT, _JSON = _Column("string", _readable, _same), _Column("string", _to_json, json.loads)
+_CHAT = _Column([{"role": "string", "content": "string"}], _to_chat, _from_chat)
 _PLAIN: dict[str, _Column] = {
     "eid": _Column(_EID, _to_eid_cell, _from_eid_cell),
     "experience_type": _TEXT,
-    "prompt_length": _Column("int64", int, int),
-    "reward": _Column("float64", float, float),
+    "prompt_length": _Column("int64", _same, _same),
+    "reward": _Column("float64", float, _same),
     "truncate_status": _TEXT,
     "info": _JSON,
     "metrics": _JSON,
@@ -159,7 +167,7 @@ def _to_row(experience: Experience) -> dict[str, Any]:
                 dtypes[name] = DTYPE_NAMES[tensor.dtype]
             else:
                 exact[name] = tensor
-                row[name] = tensor.to(getattr(torch, column.feature)).tolist()
+                row[name] = tensor.to(TORCH_DTYPES[column.feature]).tolist()
     if experience.multi_modal_inputs is not None:
         exact["multi_modal_inputs"] = experience.multi_modal_inputs
     try:

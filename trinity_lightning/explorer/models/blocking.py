@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Coroutine
@@ -29,10 +30,17 @@ class BlockingModel:
         self._closed = False
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # which a copy asks for before it has a model
+            raise AttributeError(f"{type(self).__name__} has no {name}")
         found = getattr(self._model, name)
         if not inspect.iscoroutinefunction(found):
             return found
-        return lambda *arguments, **settings: self._submit(found, *arguments, **settings).result()
+
+        @functools.wraps(found)
+        def wait(*arguments: Any, **settings: Any) -> Any:
+            return self._submit(found, *arguments, **settings).result()
+
+        return wait
 
     def get_openai_client(self) -> Any:
         """An `openai.OpenAI` whose calls block, and are kept; see `BoundModel.get_openai_async_client`."""

@@ -70,11 +70,16 @@ class Engine(ABC):
         return [make(config.model.name, config.engine)]
 
     def __init__(self, max_model_len: int) -> None:
-        self.max_model_len = max_model_len  # of prompt and response together, in tokens
+        self._max_model_len = max_model_len
         self._warned_of_room = False
         self._model_version = 0
 
     # -- what workflows see, of which `InferenceModel` says more -------------------------------------------------------
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return self._max_model_len
 
     @property
     def model_version(self) -> int:
