@@ -125,10 +125,7 @@ REFUSED = {
     "critic that is no mapping": (["+recipe=grpo", "algorithm.critic=yes"], ["algorithm.critic is", "a mapping"]),
     "critic with an unknown knob": (["+recipe=ppo", "+algorithm.critic.gama=1"], ["algorithm.critic.gamma"]),
     "critic with a wrong number": (["+recipe=ppo", "algorithm.critic.lam=2"], ["algorithm.critic.lam is 2"]),
-    "target of a weight that is 0": (
-        ["+recipe=ppo", "algorithm.critic.kl_target=6"],
-        ["kl_target has no effect without algorithm.critic.kl_coef"],
-    ),
+    "target of a weight that is 0": (["+recipe=ppo", "algorithm.critic.kl_target=6"], ["kl_coef, which is 0"]),
     "more optimizer steps than groups": (
         ["+recipe=grpo", "algorithm.optimizer_steps=9"],
         ["algorithm.optimizer_steps (9)", "explorer.batch_size (8)"],
@@ -207,7 +204,7 @@ REFUSED = {
     ),
     "a file without the source that reads it": (
         ["+recipe=grpo", "taskset.path=tasks.jsonl"],
-        ["taskset.path has no effect without taskset.source=reasoning_gym or dataset: set that"],
+        ["taskset.path is tasks.jsonl, and source=addition reads none", "give source=dataset"],
     ),
     "a taskset of a name like the section's": (
         ["+recipe=grpo", "+tasksets={mine: {name: mine, source: dataset, path: ./my_taskset.jsonl}}"],
@@ -487,7 +484,7 @@ REFUSED = {
     ),
     "a split of what has none": (
         ["+recipe=grpo", "taskset=reasoning_gym", "taskset.split=test"],
-        ["taskset.split has no effect without taskset.source=addition or dataset"],
+        ["taskset.split is test, and reasoning_gym has no splits"],
     ),
     "an argument of a workflow that has none": (
         ["+recipe=grpo", "+workflow.args.foo=1"],

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.config.checkpoints import last_checkpoint, recorded_run
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.objectives import CriticConfig
+from trinity_lightning.config.objectives import critic_config
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.sections import section_of
-from trinity_lightning.config.stored import by_key
 from trinity_lightning.config.training import HALF, LoRAConfig, WeightDtype, weight_dtype
 from trinity_lightning.errors import ConfigError, ForeignPositionError
 from trinity_lightning.sync.files import saved_weights
@@ -105,8 +105,7 @@ def _check_critic(critic: Any, names: Iterable[str], path: Path) -> None:
     held = next((what for part, what in CRITICS.items() if any(name.startswith(part) for name in names)), "null")
     asked = "null"
     if critic is not None:
-        has_model = section_of("algorithm.critic", CriticConfig, critic).model is not None
-        asked = CRITICS["critic.model" if has_model else "critic.head"]
+        asked = CRITICS["critic.head" if critic_config(critic).model is None else "critic.model"]
     if asked != held:
         raise ConfigError(
             f"algorithm.critic is {asked}, and that of the checkpoint '{path}' is {held}: set algorithm.critic as in "
@@ -163,8 +162,14 @@ def dtype_of(checkpoint: str | Path) -> WeightDtype:
 
 def log_changes(config: DictConfig, file: Path) -> None:
     """Warn of what is no longer as the run's `config.yaml` has it."""
-    trees = (OmegaConf.to_container(each, resolve=True, enum_to_str=True) for each in (OmegaConf.load(file), config))
-    before, now = ({key: value for key, value in by_key(tree).items() if value != {}} for tree in trees)
+    before, now = (_flat(OmegaConf.to_container(each, resolve=True)) for each in (OmegaConf.load(file), config))
     for key in sorted((before.keys() | now.keys()) - {"ckpt_path", "output_dir"}):
         if before.get(key) != now.get(key):
             logger.warning("resuming with %s = %s; it was %s", key, now.get(key), before.get(key))
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys; enumerations by their names, as a file has them."""
+    if not isinstance(node, dict):
+        return {prefix: node.name if isinstance(node, Enum) else node}
+    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}

@@ -159,10 +159,7 @@ def test_a_run_of_an_earlier_version_goes_on_under_its_name(tmp_path):
         ({"storage": "sql", "path": ".", "url": "b"}, "buffer.path or buffer.url, not both"),
         ({"storage": "sql", "path": "nowhere"}, "no file or folder 'nowhere'"),
         ({"storage": "sql", "path": ".", "order": "newest"}, "buffer.order 'newest'"),
-        (
-            {"storage": "file", "path": ".", "order": "priority"},
-            "buffer.order has no effect without .*storage=sql",
-        ),
+        ({"storage": "file", "path": ".", "order": "priority"}, "buffer.order=priority needs buffer.storage=sql"),
         (
             {"storage": "file", "path": ".", "reuse_limit": 3},
             "reuse_limit has no effect .*order=priority or random",

@@ -300,7 +300,7 @@ def test_adapters_losses_without_advantages_and_other_vocabularies_are_refused()
             actor_critic(policy_loss=loss)
     with pytest.raises(ConfigError, match="another vocabulary"):
         actor_critic({"model": "smollm2"}).configure_model()
-    with pytest.raises(ConfigError, match=r"kl_target has no effect without algorithm\.critic\.kl_coef"):
+    with pytest.raises(ConfigError, match=r"kl_target adapts algorithm\.critic\.kl_coef, which is 0"):
         actor_critic({"kl_target": 6.0})
     with pytest.raises(ConfigError, match=r"unknown key 'algorithm\.critic\.gama'.*gamma"):
         actor_critic({"gama": 1.0})

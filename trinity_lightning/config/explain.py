@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -22,7 +22,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from trinity_lightning.config.engines import CAPABILITIES
 from trinity_lightning.config.hydra import CONFIG_ERRORS, PROGRAMS, begun
-from trinity_lightning.config.schema import SamplingConfig, TasksetConfig, TrainConfig, config_dir, options
+from trinity_lightning.config.schema import TrainConfig, config_dir, options
 from trinity_lightning.config.sections import S, schema_of
 from trinity_lightning.config.trainer import NOT_OF_A_RUN
 from trinity_lightning.config.training import SET_INSTEAD
@@ -336,18 +336,20 @@ def unread_key(key: str, engine: str) -> str:
 
 def check_sections_by_other_names(config: DictConfig) -> None:
     """Refuse them as a section refuses itself, which does not know under what name it stands; a ConfigError."""
-    section_given("eval_sampling", SamplingConfig, config.eval_sampling)
-    section_given("buffer.expert.dataset", TasksetConfig, config.buffer.expert.dataset)
-    for group in ("tasksets", "eval_tasksets"):
-        for name, taskset in config[group].items():
-            section_given(f"{group}.{name}", TasksetConfig, taskset)
+    groups = ("tasksets", "eval_tasksets")
+    tasksets = {f"{group}.{name}": taskset for group in groups for name, taskset in config[group].items()}
+    tasksets["buffer.expert.dataset"] = config.buffer.expert.dataset
+    for key, section in {"eval_sampling": config.eval_sampling, **tasksets}.items():
+        name = "sampling" if key == "eval_sampling" else "taskset"
+        try:
+            OmegaConf.to_object(section)
+        except ConfigError as error:
+            said = re.sub(rf"(?<![\w./'-]){name}\.", lambda _: f"{key}.", str(error))  # noqa: B023  # used at once
+            raise ConfigError(said) from error
 
 
 def section_given(key: str, kind: type[S], given: Any) -> S:
     """The section of that kind that stands under the dotted key, of these values; errors as `section_of`."""
-    names = tuple(each.name for each in fields(kind))  # type: ignore[arg-type]
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{key} is {given!r}; give {{{', '.join(names)}}}, a mapping, or leave it out.")
     tree = OmegaConf.create()
     OmegaConf.update(tree, key, schema_of(kind))
     section = OmegaConf.select(tree, key)
@@ -357,9 +359,5 @@ def section_given(key: str, kind: type[S], given: Any) -> S:
     except OmegaConfBaseException as error:
         raise ConfigError(sentence_of(error)) from error
     except ConfigError as error:
-        said = str(error)
-        if kind._key:
-            said = re.sub(rf"(?<![\w./'-]){re.escape(kind._key)}", lambda _: f"{key}.", said)
-        else:
-            said = f"{key}{'.' if said.startswith(names) else ': '}{said}"
-        raise ConfigError(said) from error
+        said, named = str(error), tuple(each.name for each in fields(kind))  # type: ignore[arg-type]
+        raise ConfigError(said if kind._key else f"{key}{'.' if said.startswith(named) else ': '}{said}") from error

@@ -117,7 +117,14 @@ class CriticConfig(Section, key="algorithm.critic"):
     whiten: bool = checked(True, flag)
     kl_coef: float = checked(0.0, number, least=0)
     kl_name: str = checked("k1", one_of, names=[name for name in PARTS["KL estimate"] if name != "none"])
-    kl_target: float | None = checked(None, number, above=0, optional=True, only_with="kl_coef")
+    kl_target: float | None = checked(None, number, above=0, optional=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ConfigError(
+                "algorithm.critic.kl_target adapts algorithm.critic.kl_coef, which is 0 and would stay so: give it."
+            )
 
     def check_alone(self, lora: LoRAConfig) -> None:
         """Refuse adapters together with a critic; a ConfigError."""
@@ -125,6 +132,13 @@ class CriticConfig(Section, key="algorithm.critic"):
             raise ConfigError(
                 "algorithm.critic is not for adapters: leave out model.lora, or set algorithm.critic=null."
             )
+
+
+def critic_config(given: Any) -> CriticConfig:
+    """The section out of a mapping, or a copy of one; a ConfigError as of every section."""
+    if not isinstance(given, Mapping | CriticConfig):
+        raise ConfigError(f"algorithm.critic is {given!r}; give null or a mapping, such as {{lr: 1.0e-4}}.")
+    return section_of("algorithm.critic", CriticConfig, given)
 
 
 def check_value_model(name: str, policy: str) -> None:
@@ -230,10 +244,16 @@ def stream_configs(given: Any) -> dict[str, StreamConfig]:
             raise ConfigError(
                 f"{STREAMS}.{name}: the metric actor/{name}_loss is something else: give it another name."
             )
-    streams = {str(name): section_of(f"{STREAMS}.{name}", StreamConfig, it) for name, it in given.items()}
+    streams = {str(name): _stream(f"{STREAMS}.{name}", it) for name, it in given.items()}
     if not any(stream.weight for stream in streams.values()):
         raise ConfigError(f"{STREAMS}: all weights are 0, and nothing is trained: give one of them a weight above 0.")
     return streams
+
+
+def _stream(key: str, given: Any) -> StreamConfig:
+    if not isinstance(given, Mapping | StreamConfig):
+        raise ConfigError(f"{key} is {given!r}; give {{loss, tokens, weight, args}}, each of them optional.")
+    return section_of(key, StreamConfig, given)
 
 
 def streams_of(algorithm: AlgorithmConfig) -> dict[str, StreamConfig]:

@@ -66,7 +66,8 @@ def arguments_of(workflow: str, kind: type[A], given: Mapping[str, Any]) -> A:
     """
     parameters = inspect.signature(kind).parameters
     for name in given:
-        one_of(f"argument of workflow '{workflow}'", name, parameters)
+        if name not in parameters:
+            raise ConfigError(unknown_name(f"argument of workflow '{workflow}'", name, parameters))
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and given.get(name) is None:
             raise ConfigError(f"workflow '{workflow}' needs workflow.args.{name}.")

@@ -114,8 +114,8 @@ class TasksetConfig(Section, key="taskset"):
 
     name: str = MISSING
     source: str = checked("addition", one_of, names=("addition", "reasoning_gym", "dataset"))
-    path: str | None = checked(None, only_with="source", among=("reasoning_gym", "dataset"))
-    split: str = checked("train", only_with="source", among=("addition", "dataset"))
+    path: str | None = None
+    split: str = "train"
     size: int | None = None
     seed: int = 0
     order: str = checked("shuffled", one_of, names=TASK_ORDERS)
@@ -129,7 +129,7 @@ class TasksetConfig(Section, key="taskset"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.path is not None or self.size is not None:
+        if self.source == "reasoning_gym" or self.path is not None or self.size is not None:
             late.stored.check_taskset(self)
 
 
@@ -198,7 +198,7 @@ class ExplorerConfig(Section, key="explorer"):
     max_retry_times: int = checked(2, whole_number, least=0)
     max_repeat_times_per_runner: int | None = checked(None, whole_number, least=1, optional=True)
     runner: str = checked("local", one_of, names=("local", "ray"))
-    ray_address: str | None = checked(None, only_with="runner", among=("ray",))
+    ray_address: str | None = None
     reward_workers: int = checked(0, whole_number, least=0)
     reward_timeout: float = checked(60.0, number, above=0, only_with="reward_workers")
     over_rollout: OverRolloutConfig = field(default_factory=OverRolloutConfig)
@@ -212,7 +212,7 @@ class ExplorerConfig(Section, key="explorer"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.runner == "ray":
+        if self.runner == "ray" or self.ray_address is not None:
             late.servers.check_runner(self)
 
     @property
@@ -297,7 +297,7 @@ class BufferConfig(Section, key="buffer"):
     path: str | None = None
     url: str | None = None
     keep: bool | str = False
-    order: str = checked("fifo", one_of, names=("fifo", *REPLAYS), only_with="storage", among=("sql",))
+    order: str = checked("fifo", one_of, names=("fifo", *REPLAYS))
     reuse_limit: int | None = checked(1, whole_number, least=1, optional=True, only_with="order", among=REPLAYS)
     decay: float = checked(1.0, number, above=0, most=1, only_with="order", among=("priority",))
     use_decay: float = checked(1.0, number, above=0, most=1, only_with="order", among=("priority",))
@@ -308,7 +308,7 @@ class BufferConfig(Section, key="buffer"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        plain = self.has_rollouts and self.keep is False and self.dataset == DatasetConfig()
+        plain = self.has_rollouts and self.keep is False and self.order == "fifo" and self.dataset == DatasetConfig()
         if not plain or self.path or self.url:
             late.stored.check_buffer(self)
 

@@ -83,13 +83,13 @@ S = TypeVar("S", bound=Section)
 
 
 def section_of(key: str, kind: type[S], given: S | Mapping[str, Any] | None) -> S:
-    """The section of that kind that stands under the dotted key: of this mapping, or a copy of what was one already.
+    """The section of that kind that stands under the dotted key: of these values, or a copy of what was one already.
 
     Both are checked, with the errors of every section: a dataclass can be changed after it was made.
     """
     if isinstance(given, kind):
         return _checked_copy(given)
-    return late.explain.section_given(key, kind, {} if given is None else given)
+    return late.explain.section_given(key, kind, given or {})
 
 
 def _checked_copy(section: T) -> T:

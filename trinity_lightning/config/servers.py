@@ -228,7 +228,9 @@ def _check_auxiliary_model(key: str, model: AuxiliaryConfig, here: bool) -> None
 
 
 def check_runner(explorer: ExplorerConfig) -> None:
-    """Refuse what the runners of explorer.runner=ray do not use; a ConfigError."""
+    """Refuse what the runners of explorer.runner do not use; a ConfigError."""
+    if explorer.runner == "local":
+        raise ConfigError(f"explorer.ray_address is {explorer.ray_address}, and needs explorer.runner=ray: set that.")
     if explorer.ray_address is not None and "://" in explorer.ray_address:
         raise ConfigError(f"explorer.ray_address is {explorer.ray_address!r}; give HOST:PORT, or auto.")
     if explorer.reward_workers:

@@ -52,7 +52,7 @@ def check_without_rollouts(run: TrainConfig) -> None:
 def check_composed(storage: str, hydra: HydraConf) -> None:
     """Refuse keys of the command line, or of a recipe of one's own, that are not read; a ConfigError."""
     overrides = OverridesParser.create().parse_overrides(hydra.overrides.task)
-    given = [key for each in overrides if not each.is_delete() for key in by_key(each.value(), each.key_or_group)]
+    given = [key for each in overrides if not each.is_delete() for key in keys_of(each.value(), each.key_or_group)]
     check_given(storage, given)
     if not {"buffer", "buffer.storage"} & {*given}:  # else a recipe with rollouts is used without
         name = hydra.runtime.choices.get("recipe")
@@ -75,12 +75,13 @@ def check_given(storage: str, keys: Iterable[str], where: str = "") -> None:
         )
 
 
-def by_key(value: Any, key: str = "") -> dict[str, Any]:
-    """The values in a mapping, however deep, by their dotted keys; by `key` what is no mapping, or an empty one."""
+def keys_of(value: Any, key: str = "") -> Iterator[str]:
+    """The keys, dotted, of the values in a mapping, however deep; `key` itself if there is none."""
     if not isinstance(value, Mapping) or not value:
-        return {key: value}
-    named = ((f"{key}.{name}" if key else str(name), inner) for name, inner in value.items())
-    return {each: its for name, inner in named for each, its in by_key(inner, name).items()}
+        yield key
+        return
+    for name, inner in value.items():
+        yield from keys_of(inner, f"{key}.{name}" if key else str(name))
 
 
 def keys_of_recipe(path: Path) -> Iterator[str]:
@@ -89,7 +90,7 @@ def keys_of_recipe(path: Path) -> Iterator[str]:
     for entry in recipe.pop("defaults", []):
         for group in entry if isinstance(entry, dict) else ():
             yield str(group).removeprefix("override").strip().removeprefix("/").partition("@")[0]
-    yield from by_key(recipe)
+    yield from keys_of(recipe)
 
 
 def _is_within(key: str, sections: Iterable[str]) -> bool:
@@ -123,9 +124,15 @@ def check_taskset(taskset: TasksetConfig) -> None:
     """Refuse what the source of a taskset does not have; a ConfigError."""
     path = taskset.path if taskset.source == "dataset" else None
     check_dataset_path("taskset.path", path)
+    if taskset.path is not None and taskset.source == "addition":
+        raise ConfigError(
+            f"taskset.path is {taskset.path}, and source=addition reads none: give source=dataset and path=FILE."
+        )
     if taskset.size is not None and taskset.source != "reasoning_gym":
         part = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
         raise ConfigError(f"taskset.size belongs to taskset.source=reasoning_gym, not to {taskset.source}{part}.")
+    if taskset.split != "train" and taskset.source == "reasoning_gym":
+        raise ConfigError(f"taskset.split is {taskset.split}, and reasoning_gym has no splits: leave it out.")
 
 
 def check_buffer(buffer: BufferConfig) -> None:
@@ -147,6 +154,8 @@ def check_buffer(buffer: BufferConfig) -> None:
         _check_examples(buffer)
     if buffer.storage != "dataset" and buffer.dataset != DatasetConfig():
         raise ConfigError(f"buffer.dataset has no effect with buffer.storage={buffer.storage}: set buffer=dataset.")
+    if buffer.order != "fifo" and buffer.storage != "sql":
+        raise ConfigError(f"buffer.order={buffer.order} needs buffer.storage=sql, not {buffer.storage}.")
 
 
 def _check_examples(buffer: BufferConfig) -> None:

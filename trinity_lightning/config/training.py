@@ -10,7 +10,7 @@ from omegaconf import MISSING
 
 from trinity_lightning import config as late
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.config.sections import Section, checked, part_config, section_of
+from trinity_lightning.config.sections import Section, checked, part_config
 from trinity_lightning.config.values import AUTO, number, one_of, text, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -202,7 +202,7 @@ class AlgorithmConfig(Section, key="algorithm"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.critic is not None:
-            self.critic = section_of("algorithm.critic", late.objectives.CriticConfig, self.critic)
+            self.critic = late.objectives.critic_config(self.critic)
         self.policy_loss = part_config("algorithm.policy_loss", self.policy_loss)
         one_of("algorithm.policy_loss", self.policy_loss.name, PARTS["policy loss"], with_paths=True)
         if "loss_agg_mode" in self.policy_loss.args:
