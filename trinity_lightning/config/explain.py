@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -350,6 +350,9 @@ def check_sections_by_other_names(config: DictConfig) -> None:
 
 def section_given(key: str, kind: type[S], given: Any) -> S:
     """The section of that kind that stands under the dotted key, of these values; errors as `section_of`."""
+    named = tuple(each.name for each in fields(kind))  # type: ignore[arg-type]
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{key} is {given!r}; give a mapping of {', '.join(named)}, or leave it out.")
     tree = OmegaConf.create()
     OmegaConf.update(tree, key, schema_of(kind))
     section = OmegaConf.select(tree, key)
@@ -359,5 +362,5 @@ def section_given(key: str, kind: type[S], given: Any) -> S:
     except OmegaConfBaseException as error:
         raise ConfigError(sentence_of(error)) from error
     except ConfigError as error:
-        said, named = str(error), tuple(each.name for each in fields(kind))  # type: ignore[arg-type]
+        said = str(error)
         raise ConfigError(said if kind._key else f"{key}{'.' if said.startswith(named) else ': '}{said}") from error

@@ -253,6 +253,8 @@ def stream_configs(given: Any) -> dict[str, StreamConfig]:
 def _stream(key: str, given: Any) -> StreamConfig:
     if not isinstance(given, Mapping | StreamConfig):
         raise ConfigError(f"{key} is {given!r}; give {{loss, tokens, weight, args}}, each of them optional.")
+    if isinstance(given, Mapping) and given.get("args", {}) is None:  # `args:` alone, in YAML
+        given = {**given, "args": {}}
     return section_of(key, StreamConfig, given)
 
 

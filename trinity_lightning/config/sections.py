@@ -44,6 +44,9 @@ class Section:
         """Check every field by its rule (`checked`); rules that a subclass has in addition come after these."""
         for each in fields(self):  # type: ignore[arg-type]
             key, value, rules = f"{self._key}{each.name}", getattr(self, each.name), each.metadata
+            inner = each.default_factory
+            if isinstance(inner, type) and issubclass(inner, Section) and not isinstance(value, inner):  # in a script
+                setattr(self, each.name, section_of(key, inner, value))
             if check := rules.get("check"):
                 check(key, value)
             needed, among = rules.get("only_with"), rules.get("among", ())
