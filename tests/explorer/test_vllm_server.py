@@ -140,7 +140,7 @@ def test_a_server_is_found_by_its_url(engine: VLLMServerEngine, driver: Driver) 
 
 def test_a_server_with_a_shorter_context_is_refused(engine: VLLMServerEngine, driver: Driver) -> None:
     copy = pickle.loads(pickle.dumps(engine))  # noqa: S301  # written here
-    copy.max_model_len = 2 * CONTEXT
+    copy._max_model_len = 2 * CONTEXT
     with pytest.raises(ConfigError, match=f"serves a context of {CONTEXT} tokens.*--max-model-len {2 * CONTEXT}"):
         driver.run(copy.load())
 
