@@ -1,4 +1,6 @@
 import asyncio
+import copy
+import inspect
 import threading
 from typing import Any
 
@@ -106,7 +108,8 @@ def test_the_blocking_model_waits_for_the_loop() -> None:
         blocking = BlockingModel(view(model))
         completions = await run_in_thread(lambda: blocking.generate([1], n=2))
         assert [completion.text for completion in completions] == [str(rollout_seed(5, 7, 1, 0, run)) for run in (2, 3)]
-        assert blocking.model_version == 0
+        assert blocking.model_version == copy.copy(blocking).model_version == 0
+        assert [*inspect.signature(blocking.generate).parameters][:2] == ["prompt", "n"]
         with pytest.raises(RuntimeError, match="the event loop would wait for itself"):
             blocking.generate([1])
 

@@ -95,6 +95,15 @@ def test_fresh_tasks_avoid_those_that_look_alike():
     assert all(tids.count(tid) == 2 for tid in tids)
 
 
+def test_a_copy_is_not_given_the_number_of_a_task_that_was_left_out():
+    """An operator may have dropped some between those that came."""
+    exps = step_of([0, 1], [1, 1])
+    for exp in exps:
+        exp.eid.task = (5, 7)[exp.eid.task]
+    (written,), _ = add(NAME, exps)
+    assert sorted({exp.eid.task for exp in written}) == [5, 8]
+
+
 def test_what_is_written_into_a_copy_is_not_the_original_s():
     exps = step_of([0, 1], [1, 1])
     (written,), _ = add(NAME, exps)
