@@ -32,7 +32,7 @@ from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models import vllm_platforms
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.sync.files import WeightFolder
+from trinity_lightning.sync.files import MEMORY, WeightFolder
 from trinity_lightning.sync.stream import weight_stream
 
 SETTINGS: dict[str, Any] = {"dtype": EngineDtype.bf16, "max_model_len": 256, "kv_cache_gb": 0.1}
@@ -98,7 +98,7 @@ def to_a_server(model: Any, rounds: int) -> dict[str, float]:
 
             return send
 
-        folders = {"memory": WeightFolder(in_memory=True), "disk": WeightFolder(disk)}
+        folders = {"memory": WeightFolder(memory=MEMORY), "disk": WeightFolder(disk)}
         found = medians({name: through(folder) for name, folder in folders.items()}, rounds)
         driver.run(engine.shutdown())
         driver.close()

@@ -1,20 +1,19 @@
 """Weights as a folder: written once for all engines, kept for those that are slow, and removed."""
 
 import os
-import subprocess
-import sys
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.sync import files as folders
-from trinity_lightning.sync.files import WEIGHTS, WeightFolder, fits_in_memory
+from trinity_lightning.sync.files import PREFIX, WeightFolder, fits_in_memory
 from trinity_lightning.sync.stream import WeightStream
 
 
@@ -58,48 +57,48 @@ GB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("size", "memory", "expected"),
+    ("size", "storage", "memory", "expected"),
     [
-        (0.3 * GB, 11 * GB, True),
-        (1 * GB, 6 * GB, True),  # three copies, and as much again
-        (1 * GB, 6 * GB - 1, False),
-        (0, 0, True),
+        (0.3 * GB, 24 * GB, 11 * GB, True),
+        (1 * GB, 6 * GB, 6 * GB, True),  # three copies, and as much again
+        (1 * GB, 6 * GB - 1, 64 * GB, False),
+        (1 * GB, 64 * GB, 6 * GB - 1, False),
+        (0.3 * GB, 64 << 20, 64 * GB, False),  # what containers have by default
+        (0, 0, 0, True),
     ],
 )
-def test_weights_go_to_memory_that_has_room(size: float, memory: int, expected: bool) -> None:
-    assert fits_in_memory(int(size), memory) is expected
-
-
-def descriptors() -> set[str]:
-    """Of this process: those of weights in memory."""
-    found = {link: str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
-    return {link.name for link, target in found.items() if WEIGHTS in target}
+def test_weights_go_to_memory_that_has_room(size: float, storage: int, memory: int, expected: bool) -> None:
+    assert fits_in_memory(int(size), storage, memory) is expected
 
 
 @pytest.mark.parametrize("free", [0, GB])
 def test_memory_is_taken_if_there_is_room(free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "free_memory", lambda: free)
-    folder, before = WeightFolder(tmp_path, in_memory=True), descriptors()
-    for value in range(4):
-        written = folder.write(stream(value), torch.float32) / WEIGHTS
-        assert written.is_symlink() == bool(free)
-        assert (load_file(written)["lm_head.weight"] == value).all()
-    assert len(descriptors() - before) == (folders.KEPT if free else 0)
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    memory.mkdir()
+    folder = WeightFolder(disk, memory)
+    written = folder.write(stream(1.0), torch.float32)
+    assert written.is_relative_to(memory if free else disk)
     folder.close()
-    assert descriptors() == before
-    assert list(tmp_path.iterdir()) == []
+    assert not written.parent.exists()
 
 
-@pytest.mark.parametrize(("gpu", "expected"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("gpu", "expected"), [(True, "memory"), (False, "disk")])
 def test_what_a_trainer_on_the_cpu_is_going_to_take_is_left_free(
-    gpu: bool, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     # Twelve numbers of two bytes: three copies, as much again, and then almost all of their gradients and moments.
     monkeypatch.setattr(folders, "free_memory", lambda: 6 * 24 + 12 * 12 - 1)
-    folder = WeightFolder(tmp_path, in_memory=True)
-    assert (folder.write(stream(1.0), torch.bfloat16) / WEIGHTS).is_symlink() is expected
+    (tmp_path / "memory").mkdir()
+    folder = WeightFolder(tmp_path / "disk", tmp_path / "memory")
+    assert folder.write(stream(1.0), torch.bfloat16).is_relative_to(tmp_path / expected)
     folder.close()
+
+
+def test_storage_that_is_not_there_is_not_taken(tmp_path: Path) -> None:
+    folder = WeightFolder(tmp_path / "disk", memory=tmp_path / "none")
+    assert folder.write(stream(1.0), torch.float32).is_relative_to(tmp_path / "disk")
 
 
 def test_memory_is_given_back_after_an_error(tmp_path: Path) -> None:
@@ -107,38 +106,70 @@ def test_memory_is_given_back_after_an_error(tmp_path: Path) -> None:
         yield from stream(2.0)
         raise MemoryError("no room for a copy")
 
-    before = descriptors()
-    folder = WeightFolder(tmp_path, in_memory=True)
+    folder = WeightFolder(memory=tmp_path)
     folder.write(stream(1.0), torch.float32)
     with pytest.raises(MemoryError):
         folder.write(WeightStream(stream(2.0).shapes, failing), torch.float32)
+    assert len(list(tmp_path.iterdir())) == 1
     del folder
     assert list(tmp_path.iterdir()) == []
-    assert descriptors() == before
+
+
+def test_what_killed_runs_have_left_is_deleted_and_what_others_hold_is_not(tmp_path: Path) -> None:
+    left = tmp_path / f"{PREFIX}left" / "1"
+    left.mkdir(parents=True)
+    empty = tmp_path / f"{PREFIX}empty"
+    empty.mkdir()
+    other, folder = (WeightFolder(memory=tmp_path) for _ in range(2))
+    held = other.write(stream(1.0), torch.float32)
+    assert not left.parent.exists()
+    assert not empty.exists()
+    folder.write(stream(2.0), torch.float32)
+    assert held.exists()
+
+
+def test_nothing_of_another_user_is_waited_for_or_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, link, theirs = (tmp_path / f"{PREFIX}{name}" for name in ("pipe", "link", "theirs"))
+    for folder in (pipe, link, theirs):
+        folder.mkdir()
+    os.mkfifo(pipe / folders.LOCK)
+    (link / folders.LOCK).symlink_to(tmp_path / "made")
+    user = os.getuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: user + 1)
+        folders._delete_leftovers(tmp_path)
+    assert list(theirs.iterdir()) == []
+    folders._delete_leftovers(tmp_path)  # as if they were this user's
+    assert pipe.exists()
+    assert link.exists()
+    assert not (tmp_path / "made").exists()
+    assert not theirs.exists()
+
+
+FORK_SECONDS = 5.0
 
 
 @pytest.mark.slow
-def test_other_processes_read_the_memory_and_a_fork_does_not_delete_it(tmp_path: Path) -> None:
-    folder = WeightFolder(tmp_path, in_memory=True)
-    written = folder.write(stream(1.0), torch.bfloat16) / WEIGHTS
-    if (fork := os.fork()) == 0:
-        folder.close()
-        os._exit(0)
-    os.waitpid(fork, 0)
-    code = f"from safetensors.torch import load_file; print(load_file({str(written)!r})['embed.weight'].sum().item())"
-    read = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert read.stdout.split() == ["6.0"]
-    folder.close()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_file_is_the_one_that_safetensors_would_write(dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = {"a": torch.randn(3, 5).T, "b": torch.randn(()), "c": torch.empty(0, 2), "d": torch.randn(7)[::2]}
-    folder = WeightFolder(tmp_path)
-    written = folder.write(WeightStream.of(tensors.items()), dtype) / WEIGHTS
-    with safe_open(written, "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-    read = load_file(written)
-    assert read.keys() == tensors.keys()
-    assert all(torch.equal(read[name], tensor.to(dtype)) for name, tensor in tensors.items())
-    folder.close()
+def test_a_fork_that_outlives_a_run_keeps_nothing_of_it_nor_deletes_it(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    run = os.fork()
+    if run == 0:
+        os.close(reading)
+        place, lock = folders._locked(tmp_path)
+        if os.fork() == 0:
+            folders._delete(place, lock, os.getppid())
+            os.write(writing, f"{place.exists()} {place}".encode())
+            time.sleep(FORK_SECONDS)
+            os._exit(0)
+        signal.pause()
+    try:
+        existed, left = os.read(reading, 4096).decode().split(" ", 1)
+        assert existed == "True"
+        WeightFolder(memory=tmp_path).write(stream(1.0), torch.float32)
+        assert Path(left).exists()  # the run lives
+    finally:
+        os.kill(run, signal.SIGKILL)
+        os.waitpid(run, 0)
+    WeightFolder(memory=tmp_path).write(stream(1.0), torch.float32)
+    assert not Path(left).exists()
+    os.close(reading)

@@ -161,8 +161,8 @@ class SynchronizerConfig(Section, key="synchronizer"):
         method: `memory`, for an engine in the same process; for `vllm_server`: `checkpoint`, a folder that it reads,
             `nccl`, from GPU to GPU, or `ipc`, within the trainer's GPU, if servers that are started here use it. `auto`
             is memory; for servers checkpoint.
-        folder: where `checkpoint` writes; engines on other machines must see it. Null: in memory, if servers are
-            started here and there is room, else in the run's folder.
+        folder: where `checkpoint` writes; engines on other machines must see it. Null: in memory (/dev/shm), if servers
+            are started here and there is room, else in the run's folder.
         check_interval: syncs between probes; the first sync is always probed.
         drill: before the first step, send perturbed weights and require the engine to follow.
         sync_timeout: seconds after which a sync that hangs stops the run.

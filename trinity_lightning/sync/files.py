@@ -1,6 +1,7 @@
 """The policy's weights in files: a folder that engines of other processes read, and what a run's checkpoint has."""
 
-import json
+import contextlib
+import fcntl
 import math
 import os
 import shutil
@@ -9,8 +10,11 @@ import threading
 import weakref
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import IO
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from trinity_lightning.common.devices import free_memory
@@ -21,16 +25,20 @@ from trinity_lightning.sync.stream import WeightStream
 
 KEPT = 2  # an engine may still be reading the weights before the last
 WEIGHTS = "model.safetensors"
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors calls them
+MEMORY = Path("/dev/shm")  # files here are memory of this machine, on Linux
+PREFIX = "trinity-weights-"
+LOCK = "lock"
 TRAINING_BYTES = 12  # a parameter's gradient and two moments: a trainer on this CPU makes them in its first step
+_own: set[Path] = set()  # folders of this process in memory: it is not kept out by its own locks, and must skip these
 
 
-def fits_in_memory(size: int, memory: int, due: int = 0) -> bool:
-    """Whether to hold weights in memory: only if it has room for twice the copies that exist during a write.
+def fits_in_memory(size: int, storage: int, memory: int, due: int = 0) -> bool:
+    """Whether to write weights to storage that is memory: only if it has room for twice the copies that exist during a
+    write.
 
-    All in bytes: the weights, what is free of memory, and what training is still going to take.
+    All in bytes: the weights, what is free in the storage and of memory, and what training is still going to take.
     """
-    return 2 * (KEPT + 1) * size <= memory - due
+    return 2 * (KEPT + 1) * size <= min(storage, memory - due)
 
 
 class WeightFolder:
@@ -42,18 +50,16 @@ class WeightFolder:
     Args:
         place: where a folder of its own is made, which the engines' processes must see too; None for the system's
             place for temporary files. Several runs may share it.
-        in_memory: whether the files are links to memory of this process, if there is room: for engines on this machine.
-            However the process ends, its memory ends with it.
+        memory: storage that is memory, to be taken instead if it is there and large enough.
     """
 
-    def __init__(self, place: str | Path | None = None, in_memory: bool = False) -> None:
+    def __init__(self, place: str | Path | None = None, memory: Path | None = None) -> None:
         self._place = None if place is None else Path(place)
-        self._in_memory = in_memory
+        self._memory = memory
         self._lock = threading.Lock()  # engines ask from threads, all at once
         self._folder: Path | None = None
         self._stream: WeightStream | None = None
         self._written: list[Path] = []
-        self._memory: dict[Path, int] = {}  # descriptors of the files that are in memory
         self._writes = 0
 
     def write(self, stream: WeightStream, dtype: torch.dtype) -> Path:
@@ -65,7 +71,7 @@ class WeightFolder:
             if stream is not self._stream:
                 try:
                     self._write(stream, dtype)
-                except OSError as error:
+                except (OSError, SafetensorError) as error:
                     raise WeightSyncError(
                         f"the weights cannot be written to {self._folder or self._place}: {error}. Make room there, or "
                         "set synchronizer.folder to another place."
@@ -75,30 +81,32 @@ class WeightFolder:
 
     def _write(self, stream: WeightStream, dtype: torch.dtype) -> None:
         if self._folder is None:
-            self._folder = self._made()
-            numbers = sum(map(math.prod, stream.shapes.values()))
-            due = 0 if torch.cuda.is_available() else TRAINING_BYTES * numbers
-            self._fits = self._in_memory and fits_in_memory(numbers * dtype.itemsize, free_memory(), due)
+            self._folder = self._made(sum(map(math.prod, stream.shapes.values())), dtype.itemsize)
         self._writes += 1
         folder = self._folder / str(self._writes)
         folder.mkdir()
-        if self._fits:
-            self._memory[folder] = memory = os.memfd_create(WEIGHTS)
-            (folder / WEIGHTS).symlink_to(f"/proc/{os.getpid()}/fd/{memory}")
-        _write_safetensors(folder / WEIGHTS, stream, dtype)
+        # A copy of each: safetensors refuses tensors that share memory, as tied ones do.
+        tensors = {name: tensor.to("cpu", dtype, copy=True).contiguous() for name, tensor in stream}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         self._written.append(folder)
         while len(self._written) > KEPT:
-            old = self._written.pop(0)
-            shutil.rmtree(old, ignore_errors=True)
-            if old in self._memory:
-                os.close(self._memory.pop(old))
+            shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
-    def _made(self) -> Path:
-        """A new folder, deleted when this object or the process ends."""
-        if self._place is not None:
-            self._place.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="trinity-weights-", dir=self._place))
-        self._delete = weakref.finalize(self, _delete, folder, self._memory, os.getpid())
+    def _made(self, numbers: int, width: int) -> Path:
+        """A new folder for so many numbers of that many bytes; deleted when this object or the process ends."""
+        place, memory = self._place, self._memory
+        if memory is not None and os.access(memory, os.W_OK):
+            _delete_leftovers(memory)
+            due = 0 if torch.cuda.is_available() else TRAINING_BYTES * numbers
+            if fits_in_memory(numbers * width, shutil.disk_usage(memory).free, free_memory(), due):
+                place = memory
+        if place is not None:
+            place.mkdir(parents=True, exist_ok=True)
+        if place == memory and memory is not None:
+            folder, lock = _locked(memory)
+        else:
+            folder, lock = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place)), None
+        self._delete = weakref.finalize(self, _delete, folder, lock, os.getpid())
         return folder
 
     def close(self) -> None:
@@ -109,28 +117,38 @@ class WeightFolder:
             self._folder, self._stream, self._written = None, None, []
 
 
-def _delete(folder: Path, memory: dict[Path, int], owner: int) -> None:
+def _delete(folder: Path, lock: IO[str] | None, owner: int) -> None:
     if os.getpid() != owner:  # a fork of the run, whose engines still read it
         return
     shutil.rmtree(folder, ignore_errors=True)
-    while memory:
-        os.close(memory.popitem()[1])
+    _own.discard(folder)
+    if lock is not None:
+        lock.close()
 
 
-def _write_safetensors(file: Path, stream: WeightStream, dtype: torch.dtype) -> None:
-    """Write tensors as they come, in that dtype; safetensors would have all of them at once, and replace a link."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in stream.shapes.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
-    said = json.dumps(header).encode()
-    said += b" " * (-len(said) % 8)
-    with file.open("wb") as written:
-        written.write(len(said).to_bytes(8, "little") + said)
-        for _, tensor in stream:
-            plain = tensor.detach().to("cpu", dtype).contiguous()
-            written.write(plain.view(-1).view(torch.uint8).numpy().data)
+def _locked(memory: Path) -> tuple[Path, IO[str]]:
+    """A new folder, and the lock by which other runs know that it is no leftover.
+
+    A lock of `lockf` is its process's alone: a fork of the run that outlives it does not keep the memory.
+    """
+    hidden = Path(tempfile.mkdtemp(prefix=".", dir=memory))  # others see it when it is locked
+    lock = (hidden / LOCK).open("w")
+    fcntl.lockf(lock, fcntl.LOCK_EX)
+    folder = memory / f"{PREFIX}{hidden.name[1:]}"
+    _own.add(folder)
+    return hidden.rename(folder), lock
+
+
+def _delete_leftovers(memory: Path) -> None:
+    """Delete what this user's runs that were killed have left, as nothing else would give that memory back."""
+    # Anybody can write there: no link is followed, and a pipe is not waited for.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    for folder in set(memory.glob(f"{PREFIX}*/")) - _own:
+        with contextlib.suppress(OSError):  # its run lives, or another run deletes it
+            if folder.lstat().st_uid == os.getuid():
+                with os.fdopen(os.open(folder / LOCK, flags, mode=0o600), "w") as lock:
+                    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- a run's checkpoint ------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, 
 from trinity_lightning.explorer.models.engine import LoadedEngine
 from trinity_lightning.explorer.models.server import CLOSED, ServerClient, ServerProcess
 from trinity_lightning.explorer.models.vllm_engine import engine_args
-from trinity_lightning.sync.files import WeightFolder
+from trinity_lightning.sync.files import MEMORY, WeightFolder
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes
 
 logger = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ class VLLMServerEngine(LoadedEngine):
         name, engine = config.model.name, config.engine
         shutil.rmtree(folder / "weights", ignore_errors=True)  # of a run that was killed, and is resumed
         chosen, method = config.synchronizer.folder, config.synchronizer.method
-        weights = WeightFolder(chosen or folder / "weights", in_memory=not (chosen or engine.urls))
+        weights = WeightFolder(chosen or folder / "weights", memory=None if chosen or engine.urls else MEMORY)
         if engine.urls:
             return [cls(name, engine, url=url, weights=weights, sync_method=method, **others) for url in engine.urls]
         cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
@@ -127,7 +126,7 @@ class VLLMServerEngine(LoadedEngine):
     ) -> None:
         if url is None:
             require_vllm()
-        self._config = replace(config or EngineConfig(), **overrides)
+        self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
         check_vllm_args("engine", self._config, in_process=False)
         super().__init__(self._config.max_model_len)
         self._model = model
@@ -395,7 +394,7 @@ class VLLMServerEngine(LoadedEngine):
 
     async def _take(self, stream: WeightStream, version: int) -> None:
         if self._weights is None:
-            self._weights = WeightFolder(in_memory=self._url is None)
+            self._weights = WeightFolder(memory=MEMORY if self._url is None else None)
         folder = await asyncio.to_thread(self._weights.write, stream, self._dtype)
         self._again = partial(self._reload, folder, version)
         try:
