@@ -74,6 +74,9 @@ class CountingEngine(InProcessEngine):
         self.left.pop(request_id, None)
         self.aborted.append(request_id)
 
+    def _abort_all(self) -> None:
+        self.left.clear()
+
     def _has_work(self) -> bool:
         return bool(self.left)
 

@@ -22,7 +22,6 @@ from trinity_lightning.config.engines import Capabilities, EngineConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RankError, RolloutError
 from trinity_lightning.explorer.distributed import ENGINES, EngineFollower, RankWeights
 from trinity_lightning.explorer.driver import Driver
-from trinity_lightning.explorer.models import rank_engine
 from trinity_lightning.explorer.models.rank_engine import EngineAnswers, RankEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.sync.stream import WeightStream
@@ -122,42 +121,6 @@ def test_a_request_that_is_given_up_ends_in_the_other_rank(
         patch.setattr(Apart, "_abort", lambda self, request: (abort(self, request), aborted.set()))
         driver.run(given_up())
     assert len(ask(engine, driver).token_ids) <= 12
-
-
-def test_requests_under_way_fail_at_the_end_and_others_connect_anew(
-    engine: RankEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began = threading.Event()
-
-    async def ended() -> BaseException | None:
-        request = asyncio.create_task(engine.generate(PROMPT, seed=0))
-        assert await asyncio.to_thread(began.wait, 30)
-        await engine.shutdown()
-        await asyncio.wait([request])
-        return request.exception()
-
-    before = ask(engine, driver)
-    with monkeypatch.context() as patch:
-        patch.setattr(Apart, "_step", lambda self: began.set() or [])
-        error = driver.run(ended())
-    assert isinstance(error, RolloutError)
-    assert str(error) == "the engine was shut down"
-    assert ask(engine, driver) == before
-
-
-def test_a_rank_that_has_ended_is_named_once_the_run_has_had_time_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_engine, "LOST_SECONDS", 0.01)
-    engine = RankEngine(3, "tiny", EngineConfig(max_model_len=CONTEXT), CAN)
-    engine.path = "/no/socket"
-
-    async def asked() -> None:
-        try:
-            await engine.load()
-        finally:
-            await engine.shutdown()
-
-    with pytest.raises(RolloutError, match=r"the engine of rank 3 does not answer: .*No such file"):
-        asyncio.run(asked())
 
 
 def test_settings_reach_the_other_rank_as_they_are(

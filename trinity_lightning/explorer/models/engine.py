@@ -230,9 +230,10 @@ def response_text(tokenizer: Any, prompt: Sequence[int], written: Sequence[int])
 class InProcessEngine(LoadedEngine):
     """Base of the in-process engines: queueing, waiting, cancelling, and failing without a hang.
 
-    An engine implements `_load`, which sets what a `LoadedEngine` holds, `_add`, `_add_scoring`, `_abort`, `_has_work`,
-    `_step`, `_take_weights`, `_free`: all are called by one thread, never two at once. That is the main thread of a
-    run; without a `Driver` that of the event loop, on which the coroutines that wait call `pump` themselves.
+    An engine implements `_load`, which sets what a `LoadedEngine` holds, `_add`, `_add_scoring`, `_abort`,
+    `_abort_all`, `_has_work`, `_step`, `_take_weights`, `_free`: all are called by one thread, never two at once. That
+    is the main thread of a run; without a `Driver` that of the event loop, on which the coroutines that wait call
+    `pump` themselves.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -307,6 +308,9 @@ class InProcessEngine(LoadedEngine):
     def _abort(self, request_id: str) -> None: ...
 
     @abstractmethod
+    def _abort_all(self) -> None: ...
+
+    @abstractmethod
     def _has_work(self) -> bool: ...
 
     @abstractmethod
@@ -360,8 +364,7 @@ class InProcessEngine(LoadedEngine):
         failed, self._waiting = self._waiting, {}
         for reply in failed.values():
             reply.set_exception(RolloutError(reason))
-        for request_id in failed:  # after a step that raised they would be tried again without end
-            self._abort(request_id)
+        self._abort_all()
 
     def _post(self, command: Callable[[], object]) -> None:
         self._commands.put(command)

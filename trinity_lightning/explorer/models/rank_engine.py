@@ -16,7 +16,7 @@ from trinity_lightning.config.engines import Capabilities, EngineConfig
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RankError, RolloutError
 from trinity_lightning.explorer.models.engine import Engine, LoadedEngine
-from trinity_lightning.explorer.models.server import CLOSED, ServerClient
+from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.sync.stream import WeightStream
 
 LOST_SECONDS = SILENT_SECONDS + 10  # by then rank 0 has noticed that the rank ended
@@ -119,7 +119,7 @@ class RankEngine(LoadedEngine):
 
     async def _ask(self, what: str, **arguments: Any) -> Any:
         if self._client is None:
-            raise RolloutError(CLOSED)
+            raise RolloutError("the engine was shut down")
         result, error = await self._client.post(f"/{what}", arguments)
         if error is not None:
             raise self._error(*error)

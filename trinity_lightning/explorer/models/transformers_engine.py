@@ -237,6 +237,11 @@ class TransformersEngine(InProcessEngine):
             self._decoding.abort(request_id)
             self._decoding = self._decoding or None
 
+    def _abort_all(self) -> None:
+        self._queue.clear()
+        self._scoring.clear()
+        self._decoding = None
+
     def _has_work(self) -> bool:
         return bool(self._queue or self._scoring or self._decoding)
 

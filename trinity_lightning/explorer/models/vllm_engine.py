@@ -212,6 +212,10 @@ class VLLMEngine(InProcessEngine):
     def _abort(self, request_id: str) -> None:
         self._engine.abort_request([request_id])
 
+    def _abort_all(self) -> None:
+        # A step that raised leaves its requests in the scheduler, where they would be tried again without end.
+        self._engine.abort_request(list(self._engine.output_processor.request_states), internal=True)
+
     def _has_work(self) -> bool:
         return self._engine.has_unfinished_requests()
 

@@ -25,7 +25,7 @@ from trinity_lightning.config.servers import PARALLEL, check_vllm_args, visible_
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import LoadedEngine
-from trinity_lightning.explorer.models.server import CLOSED, ServerClient, ServerProcess
+from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
 from trinity_lightning.explorer.models.vllm_engine import engine_args
 from trinity_lightning.sync.files import MEMORY, WeightFolder
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes
@@ -261,7 +261,7 @@ class VLLMServerEngine(LoadedEngine):
 
     def _running(self) -> ServerClient:
         if self._client is None:
-            raise RolloutError(CLOSED)
+            raise RolloutError("the engine was shut down")
         return self._client
 
     def _flags(self, path: str) -> list[str]:
