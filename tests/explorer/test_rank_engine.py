@@ -73,16 +73,16 @@ def connected() -> Iterator[tuple[Asked, Driver]]:
     other.start()
     ranks = met(0, store.port)
     engine = Asked(1, "tiny", EngineConfig(max_model_len=CONTEXT), CAN)
-    engine.path = ranks.exchange(None, at=ENGINES)[1]
+    engine.path = path = ranks.exchange(None, at=ENGINES)[1]
     engine.weights = RankWeights(own, [engine], ranks)
     driver = Driver([own, engine])
     driver.run(engine.load())
+    assert not Path(path).parent.exists()
     yield engine, driver
     driver.run(engine.shutdown())
     driver.close()
     ranks.exchange(None, at="the end")
     other.join()
-    assert not Path(str(engine.path)).parent.exists()
 
 
 @pytest.fixture
@@ -121,6 +121,7 @@ def test_a_request_that_is_given_up_ends_in_the_other_rank(
         patch.setattr(Apart, "_abort", lambda self, request: (abort(self, request), aborted.set()))
         driver.run(given_up())
     assert len(ask(engine, driver).token_ids) <= 12
+    assert not engine._waiting
 
 
 def test_settings_reach_the_other_rank_as_they_are(

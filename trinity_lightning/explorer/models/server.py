@@ -19,7 +19,6 @@ from trinity_lightning.common.failures import how_it_ended
 from trinity_lightning.errors import RolloutError
 
 CONNECT_SECONDS = 2.0  # a server that is only slow accepts a connection at once: its machine does
-CLOSED = "the engine was shut down"
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
@@ -34,10 +33,9 @@ class ServerClient:
     Args:
         where: a URL, or the path of a Unix socket.
         why: asked for what else is known after the server has failed: how its process ended, say.
-        name: what errors call it.
     """
 
-    def __init__(self, where: str, why: Callable[[], Awaitable[str]] = _nothing, name: str = "the vLLM server") -> None:
+    def __init__(self, where: str, why: Callable[[], Awaitable[str]] = _nothing) -> None:
         is_url = where.startswith(("http://", "https://"))
         # No limit of connections: how many requests are decoded at once is the server's to decide. And none is kept for
         # the next request: vLLM closes idle ones after 5 s, which goes unnoticed while training holds the event loop.
@@ -49,7 +47,7 @@ class ServerClient:
         self._session = aiohttp.ClientSession(
             where if is_url else "http://engine", connector=connector, timeout=aiohttp.ClientTimeout(total=None)
         )
-        self._why, self._name = why, name
+        self._why = why
 
     async def close(self) -> None:
         """Close the connections; twice is allowed."""
@@ -79,15 +77,13 @@ class ServerClient:
 
     async def _request(self, method: str, path: str, **body: Any) -> Any:
         if self._session.closed:
-            raise RolloutError(CLOSED)
+            raise RolloutError("the engine was shut down")
         try:
             async with self._session.request(method, path, **body) as response:
                 text = await response.text()
         except (aiohttp.ClientError, OSError) as error:
-            if self._session.closed:
-                raise RolloutError(CLOSED) from error
             why = await self._why()
-            raise RolloutError(f"{self._name} does not answer: {type(error).__name__}: {error}.{why}") from error
+            raise RolloutError(f"the vLLM server does not answer: {type(error).__name__}: {error}.{why}") from error
         if response.status == 200:
             return json.loads(text) if response.content_type == "application/json" else None  # or a word of success
         message = f"{path.partition('?')[0]}: status {response.status}: {_message(text)}"
