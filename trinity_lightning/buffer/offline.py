@@ -385,7 +385,7 @@ class AnswerReader(BufferReader):
             # The entry itself: the system prompt may change. What is no JSON counts by its type alone, as its text may
             # be an address in memory.
             said = [raw.get(key) for key in ("messages", "prompt", "answer")]
-            content.update(json.dumps(said, default=lambda value: type(value).__name__).encode())
+            content.update(json.dumps(said, skipkeys=True, default=lambda value: type(value).__name__).encode())
         self._source = content.hexdigest()[:16]
         if missing:  # which shows now, not in the middle of a run
             from trinity_lightning.buffer.dataset import some_of
@@ -430,12 +430,15 @@ class AnswerReader(BufferReader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; a ConfigError if that was of other data."""
         cursor = dict(state)
-        if cursor.pop("source", self._source) != self._source:  # earlier versions had none
+        if cursor.pop("source", self._source) != self._source:  # which not every earlier version had
             raise ConfigError(
                 "buffer.expert.dataset: its prompts and answers are not those that the checkpoint was trained on: give "
                 "the path it was saved with, or begin a new run."
             )
-        self._taskset.load_state_dict(cursor)
+        try:
+            self._taskset.load_state_dict(cursor)
+        except ConfigError as error:
+            raise ConfigError(f"buffer.expert.dataset: {error}") from error
 
 
 def marked(experience: Experience, expert: bool) -> Experience:

@@ -253,7 +253,7 @@ class Ranks(Alone):
         if longest > FIRST_BYTES:
             rests = self._gathered(data[FIRST_BYTES:], longest - FIRST_BYTES, self.timeout, place)
             answers = [first + rest for first, rest in zip(answers, rests, strict=True)]
-        return [_unpickled(each[LENGTH_BYTES:]) for each in answers]  # it knows where it ends
+        return [_unpickled(memoryview(each)[LENGTH_BYTES:]) for each in answers]  # it knows where it ends
 
     def _gathered(self, data: bytes, length: int, timeout: timedelta, place: str) -> list[bytes]:
         own = _padded(data, length)
@@ -391,7 +391,7 @@ def _padded(data: bytes, length: int) -> Tensor:
     return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
-def _unpickled(data: bytes) -> Any:
+def _unpickled(data: bytes | memoryview) -> Any:
     return pickle.loads(data)  # noqa: S301 - of another process of this run, by its own connection
 
 

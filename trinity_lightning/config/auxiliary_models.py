@@ -213,4 +213,4 @@ def _vocabulary(model: str) -> int | None:
     """How many tokens the model knows, by its configuration; None: it is not on this machine yet, or does not say."""
     folder = Path(resolve_model(model))
     config = config_of(folder) if (folder / "config.json").is_file() else {}
-    return config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")

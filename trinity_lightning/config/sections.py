@@ -46,7 +46,8 @@ class Section:
             key, value, rules = f"{self._key}{each.name}", getattr(self, each.name), each.metadata
             inner = each.default_factory
             if isinstance(inner, type) and issubclass(inner, Section) and not isinstance(value, inner):  # in a script
-                setattr(self, each.name, section_of(key, inner, value))
+                value = section_of(key, inner, value)
+                setattr(self, each.name, value)
             if check := rules.get("check"):
                 check(key, value)
             needed, among = rules.get("only_with"), rules.get("among", ())
@@ -92,7 +93,7 @@ def section_of(key: str, kind: type[S], given: S | Mapping[str, Any] | None) -> 
     """
     if isinstance(given, kind):
         return _checked_copy(given)
-    return late.explain.section_given(key, kind, given or {})
+    return late.explain.section_given(key, kind, {} if given is None else given)
 
 
 def _checked_copy(section: T) -> T:
