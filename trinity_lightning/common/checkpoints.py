@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import SequenceKey, tree_flatten_with_path, tree_map
 
 from trinity_lightning.common.files import replacing
 from trinity_lightning.common.ranks import Ranks
@@ -126,29 +125,43 @@ def filled(folder: Path, checkpoint: Any, into: Mapping[str, Tensor] | None = No
         for place, each in places.items()
     }
     read(folder, tensors)
-    return _with(checkpoint, {id(each): tensors[place] for place, each in places.items()})
+    return _replaced(checkpoint, {id(each): tensors[place] for place, each in places.items()})
 
 
 def without_shards(checkpoint: Any) -> Any:
     """The checkpoint with a tensor on the meta device for each that ranks have shares of."""
     shares = places_of(checkpoint).values()
-    return _with(checkpoint, {id(t): torch.empty(t.shape, dtype=t.dtype, device="meta") for t in shares})
+    return _replaced(checkpoint, {id(t): torch.empty(t.shape, dtype=t.dtype, device="meta") for t in shares})
 
 
 def places_of(checkpoint: Any) -> dict[str, Tensor]:
     """The tensors in shards by their places; one of several names (tied weights) by the first."""
     found: dict[int, tuple[str, Tensor]] = {}
-    leaves: Any = tree_flatten_with_path(checkpoint)[0]
-    for path, each in leaves:
-        if isinstance(each, DTensor) or (isinstance(each, Tensor) and each.is_meta):
-            place = ".".join(str(step.idx if isinstance(step, SequenceKey) else step.key) for step in path)
+    for place, each in _tensors(checkpoint):
+        if isinstance(each, DTensor) or each.is_meta:
             found.setdefault(id(each), (place, each))
     return dict(found.values())
 
 
-def _with(checkpoint: Any, tensors: Mapping[int, Tensor]) -> Any:
-    """The checkpoint with these tensors in place of others, by the ids of those."""
-    return tree_map(lambda each: tensors.get(id(each), each), checkpoint)
+def _tensors(node: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(node, Tensor):
+        yield place, node
+    for key, each in _children(node):
+        yield from _tensors(each, f"{place}.{key}" if place else str(key))
+
+
+def _children(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return node.items()
+    return enumerate(node) if isinstance(node, list | tuple) else ()
+
+
+def _replaced(node: Any, tensors: Mapping[int, Tensor]) -> Any:
+    if isinstance(node, Mapping):
+        return {key: _replaced(each, tensors) for key, each in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)([_replaced(each, tensors) for each in node])
+    return tensors.get(id(node), node)
 
 
 class _Writer(FileSystemWriter):
