@@ -4,9 +4,10 @@ import asyncio
 import base64
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,13 +21,14 @@ from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
 Server = Any  # a `VLLMServerEngine`, of a room that this one does not import
 
 
-class Sender(Protocol):
+class Sender(ABC):
     """Sends weights to all engines at once."""
 
+    @abstractmethod
     async def send(self, stream: WeightStream, version: int) -> None:
         """Give every engine these weights; a WeightSyncError: one did not take them, and may hold half of them."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # some have nothing to leave
         """Leave the engines; twice is allowed."""
 
 
