@@ -42,6 +42,10 @@ BY_THE_COMMAND = {
         ["eval_tasksets={} changes nothing", "'~eval_tasksets.addition_heldout'", "'~eval_tasksets'"],
     ),
     "name that leaves the folder": (["+recipe=grpo", "name=../x"], ["name: '../x' cannot be a folder's name"]),
+    "output folder of a variable that is not set": (
+        ["+recipe=grpo", "output_dir="],
+        ["output_dir is empty", "leave it out"],
+    ),
     "output root that is a file": (["+recipe=grpo", "output_root=/dev/null"], ["output_root:"]),
     "missing data file": (
         ["+recipe=grpo", "taskset=dataset", "taskset.path=no.jsonl"],

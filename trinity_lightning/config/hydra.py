@@ -75,6 +75,8 @@ def _folder(within: str | None, root: str, name: str, ckpt_path: str | None, *, 
         return there
     given = _root_._get_node("output_dir")
     if isinstance(given, Node) and given._value() != "${hydra:runtime.output_dir}":
+        if given._value() == "":  # the current folder, for Hydra
+            raise ConfigError("output_dir is empty (of a variable that is not set?): give a folder, or leave it out.")
         with suppress(OSError):  # which Hydra will have, too, as it makes the folder
             _begin(Path(_root_.output_dir))
         return _root_.output_dir
