@@ -99,7 +99,7 @@ def test_a_copy_is_not_given_the_number_of_a_task_that_was_left_out():
     """An operator may have dropped some between those that came."""
     exps = step_of([0, 1], [1, 1])
     for exp in exps:
-        exp.eid.task = {0: 5, 1: 7}[exp.eid.task]
+        exp.eid.task = 5 if exp.eid.task == 0 else 7
     (written,), _ = add(NAME, exps)
     assert sorted({exp.eid.task for exp in written}) == [5, 8]
 
