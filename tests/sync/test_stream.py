@@ -17,7 +17,7 @@ from trinity_lightning.config.training import ModelConfig
 from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.explorer.models.vllm_platforms import check_experts
 from trinity_lightning.sync import converted as conversions
-from trinity_lightning.sync.stream import parameter_shapes, weight_stream, while_sent
+from trinity_lightning.sync.stream import check_shapes, parameter_shapes, weight_stream, while_sent
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -118,3 +118,10 @@ def test_what_is_still_read_of_a_sync_that_was_given_up_is_refused() -> None:
         next(readers[0])
     with while_sent(weight_stream(MODELS["llama"]())) as sent:
         assert [name for name, _ in sent] == list(sent.shapes)
+
+
+def test_an_engine_of_ones_own_may_give_its_shapes_as_lists() -> None:
+    own: Any = {"a": [2, 3]}
+    check_shapes({"a": (2, 3)}, own)
+    with pytest.raises(WeightSyncError, match="1 wrong shape"):
+        check_shapes({"a": (3, 2)}, own)

@@ -7,6 +7,7 @@ from trinity_lightning.algorithm.add_strategy import (
     AddStrategy,
     ComposedAddStrategy,
     GRPOAddStrategy,
+    StepWiseGRPOStrategy,
     create_add_strategy,
 )
 from trinity_lightning.common.experience import EID, Experience
@@ -146,6 +147,11 @@ class OwnGroup(GRPOAddStrategy):
         return exps
 
 
+class OwnSteps(StepWiseGRPOStrategy):
+    def calculate_group_advantage(self, exps):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dict.fromkeys(exps, 0.0)
+
+
 SCORES = torch.zeros(3)
 
 
@@ -155,6 +161,7 @@ SCORES = torch.zeros(3)
         ("Own", {"returned": None}, r"Own.add must return \(number of .*, metrics by name\), not NoneType"),
         ("Own", {"returned": ({}, 3)}, r"Own.add must return .*, not dict, int"),
         ("OwnGroup", {}, r"OwnGroup.calculate_group_advantage must return \(list of experiences, .*\), not list"),
+        ("OwnSteps", {}, r"OwnSteps.calculate_group_advantage must return \(scores by run, .*\), not dict"),
         ("OwnScore", {"returned": SCORES}, r"OwnScore.score must return \(tensor of scores, .*\), not Tensor"),
         ("OwnScore", {"returned": (SCORES[:2], {})}, r"OwnScore.score must return scores as a tensor \[3\], .*\[2\]"),
         (

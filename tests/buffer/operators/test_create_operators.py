@@ -1,6 +1,7 @@
 """From configurations to operators: names, dotted paths, arguments, the older kind."""
 
 import asyncio
+import functools
 
 import pytest
 from support.operators import HERE, AddOne, Old, OldWithModels, step_of
@@ -74,6 +75,25 @@ def test_auxiliary_models_are_kept_and_none_is_an_empty_dict():
     operator.set_auxiliary_model(None)
     assert operator.auxiliary_models == {}
     assert RewardFilter().auxiliary_models == {}
+
+
+def timed(method):
+    @functools.wraps(method)
+    def call(*arguments):
+        return method(*arguments)
+
+    return call
+
+
+class Decorated(ExperienceOperatorV1):
+    @timed
+    async def process(self, exps):
+        return exps, {"kept": len(exps)}
+
+
+def test_a_decorator_may_hide_that_a_method_is_async():
+    (operator,) = create_operators([OperatorConfig(f"{__name__}.Decorated")])
+    assert asyncio.run(operator.process([])) == ([], {"kept": 0})
 
 
 def test_only_process_is_abstract():
