@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.config.engines import Capabilities
+from trinity_lightning.config.schema import NEUTRAL_SAMPLING
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer.models.bound import temperature_of
@@ -31,17 +32,7 @@ ROOT = "/v1"  # of the paths of requests
 MODEL_ID = "policy"  # there is one model, which answers to any `model=`
 
 # Passed to the engine by the same name, unless they have the value that changes nothing.
-_SAMPLING: dict[str, Any] = {
-    "temperature": None,
-    "stop": None,
-    "seed": None,
-    "top_p": 1,
-    "top_k": -1,
-    "min_p": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-}
+_SAMPLING: dict[str, Any] = {"temperature": None, "stop": None, "seed": None, **NEUTRAL_SAMPLING}
 _OWN = ("messages", "model", "tools", "n", "max_tokens", "max_completion_tokens", "logprobs")
 # Understood, with these values only.
 _FIXED: dict[str, tuple[Any, ...]] = {

@@ -20,7 +20,7 @@ from trinity_lightning.common.hardware import TORCH_DTYPES
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import CAPABILITIES, EngineConfig, EngineDtype, require_vllm
 from trinity_lightning.config.models import load_tokenizer, resolve_model
-from trinity_lightning.config.schema import PACKAGE_DIR, TrainConfig
+from trinity_lightning.config.schema import NEUTRAL_SAMPLING, PACKAGE_DIR, TrainConfig
 from trinity_lightning.config.servers import PARALLEL, check_vllm_args, visible_gpus
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
@@ -39,22 +39,14 @@ HEALTH_SECONDS = 0.2
 ENDING_SECONDS, LOOK_SECONDS = 20.0, 0.05  # for a server that fails to end, or to answer again
 MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # so often within so many seconds is a server that died started again
 PROBE, PROBE_TEMPERATURE, PROBE_ROUNDING = "The answer is", 0.2, 0.05
+# What a request leaves out, a server elsewhere may take from the model's own generation_config.json.
+WHOLE_DISTRIBUTION = {"temperature": 1.0, **NEUTRAL_SAMPLING}
 # Names that vLLM's SamplingParams and its server's requests both have; a server would silently pass over any other.
 SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *WHOLE_DISTRIBUTION,
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed", "max_tokens", "min_tokens"),
     *("skip_special_tokens", "spaces_between_special_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
 )
-# What a request leaves out, a server elsewhere may take from the model's own generation_config.json.
-WHOLE_DISTRIBUTION = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
 
 
 class VLLMServerEngine(LoadedEngine):
