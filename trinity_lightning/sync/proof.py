@@ -90,19 +90,14 @@ def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolera
     return mean, maximum
 
 
-@contextmanager
-def perturbed(model: nn.Module) -> Iterator[Callable[[float], None]]:
+def perturbed(model: nn.Module) -> AbstractContextManager[Callable[[float], None]]:
     """A function that gives every parameter its own value plus seeded noise of `scale` times its root mean square.
 
     The noise is made on the parameters' device. At the end they are restored bit for bit, from copies on the host. Of
     a model in shards (`trainer.shards.Shards`), all ranks perturb theirs.
     """
-    if (parts := in_parts(model)) is not None:
-        with parts.perturbed() as perturb:
-            yield perturb
-    else:
-        with perturbed_tensors(model.parameters()) as perturb:
-            yield perturb
+    parts = in_parts(model)
+    return perturbed_tensors(model.parameters()) if parts is None else parts.perturbed()
 
 
 @contextmanager

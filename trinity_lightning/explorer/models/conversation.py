@@ -122,12 +122,10 @@ def _checked(value: Any) -> ToolCall | None:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _object(arguments) if arguments.strip() else None
-        if arguments is None and value["arguments"].strip():
-            return None
-    if arguments is None:
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}
+    elif isinstance(arguments, str):
+        arguments = _object(arguments)
     return ToolCall(value["name"], dict(arguments)) if isinstance(arguments, Mapping) else None
 
 
