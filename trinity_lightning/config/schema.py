@@ -31,8 +31,12 @@ MOST_OF_A_STEP = 100_000  # prompts, and rollouts of each: all of a step is held
 
 # Settings that change the sampled distribution, with the value at which each does not.
 NEUTRAL_SAMPLING = {
-    **{"top_p": 1.0, "top_k": -1, "min_p": 0.0},
-    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
 }
 # Each of these makes the sampled distribution another than the policy's, whose gradient is taken. Those of the second
 # line only a workflow's calls can have.
