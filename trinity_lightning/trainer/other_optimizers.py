@@ -78,10 +78,9 @@ def _moment(plain: dict[str, Tensor], signed: bool) -> Tensor:
 # -- by its dotted path, a schedule too --------------------------------------------------------------------------------
 
 TRIED_LR = 1e-3  # whatever is configured: with 0 no step would be taken
-OptimizerFactory = Callable[[Any], Optimizer]
 
 
-def own_factory(config: OptimizerConfig) -> OptimizerFactory:
+def own_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
     """What makes the optimizer at that dotted path, of parameters or groups.
 
     Raises:
@@ -158,7 +157,7 @@ def _groups() -> list[dict[str, Any]]:
     return [{"params": [nn.Parameter(matrix)]}, {"params": [nn.Parameter(vector)], "weight_decay": 0.0}]
 
 
-def _resumes(make: OptimizerFactory) -> bool:
+def _resumes(make: Callable[[Any], Optimizer]) -> bool:
     """Whether an optimizer that resumes from a checkpoint takes the same step as one that was not interrupted.
 
     Raises:
