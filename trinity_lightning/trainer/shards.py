@@ -25,6 +25,7 @@ from trinity_lightning.sync.proof import DRILL_SEED, noise
 from trinity_lightning.trainer.ddp import Replicas
 from trinity_lightning.trainer.layout import Part
 from trinity_lightning.trainer.model import gradient_of
+from trinity_lightning.trainer.optim import parameters_of
 from trinity_lightning.trainer.other_models import layers_of
 
 ONE_FILE_BYTES = 16 << 30  # what rank 0 puts together and writes, of about 1.2 billion parameters in bfloat16
@@ -94,7 +95,7 @@ class Shards(Replicas):
         """Save and load this optimizer, over the shards."""
         names = {id(parameter): name for name, parameter in reversed(self._parameters.items())}
         self._optimizer = optimizer
-        self._order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        self._order = [names[id(parameter)] for parameter in parameters_of(optimizer)]
 
     def parameters(self) -> dict[str, Any]:
         """The policy's shards by their names, a tied one by each of its own; also within a forward pass."""
@@ -217,8 +218,7 @@ class Shards(Replicas):
     def _share(self, name: str, moment: str | None = None) -> DTensor:
         if moment is None:
             return self._parameters[name]
-        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        return self._optimizer.state[held[self._order.index(name)]][moment]
+        return self._optimizer.state[parameters_of(self._optimizer)[self._order.index(name)]][moment]
 
     def gathered(self, tensor: DTensor, dtype: torch.dtype | None = None, at: str = "a tensor") -> Tensor:
         """The whole of it, rounded to a dtype first, where the policy is; all ranks ask. `at`: what an error calls it.
