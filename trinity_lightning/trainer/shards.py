@@ -90,12 +90,12 @@ class Shards(Replicas):
         """Find the shards: those of a policy that has been moved may be other objects."""
         self.reshard()
         self._parameters: dict[str, Any] = dict(self.module.policy.named_parameters(remove_duplicate=False))
+        self._names = {id(each): name for name, each in reversed(self._parameters.items())}  # of tied ones the first
 
     def hold(self, optimizer: Optimizer) -> None:
         """Save and load this optimizer, over the shards."""
-        names = {id(parameter): name for name, parameter in reversed(self._parameters.items())}
         self._optimizer = optimizer
-        self._order = [names[id(parameter)] for parameter in parameters_of(optimizer)]
+        self._order = [self._names[id(parameter)] for parameter in parameters_of(optimizer)]
 
     def parameters(self) -> dict[str, Any]:
         """The policy's shards by their names, a tied one by each of its own; also within a forward pass."""
@@ -298,11 +298,8 @@ class Shards(Replicas):
 
     def _state(self, model: Any, take: Callable[[str], Tensor]) -> dict[str, Any]:
         trained = {name: each for name, each in self._parameters.items() if each.requires_grad}
-        first: dict[int, str] = {}  # names of parameters that are tied
-        for name, parameter in trained.items():
-            first.setdefault(id(parameter), name)
-        taken = {name: take(name) for name in first.values()}
-        own = {name: taken[first[id(parameter)]] for name, parameter in trained.items()}
+        taken = {name: take(name) for name, each in trained.items() if self._names[id(each)] == name}
+        own = {name: taken[self._names[id(each)]] for name, each in trained.items()}
         state = {name: own.get(name, each) for name, each in model.state_dict().items()}
         return {name: each for name, each in state.items() if name in own or not isinstance(each, DTensor)}
 
