@@ -34,39 +34,37 @@ class Critic(nn.Module):
     Args:
         config: the section.
         policy: the Hugging Face model that is trained; not a part of the critic.
-        value_model: another one, with the same vocabulary; None: the head is on the policy's states.
+        tokenizer: the policy's.
+        load: loads a value model by its name.
 
     Attributes:
         model: the value model; None: there is none.
         kl_scale: what an adaptive weight of the KL has been multiplied by so far, a float64 tensor: in checkpoints, as
             the weights are.
+
+    Raises:
+        ConfigError: the value model has another vocabulary than the policy.
     """
 
     kl_scale: Tensor
 
-    def __init__(self, config: CriticConfig, policy: Any, value_model: Any = None) -> None:
+    def __init__(self, config: CriticConfig, policy: Any, tokenizer: Any, load: Callable[[str], Any]) -> None:
         super().__init__()
         self.config = config
-        self.model = value_model
-        width = (policy if value_model is None else value_model).config.get_text_config().hidden_size
+        self.model: Any = None
+        if config.model is not None:
+            check_same_vocabulary("algorithm.critic.model", config.model, tokenizer)
+            self.model = load(config.model)
+            lean_embeddings(self.model.train())
+            output = self.model.get_output_embeddings()
+            if output is not None and output.weight is not self.model.get_input_embeddings().weight:
+                output.requires_grad_(False)  # of tokens: nothing is predicted
+        width = (policy if self.model is None else self.model).config.get_text_config().hidden_size
         self.head = nn.Linear(width, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.register_buffer("kl_scale", torch.ones((), dtype=torch.float64))
         self.warms_up = False  # whether only the critic is trained now
-        if value_model is not None:
-            lean_embeddings(value_model.train())
-            output = value_model.get_output_embeddings()
-            if output is not None and output.weight is not value_model.get_input_embeddings().weight:
-                output.requires_grad_(False)  # of tokens: nothing is predicted
-
-    @classmethod
-    def load(cls, config: CriticConfig, policy: Any, tokenizer: Any, load: Callable[[str], Any]) -> "Critic":
-        """The critic of a policy with this tokenizer; `load` loads a value model. ConfigError: it has another's."""
-        if config.model is None:
-            return cls(config, policy)
-        check_same_vocabulary("algorithm.critic.model", config.model, tokenizer)
-        return cls(config, policy, load(config.model))
 
     @property
     def kl_coef(self) -> float:

@@ -74,12 +74,11 @@ def check_settings(
         )
 
 
-def check_batch(batch: OptimizerBatch, config: AlgorithmConfig, pairs: bool, needs_engine: bool) -> None:
-    """Refuse what the loss cannot be computed of; an ExperienceError, which names an experience.
+def check_batch(batch: OptimizerBatch, config: AlgorithmConfig, pairs: bool) -> None:
+    """Refuse what does not fit a loss that is of preference pairs, or not, or lacks an engine's log-probabilities.
 
-    Args:
-        pairs: whether the loss is of preference pairs.
-        needs_engine: whether it needs the log-probabilities of the engine that sampled.
+    Raises:
+        ExperienceError: names an experience.
     """
     if pairs != (batch.unit == 2):
         found, fit = ("no preference pairs", "another loss") if pairs else ("preference pairs", "dpo")
@@ -87,8 +86,6 @@ def check_batch(batch: OptimizerBatch, config: AlgorithmConfig, pairs: bool, nee
             f"policy loss '{config.policy_loss.name}' does not fit experience {batch.experiences[0].eid}, "
             f"which is one of {found}: choose algorithm.policy_loss={fit}."
         )
-    if not needs_engine:
-        return
     if config.old_logprobs == "engine":
         need = "algorithm.old_logprobs=engine needs: choose algorithm.old_logprobs=trainer."
     else:

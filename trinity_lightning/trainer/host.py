@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trinity_lightning.trainer.optim import MasterWeights, are_rounded
+from trinity_lightning.trainer.optim import MasterWeights, are_rounded, hand_on_settings
 
 # -- where the optimizer takes its steps: `adamw_offload` --------------------------------------------------------------
 
@@ -32,7 +32,7 @@ class HostMasters(MasterWeights):
         """That of `MasterWeights`; of float32 weights that of the inner optimizer, with the settings of this one."""
         if self._rounded:
             return super().state_dict()
-        self._hand_on_settings()
+        hand_on_settings(self, self.inner)
         return self.inner.state_dict()
 
     @torch.no_grad()
@@ -42,8 +42,7 @@ class HostMasters(MasterWeights):
             super().load_state_dict(state_dict)
             return
         self.inner.load_state_dict(state_dict)
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update({key: value for key, value in inner.items() if key != "params"})
+        hand_on_settings(self.inner, self)
         for weight, master in zip(self.weights, self.masters, strict=True):
             master.copy_(weight)
 

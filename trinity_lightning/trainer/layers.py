@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -398,14 +398,13 @@ class _Norm(Function):
 class LeanFeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)) keeping gate(x), up(x); their product if `down` is an adapter's or has hooks."""
 
-    parts: ClassVar = ["gate_proj", "up_proj", "down_proj", "act_fn"]
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
 
     @classmethod
     def has_parts_of(cls, module: nn.Module) -> bool:
-        return [name for name, _ in module.named_children()] == cls.parts
+        return [name for name, _ in module.named_children()] == ["gate_proj", "up_proj", "down_proj", "act_fn"]
 
     def forward(self, x: Tensor) -> Tensor:
         if not _is_rounded_on_cpu(x):

@@ -177,7 +177,7 @@ class Objective:
         if self._needs_engine or self.pairs != (batch.unit == 2):
             from trinity_lightning.trainer.faults import check_batch
 
-            check_batch(batch, self._config, self.pairs, self._needs_engine)
+            check_batch(batch, self._config, self.pairs)
 
     def _engine(self, micro: MicroBatch, trainer: Tensor) -> Tensor:
         """The engine's log-probabilities; in an expert's rows, which have none, the trainer's."""

@@ -138,6 +138,17 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
 
 
+def parameters_of(optimizer: Optimizer) -> list[Any]:
+    """The parameters of all groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def hand_on_settings(source: Optimizer, target: Optimizer) -> None:
+    """Give each group of the target what that of the source has besides its parameters."""
+    for given, group in zip(source.param_groups, target.param_groups, strict=True):
+        group.update({key: value for key, value in given.items() if key != "params"})
+
+
 # -- float32 masters ---------------------------------------------------------------------------------------------------
 # bfloat16 has 8 bits of precision: an update below 1/256 of a weight would be lost. The optimizer therefore updates
 # float32 copies, and the policy's weights are those copies rounded.
@@ -167,8 +178,7 @@ class MasterWeights(Optimizer):
 
         masters = [{**group, "params": [master(each) for each in group["params"]]} for group in self.param_groups]
         self.inner = factory(masters)
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update({key: value for key, value in inner.items() if key != "params"})
+        hand_on_settings(self.inner, self)
         self.defaults = self.inner.defaults  # which schedules of momentum look at
 
     @torch.no_grad()
@@ -178,7 +188,7 @@ class MasterWeights(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._hand_on_settings()
+        hand_on_settings(self, self.inner)
         self._hand_on_gradients()
         self.inner.step()
         for master in self.masters:
@@ -206,16 +216,12 @@ class MasterWeights(Optimizer):
     @property
     def masters(self) -> list[Tensor]:
         """The float32 copies, in the order of the parameters."""
-        return [master for group in self.inner.param_groups for master in group["params"]]
+        return parameters_of(self.inner)
 
     @property
     def weights(self) -> list[Tensor]:
         """The parameters, in the order of their masters."""
-        return [weight for group in self.param_groups for weight in group["params"]]
-
-    def _hand_on_settings(self) -> None:
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in group.items() if key != "params"})
+        return parameters_of(self)
 
     def _hand_on_gradients(self) -> None:
         for weight, master in zip(self.weights, self.masters, strict=True):

@@ -19,7 +19,7 @@ from trinity_lightning.config.checks import check_arguments
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.training import ADAM, OptimizerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.optim import learning_rate_schedule, optimizer_factory
+from trinity_lightning.trainer.optim import learning_rate_schedule, optimizer_factory, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +78,9 @@ def _moment(plain: dict[str, Tensor], signed: bool) -> Tensor:
 # -- by its dotted path, a schedule too --------------------------------------------------------------------------------
 
 TRIED_LR = 1e-3  # whatever is configured: with 0 no step would be taken
-OptimizerFactory = Callable[[Any], Optimizer]
 
 
-def own_factory(config: OptimizerConfig) -> OptimizerFactory:
+def own_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
     """What makes the optimizer at that dotted path, of parameters or groups.
 
     Raises:
@@ -158,7 +157,7 @@ def _groups() -> list[dict[str, Any]]:
     return [{"params": [nn.Parameter(matrix)]}, {"params": [nn.Parameter(vector)], "weight_decay": 0.0}]
 
 
-def _resumes(make: OptimizerFactory) -> bool:
+def _resumes(make: Callable[[Any], Optimizer]) -> bool:
     """Whether an optimizer that resumes from a checkpoint takes the same step as one that was not interrupted.
 
     Raises:
@@ -175,22 +174,18 @@ def _resumes(make: OptimizerFactory) -> bool:
     torch.save(state, file := io.BytesIO())
     file.seek(0)
     resumed.load_state_dict(torch.load(file, weights_only=True))
-    for own, other in zip(_parameters(resumed), _parameters(optimizer), strict=True):
+    for own, other in zip(parameters_of(resumed), parameters_of(optimizer), strict=True):
         own.data.copy_(other.data)
     for each in (optimizer, resumed):
         _step(each, 2)
-    pairs = zip(_parameters(optimizer), _parameters(resumed), strict=True)
+    pairs = zip(parameters_of(optimizer), parameters_of(resumed), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
 
 
 def _step(optimizer: Any, number: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(number)
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             parameter.grad = torch.randn(parameter.shape)
         optimizer.step()  # as `MasterWeights` does
         optimizer.step(closure=lambda: None)  # as Lightning does
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

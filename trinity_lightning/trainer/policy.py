@@ -195,7 +195,7 @@ class PolicyModule(L.LightningModule):
             if self.algorithm.critic is not None:
                 from trinity_lightning.trainer.critic import Critic
 
-                self.critic = Critic.load(self.algorithm.critic, self.policy, self.tokenizer, self._load_model)
+                self.critic = Critic(self.algorithm.critic, self.policy, self.tokenizer, self._load_model)
             if self.objective.needs_reference and self.adapter is None:
                 reference = self._load_model(self.model_name).eval()
                 # Compiled, it shares the policy's graphs only with gradients: the first KL estimate has to be 0.

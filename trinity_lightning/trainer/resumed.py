@@ -57,13 +57,13 @@ class Resumption:
         """
         policy = self._policy
         optimizer: Any = policy.optimizers(use_pl_optimizer=False)
-        made = [{key: value for key, value in each.items() if key in self._configured} for each in made]
+        reschedules = self._schedule_changed or peak_learning_rates(optimizer) != peak_rates
+        given = self._configured if reschedules else self._configured - {*SCHEDULED}
         for group, settings in zip(optimizer.param_groups, made, strict=True):
-            group.update({key: value for key, value in settings.items() if key not in SCHEDULED})
-        if self._schedule_changed or peak_learning_rates(optimizer) != peak_rates:
-            for group, settings in zip(optimizer.param_groups, made, strict=True):
+            if reschedules:
                 group.pop("initial_lr", None)
-                group.update(settings)
+            group.update({key: value for key, value in settings.items() if key in given})
+        if reschedules:
             schedule = learning_rate_schedule(optimizer, policy.optimizer_config)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Detected call of", category=UserWarning)

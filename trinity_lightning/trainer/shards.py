@@ -25,6 +25,7 @@ from trinity_lightning.sync.proof import DRILL_SEED, noise
 from trinity_lightning.trainer.ddp import Replicas
 from trinity_lightning.trainer.layout import Part
 from trinity_lightning.trainer.model import gradient_of
+from trinity_lightning.trainer.optim import parameters_of
 from trinity_lightning.trainer.other_models import layers_of
 
 ONE_FILE_BYTES = 16 << 30  # what rank 0 puts together and writes, of about 1.2 billion parameters in bfloat16
@@ -89,12 +90,12 @@ class Shards(Replicas):
         """Find the shards: those of a policy that has been moved may be other objects."""
         self.reshard()
         self._parameters: dict[str, Any] = dict(self.module.policy.named_parameters(remove_duplicate=False))
+        self._names = {id(each): name for name, each in reversed(self._parameters.items())}  # of tied ones the first
 
     def hold(self, optimizer: Optimizer) -> None:
         """Save and load this optimizer, over the shards."""
-        names = {id(parameter): name for name, parameter in reversed(self._parameters.items())}
         self._optimizer = optimizer
-        self._order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        self._order = [self._names[id(parameter)] for parameter in parameters_of(optimizer)]
 
     def parameters(self) -> dict[str, Any]:
         """The policy's shards by their names, a tied one by each of its own; also within a forward pass."""
@@ -217,8 +218,7 @@ class Shards(Replicas):
     def _share(self, name: str, moment: str | None = None) -> DTensor:
         if moment is None:
             return self._parameters[name]
-        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        return self._optimizer.state[held[self._order.index(name)]][moment]
+        return self._optimizer.state[parameters_of(self._optimizer)[self._order.index(name)]][moment]
 
     def gathered(self, tensor: DTensor, dtype: torch.dtype | None = None, at: str = "a tensor") -> Tensor:
         """The whole of it, rounded to a dtype first, where the policy is; all ranks ask. `at`: what an error calls it.
@@ -298,11 +298,8 @@ class Shards(Replicas):
 
     def _state(self, model: Any, take: Callable[[str], Tensor]) -> dict[str, Any]:
         trained = {name: each for name, each in self._parameters.items() if each.requires_grad}
-        first: dict[int, str] = {}  # names of parameters that are tied
-        for name, parameter in trained.items():
-            first.setdefault(id(parameter), name)
-        taken = {name: take(name) for name in first.values()}
-        own = {name: taken[first[id(parameter)]] for name, parameter in trained.items()}
+        taken = {name: take(name) for name, each in trained.items() if self._names[id(each)] == name}
+        own = {name: taken[self._names[id(each)]] for name, each in trained.items()}
         state = {name: own.get(name, each) for name, each in model.state_dict().items()}
         return {name: each for name, each in state.items() if name in own or not isinstance(each, DTensor)}
 
