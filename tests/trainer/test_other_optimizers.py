@@ -293,6 +293,11 @@ def test_a_checkpoint_of_no_run_is_refused() -> None:
         check_resumed({"state_dict": {}}, OptimizerConfig())
 
 
+def test_a_checkpoint_of_a_version_without_settings_is_refused_as_that() -> None:
+    with pytest.raises(ConfigError, match=r"of an earlier version \(its state of the policy lacks 'hyper_parameters'"):
+        check_resumed({"state_dict": {}, "policy": {"skipped_items": 0}}, OptimizerConfig())
+
+
 def test_a_schedule_keeps_its_state_unless_something_that_it_takes_has_changed() -> None:
     own = OptimizerConfig(lr_scheduler=of_torch("StepLR", step_size=2), total_steps=2)
     assert not schedule_changed(own, replace(own, total_steps=4))

@@ -81,7 +81,9 @@ def misfit(error: RuntimeError, model: str) -> ConfigError:
 
 
 def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> None:
-    """Refuse a checkpoint of no run, of another optimizer, or of a version that let all parameters decay."""
+    """Refuse a checkpoint of no run, of an earlier version that cannot go on, or of another optimizer."""
+    if "policy" in checkpoint:
+        check_version(checkpoint, ("hyper_parameters",), "the policy")
     if "optimizer" not in checkpoint.get("hyper_parameters", {}):
         raise ConfigError("the checkpoint has no settings of an optimizer: give one that a run of train has written.")
     optimizers = checkpoint.get("optimizer_states", [])  # none where only weights were saved
