@@ -75,8 +75,7 @@ class MetricsCSVLogger(Logger):
 
     def __init__(self, dir: str | Path) -> None:
         super().__init__()
-        self._dir = Path(dir)
-        self.path = self._dir / "metrics.csv"
+        self.path = Path(dir) / "metrics.csv"
         self._columns: list[str] | None = None  # None: the file has not been looked at yet
         self._row: Row = {}
         self._row_start = 0  # size in bytes of the file before its last row
@@ -84,7 +83,7 @@ class MetricsCSVLogger(Logger):
     @property
     def save_dir(self) -> str:
         """Folder of the run."""
-        return str(self._dir)
+        return str(self.path.parent)
 
     @property
     def name(self) -> str:
