@@ -140,10 +140,10 @@ class MetricsCSVLogger(Logger):
         """Whether these metrics are part of the last row."""
         row = self._row
         same_step = cells.get("step") == row.get("step")
-        if "explore_step" not in cells or "explore_step" not in row:
+        if STEP_METRIC not in cells or STEP_METRIC not in row:
             return bool(row) and same_step
         overwrites = any(name in row for name in cells if name not in KEYS)
-        return cells["explore_step"] == row["explore_step"] and (same_step or not overwrites)
+        return cells[STEP_METRIC] == row[STEP_METRIC] and (same_step or not overwrites)
 
     def _load(self) -> list[str]:
         """The columns so far; the first call reads what an earlier run left."""
