@@ -386,9 +386,6 @@ class SqlReader(CursorReader):
 
 ORDERS = ("priority", "random")
 
-# Position of a row, and what those of its group have in common.
-Candidate = tuple[int, object]
-
 
 class ReplayReader(BufferReader):
     """Chooses among all experiences of a buffer that have been used fewer than `reuse_limit` times, by anyone.
@@ -445,7 +442,7 @@ class ReplayReader(BufferReader):
                 candidates = self._candidates(connection, number, None if whole_groups else count)
                 if len(candidates) < count and not last:
                     return None
-                positions = [position for position, _ in candidates[:count]]
+                positions = [row.position for row in candidates[:count]]
                 chosen = _whole_groups(candidates, count) if whole_groups else positions
                 self._log(connection, number, chosen)
             query = sa.select(ROWS.c.position, ROWS.c.payload).where(ROWS.c.position.in_(taken))
@@ -457,8 +454,8 @@ class ReplayReader(BufferReader):
             self._number = number
         return None if rows is None else [experience_at(self._database.where, p, data) for p, data in rows]
 
-    def _candidates(self, connection: sa.Connection, number: int, most: int | None) -> Sequence[Candidate]:
-        """What may be read, the first choice first; at least the first `most`."""
+    def _candidates(self, connection: sa.Connection, number: int, most: int | None) -> Sequence[Any]:
+        """Rows that may be read, the first choice first; at least the first `most`."""
         query = sa.select(ROWS.c.position, ROWS.c.task, ROWS.c.write_id).where(ROWS.c.priority > 0)
         if self._reuse_limit is not None:
             query = query.where(ROWS.c.uses < self._reuse_limit)
@@ -466,8 +463,8 @@ class ReplayReader(BufferReader):
             # The logarithm of the score, less what all scores have in common: the age counts from any step.
             score = ROWS.c.log_priority - ROWS.c.step * self._log_decay + ROWS.c.uses * self._log_use_decay
             query = query.order_by(score.desc(), ROWS.c.uses, ROWS.c.position).limit(most)
-            return list(map(_candidate, connection.execute(query)))
-        found = list(map(_candidate, connection.execute(query.order_by(ROWS.c.position))))
+            return connection.execute(query).all()
+        found = list(connection.execute(query.order_by(ROWS.c.position)))
         random.Random(f"{self._seed}/{number}").shuffle(found)
         return found
 
@@ -519,16 +516,13 @@ class ReplayReader(BufferReader):
         self._database.close()
 
 
-def _candidate(row: Any) -> Candidate:
-    """Runs that keep their steps in one database have tasks of the same name, which are not one group."""
-    return row.position, row.position if row.task is None else (run_of(row.write_id), row.task)
-
-
-def _whole_groups(candidates: Sequence[Candidate], count: int) -> list[int]:
+def _whole_groups(candidates: Sequence[Any], count: int) -> list[int]:
     """Positions of the first groups that fit into `count`, at least one group, each in the order of writing."""
     groups: dict[object, list[int]] = {}
-    for position, group in candidates:
-        groups.setdefault(group, []).append(position)
+    for row in candidates:
+        # Runs that keep their steps in one database have tasks of the same name, which are not one group.
+        group = row.position if row.task is None else (run_of(row.write_id), row.task)
+        groups.setdefault(group, []).append(row.position)
     chosen: list[int] = []
     for positions in groups.values():
         if chosen and len(chosen) + len(positions) > count:

@@ -146,14 +146,9 @@ def places_of(checkpoint: Any) -> dict[str, Tensor]:
 def _tensors(node: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(node, Tensor):
         yield place, node
-    for key, each in _children(node):
-        yield from _tensors(each, f"{place}.{key}" if place else str(key))
-
-
-def _children(node: Any) -> Any:
-    if isinstance(node, Mapping):
-        return node.items()
-    return enumerate(node) if isinstance(node, list | tuple) else ()
+    elif isinstance(node, Mapping | list | tuple):
+        for key, each in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _tensors(each, f"{place}.{key}" if place else str(key))
 
 
 def _replaced(node: Any, tensors: Mapping[int, Tensor]) -> Any:

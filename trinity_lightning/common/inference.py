@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from trinity_lightning.config.engines import Capabilities
+from trinity_lightning.errors import ReadOnlyError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,10 @@ class Completion:
 
 def _refuse_writing(completion: Completion, name: str, value: object = None) -> None:
     """In place of the dataclass's own refusal, which does not say what to do. ReadOnlyError: always."""
-    from trinity_lightning.common.experience.fields import read_only
-
-    raise read_only(name, Completion.__dataclass_fields__)
+    fix = "what is known of a rollout goes into the Experience that the workflow makes of it, such as reward and info"
+    if name in Completion.__dataclass_fields__:
+        fix = f"dataclasses.replace(completion, {name}=...) makes another one"
+    raise ReadOnlyError(f"'{name}' of a Completion cannot be set, it is what the model said: {fix}.")
 
 
 Completion.__setattr__ = Completion.__delattr__ = _refuse_writing  # type: ignore[method-assign,assignment]

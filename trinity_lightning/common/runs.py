@@ -43,11 +43,8 @@ def runs_of(experiences: Iterable[Experience]) -> list[Run]:
     Experiences with the same run and the same step are not one run: their ids do not say which belong together, and
     each of them counts as a run of its own.
     """
-    by_id: dict[str, Run] = {}
-    for experience in experiences:
-        by_id.setdefault(experience.eid.rid, []).append(experience)
     runs: list[Run] = []
-    for run in by_id.values():
+    for run in group_by(experiences, "run").values():
         in_steps = len(run) == 1 or len({experience.eid.step for experience in run}) == len(run)
         runs += [run] if in_steps else [[experience] for experience in run]
     return runs

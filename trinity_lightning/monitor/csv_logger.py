@@ -75,8 +75,7 @@ class MetricsCSVLogger(Logger):
 
     def __init__(self, dir: str | Path) -> None:
         super().__init__()
-        self._dir = Path(dir)
-        self.path = self._dir / "metrics.csv"
+        self.path = Path(dir) / "metrics.csv"
         self._columns: list[str] | None = None  # None: the file has not been looked at yet
         self._row: Row = {}
         self._row_start = 0  # size in bytes of the file before its last row
@@ -84,7 +83,7 @@ class MetricsCSVLogger(Logger):
     @property
     def save_dir(self) -> str:
         """Folder of the run."""
-        return str(self._dir)
+        return str(self.path.parent)
 
     @property
     def name(self) -> str:
@@ -141,10 +140,10 @@ class MetricsCSVLogger(Logger):
         """Whether these metrics are part of the last row."""
         row = self._row
         same_step = cells.get("step") == row.get("step")
-        if "explore_step" not in cells or "explore_step" not in row:
+        if STEP_METRIC not in cells or STEP_METRIC not in row:
             return bool(row) and same_step
         overwrites = any(name in row for name in cells if name not in KEYS)
-        return cells["explore_step"] == row["explore_step"] and (same_step or not overwrites)
+        return cells[STEP_METRIC] == row[STEP_METRIC] and (same_step or not overwrites)
 
     def _load(self) -> list[str]:
         """The columns so far; the first call reads what an earlier run left."""

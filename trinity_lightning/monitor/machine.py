@@ -69,14 +69,13 @@ class MemoryMeter:
         self._part = name
         self.sample()
 
-    def sample(self) -> float:
-        """Take a sample at once; returns it in GB."""
+    def sample(self) -> None:
+        """Take a sample at once."""
         now = resident_gb()
         with self._lock:
             self.peak_gb = max(self.peak_gb, now)
             if self._part is not None:
                 self.by_part[self._part] = max(self.by_part.get(self._part, 0.0), now)
-        return now
 
     def start(self) -> None:
         """Begin to sample in a thread; started already, it goes on."""

@@ -66,8 +66,7 @@ def _hidden(node: Any) -> Any:
 
 Completion = dict[str, Any]
 
-_TRAIN = re.compile(r"step_(\d+)\.jsonl")
-_EVALUATION = re.compile(r"eval_(.+)_step_(\d+)\.jsonl")
+_COMPLETIONS = re.compile(r"(?:eval_(.+)_)?step_(\d+)\.jsonl")  # of an evaluation its taskset, and the step
 # Of a file of completions: enough to pick from, and no more than a page of memory on a large run.
 _MOST_LINES = 2000
 
@@ -149,10 +148,8 @@ def _completions(folder: Path) -> dict[str, dict[int, list[Completion]]]:
     """Of each taskset the first file and the last."""
     files: dict[str, dict[int, Path]] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        if match := _TRAIN.fullmatch(path.name):
-            files.setdefault("", {})[int(match[1])] = path
-        elif match := _EVALUATION.fullmatch(path.name):
-            files.setdefault(match[1], {})[int(match[2])] = path
+        if match := _COMPLETIONS.fullmatch(path.name):
+            files.setdefault(match[1] or "", {})[int(match[2])] = path
     return {
         taskset: {step: _read(by_step[step]) for step in sorted({min(by_step), max(by_step)})}
         for taskset, by_step in files.items()
@@ -160,12 +157,9 @@ def _completions(folder: Path) -> dict[str, dict[int, list[Completion]]]:
 
 
 def _read(path: Path) -> list[Completion]:
-    completions = []
     with path.open(encoding="utf-8", errors="replace") as lines:
-        for line, _ in zip(lines, range(_MOST_LINES), strict=False):
-            if (completion := _json(line)) is not None:
-                completions.append(completion)
-    return completions
+        found = map(_json, itertools.islice(lines, _MOST_LINES))
+        return [completion for completion in found if completion is not None]
 
 
 def _json(text: str) -> dict[str, Any] | None:

@@ -164,7 +164,7 @@ class PassRateCalculator(ExperienceOperatorV1):
         for exp in map(last_step, runs_of(exps)):
             taskset, index = _task_index(exp)
             reward = raw_reward(exp)
-            if reward is None or not is_valid_reward(reward):
+            if not is_valid_reward(reward):
                 skipped += 1
                 continue
             rewards.setdefault(taskset, {}).setdefault(index, []).append(reward)

@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -284,9 +284,12 @@ class Experience:
         Raises:
             ExperienceError: the payload holds another number of experiences.
         """
-        from trinity_lightning.common.experience import reading
-
-        return reading.deserialize(data, allow_pickle)
+        experiences = Experience.deserialize_many(data, allow_pickle)
+        if len(experiences) != 1:
+            raise ExperienceError(
+                f"expected a payload of one experience, got {len(experiences)}; use deserialize_many."
+            )
+        return experiences[0]
 
     @staticmethod
     def deserialize_many(data: Buffer, allow_pickle: bool = False) -> list["Experience"]:
@@ -436,7 +439,7 @@ def _optional(convert: Callable[[Any, str], T], value: Any, name: str) -> T | No
 _ID_OF = {"task": "tid", "run": "rid", "step": "sid"}
 
 
-def group_by(experiences: Sequence[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:
+def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:
     """Experiences by their task, run or step identifier, in order of first appearance. ValueError: unknown id_type."""
     if id_type not in _ID_OF:
         raise ValueError(f"unknown id_type {id_type!r}. Known: {', '.join(_ID_OF)}.")

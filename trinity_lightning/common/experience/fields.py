@@ -4,7 +4,7 @@ Imported where it is needed: what the explorer makes needs none of it.
 """
 
 import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from trinity_lightning.common.experience.experience import EID, Experience, ExperienceError
 from trinity_lightning.config.values import as_float
-from trinity_lightning.errors import ReadOnlyError
 
 # -- fields given in another form than they are kept in ----------------------------------------------------------------
 
@@ -109,7 +108,7 @@ def described(experience: Experience) -> dict[str, Any]:
     return result | {name: value for name, value in values.items() if value is not None}
 
 
-# -- wrong fields, experiences that do not go together, and fields of completions that are set -------------------------
+# -- experiences that do not go together -------------------------------------------------------------------------------
 
 
 def no_column(experiences: Sequence[Experience], name: str, dtype: torch.dtype | None) -> ExperienceError:
@@ -120,14 +119,3 @@ def no_column(experiences: Sequence[Experience], name: str, dtype: torch.dtype |
     found = row.dtype if isinstance(row, Tensor) else type(row).__name__
     wanted = f"{dtype} as in the first of the batch" if dtype else "a tensor"
     return ExperienceError(f"experience {experiences[at].eid.uid}: {name}: expected {wanted}, got {found}.")
-
-
-def read_only(name: str, fields: Container[str]) -> ReadOnlyError:
-    """The error for setting an attribute of a Completion, whose `fields` these are, with what to do instead."""
-    if name in fields:
-        fix = f"dataclasses.replace(completion, {name}=...) makes another one"
-    else:
-        fix = (
-            "what is known of a rollout goes into the Experience that the workflow makes of it, such as reward and info"
-        )
-    return ReadOnlyError(f"'{name}' of a Completion cannot be set, it is what the model said: {fix}.")

@@ -335,14 +335,6 @@ def faults_of(what: str) -> Iterator[None]:
 # -- back to experiences -----------------------------------------------------------------------------------------------
 
 
-def deserialize(data: Buffer, allow_pickle: bool = False) -> Experience:
-    """See `Experience.deserialize`."""
-    experiences = deserialize_many(data, allow_pickle)
-    if len(experiences) != 1:
-        raise ExperienceError(f"expected a payload of one experience, got {len(experiences)}; use deserialize_many.")
-    return experiences[0]
-
-
 def deserialize_many(data: Buffer, allow_pickle: bool = False) -> list[Experience]:
     """See `Experience.deserialize_many`."""
     if not isinstance(data, (bytes, bytearray, memoryview)):
