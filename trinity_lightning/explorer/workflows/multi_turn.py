@@ -192,6 +192,7 @@ def single_experience(episode: Episode) -> Experience:
     first, last = episode.turns[0].completion, episode.turns[-1]
     tokens, start = last.token_ids, len(first.prompt_token_ids)
     logprobs, mask = [0.0] * (len(tokens) - start), [False] * (len(tokens) - start)
+    conversation: list[Message] = []  # what the environment said to the last response was never shown
     for turn in episode.turns:
         if turn.token_ids != tokens[: len(turn.token_ids)]:
             raise RolloutError("the engine changed the prompt's tokens: the turns do not make up one sequence.")
@@ -199,8 +200,6 @@ def single_experience(episode: Episode) -> Experience:
         end = begin + len(turn.completion.token_ids)
         logprobs[begin:end] = turn.completion.logprobs
         mask[begin:end] = [True] * (end - begin)
-    conversation: list[Message] = []  # what the environment said to the last response was never shown
-    for turn in episode.turns:
         conversation += [*turn.asked, {"role": "assistant", "content": turn.completion.text}]
     return Experience(
         tokens=tokens,
