@@ -137,7 +137,7 @@ class TasksetMixture(TaskSelection):
         whole_number(f"size of a batch of taskset '{self.name}'", n, least=1)
         open_ = dict(self._weights)
         batches: dict[str, list[dict[str, Any]]] = {name: [] for name in self._tasksets}
-        while open_ and (missing := n - sum(map(len, batches.values()))):
+        while open_ and (missing := n - sum(map(len, batches.values()))) > 0:
             shares = Counter[str]()
             for _ in range(missing):
                 name = min(open_, key=lambda name: (self._taken[name] + 1) / self._weights[name])
