@@ -3,9 +3,10 @@
 import asyncio
 import concurrent.futures
 import contextvars
+import inspect
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -30,3 +31,16 @@ async def run_in_thread(function: Callable[[], T]) -> T:
 
     threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True).start()
     return await asyncio.wrap_future(outcome)
+
+
+def is_async(function: Any) -> bool:
+    """Whether it is a coroutine function, or an object whose call is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+async def call(function: Callable[..., T | Awaitable[T]], *arguments: Any) -> T:
+    """The function's result: a plain one runs in a thread, and what it returns may have to be awaited."""
+    if is_async(function):
+        return await function(*arguments)  # type: ignore[misc]
+    result = await run_in_thread(lambda: function(*arguments))
+    return await result if inspect.isawaitable(result) else result  # type: ignore[return-value]

@@ -126,7 +126,7 @@ class ExplorerCallback(StopCheckpoint):
         rollouts.prepare(partial(data.fill, all_rows=policy.objective.needs_all_rows))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Stop the runners, free the engines, give Ctrl-C back."""
+        """Give Ctrl-C back, stop the runners, free the engines."""
         super().teardown(trainer, pl_module, stage)
         self._close()
 
@@ -151,7 +151,6 @@ class ExplorerCallback(StopCheckpoint):
 
     def _close(self) -> None:
         """Free everything; an error of that is logged: the trained model, or the run's own error, matters more."""
-        self.ctrl_c.restore()
         rollouts, self._running = self._running, None
         if rollouts is not None:
             try:

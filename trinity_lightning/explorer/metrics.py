@@ -101,11 +101,14 @@ def evaluation_metrics(taskset: str, experiences: Sequence[Experience]) -> dict[
         found = {f"mean@{k}": statistics.fmean(map(statistics.fmean, groups))}
         if k > 1:
             found[f"std@{k}"] = statistics.fmean(map(statistics.pstdev, groups))
+        sizes = subset_sizes(k)
         if k > 1 or name == _REWARD:
-            found |= _extremes(groups, k)
+            negative = [[-value for value in group] for group in groups]
+            found |= {f"best@{m}": _mean_best(groups, m) for m in sizes}
+            found |= {f"worst@{m}": 0.0 - _mean_best(negative, m) for m in sizes}
         if name == _REWARD:
             solved = [[float(reward >= 1.0) for reward in group] for group in groups]
-            found |= {f"pass@{m}": _mean_best(solved, m) for m in subset_sizes(k)}
+            found |= {f"pass@{m}": _mean_best(solved, m) for m in sizes}
         prefix = "/".join(filter(None, ("eval", taskset, name)))
         metrics |= {f"{prefix}/{statistic}": value for statistic, value in found.items()}
     return metrics
@@ -137,13 +140,6 @@ def _measured(run: Sequence[Experience]) -> dict[str, float]:
     reward = last_step(run).reward
     measured = {_REWARD: reward} if is_valid_reward(reward) else {}
     return measured | {name: value for name, value in mean_metrics(run).items() if math.isfinite(value)}
-
-
-def _extremes(groups: Sequence[Sequence[float]], k: int) -> dict[str, float]:
-    negative = [[-value for value in group] for group in groups]
-    return {f"best@{m}": _mean_best(groups, m) for m in subset_sizes(k)} | {
-        f"worst@{m}": 0.0 - _mean_best(negative, m) for m in subset_sizes(k)
-    }
 
 
 def _mean_best(groups: Sequence[Sequence[float]], m: int) -> float:

@@ -391,7 +391,7 @@ class Scheduler:
         """
         self._task_numbers.pop(str(batch_id), None)
         if (batch := self._batch(batch_id)) is not None:
-            batch.collect()
+            batch.finished.clear()
             await self._drop([batch])
 
     async def wait_all(

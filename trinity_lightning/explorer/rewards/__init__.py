@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import as_float, number
 from trinity_lightning.errors import ConfigError, RewardError
@@ -86,12 +86,8 @@ async def score(rewards: Sequence[Reward], response: str, task: Task) -> tuple[f
 
 async def worth_here(reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
     """What a response is worth by one reward function, called in this process; see `worth`."""
-    try:
-        if is_async(reward.function):
-            returned: Any = await cast("Awaitable[Any]", reward.function(response, task))
-        else:  # in a thread: a slow verifier must not hold up the other rollouts, nor one that hangs the time-out
-            returned = await run_in_thread(lambda: reward.function(response, task))
-            returned = await returned if inspect.isawaitable(returned) else returned
+    try:  # in a thread: a slow verifier must not hold up the other rollouts, nor one that hangs the time-out
+        returned = await call(reward.function, response, task)
     except (Exception, SystemExit) as error:  # a reward that executes code may meet exit()
         from trinity_lightning.common.failures import raised
 
@@ -147,11 +143,6 @@ def _function(entry: Any) -> RewardFunction:
     except ValueError:  # one written in C that does not say what it takes
         pass
     return cast("RewardFunction", function)
-
-
-def is_async(function: Any) -> bool:
-    """Whether it is a coroutine function, or an object whose call is one."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def _is_pair(entry: Any) -> bool:

@@ -19,10 +19,10 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from trinity_lightning.common.failures import raised
-from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.common.threads import is_async, run_in_thread
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
-from trinity_lightning.explorer.rewards import REWARDS, Reward, is_async, worth, worth_here
+from trinity_lightning.explorer.rewards import REWARDS, Reward, worth, worth_here
 from trinity_lightning.explorer.tasks.task import Task
 
 logger = logging.getLogger(__name__)

@@ -46,18 +46,16 @@ class FileEntries:
         self._headers = [_header(file) if file.suffix == ".csv" else None for file in files]
         self._columns: dict[str, None] = {}
         self._text: set[str] = set()  # columns of CSV that are text
-        self.counts: list[int] = []  # rows of each file
         places = array("q")
         for number, file in enumerate(files):
-            before = len(places)
             for start, content, line in _rows(file):
                 row = self._parsed(content, number, line)
                 self._columns |= dict.fromkeys(row)
                 if self._headers[number] is not None:
                     self._text |= {name for name, cell in row.items() if as_text or isinstance(_value(cell), str)}
                 places.extend((number, start, len(content), line, zlib.crc32(content)))
-            self.counts.append((len(places) - before) // 5)
         self._places = np.array(places, np.int64).reshape(-1, 5)
+        self.counts: list[int] = np.bincount(self._places[:, 0], minlength=len(files)).tolist()  # rows of each file
 
     def __len__(self) -> int:
         return len(self._places)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -134,21 +135,20 @@ class TasksetMixture(TaskSelection):
     def next_batch(self, n: int) -> list[dict[str, Any]]:
         """The next n raw tasks; fewer only when all tasksets are exhausted."""
         whole_number(f"size of a batch of taskset '{self.name}'", n, least=1)
-        shares = dict.fromkeys(self._tasksets, 0)
         open_ = dict(self._weights)
         batches: dict[str, list[dict[str, Any]]] = {name: [] for name in self._tasksets}
-        while open_ and sum(map(len, batches.values())) < n:
-            for _ in range(n - sum(map(len, batches.values()))):
+        while open_ and (missing := n - sum(map(len, batches.values()))) > 0:
+            shares = Counter[str]()
+            for _ in range(missing):
                 name = min(open_, key=lambda name: (self._taken[name] + 1) / self._weights[name])
                 self._taken[name] += 1
                 shares[name] += 1
-            for name in [name for name in open_ if shares[name]]:
-                got = self._tasksets[name].next_batch(shares[name])
+            for name, share in shares.items():
+                got = self._tasksets[name].next_batch(share)
                 batches[name] += got
-                if len(got) < shares[name]:
-                    self._taken[name] -= shares[name] - len(got)
+                if len(got) < share:
+                    self._taken[name] -= share - len(got)
                     del open_[name]
-                shares[name] = 0
         return [task for batch in batches.values() for task in batch]
 
     def update(self, pass_rates: Mapping[str, Mapping[int, tuple[float, int]]]) -> None:

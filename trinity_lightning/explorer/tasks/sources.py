@@ -305,18 +305,11 @@ def _rows(taskset: "TasksetConfig", size: Callable[[str, str, str | None], int])
 
 
 def taskset_of(config: "TasksetConfig", settings: Mapping[str, Any]) -> "Taskset":
-    """The taskset that a configuration describes, of reasoning-gym or of a dataset.
+    """The taskset that a configuration describes, of reasoning-gym or of a dataset; `settings`: those of any source.
 
     Entry i of reasoning-gym is drawn from seed + i: for two tasksets without a common entry, keep their seeds `size`
     apart. The first entries of a dataset are looked at, for one without a prompt to be refused by file and line before
-    an engine is loaded.
-
-    Args:
-        config: the configuration.
-        settings: what tasksets of every source take, as of `Taskset`.
-
-    Raises:
-        ConfigError: a path or size that is missing, or as the source says.
+    an engine is loaded. A ConfigError: a path or size that is missing, or as the source says.
     """
     from trinity_lightning.explorer.tasks.taskset import Taskset
 

@@ -7,11 +7,11 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
-from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.sections import part_config
 from trinity_lightning.config.values import one_of, whole_number
@@ -20,8 +20,6 @@ from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.rewards.answers import find_last_number
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
 from trinity_lightning.explorer.workflows.workflow import RewardedWorkflow, experience_of
-
-T = TypeVar("T")
 
 # -- environments ------------------------------------------------------------------------------------------------------
 
@@ -55,14 +53,6 @@ class Environment(Protocol):
 
 
 ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry("environment")
-
-
-async def call(function: Callable[..., T | Awaitable[T]], *arguments: Any) -> T:
-    """The function's result: a plain one runs in a thread, and what it returns may have to be awaited."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments)
-    result = await run_in_thread(lambda: function(*arguments))
-    return await result if inspect.isawaitable(result) else result  # type: ignore[return-value]
 
 
 class Exclusively:
@@ -202,6 +192,7 @@ def single_experience(episode: Episode) -> Experience:
     first, last = episode.turns[0].completion, episode.turns[-1]
     tokens, start = last.token_ids, len(first.prompt_token_ids)
     logprobs, mask = [0.0] * (len(tokens) - start), [False] * (len(tokens) - start)
+    conversation: list[Message] = []  # what the environment said to the last response was never shown
     for turn in episode.turns:
         if turn.token_ids != tokens[: len(turn.token_ids)]:
             raise RolloutError("the engine changed the prompt's tokens: the turns do not make up one sequence.")
@@ -209,8 +200,6 @@ def single_experience(episode: Episode) -> Experience:
         end = begin + len(turn.completion.token_ids)
         logprobs[begin:end] = turn.completion.logprobs
         mask[begin:end] = [True] * (end - begin)
-    conversation: list[Message] = []  # what the environment said to the last response was never shown
-    for turn in episode.turns:
         conversation += [*turn.asked, {"role": "assistant", "content": turn.completion.text}]
     return Experience(
         tokens=tokens,
@@ -228,7 +217,7 @@ def single_experience(episode: Episode) -> Experience:
     )
 
 
-def step_experiences(episode: Episode, own_rewards: bool = False) -> list[Experience]:
+def step_experiences(episode: Episode, own_rewards: bool) -> list[Experience]:
     """The episode as an Experience a turn, `eid.step` 0, 1, ...; the episode's metrics are those of the last.
 
     Args:

@@ -8,19 +8,14 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.values import unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.conversation import OPENING, ToolCall, parse_tool_calls
 from trinity_lightning.explorer.rewards.puzzles import evaluate
 from trinity_lightning.explorer.tasks.task import Task, messages_of
-from trinity_lightning.explorer.workflows.multi_turn import (
-    Environment,
-    EpisodeArguments,
-    EpisodeWorkflow,
-    StepResult,
-    call,
-)
+from trinity_lightning.explorer.workflows.multi_turn import Environment, EpisodeArguments, EpisodeWorkflow, StepResult
 
 # -- tools ------------------------------------------------------------------------------------------------------------
 
