@@ -189,11 +189,24 @@ def test_a_step_that_cannot_be_saved_is_told_with_the_operator_s_error(tmp_path)
         process(pipeline, exps)
 
 
-@pytest.mark.parametrize("result", [None, [], ([], {}, 1), ([1], {}), ("", 3), ({}, {})])
-def test_what_an_operator_returns_is_checked(result):
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (None, "NoneType"),
+        ([], "list"),
+        (step_of([0]), "list"),
+        ([1], "list with int"),
+        ((step_of([0]), {}, 1), "(list, dict, int)"),
+        (([*step_of([0]), 1], {}), "(list with int, dict)"),
+        (("", 3), "(str, int)"),
+        (({}, {}), "(dict, dict)"),
+    ],
+)
+def test_what_an_operator_returns_is_checked_and_not_quoted(result, said):
     pipeline = pipeline_of(own("Returns", result=result))
-    with pytest.raises(OperatorError, match="TypeError: process must return"):
+    with pytest.raises(OperatorError, match=r"\(Returns\) failed .*TypeError: process must return") as failed:
         process(pipeline, step_of([0]))
+    assert f"(list of experiences, dict of metrics), not {said}\n" in str(failed.value)
 
 
 def test_no_metrics_at_all_are_allowed():

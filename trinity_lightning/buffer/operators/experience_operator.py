@@ -371,7 +371,15 @@ def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:
             for experience in experiences:
                 check_assigned(experience)
             return list(experiences), metrics or {}
-    raise TypeError(f"process must return (list of experiences, dict of metrics), not {result!r:.80}")
+    raise TypeError(f"process must return (list of experiences, dict of metrics), not {_kind(result)}")
+
+
+def _kind(result: Any) -> str:
+    """The types of what an operator returned, which may be long."""
+    if isinstance(result, tuple):
+        return f"({', '.join(map(_kind, result))})"
+    others = [each for each in result if not isinstance(each, Experience)] if isinstance(result, list) else []
+    return f"list with {type(others[0]).__name__}" if others else type(result).__name__
 
 
 def _described(error: BaseException) -> str:
