@@ -15,7 +15,7 @@ from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.training import AlgorithmConfig, ModelConfig
 from trinity_lightning.errors import ConfigError, StorageError
-from trinity_lightning.resume import OFFLINE, ONLINE, check_resumed_data, checkpoint_to_resume
+from trinity_lightning.resume import OFFLINE, ONLINE, check_model, check_resumed_data, checkpoint_to_resume
 
 
 def written(folder: Path, position: int = 0, **parts: Any) -> str:
@@ -49,6 +49,17 @@ def test_a_model_that_has_been_moved_is_not_compared(tmp_path: Path, monkeypatch
     )
     with pytest.raises(ConfigError, match=r"trains tiny, which is not here to compare: put it back"):
         resume(written(tmp_path), name="smollm2")
+
+
+def test_a_model_that_has_been_moved_is_evaluated_from_the_folder_that_is_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=r"trains /no/model, .*, or say where it is now: model\.name=FOLDER\.$"):
+        check_model("tiny", "/no/model", may_have_moved=True)
+    assert not caplog.text
+    (tmp_path / "config.json").touch()
+    check_model(str(tmp_path), "/no/model", may_have_moved=True)
+    assert f"/no/model is not here to compare: {tmp_path} is taken for it" in caplog.text
 
 
 def test_another_seed_in_a_folder_of_its_own_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -91,7 +91,8 @@ def merged_weights(path: Path, model: str) -> WeightStream:
 def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     """The parts of an evaluation, connected; errors as `build.build`."""
     for each in checkpoints:
-        check_model(config.model.name, contents(each).get("hyper_parameters", {}).get("model", config.model.name))
+        before = contents(each).get("hyper_parameters", {}).get("model", config.model.name)
+        check_model(config.model.name, before, may_have_moved=True)
     settle_dtypes(config, checkpoints[0] if checkpoints else None)
     typed = typed_config(config)
     folder = Path(config.output_dir)

@@ -60,16 +60,22 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     return str(path)
 
 
-def check_model(asked: str, before: str) -> None:
-    """Refuse another model than a checkpoint's, even if its weights fit: tokenizer and reference would be another's."""
+def check_model(asked: str, before: str, may_have_moved: bool = False) -> None:
+    """Refuse another model than a checkpoint's, even if its weights fit: tokenizer and reference would be another's.
+
+    If the checkpoint's is not here to compare, and `may_have_moved`, a folder that is given is taken for it.
+    """
     if asked == before:
         return
     try:
         is_same = resolve_model(asked) == resolve_model(before)
     except ConfigError as error:
+        if may_have_moved and Path(asked).expanduser().is_dir():
+            logger.warning("the checkpoint's model %s is not here to compare: %s is taken for it", before, asked)
+            return
         raise ConfigError(
             f"model.name is {asked}, and the checkpoint's run trains {before}, which is not here to compare: put it "
-            "back there, or link it."
+            "back there, or link it" + (", or say where it is now: model.name=FOLDER." if may_have_moved else ".")
         ) from error
     if not is_same:
         raise ConfigError(f"model.name is {asked}, and the checkpoint's run trains {before}: choose that one.")
