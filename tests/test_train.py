@@ -187,7 +187,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
         command = (tmp_path / "stdout").read_text().partition("Resume with: python -m trinity_lightning.train ")[2]
         resume = shlex.split(command.partition("\n")[0])
         folder = only(tmp_path, "outputs/grpo/*")
-        assert resume == [*arguments, f"hydra.run.dir={folder}", "ckpt_path=last"]
+        assert resume == [*arguments, f"output_dir={folder}", "ckpt_path=last"]
     done = run_train(tmp_path, *resume)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "resuming with" not in done.stdout

@@ -16,7 +16,7 @@ from trinity_lightning.config.checkpoints import last_checkpoint, recorded_run, 
 from trinity_lightning.config.schema import PACKAGE_DIR
 from trinity_lightning.errors import ConfigError
 
-OVERRIDES = ["+recipe=grpo", "model=tiny", "ckpt_path=last", "hydra.run.dir=elsewhere", "hydra.verbose=true"]
+OVERRIDES = ["+recipe=grpo", "model=tiny", "ckpt_path=last", "hydra.verbose=true"]
 OVERRIDES += ["++output_dir=elsewhere"]
 
 
@@ -39,7 +39,15 @@ def test_a_run_is_resumed_in_its_own_folder(
     assert command[-1] == "ckpt_path=last"
     assert len(command) == 8
     again = composed(*command[3:], hydra=True)
-    assert again.hydra.run.dir == str(tmp_path / name)
+    assert again.hydra.run.dir == again.output_dir == str(tmp_path / name)
+
+
+def test_a_run_whose_recipe_says_where_hydra_writes_is_resumed_by_that_key(begun: None, tmp_path: Path) -> None:
+    assert "output_dir=" in (resume_command(tmp_path) or "")
+    given = composed("+recipe=grpo", hydra=True)
+    given.hydra.run.dir = "somewhere/${name}"
+    HydraConfig.instance().set_config(given)
+    assert f"hydra.run.dir={tmp_path}" in (resume_command(tmp_path) or "")
 
 
 @pytest.mark.parametrize(
@@ -78,5 +86,5 @@ def test_a_damaged_record_of_the_run_is_named(content: bytes, tmp_path: Path) ->
 
 
 def test_no_checkpoint_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^ckpt_path=last: there is no .* in .*/checkpoints .*hydra.run.dir="):
+    with pytest.raises(ConfigError, match=r"^ckpt_path=last: there is no .* in .*/checkpoints .*output_dir="):
         last_checkpoint(tmp_path)

@@ -125,7 +125,7 @@ def _newest(folder: Path) -> Path:
     if not found:
         raise ConfigError(
             f"ckpt_path=last: there is no checkpoint in {folder / 'checkpoints'} (a job of a sweep has a new folder of "
-            "its own): give ckpt_path=FILE, or hydra.run.dir=FOLDER of the run to go on with."
+            "its own): give ckpt_path=FILE, or output_dir=FOLDER of the run to go on with."
         )
     return found[-1]
 
@@ -162,7 +162,9 @@ def resume_command(folder: str | Path) -> str | None:
             words += ["--config-dir", source.path]
     words += [each for each in hydra.overrides.task if not each.lstrip("+").startswith(("ckpt_path=", "output_dir="))]
     words += [each for each in hydra.overrides.hydra if not each.startswith(("hydra.mode=", "hydra.run.dir="))]
-    words.append(f"hydra.run.dir={_quoted(str(Path(folder).absolute()))}")  # another run may be newer
+    # Another run may be newer. A `hydra.run.dir` that is not ours, such as a recipe's own, has no eye for output_dir.
+    key = "output_dir" if "trinity.run_dir" in str(hydra.run._get_node("dir")._value()) else "hydra.run.dir"
+    words.append(f"{key}={_quoted(str(Path(folder).absolute()))}")
     return shlex.join([*words, "ckpt_path=last"])
 
 
