@@ -65,6 +65,9 @@ of parts that are added up. `reward=math` is one of the names below, `reward=my_
 `reward='{accuracy: 1.0, format: 0.2}'` the weighted sum of several, each with a metric of its own. A penalty for length
 is an operator, which knows tokens: [`operators=overlong_penalty`](operators.md).
 
+`reward=null`, the default, leaves it to the workflow: `math`, `tool_use` and `evaluation` then judge as `reward=math`
+does, `judge` asks its model, and in `multi_turn` the environment gives the rewards. `simple` has no reward of its own.
+
 Evaluations are judged by the same reward. Where it does not fit a recipe's own evaluation (`countdown` does not fit
 sums), leave that out and give yours:
 

@@ -87,15 +87,16 @@ REFUSED = {
     ),
     "rollouts ahead, uncorrected": (
         (*AHEAD, "algorithm.rollout_correction.level=none"),
-        "older weights.*algorithm.rollout_correction.level=token, or algorithm.old_logprobs=engine",
+        r"^algorithm.policy_loss=\w+ needs .* older weights \(explorer.sync_offset=1\), and there is none: set "
+        r"algorithm.rollout_correction.level=token, or algorithm.old_logprobs=engine\.$",
     ),
     "old weights, uncorrected": (
         ("explorer.sync_interval=2", "algorithm.rollout_correction.level=none", "algorithm=reinforce"),
-        "older weights.*algorithm.rollout_correction.level=token",
+        r"older weights \(explorer.sync_interval=2\).*algorithm.rollout_correction.level=token",
     ),
     "stored experiences, uncorrected": (
         ("+recipe=offline", "buffer.path=.", "algorithm.rollout_correction.level=none"),
-        "older weights",
+        r"older weights \(buffer.storage=file\)",
     ),
     "corrected twice": (
         ("algorithm.old_logprobs=engine",),

@@ -66,7 +66,14 @@ BY_THE_COMMAND = {
     "misspelt program": (["plann", "+recipe=grpo"], ["cannot read the override 'plann'", "Did you mean plan?"]),
     "misspelt group of recipes": (["+recip=grpo"], ["unknown key 'recip'. Did you mean +recipe=NAME?"]),
     "unreadable override": (["+recipe=grpo", "seed=[1"], ["seed=[1"]),
-    "a number for a name": (["+recipe=grpo", "engine=3"], ["GROUP=NAME, such as engine=vllm"]),
+    "a number for a name": (
+        ["+recipe=grpo", "engine=3"],
+        ["engine=3: give the group the name of a choice, engine=NAME.", "Known: transformers, vllm, vllm_server."],
+    ),
+    "null for a group": (
+        ["+recipe=grpo", "callbacks=null"],
+        ["callbacks=NAME, or '~callbacks' for none. Known: default"],
+    ),
     "folder of a run that is a file": (["+recipe=grpo", "hydra.run.dir=taken"], ["hydra.run.dir:", "'taken'"]),
     "output folder that cannot be made": (
         ["+recipe=grpo", "output_dir=/proc/x"],
@@ -331,6 +338,22 @@ REFUSED = {
         for key, value in (("save_model", 3), ("model.compile", 0), ("model.lora.rslora", 1), ("engine.per_rank", 2))
     },
     "a number for a switch in a text": (["+recipe=grpo", "save_model='1'"], ["save_model is '1'; give true or false."]),
+    "null for a callback": (
+        ["+recipe=grpo", "callbacks.checkpoint=null"],
+        ["callbacks.checkpoint is null; leave it out by '~callbacks.checkpoint'"],
+    ),
+    "null for a section": (
+        ["+recipe=grpo", "sampling=null"],
+        ["sampling cannot be null; give {KEY: VALUE}, or leave it out: '~sampling'."],
+    ),
+    "null for an entry": (
+        ["+recipe=grpo", "eval_tasksets.addition_heldout=null"],
+        ["or leave it out: '~eval_tasksets.addition_heldout'."],
+    ),
+    "null for an inner section": (
+        ["+recipe=grpo", "model.lora=null"],
+        ["model.lora cannot be null; give {KEY: VALUE}, or leave it out."],
+    ),
     "null for a number": (["+recipe=grpo", "steps=null"], ["steps cannot be null; give a value."]),
     "a number for a section": (["+recipe=grpo", "workflow.args=3"], ["workflow.args has keys; give {KEY: VALUE}."]),
     "a mapping for text": (["+recipe=grpo", "name={a: 1}"], ["name", "give some text."]),
@@ -845,6 +868,24 @@ def test_without_rollouts_nothing_is_asked_of_what_is_not_read(
     command = (f"+recipe={recipe}", "model=tiny", f"buffer.path={place}", *arguments)
     assert unread_keys(*command) == ""
     validate(composed(*command))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"question": "1 + 1"}', "no field 'prompt' among question: name that of the question, prompt_field=NAME"),
+        ('{"prompt": }', "line 1 of .*tasks.jsonl is no JSON object"),
+    ],
+)
+@pytest.mark.parametrize("section", ["taskset", "eval_tasksets.addition_heldout"])
+def test_a_file_of_tasks_is_read_before_a_model_is_looked_for(
+    section: str, line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("trinity_lightning.train.check_models")
+    (tmp_path / "tasks.jsonl").write_text(line)
+    place = (f"{section}.source=dataset", f"++{section}.path={tmp_path / 'tasks.jsonl'}", f"++{section}.split=train")
+    with pytest.raises(ConfigError, match=said):
+        check(composed("+recipe=grpo", "model=tiny", *place))
 
 
 def test_a_critic_without_rollouts_or_a_strategy_is_refused_with_a_sentence(tmp_path: Path) -> None:

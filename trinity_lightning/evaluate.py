@@ -14,7 +14,7 @@ from trinity_lightning.config.checks import check_targets, validate
 from trinity_lightning.config.engines import SENT
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.train import check_models
+from trinity_lightning.train import check_models, check_tasks
 
 if TYPE_CHECKING:
     from trinity_lightning.evaluation import Evaluation
@@ -33,6 +33,7 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
     checkpoints = find_checkpoints(config)
     for each in checkpoints:
         check_whole(each)
+    check_tasks(run.eval_tasksets.values())
     check_models(run)
     check_targets(config)
     from trinity_lightning.build import given

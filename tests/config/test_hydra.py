@@ -1,5 +1,6 @@
 """Folders of runs: where Hydra writes, and what is left of a run that ends at once."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,28 @@ def test_nothing_is_left_of_a_run_that_wrote_nothing(
         raise error
     assert ended.value.code == code
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_of_a_run_that_ctrl_c_ended_before_its_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(begin().output_dir)
+    (folder / "train.log").touch()
+    as_lightning_does = SystemExit(1)
+    as_lightning_does.__context__ = KeyboardInterrupt()
+    with pytest.raises(SystemExit) as ended, compose.errors_as_sentences(folder):
+        raise as_lightning_does
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "trinity-lightning: interrupted.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_exit_within_a_run_is_left_as_it_is() -> None:
+    folder = Path(begin().output_dir)
+    with pytest.raises(SystemExit) as ended, compose.errors_as_sentences(folder):
+        sys.exit(5)
+    assert ended.value.code == 5
+    assert folder.is_dir()
 
 
 @pytest.mark.parametrize("name", ["mine/checkpoints/last.ckpt", "yours/metrics.csv"])

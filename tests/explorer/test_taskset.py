@@ -281,7 +281,7 @@ def test_formatter(formatter, entry, expected):
             {"prompt": "a", "chat": CHAT},
             "Did you mean 'chat'.* Correct messages_field",
         ),
-        (Formatter(), {"promt": "a"}, "Did you mean 'promt'.* Set prompt_field or messages_field"),
+        (Formatter(), {"promt": "a"}, "no field 'prompt' among promt: .* prompt_field=promt, .* messages_field=NAME"),
         (Formatter(), {"prompt": 3}, "field 'prompt' holds int"),
         (Formatter(), {"messages": ["hello"]}, "field 'messages' holds list"),
         (Formatter(), {"messages": []}, "field 'messages' is empty"),

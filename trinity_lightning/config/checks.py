@@ -64,6 +64,7 @@ def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> T
         _check_rollouts(run, trainer, here)
     elif here and run.buffer.storage == "file":
         late.stored.check_steps(Path(run.buffer.path or ""))
+    _lightning_objects(config)
     return run
 
 
@@ -118,7 +119,7 @@ def _check_training(run: TrainConfig) -> None:
     """Refuse an objective that does not fit where its experiences come from."""
     algorithm, optimizer, rollouts = run.algorithm, run.optimizer, run.buffer.has_rollouts
     if run.explorer.samples_older_weights or not rollouts:
-        late.objectives.check_corrected(algorithm)
+        late.objectives.check_corrected(algorithm, late.objectives.why_older(run))
     if not rollouts:
         late.stored.check_without_rollouts(run)
     elif algorithm.policy_loss.name == "dpo":
@@ -215,13 +216,22 @@ HANDED_ON = {"WandbLogger": "wandb.init"}  # what takes the arguments that a cla
 
 def check_targets(config: DictConfig) -> None:
     """Refuse a `_target_` that is not there, which is imported, and keys that are no argument of it; a ConfigError."""
+    for key, entry in _lightning_objects(config).items():
+        _check_arguments(key, entry)
+
+
+def _lightning_objects(config: DictConfig) -> dict[str, Mapping[str, Any]]:
+    """They, by their keys; a ConfigError: what stands there is none."""
+    objects: dict[str, Any] = {}
     for name in FREE:
         node: Any = OmegaConf.to_container(config[name], resolve=False) if config[name] else {}
-        objects = {name: node} if name == "trainer" else {f"{name}.{key}": entry for key, entry in node.items()}
-        for key, entry in objects.items():
-            if not isinstance(entry, Mapping) or "_target_" not in entry:
-                raise ConfigError(f"{key} is {entry!r}; give {{_target_: DOTTED.PATH, ARGUMENT: VALUE}}.")
-            _check_arguments(key, entry)
+        objects |= {name: node} if name == "trainer" else {f"{name}.{key}": entry for key, entry in node.items()}
+    for key, entry in objects.items():
+        if entry is None:
+            raise ConfigError(f"{key} is null; leave it out by '~{key}', or give {{_target_: DOTTED.PATH, ...}}.")
+        if not isinstance(entry, Mapping) or "_target_" not in entry:
+            raise ConfigError(f"{key} is {entry!r}; give {{_target_: DOTTED.PATH, ARGUMENT: VALUE}}.")
+    return objects
 
 
 def _check_arguments(key: str, node: Mapping[str, Any]) -> None:

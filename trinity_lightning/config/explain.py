@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -27,7 +28,7 @@ from trinity_lightning.config.sections import S, schema_of
 from trinity_lightning.config.trainer import NOT_OF_A_RUN
 from trinity_lightning.config.training import SET_INSTEAD
 from trinity_lightning.config.values import nearest, unknown_name
-from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
+from trinity_lightning.errors import ConfigError, RankTerminatedError
 
 _COMPOSING = ("hydra", "omegaconf", "antlr4", "yaml")
 _NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
@@ -78,7 +79,7 @@ def explain_composition(error: Exception) -> str | None:
     if next(name for name in reversed(packages) if name not in sys.stdlib_module_names) not in _COMPOSING:
         return None
     if str(error).startswith("Config group override must be a string or a list"):  # engine=3, and =3
-        return "give a group the name of a choice: GROUP=NAME, such as engine=vllm."
+        return _explain_group(frames[-1].f_locals["override"])
     if isinstance(error, RecursionError):
         return "the `defaults` of a recipe lead back to the recipe itself: leave out the entry that does."
     if isinstance(error, UnicodeDecodeError):
@@ -111,6 +112,14 @@ def _explain_grammar(override: str) -> str:
         f"cannot read the override '{override}': close every bracket and quote, and quote a value with other "
         "characters that mean something to Hydra: 'KEY=\"VALUE\"'."
     )
+
+
+def _explain_group(override: Override) -> str:
+    if not (group := override.key_or_group):
+        return _explain_grammar(str(override.input_line))
+    none = f", or '~{group}' for none" if override.value() is None and group in ("callbacks", "logger") else ""
+    choice = f"give the group the name of a choice, {group}=NAME{none}"
+    return f"{override.input_line}: {choice}. Known: {', '.join(options(group))}."
 
 
 # Of Hydra's own groups, what the extra `sweep` brings.
@@ -177,8 +186,12 @@ def _root(error: BaseException) -> BaseException:
 # -- how a command ends -----------------------------------------------------------------------------------------------
 
 
-def end_run(error: TrinityError | OmegaConfBaseException | KeyboardInterrupt, folder: str | Path | None) -> NoReturn:
+def end_run(error: BaseException, folder: str | Path | None) -> NoReturn:
     """Say what ended a run, and exit, as `errors_as_sentences` says; the folder is None if it was there before."""
+    if isinstance(error, SystemExit):
+        if not isinstance(error.__context__, KeyboardInterrupt):
+            raise error
+        error = error.__context__  # Ctrl-C within fit, which Lightning makes an exit
     sentence = explain(error) if isinstance(error, OmegaConfBaseException) else str(error) or "interrupted."
     record = logging.LogRecord("trinity_lightning", logging.ERROR, "", 0, sentence, None, sys.exc_info())
     for handler in logging.getLogger().handlers:
@@ -223,6 +236,7 @@ def exit_code(stop: KeyboardInterrupt | SystemExit) -> int | str | None:
 # -- what OmegaConf says of a value -----------------------------------------------------------------------------------
 
 
+_NULL = re.compile(r"Incompatible value 'None' for field|field '[\w.]+' is not Optional")
 _OF_A_RESOLVER = "ConfigError raised while resolving interpolation: "
 # What OmegaConf says of a wrong value, and what we say.
 _WRONG_VALUES = [
@@ -239,7 +253,6 @@ _WRONG_VALUES = [
         (r"Merge error: .* is not a subclass of .* value: (.*)", "holds '{}' where keys belong; give {{KEY: VALUE}}"),
         (r"Cannot merge DictConfig with ListConfig", "holds a list where keys belong; give {{KEY: VALUE}}"),
         (r"(?:Cannot assign|Invalid type assigned:) \w+ (?:to|is not a subclass of)", "has keys; give {{KEY: VALUE}}"),
-        (r"Incompatible value 'None' for field|field '[\w.]+' is not Optional", "cannot be null; give a value"),
         (r"does not support deletion", "cannot be left out; give another value"),
     )
 ]
@@ -255,11 +268,22 @@ def sentence_of(error: OmegaConfBaseException) -> str:
     message = str(error).strip().splitlines()[0]
     if _OF_A_RESOLVER in message:  # one of ours, which says it all
         return message.partition(_OF_A_RESOLVER)[2]
+    if _NULL.search(message):
+        return f"{key} cannot be null; {_instead_of_null(key, error)}.".lstrip()
     for pattern, said in _WRONG_VALUES:
         if found := pattern.search(message):
             said = re.sub("'(True|False)'", lambda flag: flag[1].lower(), said.format(*found.groups()))
             return f"{key} {said}.".lstrip()
     return f"{key}: {message}" if key else message
+
+
+def _instead_of_null(key: str, error: OmegaConfBaseException) -> str:
+    """What to give: a value, or, of a section, its keys or nothing."""
+    parent = error.parent_node
+    if not (isinstance(parent, DictConfig) and isinstance(parent._get_node(error.key), DictConfig)):
+        return "give a value"
+    can_be_deleted = error.object_type in (dict, TrainConfig)
+    return "give {KEY: VALUE}, or leave it out" + (f": '~{key}'" if can_be_deleted else "")
 
 
 def _not_there(key: str, parent: Any) -> str:

@@ -162,7 +162,7 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except (TrinityError, OmegaConfBaseException, KeyboardInterrupt) as error:
+    except (TrinityError, OmegaConfBaseException, KeyboardInterrupt, SystemExit) as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise
         late.explain.end_run(error, folder if Path(folder).resolve() in begun else None)

@@ -343,13 +343,21 @@ def needs_correction(algorithm: AlgorithmConfig) -> bool:
     return any(loss not in OFF_POLICY_LOSSES for loss in built_in)
 
 
-def check_corrected(algorithm: AlgorithmConfig) -> None:
+def why_older(run: TrainConfig) -> str:
+    """The setting by which experiences are of older weights, for messages."""
+    if not run.buffer.has_rollouts:
+        return f" (buffer.storage={run.buffer.storage})"
+    key = "sync_offset" if run.explorer.sync_offset > 0 else "sync_interval"
+    return f" (explorer.{key}={getattr(run.explorer, key)})"
+
+
+def check_corrected(algorithm: AlgorithmConfig, why: str = "") -> None:
     """Refuse to train on such experiences with nothing that corrects for it; a ConfigError."""
     corrected = algorithm.old_logprobs == "engine" or algorithm.rollout_correction.level != "none"
     if needs_correction(algorithm) and not corrected:
         raise ConfigError(
-            "nothing corrects for experiences of older weights (explorer.sync_interval, sync_offset or stored): "
-            "set algorithm.rollout_correction.level=token, or algorithm.old_logprobs=engine."
+            f"algorithm.policy_loss={algorithm.policy_loss.name} needs a correction for experiences of older weights"
+            f"{why}, and there is none: set algorithm.rollout_correction.level=token, or algorithm.old_logprobs=engine."
         )
 
 

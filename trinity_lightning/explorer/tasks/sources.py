@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trinity_lightning.config.stored import FILE_FORMATS, check_dataset_path
-from trinity_lightning.config.values import unknown_name
+from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.tasks.files import SUFFIXES, FileEntries
+from trinity_lightning.explorer.tasks.files import HELD_BYTES, SUFFIXES, FileEntries
 from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, PROMPT
 
 if TYPE_CHECKING:
@@ -327,6 +327,15 @@ def taskset_of(config: "TasksetConfig", settings: Mapping[str, Any]) -> "Taskset
     return taskset
 
 
+def check_file(config: "TasksetConfig") -> None:
+    """Refuse a file of rows as its taskset would; one that is too large to be read twice is left to that."""
+    from trinity_lightning.explorer.tasks.taskset import Taskset
+
+    file = Path(str(config.path)).expanduser()
+    if file.suffix in SUFFIXES and file.is_file() and file.stat().st_size <= HELD_BYTES:
+        Taskset.from_config(config)
+
+
 # -- what of an entry is the prompt, the answer and the conversation ---------------------------------------------------
 
 
@@ -388,7 +397,11 @@ class Formatter:
         candidates = [field for field, default in defaults if field != default] or [PROMPT, MESSAGES]
         present = [field for field in candidates if field in entry]
         if not present:
-            raise ConfigError(unknown_name("field", candidates[0], entry) + " Set prompt_field or messages_field.")
+            fields, match = ", ".join(sorted(map(str, entry))), nearest(candidates[0], map(str, entry))
+            raise ConfigError(
+                f"there is no field '{candidates[0]}' among {fields or 'none'}: name that of the question, "
+                f"prompt_field={match or 'NAME'}, or of a conversation, messages_field=NAME."
+            )
         for name in present:
             if entry[name]:
                 return name
