@@ -14,7 +14,7 @@ from trinity_lightning.config.checks import check_targets, validate
 from trinity_lightning.config.engines import SENT
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.train import check_models, check_tasks
+from trinity_lightning.train import check_models
 
 if TYPE_CHECKING:
     from trinity_lightning.evaluation import Evaluation
@@ -33,7 +33,9 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
     checkpoints = find_checkpoints(config)
     for each in checkpoints:
         check_whole(each)
-    check_tasks(run.eval_tasksets.values())
+    from trinity_lightning.explorer.tasks.sources import check_files
+
+    check_files(run.eval_tasksets.values())
     check_models(run)
     check_targets(config)
     from trinity_lightning.build import given

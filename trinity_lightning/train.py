@@ -4,7 +4,6 @@ The configuration is composed and validated before torch is imported, so that a 
 """
 
 import sys
-from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import check_targets, validate, workflow_arguments
 from trinity_lightning.config.models import BUILT_IN_MODELS
-from trinity_lightning.config.schema import TasksetConfig, TrainConfig, config_dir
+from trinity_lightning.config.schema import TrainConfig, config_dir
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,8 +44,11 @@ def check(config: DictConfig, here: bool = True) -> None:
     run = validate(config, here=here)
     if here and config.ckpt_path is not None:
         late.checkpoints.check_checkpoint(config)
-    if here and run.buffer.has_rollouts:
-        check_tasks([*(run.tasksets or {"": run.taskset}).values(), *run.eval_tasksets.values()])
+    tasksets = [*(run.tasksets or {"": run.taskset}).values(), *run.eval_tasksets.values()]
+    if here and run.buffer.has_rollouts and any(each.source == "dataset" for each in tasksets):
+        from trinity_lightning.explorer.tasks.sources import check_files
+
+        check_files(tasksets)
     check_models(run)
     from trinity_lightning.explorer.workflows import resolve_workflow
     from trinity_lightning.trainer.objective import Objective
@@ -59,15 +61,6 @@ def check(config: DictConfig, here: bool = True) -> None:
     if run.buffer.has_rollouts:
         arguments = workflow_arguments(run.workflow.name, run.workflow.args, list(run.auxiliary_models))
         resolve_workflow(run.workflow.name).check_args(arguments)
-
-
-def check_tasks(tasksets: Iterable[TasksetConfig]) -> None:
-    """Refuse files of tasks that cannot be read, before torch is imported."""
-    for taskset in tasksets:
-        if taskset.source == "dataset" and taskset.path is not None:
-            from trinity_lightning.explorer.tasks.sources import check_file
-
-            check_file(taskset)
 
 
 def check_models(run: TrainConfig) -> None:

@@ -227,10 +227,9 @@ def _lightning_objects(config: DictConfig) -> dict[str, Mapping[str, Any]]:
         node: Any = OmegaConf.to_container(config[name], resolve=False) if config[name] else {}
         objects |= {name: node} if name == "trainer" else {f"{name}.{key}": entry for key, entry in node.items()}
     for key, entry in objects.items():
-        if entry is None:
-            raise ConfigError(f"{key} is null; leave it out by '~{key}', or give {{_target_: DOTTED.PATH, ...}}.")
         if not isinstance(entry, Mapping) or "_target_" not in entry:
-            raise ConfigError(f"{key} is {entry!r}; give {{_target_: DOTTED.PATH, ARGUMENT: VALUE}}.")
+            found = f"null; leave it out by '~{key}', or" if entry is None else f"{entry!r};"
+            raise ConfigError(f"{key} is {found} give {{_target_: DOTTED.PATH, ARGUMENT: VALUE}}.")
     return objects
 
 

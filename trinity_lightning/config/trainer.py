@@ -67,17 +67,6 @@ def check_trainer(run: TrainConfig, settings: Mapping[str, Any], here: bool) -> 
         check_processes_here(settings)
 
 
-def refuse_devices(settings: Mapping[str, Any]) -> None:
-    """Refuse several devices without trainer=ddp or fsdp2, and any other strategy; a ConfigError."""
-    strategy = settings.get("strategy") or AUTO
-    if strategy != AUTO:
-        name = strategy.get("_target_") if isinstance(strategy, Mapping) else strategy
-        raise ConfigError(f"trainer.strategy={name} is not supported: leave it out, or choose trainer=ddp or fsdp2.")
-    for key, one in (("num_nodes", 1), ("devices", "1")):
-        if (given := settings.get(key, 1)) not in (1, one):
-            raise ConfigError(f"trainer.{key} is {given}: for several devices choose trainer=ddp or trainer=fsdp2.")
-
-
 # -- several devices: whether their processes can be started -----------------------------------------------------------
 
 

@@ -333,10 +333,15 @@ def strategy_of(settings: Mapping[str, Any]) -> str | None:
     return strategy.get("_target_") if isinstance(strategy, Mapping) else None
 
 
-def is_alone(settings: Mapping[str, Any]) -> bool:
-    """Whether these settings are for one device, and no strategy."""
-    one = settings.get("num_nodes", 1) == 1 and settings.get("devices", 1) in (1, "1")
-    return one and (settings.get("strategy") or AUTO) == AUTO
+def _check_alone(settings: Mapping[str, Any]) -> None:
+    """Refuse several devices without trainer=ddp or fsdp2, and any other strategy; a ConfigError."""
+    strategy = settings.get("strategy") or AUTO
+    if strategy != AUTO:
+        name = strategy.get("_target_") if isinstance(strategy, Mapping) else strategy
+        raise ConfigError(f"trainer.strategy={name} is not supported: leave it out, or choose trainer=ddp or fsdp2.")
+    for key, one in (("num_nodes", 1), ("devices", "1")):
+        if (given := settings.get(key, 1)) not in (1, one):
+            raise ConfigError(f"trainer.{key} is {given}: for several devices choose trainer=ddp or trainer=fsdp2.")
 
 
 _CLIPPING = "the policy clips gradients, set algorithm.max_grad_norm"
@@ -356,8 +361,8 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
     for key, (allowed, fix) in SET_INSTEAD.items():
         if (value := settings.get(key, allowed[0])) not in allowed:
             raise ConfigError(f"trainer.{key} is {value}: {fix}.")
-    if not trains_together(settings) and not is_alone(settings):
-        late.trainer.refuse_devices(settings)
+    if not trains_together(settings):
+        _check_alone(settings)
     if (precision := settings.get("precision")) not in (*FULL, *MIXED, HALF):
         raise ConfigError(f"trainer.precision is {precision}: give 32-true, bf16-mixed or bf16-true.")
 

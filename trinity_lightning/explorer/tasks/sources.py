@@ -327,13 +327,15 @@ def taskset_of(config: "TasksetConfig", settings: Mapping[str, Any]) -> "Taskset
     return taskset
 
 
-def check_file(config: "TasksetConfig") -> None:
-    """Refuse a file of rows as its taskset would; one that is too large to be read twice is left to that."""
+def check_files(tasksets: Iterable["TasksetConfig"]) -> None:
+    """Refuse files of rows as their tasksets would; one that is too large to be read twice is left to its own."""
     from trinity_lightning.explorer.tasks.taskset import Taskset
 
-    file = Path(str(config.path)).expanduser()
-    if file.suffix in SUFFIXES and file.is_file() and file.stat().st_size <= HELD_BYTES:
-        Taskset.from_config(config)
+    for each in tasksets:
+        file = Path(each.path or "").expanduser()
+        is_read_here = each.source == "dataset" and file.suffix in SUFFIXES
+        if is_read_here and file.is_file() and file.stat().st_size <= HELD_BYTES:
+            Taskset.from_config(each)
 
 
 # -- what of an entry is the prompt, the answer and the conversation ---------------------------------------------------
