@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.sections import PartConfig, part_config
-from trinity_lightning.config.values import one_of, unknown_name
+from trinity_lightning.config.values import check_finished, one_of, unknown_name
 from trinity_lightning.errors import ConfigError
 
 A = TypeVar("A")
@@ -124,6 +124,5 @@ def own_capabilities(name: str) -> Capabilities:
         raise ConfigError(
             f"engine.name: '{name}' is no engine: give a subclass of trinity_lightning.explorer.models.engine.Engine."
         )
-    if lacking := sorted(getattr(engine, "__abstractmethods__", ())):
-        raise ConfigError(f"engine.name: '{name}' does not define {', '.join(lacking)}: see the docstring of Engine.")
+    check_finished(f"engine.name: '{name}'", engine, "Engine")
     return found

@@ -90,6 +90,18 @@ def one_of(key: str, value: T, names: Collection[str], *, with_paths: bool = Fal
     raise ConfigError(unknown_name(key, value, names) + (" Your own goes by its dotted path." if with_paths else ""))
 
 
+def check_finished(what: str, part: Any, base: str) -> None:
+    """ConfigError if a class lacks methods or properties that its base leaves to it."""
+    if lacking := sorted(getattr(part, "__abstractmethods__", ())):
+        raise ConfigError(f"{what} does not define {', '.join(lacking)}: see the docstring of {base}.")
+
+
+def listed(names: Sequence[object], most: int) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
+
+
 def numbered(names: Sequence[str]) -> list[str]:
     """The names, equal ones told apart by numbers: a, b, a_2, a_3."""
     return [name if (n := names[: i + 1].count(name)) == 1 else f"{name}_{n}" for i, name in enumerate(names)]

@@ -10,7 +10,7 @@ from trinity_lightning.algorithm.add_strategy import (
     StepWiseGRPOStrategy,
     create_add_strategy,
 )
-from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.writer import ListWriter
 from trinity_lightning.errors import ConfigError
 
@@ -38,6 +38,26 @@ class Failing(AddStrategy):
     @classmethod
     def default_args(cls):
         return {}
+
+
+class Unfinished(AddStrategy):
+    @classmethod
+    def default_args(cls):
+        return {}
+
+
+class Writing(Failing):
+    """Writes what is given, or sets it as the advantages."""
+
+    def __init__(self, writer, value):
+        super().__init__(writer)
+        self.value = value
+
+    async def add(self, experiences, step):
+        if isinstance(self.value, torch.Tensor):
+            experiences[1].advantages = self.value
+        await self.writer.write_async(experiences if isinstance(self.value, torch.Tensor) else self.value)
+        return len(experiences), {}
 
 
 def run(specs, exps, step=1):
@@ -103,6 +123,14 @@ def test_a_step_that_failed_leaves_nothing_to_the_next():
         ([], ConfigError, "give at least one of .*grpo"),
         ([("reward_variance", {}), ("gpro", {})], ValueError, "Did you mean 'grpo'"),
         ([("grpo", {}), ("grpo", {"epsilom": 1})], TypeError, "Did you mean 'epsilon'"),
+        (
+            {"grpo": {}},
+            ConfigError,
+            "add_strategy is {'grpo': {}}; give a name, or in order the name and the arguments",
+        ),
+        (["reward_variance", "grpo"], ConfigError, "give a name, or in order the name and the arguments of each"),
+        (Failing, ConfigError, "give a name, or in order the name and the arguments of each"),
+        ([(f"{__name__}.Unfinished", {})], ConfigError, "'Unfinished' does not define add: see the docstring of AddS"),
         ([("grpo", None)], ConfigError, "the arguments of add strategy 'grpo' must be .* not None"),
         ([("collections.OrderedDict", {})], TypeError, "'collections.OrderedDict' is no AddStrategy class"),
     ],
@@ -174,3 +202,29 @@ SCORES = torch.zeros(3)
 def test_what_a_strategy_of_ones_own_must_return_is_said_with_its_name(name, args, message):
     with pytest.raises(ConfigError, match=message):
         run([(f"{__name__}.{name}", args), ("reinforce", {})], experiences([0.0, 1.0], [1.0]))
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (
+            torch.tensor([0.0, float("nan")]),
+            ExperienceError,
+            r"1/0/1/.*: Writing must set advantages to a tensor \[2\] of",
+        ),
+        (torch.tensor([float("inf"), 0.0]), ExperienceError, r"of finite numbers, not tensor\(\[inf, 0\.\]\)"),
+        (torch.zeros(3), ExperienceError, r"Writing must set advantages to a tensor \[2\]"),
+        ([1], ConfigError, "Writing.add wrote a value of type int: write lists of Experience"),
+    ],
+)
+def test_what_a_strategy_of_ones_own_writes_wrong_is_refused_by_its_name(value, error, message):
+    strategy = ComposedAddStrategy([(f"{__name__}.Writing", {"value": value})], ListWriter())
+    with pytest.raises(error, match=message):
+        asyncio.run(strategy.add(experiences([0, 1]), 1))
+
+
+def test_a_reward_beyond_float32_is_as_an_infinite_one(caplog):
+    count, metrics, calls = run([("reinforce", {})], experiences([1e39, 0], [3e38, 1]))
+    assert (count, metrics["group_advantages/invalid_group_count"]) == (2, 1)
+    assert [exp.eid.task for [exp, _] in calls] == [1]
+    assert "left out 1 groups with a reward that is no finite number (of float32): 1/0" in caplog.text

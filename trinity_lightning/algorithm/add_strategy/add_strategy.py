@@ -24,7 +24,7 @@ from trinity_lightning.common.runs import (
 )
 from trinity_lightning.common.writer import BufferWriter, ListWriter
 from trinity_lightning.config.registry import PARTS, Registry, import_object
-from trinity_lightning.config.values import number, numbered, one_of, unknown_name
+from trinity_lightning.config.values import check_finished, number, numbered, one_of, unknown_name
 from trinity_lightning.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ def split_valid(
         mark_untrained(exp, f"invalid {numbers}")
     if invalid:
         logger.warning(
-            "left out %d groups with a %s that is no finite number: %s", len(invalid), numbers, ", ".join(invalid)
+            "left out %d groups with a %s that is no finite number (of float32): %s",
+            *(len(invalid), numbers, ", ".join(invalid)),
         )
     return valid, len(invalid)
 
@@ -194,6 +195,23 @@ def check_returned(strategy: AddStrategy, method: str, returned: Any, first: typ
     if not (isinstance(pair[0], first) and isinstance(pair[1], Mapping)):
         found = type(returned).__name__ if pair == (None, None) else ", ".join(type(each).__name__ for each in pair)
         raise ConfigError(f"{type(strategy).__name__}.{method} must return ({meant}), not {found}.")
+
+
+def check_written(strategy: AddStrategy, written: Sequence[Experience]) -> None:
+    """Refuse what a strategy wrote unless these are experiences, whose advantages and returns are finite, if any.
+
+    Raises:
+        ConfigError, ExperienceError: names the strategy; and the experience with such a value.
+    """
+    name = type(strategy).__name__
+    for exp in written:
+        if not isinstance(exp, Experience):
+            raise ConfigError(f"{name}.add wrote a value of type {type(exp).__name__}: write lists of Experience.")
+        for field, values in (("advantages", exp.advantages), ("returns", exp.returns)):
+            is_row = isinstance(values, Tensor) and values.shape == action_mask(exp).shape
+            if values is not None and not (is_row and values.isfinite().all()):
+                wanted = f"a tensor [{len(action_mask(exp))}] of finite numbers"
+                raise ExperienceError(f"experience {exp.eid}: {name} must set {field} to {wanted}, not {values!r:.80}.")
 
 
 class GroupAdvantageStrategy(AddStrategy):
@@ -344,10 +362,7 @@ class ComposedAddStrategy(AddStrategy):
 
     def __init__(self, specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> None:
         super().__init__(writer)
-        if not specs:
-            raise ConfigError(
-                f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}."
-            )
+        _check_specs(specs)
         self.stages: dict[str, list[Experience]] = {}
         self._writers = [ListWriter() for _ in specs]
         self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._writers, strict=True)]
@@ -371,6 +386,7 @@ class ComposedAddStrategy(AddStrategy):
             check_returned(strategy, "add", returned, Integral, "number of experiences written, metrics by name")
             count, added = returned
             self.stages[label] = experiences = writer.experiences
+            check_written(strategy, experiences)
             metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
         for call in self._writers[-1].calls:
             await self.writer.write_async(call)
@@ -386,19 +402,29 @@ def create_add_strategy(specs: Sequence[tuple[str, Mapping[str, Any]]], writer: 
         writer: where the last one writes.
 
     Raises:
-        ConfigError: no entry, or an argument's value is out of range.
+        ConfigError: no entry, one of another form, an argument's value that is out of range, or an unfinished class.
         ValueError: an unknown name; the message lists the known ones.
         TypeError: an unknown argument (the message lists the valid ones), or a path that is no AddStrategy class.
     """
-    if len(specs) == 1:
-        return _create(*specs[0], writer)
-    return ComposedAddStrategy(specs, writer)
+    _check_specs(specs)
+    return _create(*specs[0], writer) if len(specs) == 1 else ComposedAddStrategy(specs, writer)
+
+
+def _check_specs(specs: Any) -> None:
+    """ConfigError unless these are strategies with their arguments, at least one."""
+    if not specs:
+        raise ConfigError(f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}.")
+    several = isinstance(specs, Sequence) and not isinstance(specs, str)
+    if not several or any(not isinstance(each, list | tuple) or len(each) != 2 for each in specs):
+        form = "give a name, or in order the name and the arguments of each: [('grpo', {'epsilon': 1e-6})]"
+        raise ConfigError(f"add_strategy is {specs!r}; {form}.")
 
 
 def _create(name: str, args: Mapping[str, Any], writer: BufferWriter) -> AddStrategy:
     strategy = ADD_STRATEGY.resolve(name)
     if not (isinstance(strategy, type) and issubclass(strategy, AddStrategy)):
         raise TypeError(f"'{name}' is no AddStrategy class, but {strategy!r}.")
+    check_finished(f"add strategy '{strategy.__name__}'", strategy, AddStrategy.__name__)
     if not isinstance(args, Mapping):
         raise ConfigError(f"the arguments of add strategy '{name}' must be {{name: value}}, not {args!r}.")
     return strategy(writer, **args)

@@ -8,7 +8,7 @@ from typing import Any
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.values import unknown_name
+from trinity_lightning.config.values import check_finished, unknown_name
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
@@ -154,11 +154,12 @@ def resolve_workflow(workflow: str | type[Workflow]) -> type[Workflow]:
     """The class that `Task.workflow` means: a registered name, a dotted path, or the class itself.
 
     Raises:
-        ConfigError: an unknown name, or something that is no Workflow.
+        ConfigError: an unknown name, or something that is no Workflow or lacks its `run`.
     """
     found = WORKFLOWS.resolve(workflow)
     if not (isinstance(found, type) and issubclass(found, Workflow)):
         raise ConfigError(f"workflow {workflow!r} is no subclass of {Workflow.__module__}.{Workflow.__name__}.")
+    check_finished(f"workflow '{found.__name__}'", found, Workflow.__name__)
     return found
 
 
