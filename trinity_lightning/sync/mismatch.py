@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from trinity_lightning.config.values import nearest
+from trinity_lightning.config.values import listed, nearest
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.sync.stream import Shape
 
@@ -19,7 +19,7 @@ def misfit(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> WeightSy
         if name in expected and shape != expected[name]
     ]
     kinds = {"missing": missing, "unknown to the engine": unknown, "wrong shape": wrong}
-    problems = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    problems = [f"{len(names)} {kind}: {listed(names, MAX_LISTED)}" for kind, names in kinds.items() if names]
     return WeightSyncError(
         f"the weights do not fit the engine, which was not touched. {'. '.join(problems)}. Trainer and engine must "
         "hold the same model; send every parameter under its checkpoint name, a tied 'lm_head.weight' too."
@@ -29,11 +29,6 @@ def misfit(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> WeightSy
 def _with_nearest(name: str, expected: Iterable[str]) -> str:
     match = nearest(name, expected)
     return f"'{name}' (nearest: '{match}')" if match else f"'{name}'"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more
 
 
 def unknown_weight(name: str, shapes: Mapping[str, Shape]) -> KeyError:
