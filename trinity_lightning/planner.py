@@ -238,11 +238,7 @@ def _copied_a_second() -> float:
 
 
 def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware) -> Engines:
-    """How the engines of a run with rollouts are spread.
-
-    Raises:
-        ConfigError: their GPUs are not shared out evenly, or are the trainer's, or the heads cannot be split.
-    """
+    """How engines are spread. ConfigError: GPUs that cannot be shared out, or are the trainer's; heads not to split."""
     engine, gpus = run.engine, list(run.engine.gpus or ())
     if not capabilities_of(engine.name).overlaps_training:
         each = trainers_of(run.trainer or {}, hardware.machine.count) if engine.per_rank else 1
@@ -416,17 +412,11 @@ class _Case:
         return {**parts, "training": training / self.asked.training_share}
 
     def _rollout(self, engines: Engines, cache: int, flops: float, bandwidth: float) -> float:
-        """Seconds of a step's rollouts at the full speed of the engines' devices.
+        """Seconds of a step's rollouts at the full speed of the engines' devices: what each GPU may do in a second.
 
         Every pass makes one token of each request that is decoded at once, and reads the weights and the keys and
         values so far: it takes as long as its operations or as those reads, whichever is more. Prompts are computed
-        once a group.
-
-        Args:
-            engines: that share the rollouts.
-            cache: bytes of the key-value cache on each GPU of an engine; 0: as many as are of use.
-            flops, bandwidth: operations and bytes a second of each GPU of an engine, of which it has a share if others
-                compute on it.
+        once a group. The cache is in bytes on each GPU of an engine; 0: as many as are of use.
         """
         step, size, rollouts = self.step, self.size, rollouts_of(self.run, self.hardware.machine.count)
         rollouts = replace(rollouts, gpus=engines.gpus, context=step.prompt + step.response)

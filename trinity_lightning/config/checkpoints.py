@@ -162,7 +162,10 @@ def resume_command(folder: str | Path) -> str | None:
             words += ["--config-dir", source.path]
     words += [each for each in hydra.overrides.task if not each.lstrip("+").startswith(("ckpt_path=", "output_dir="))]
     words += [each for each in hydra.overrides.hydra if not each.startswith(("hydra.mode=", "hydra.run.dir="))]
-    words.append(f"hydra.run.dir={_quoted(str(Path(folder).absolute()))}")  # another run may be newer
+    run_dir = str(Path(folder).absolute())
+    if not re.fullmatch(r"[\w/.+@-]+", run_dir):  # characters that mean something to Hydra
+        run_dir = '"' + run_dir.replace('"', '\\"') + '"'
+    words.append(f"hydra.run.dir={run_dir}")  # another run may be newer
     return shlex.join([*words, "ckpt_path=last"])
 
 
@@ -174,8 +177,3 @@ def _program() -> list[str]:
     if program.resolve().is_relative_to(PACKAGE_DIR):
         return ["python", "-m", "trinity_lightning.train"]
     return ["python", sys.argv[0]]
-
-
-def _quoted(value: str) -> str:
-    """A value as Hydra reads it: in quotes if it has characters that mean something to Hydra."""
-    return value if re.fullmatch(r"[\w/.+@-]+", value) else '"' + value.replace('"', '\\"') + '"'

@@ -58,7 +58,9 @@ def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> T
     if rollouts and (run.auxiliary_models or run.operators):
         late.auxiliary_models.check_teachers(run)
     _check_sampling(run, trains)
-    if _has_own_trainer(config) or run.engine.per_rank:
+    usual = OmegaConf.load(config_dir("conf") / "trainer" / "auto.yaml")
+    own = not config.trainer or OmegaConf.to_container(config.trainer) != OmegaConf.to_container(usual)
+    if own or run.engine.per_rank:
         late.trainer.check_trainer(run, trainer, here)
     if rollouts or not trains:
         _check_rollouts(run, trainer, here)
@@ -152,12 +154,6 @@ def _check_sampling(run: TrainConfig, trains: bool) -> None:
             f"eval_repeat_times is {run.eval_repeat_times}, and all are the same at eval_sampling.temperature=0: set "
             "eval_sampling.temperature=1, or eval_repeat_times=1."
         )
-
-
-def _has_own_trainer(config: DictConfig) -> bool:
-    """Whether Lightning's Trainer has other settings than those of trainer=auto, which every run may have."""
-    plain = OmegaConf.load(config_dir("conf") / "trainer" / "auto.yaml")
-    return not config.trainer or OmegaConf.to_container(config.trainer) != OmegaConf.to_container(plain)
 
 
 # -- rollouts: engines, and the models that are asked -----------------------------------------------------------------

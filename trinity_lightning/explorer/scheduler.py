@@ -376,19 +376,18 @@ class Scheduler:
         if batch.unfinished:
             self._check_started()
         running = {work for scheduled in batch.unfinished for work in scheduled.running}
+        limit = asyncio.timeout(self._limit(timeout))
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._limit(timeout)) as limit:
+            async with limit:
                 await self._until_enough(batch, min_num)
-        if timeout is None and limit.expired() and (ending := {work for work in running if not work.done()}):
-            await asyncio.wait(ending, timeout=CANCEL_GRACE_SECONDS * (self.config.max_retry_times + 1))
+        if timeout is None and running and limit.expired():
+            await asyncio.wait(running, timeout=CANCEL_GRACE_SECONDS * (self.config.max_retry_times + 1))
         expired = batch.unfinished and (min_num is None or len(batch.finished) < min_num)
         statuses, experiences = batch.collect()
         if expired and clear_timeout_tasks:
             lost = listed(sorted(int(scheduled.task.task_id) for scheduled in batch.unfinished), 10)
             failed = sum(not status.ok for status in statuses)
-            logger.warning(
-                "batch %s: %d tasks ended, %d of them failed; given up: %s.", batch_id, len(statuses), failed, lost
-            )
+            logger.warning("batch %s: %d tasks ended (%d failed), given up: %s.", batch_id, len(statuses), failed, lost)
             await self._drop([batch])
         else:
             self._forget_empty([batch])

@@ -230,10 +230,6 @@ class PolicyEngines(Generic[E]):
                 await asyncio.gather(*(model.sync_weights(sent, version) for model in self.models))
         self.version, self._given = version, stream
 
-    def _present(self) -> WeightStream:
-        """The weights that the engines were last given; before that, the trainer's."""
-        return self._trainers() if self._given is None else self._given
-
     async def sleep(self) -> None:
         """Give the device's memory to the trainer, if engines can."""
         await asyncio.gather(*(model.sleep() for model in self.models))
@@ -247,7 +243,7 @@ class PolicyEngines(Generic[E]):
 
         A KeyError has the nearest name; a RuntimeError: the trainer's weights are not connected.
         """
-        stream = self._present()
+        stream = self._trainers() if self._given is None else self._given
         if name not in stream.shapes:
             from trinity_lightning.sync.mismatch import unknown_weight
 

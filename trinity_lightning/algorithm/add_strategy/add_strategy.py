@@ -200,8 +200,7 @@ def check_returned(strategy: AddStrategy, method: str, returned: Any, first: typ
 def check_written(strategy: AddStrategy, written: Sequence[Experience]) -> None:
     """Refuse what a strategy wrote unless these are experiences, whose advantages and returns are finite, if any.
 
-    Raises:
-        ConfigError, ExperienceError: names the strategy; and the experience with such a value.
+    A ConfigError or ExperienceError names the strategy.
     """
     name = type(strategy).__name__
     for exp in written:
