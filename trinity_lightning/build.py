@@ -66,7 +66,10 @@ class Run:
 
     def finish(self) -> None:
         """Write the trained policy and close the loggers, so that the next job of a sweep gets a W&B run of its own."""
-        self._save_last_checkpoint()
+        # For a run to be continued with more steps: the end of it, unless ModelCheckpoint has just written that.
+        found = next((each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)), None)
+        if found and found.dirpath and found._last_global_step_saved != self.trainer.global_step:
+            self.trainer.save_checkpoint(Path(found.dirpath) / "final.ckpt")
         if self.trainer.is_global_zero and self.config.save_model:
             with disk_full_named(self.folder / "model"):
                 self.policy.save_pretrained(self.folder / "model")
@@ -80,12 +83,6 @@ class Run:
             logger.warning("report.html was not written: %s", error)
         parts = ", ".join(f"{name} {gb:.1f}" for name, gb in self.monitor.memory.by_part.items())
         print(f"peak memory {self.monitor.memory.peak_gb:.1f} GB ({parts}); everything is in {self.folder}", flush=True)
-
-    def _save_last_checkpoint(self) -> None:
-        """For a run to be continued with more steps: the end of it, unless ModelCheckpoint has just written that."""
-        found = next((each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)), None)
-        if found and found.dirpath and found._last_global_step_saved != self.trainer.global_step:
-            self.trainer.save_checkpoint(Path(found.dirpath) / "final.ckpt")
 
 
 def build(config: DictConfig) -> Run:

@@ -241,10 +241,7 @@ def check_arguments(key: str, part: Any, names: Iterable[str]) -> None:
 
 
 def _arguments(part: Any) -> set[str]:
-    """Names of the arguments of a class or function; none if it takes any.
-
-    A class of this package hands further keywords on to its bases.
-    """
+    """Names of arguments; none if it takes any. A class of this package hands further keywords on to its bases."""
     makers = [each.__init__ for each in part.__mro__ if "__init__" in vars(each)] if isinstance(part, type) else [part]
     known: set[str] = set()
     for maker in makers:

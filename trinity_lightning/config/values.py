@@ -96,12 +96,6 @@ def check_finished(what: str, part: Any, base: str) -> None:
         raise ConfigError(f"{what} does not define {', '.join(lacking)}: see the docstring of {base}.")
 
 
-def listed(names: Sequence[object], most: int) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
-
-
 def numbered(names: Sequence[str]) -> list[str]:
     """The names, equal ones told apart by numbers: a, b, a_2, a_3."""
     return [name if (n := names[: i + 1].count(name)) == 1 else f"{name}_{n}" for i, name in enumerate(names)]

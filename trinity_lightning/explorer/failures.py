@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Never
 
-from trinity_lightning.common.failures import of_a_library
-from trinity_lightning.config.values import listed
+from trinity_lightning.common.failures import listed, of_a_library
 from trinity_lightning.errors import RewardError, RolloutError, WorkflowBlockedError
 from trinity_lightning.explorer.runner import (
     ENOUGH_FAILURES,

@@ -136,10 +136,7 @@ class SyncPolicy:
         )
 
     def _run_in_time(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What engines do in a weight sync: each must end within `sync_timeout`.
-
-        Ctrl-C waits: servers would have half of it.
-        """
+        """What engines do in a weight sync, within `sync_timeout`; Ctrl-C waits: servers would have half of it."""
         limit = self.config.sync_timeout
         try:
             with self._ranks.within(limit):

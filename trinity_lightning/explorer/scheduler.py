@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, cast
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.config.schema import ExplorerConfig
-from trinity_lightning.config.values import listed
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.rewards import SCORER
 from trinity_lightning.explorer.runner import (
@@ -385,9 +384,10 @@ class Scheduler:
         expired = batch.unfinished and (min_num is None or len(batch.finished) < min_num)
         statuses, experiences = batch.collect()
         if expired and clear_timeout_tasks:
+            from trinity_lightning.common.failures import listed
+
             lost = listed(sorted(int(scheduled.task.task_id) for scheduled in batch.unfinished), 10)
-            failed = sum(not status.ok for status in statuses)
-            logger.warning("batch %s: %d tasks ended (%d failed), given up: %s.", batch_id, len(statuses), failed, lost)
+            logger.warning("batch %s: %d tasks ended, given up: %s.", batch_id, len(statuses), lost)
             await self._drop([batch])
         else:
             self._forget_empty([batch])

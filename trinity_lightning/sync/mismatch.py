@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from trinity_lightning.config.values import listed, nearest
+from trinity_lightning.common.failures import listed
+from trinity_lightning.config.values import nearest
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.sync.stream import Shape
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn
 from trinity_lightning.common.experience import ExperienceError
+from trinity_lightning.common.failures import listed
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
 from trinity_lightning.config.registry import OFF_POLICY_LOSSES
 from trinity_lightning.config.training import AlgorithmConfig
-from trinity_lightning.config.values import listed
 from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.trainer.layout import Part
 from trinity_lightning.trainer.objective import call, tried

@@ -159,11 +159,7 @@ def _groups() -> list[dict[str, Any]]:
 
 
 def _resumes(make: OptimizerFactory) -> bool:
-    """Whether an optimizer that resumes from a checkpoint takes the same step as one that was not interrupted.
-
-    Raises:
-        ConfigError: it is none, or its state has tensors that are not plain, which no checkpoint can hold.
-    """
+    """Whether one that resumes takes the same step as another; ConfigError: it is no optimizer, or cannot be saved."""
     optimizer, resumed = make(_groups()), make(_groups())
     if not isinstance(optimizer, Optimizer):
         raise ConfigError("it makes no torch.optim.Optimizer.")

@@ -60,10 +60,8 @@ def split_valid(
     for exp in (exp for id_ in invalid for exp in groups[id_]):
         mark_untrained(exp, f"invalid {numbers}")
     if invalid:
-        logger.warning(
-            "left out %d groups with a %s that is no finite number (of float32): %s",
-            *(len(invalid), numbers, ", ".join(invalid)),
-        )
+        what = f"{numbers} that is no finite number (of float32)"
+        logger.warning("left out %d groups with a %s: %s", len(invalid), what, ", ".join(invalid))
     return valid, len(invalid)
 
 
@@ -198,10 +196,7 @@ def check_returned(strategy: AddStrategy, method: str, returned: Any, first: typ
 
 
 def check_written(strategy: AddStrategy, written: Sequence[Experience]) -> None:
-    """Refuse what a strategy wrote unless these are experiences, whose advantages and returns are finite, if any.
-
-    A ConfigError or ExperienceError names the strategy.
-    """
+    """ConfigError or ExperienceError unless what a strategy wrote are experiences, with finite advantages if any."""
     name = type(strategy).__name__
     for exp in written:
         if not isinstance(exp, Experience):
