@@ -117,8 +117,9 @@ class SyncPolicy:
         policy, model, engines = self.policy, self.policy.policy, self.explorer.engines.models
         text = policy.tokenizer.encode(PROBE_TEXT)
         if any(list(each.encode(PROBE_TEXT)) != text for each in (engine.tokenizer for engine in engines) if each):
-            what = f"an engine reads text as other tokens than the policy '{policy.model_name}' does"
-            raise ConfigError(f"{what}, whose weights it is sent: give both the same model.")
+            raise ConfigError(
+                f"an engine has not the tokenizer of {policy.model_name}, the policy: give both one model."
+            )
         token_ids = text[: min(engine.max_model_len for engine in engines) - 1]
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),

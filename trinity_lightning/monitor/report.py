@@ -160,12 +160,9 @@ def _completions(folder: Path) -> dict[str, dict[int, list[Completion]]]:
 
 
 def _read(path: Path) -> list[Completion]:
-    completions = []
     with path.open(encoding="utf-8", errors="replace") as lines:
-        for line, _ in zip(lines, range(_MOST_LINES), strict=False):
-            if (completion := _json(line)) is not None:
-                completions.append(completion)
-    return completions
+        found = map(_json, itertools.islice(lines, _MOST_LINES))
+        return [completion for completion in found if completion is not None]
 
 
 def _json(text: str) -> dict[str, Any] | None:

@@ -204,8 +204,7 @@ def check_written(strategy: AddStrategy, written: Sequence[Experience]) -> None:
         for field, values in (("advantages", exp.advantages), ("returns", exp.returns)):
             is_row = isinstance(values, Tensor) and values.shape == action_mask(exp).shape
             if values is not None and not (is_row and values.isfinite().all()):
-                wanted = f"a tensor [{len(action_mask(exp))}] of finite numbers"
-                raise ExperienceError(f"experience {exp.eid}: {name} must set {field} to {wanted}, not {values!r:.80}.")
+                raise ExperienceError(f"experience {exp.eid}: {name} set {field} to {values!r:.60}: give finite ones.")
 
 
 class GroupAdvantageStrategy(AddStrategy):
@@ -410,8 +409,7 @@ def _check_specs(specs: Any) -> None:
         raise ConfigError(f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}.")
     several = isinstance(specs, Sequence) and not isinstance(specs, str)
     if not several or any(not isinstance(each, list | tuple) or len(each) != 2 for each in specs):
-        form = "give a name, or in order the name and the arguments of each: [('grpo', {'epsilon': 1e-6})]"
-        raise ConfigError(f"add_strategy is {specs!r}; {form}.")
+        raise ConfigError(f"add_strategy is {specs!r}; give a name, or in order [(name, {{argument: value}}), ...].")
 
 
 def _create(name: str, args: Mapping[str, Any], writer: BufferWriter) -> AddStrategy:
