@@ -278,7 +278,7 @@ def test_an_engine_with_the_tokenizer_of_another_model_is_refused(tmp_path: Path
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigError, match="an engine has not the tokenizer of tiny, the policy"):
+    with pytest.raises(ConfigError, match="an engine's tokenizer is not that of 'tiny': give it that model, too"):
         fit(TransformersEngine(str(other), max_model_len=320), tmp_path)
 
 

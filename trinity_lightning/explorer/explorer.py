@@ -239,11 +239,9 @@ class Explorer:
 
                 check_older_weights(config, type(model).__name__, model.capabilities)
         if config.reward_workers:
-            from trinity_lightning.explorer.rewards.workers import check_importable
+            from trinity_lightning.explorer.rewards.workers import check_all_importable
 
-            for source in filter(None, (train, *evals)):
-                for reward in resolve_rewards(source.reward_fn):
-                    check_importable(reward)
+            check_all_importable(source.reward_fn for source in (train, *evals) if source is not None)
         self.engines = PolicyEngines(models, keeps_copy=config.samples_older_weights)
         self.step = 0
         self.metrics: dict[str, float] = {}

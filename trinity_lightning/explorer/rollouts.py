@@ -117,9 +117,7 @@ class SyncPolicy:
         policy, model, engines = self.policy, self.policy.policy, self.explorer.engines.models
         text = policy.tokenizer.encode(PROBE_TEXT)
         if any(list(each.encode(PROBE_TEXT)) != text for each in (engine.tokenizer for engine in engines) if each):
-            raise ConfigError(
-                f"an engine has not the tokenizer of {policy.model_name}, the policy: give both one model."
-            )
+            raise ConfigError(f"an engine's tokenizer is not that of '{policy.model_name}': give it that model, too.")
         token_ids = text[: min(engine.max_model_len for engine in engines) - 1]
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),
