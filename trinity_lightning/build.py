@@ -253,13 +253,8 @@ def explorer_callback(
 
         trained = config.tasksets.values() if config.tasksets else [config.taskset]
         warn_of_trained_entries(trained, config.eval_tasksets.values())
-    explorer = Explorer(
-        config.explorer,
-        _engines(config, folder),
-        train_source(config),
-        eval_sources(config),
-        auxiliary_models=[[model] for model in auxiliary_models.values()],
-    )
+    models = [[model] for model in auxiliary_models.values()]
+    explorer = Explorer(config.explorer, _engines(config, folder), train_source(config), eval_sources(config), models)
     return ExplorerCallback(
         explorer,
         config.synchronizer,
@@ -297,17 +292,9 @@ def train_source(config: TrainConfig) -> TaskSource:
 
 def eval_sources(config: TrainConfig) -> list[TaskSource]:
     """What is evaluated on."""
-    return [
-        TaskSource(
-            Taskset.from_config(taskset),
-            config.eval_workflow or config.workflow.name,
-            config.reward,
-            config.eval_sampling,
-            {} if config.eval_workflow else _arguments(config),
-            config.eval_repeat_times,
-        )
-        for taskset in config.eval_tasksets.values()
-    ]
+    workflow, args = config.eval_workflow or config.workflow.name, {} if config.eval_workflow else _arguments(config)
+    how = (workflow, config.reward, config.eval_sampling, args, config.eval_repeat_times)
+    return [TaskSource(Taskset.from_config(each), *how) for each in config.eval_tasksets.values()]
 
 
 def _arguments(config: TrainConfig) -> dict[str, Any]:

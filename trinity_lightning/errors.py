@@ -11,6 +11,10 @@ class ConfigError(TrinityError, ValueError):
     """A key, type or value of the configuration is wrong. Raised before a model is loaded."""
 
 
+class UnfinishedClassError(ConfigError, TypeError):
+    """A class of one's own lacks methods that its base class leaves to it."""
+
+
 class ModelLoadError(TrinityError):
     """A model, its tokenizer or an engine could not be loaded."""
 

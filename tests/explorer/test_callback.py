@@ -1,5 +1,7 @@
 """The explorer inside Lightning's Trainer, with the tiny model and a real vLLM."""
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from torch import Tensor
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.config.engines import EngineDtype, SynchronizerConfig
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
-from trinity_lightning.errors import ModelLoadError, WeightSyncError
+from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.models.engine import InProcessEngine
@@ -265,3 +268,20 @@ def test_the_transformers_engine_needs_no_sync(tmp_path: Path) -> None:
     trainer, metrics = fit(TransformersEngine("tiny", max_model_len=320, max_num_seqs=16), tmp_path)
     assert trainer.global_step == STEPS
     assert all(m["sync/probe_diff/max"] < 1e-4 for m in metrics)
+
+
+def test_an_engine_with_the_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Its weights are those that it is sent, and no probe could tell it from the policy's own."""
+    other = tmp_path / "other"
+    shutil.copytree(resolve_model("tiny"), other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="an engine's tokenizer is not that of 'tiny': give it that model, too"):
+        fit(TransformersEngine(str(other), max_model_len=320), tmp_path)
+
+
+def test_a_fit_without_anything_that_rolls_out_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there are no rollouts to train on: give the Trainer an ExplorerCallback"):
+        quiet_trainer(tmp_path).fit(PolicyModule("tiny", dtype="fp32"), datamodule=ExperienceDataModule("grpo"))

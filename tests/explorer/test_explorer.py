@@ -12,8 +12,10 @@ import torch
 from support.fake_model import FakeModel, LeapingLoop
 
 from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
+from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import (
     NOBODY,
     Explorer,
@@ -395,6 +397,13 @@ def test_an_evaluation_is_due_every_interval(interval: int, due: list[int]) -> N
     assert not explorer(eval_interval=1).need_eval()
 
 
+def test_without_an_interval_nothing_is_evaluated_at_the_start_either() -> None:
+    notes = Notes()
+    explored = explorer(source(2), evals=[source(2, name="held")], eval_interval=0, eval_on_startup=True)
+    running(explored, explored.explore, watcher=notes)
+    assert [taskset for _, _, taskset in notes.seen] == [None]
+
+
 # -- the whole loop ---------------------------------------------------------------------------------------------------
 
 
@@ -730,3 +739,21 @@ def test_refills_end_with_the_taskset() -> None:
 def test_a_model_that_is_no_engine_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"object is no engine .* a subclass of .*\.models\.engine\.Engine\."):
         Explorer(ExplorerConfig(), [object()], source())  # type: ignore[list-item]
+
+
+def test_sections_may_be_given_as_mappings() -> None:
+    sampled = TaskSource(Taskset.addition(), "simple", "math", {"temperature": 0.5})  # type: ignore[arg-type]
+    explored = Explorer({"batch_size": 3}, [FakeModel()], sampled)
+    assert (explored.config, sampled.sampling) == (ExplorerConfig(batch_size=3), SamplingConfig(temperature=0.5))
+    assert ExplorerCallback(explored, {"drill": False})._synchronizer == SynchronizerConfig(drill=False)
+    with pytest.raises(ConfigError, match=r"Did you mean 'explorer\.batch_size'"):
+        Explorer({"batch_sizes": 3}, [FakeModel()], sampled)
+    with pytest.raises(ConfigError, match=r"Did you mean 'synchronizer\.drill'"):
+        ExplorerCallback(explored, {"drills": False})
+    with pytest.raises(ConfigError, match=r"Did you mean 'sampling\.temperature'"):
+        TaskSource(Taskset.addition(), "simple", "math", {"temperatures": 0.5})  # type: ignore[arg-type]
+
+
+def test_entries_that_are_no_taskset_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the taskset of a TaskSource is a list; give Taskset\(entries\)\."):
+        TaskSource([{"prompt": "1 + 1", "answer": "2"}])  # type: ignore[arg-type]

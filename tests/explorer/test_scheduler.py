@@ -459,6 +459,37 @@ def test_the_default_time_out_is_that_of_all_attempts() -> None:
     running(body, runner_per_model=1, max_timeout=0.04, max_retry_times=1)
 
 
+def test_the_last_attempt_ends_within_the_default_time_out() -> None:
+    """By a real clock, on which every attempt takes a little longer than it may."""
+
+    async def body(scheduler: Scheduler) -> None:
+        tries = Counter[int]()
+
+        async def second_hangs(workflow: Any) -> list[Experience]:
+            tries["all"] += 1  # type: ignore[index]
+            return await (succeed if tries.total() == 1 else hang)(workflow)
+
+        scheduler.schedule([scripted(second_hangs, repeat_times=2), scripted(hang)], 1)
+        statuses, experiences = await scheduler.get_results(1)
+        assert [status.message for status in statuses] == ["1 of 2 runs failed: TimeoutError: not done within 0.02 s"]
+        assert tids(experiences) == [(1, 0)]
+
+    running(body, loop=asyncio.SelectorEventLoop, runner_per_model=1, max_timeout=0.02, max_retry_times=1)
+
+
+def test_what_a_time_out_gives_up_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(scheduler: Scheduler) -> None:
+        async def fail(workflow: Any) -> list[Experience]:
+            raise OSError("no disk")
+
+        scheduler.schedule([scripted(succeed), scripted(fail), *[scripted(hang)] * 12], 7)
+        await scheduler.get_results(7, timeout=0.05)
+
+    running(body)
+    named = "2, 3, 4, 5, 6, 7, 8, 9, 10, 11"
+    assert f"batch 7: 2 tasks ended, 12 given up, the first of them {named}." in caplog.messages
+
+
 def test_several_may_wait_at_the_same_time() -> None:
     async def body(scheduler: Scheduler) -> None:
         scheduler.schedule([scripted(slow(0.02))] * 2, 1)

@@ -14,7 +14,7 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer import RunnerWrapper, TaskWrapper
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows import MathWorkflow, SimpleWorkflow, resolve_workflow
+from trinity_lightning.explorer.workflows import MathWorkflow, SimpleWorkflow, Workflow, resolve_workflow
 from trinity_lightning.explorer.workflows.graded import DistillArguments, JudgeArguments
 
 
@@ -296,3 +296,11 @@ def test_without_an_auxiliary_model_the_task_fails_and_says_so(name: str) -> Non
 def test_wrong_arguments_are_refused(name: str, arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         resolve_workflow(name).check_args(arguments)
+
+
+def test_a_workflow_without_its_run_is_refused_before_anything_is_tried() -> None:
+    class Unfinished(Workflow):
+        pass
+
+    with pytest.raises(ConfigError, match="workflow 'Unfinished' does not define run: see its base class"):
+        resolve_workflow(Unfinished)

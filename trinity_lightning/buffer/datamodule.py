@@ -15,6 +15,7 @@ from trinity_lightning.buffer.pipeline import ExperiencePipeline, StrategySpec
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.values import whole_number
+from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity_lightning.buffer.offline import ExpertData
@@ -91,7 +92,7 @@ class ExperienceLoader:
         max_response_length: longest response that the run allows, in tokens; None: unknown, see `OptimizerBatch`.
 
     Raises:
-        ConfigError: a number of steps or passes below 1.
+        ConfigError: a number of steps or passes below 1; or, as it is read, nothing has filled the storage.
     """
 
     storage: MemoryStorage
@@ -111,6 +112,8 @@ class ExperienceLoader:
         return self.optimizer_steps * self.inner_epochs
 
     def __iter__(self) -> Iterator[OptimizerBatch]:
+        if self.storage.batch == 0:
+            raise ConfigError("there are no rollouts to train on: give the Trainer an ExplorerCallback, which fills.")
         if self._explore_step != self.storage.batch or self._position >= len(self):
             self._explore_step, self._position = self.storage.batch, 0
         for index in range(self._position, len(self)):

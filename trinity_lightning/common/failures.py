@@ -5,7 +5,7 @@ import os
 import signal
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import dropwhile
 from pathlib import Path
 
@@ -48,6 +48,12 @@ def raised(name: str, error: BaseException) -> RewardError:
 def of_a_library(file: str) -> bool:
     """Whether a file of code is Python's, this package's, or that of something installed."""
     return file.startswith("<frozen") or any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
+
+
+def listed(names: Sequence[object], most: int) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def release(error: BaseException) -> None:

@@ -3,7 +3,6 @@
 A run is one experience, or one a step: what it was worth counts once, however many calls it took.
 """
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,11 +12,12 @@ from trinity_lightning.common.experience import Experience, ExperienceError, gro
 
 # Relative to the largest absolute reward: 0.1 + 0.2 against 0.3 differs by 1.8e-16 of it, float32 rounding by 6e-8.
 EQUAL_TOLERANCE = 1e-6
+_MOST = 3.4028234663852886e38  # float32's largest, in which advantages are computed
 
 
 def is_valid_reward(reward: float | None) -> TypeGuard[float]:
-    """Whether a reward is a finite number."""
-    return reward is not None and math.isfinite(reward)
+    """Whether a reward is a finite number in float32."""
+    return reward is not None and abs(reward) <= _MOST  # NaN is not
 
 
 def equal_rewards(rewards: Sequence[float]) -> bool:

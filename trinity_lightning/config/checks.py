@@ -58,7 +58,9 @@ def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> T
     if rollouts and (run.auxiliary_models or run.operators):
         late.auxiliary_models.check_teachers(run)
     _check_sampling(run, trains)
-    if _has_own_trainer(config) or run.engine.per_rank:
+    usual = OmegaConf.load(config_dir("conf") / "trainer" / "auto.yaml")
+    own = not config.trainer or OmegaConf.to_container(config.trainer) != OmegaConf.to_container(usual)
+    if own or run.engine.per_rank:
         late.trainer.check_trainer(run, trainer, here)
     if rollouts or not trains:
         _check_rollouts(run, trainer, here)
@@ -155,12 +157,6 @@ def _check_sampling(run: TrainConfig, trains: bool) -> None:
         )
 
 
-def _has_own_trainer(config: DictConfig) -> bool:
-    """Whether Lightning's Trainer has other settings than those of trainer=auto, which every run may have."""
-    plain = OmegaConf.load(config_dir("conf") / "trainer" / "auto.yaml")
-    return not config.trainer or OmegaConf.to_container(config.trainer) != OmegaConf.to_container(plain)
-
-
 # -- rollouts: engines, and the models that are asked -----------------------------------------------------------------
 
 
@@ -254,10 +250,7 @@ def check_arguments(key: str, part: Any, names: Iterable[str]) -> None:
 
 
 def _arguments(part: Any) -> set[str]:
-    """Names of the arguments of a class or function; none if it takes any.
-
-    A class of this package hands further keywords on to its bases.
-    """
+    """Names of arguments; none if it takes any. A class of this package hands further keywords on to its bases."""
     makers = [each.__init__ for each in part.__mro__ if "__init__" in vars(each)] if isinstance(part, type) else [part]
     known: set[str] = set()
     for maker in makers:

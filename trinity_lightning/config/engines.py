@@ -70,9 +70,7 @@ ENGINE_KEYS = tuple(dict.fromkeys(key for each in CAPABILITIES.values() for key 
 
 def capabilities_of(name: str) -> Capabilities:
     """Those of an engine by its name; of one of your own as `config.parts.own_capabilities`."""
-    if name in CAPABILITIES:
-        return CAPABILITIES[name]
-    return late.parts.own_capabilities(name)
+    return CAPABILITIES.get(name) or late.parts.own_capabilities(name)
 
 
 EngineDtype = WeightDtype  # the engine's compute dtype; `auto` follows the trainer's

@@ -14,7 +14,7 @@ from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.sections import PartConfig, part_config
 from trinity_lightning.config.values import one_of, unknown_name
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, UnfinishedClassError
 
 A = TypeVar("A")
 
@@ -114,6 +114,12 @@ def refuse_attribute(module: ModuleType, attribute: str) -> NoReturn:
     raise ConfigError(f"cannot import '{name}.{attribute}': {unknown_name(f'name in module {name}', attribute, known)}")
 
 
+def refuse_unfinished(kind: str, part: Any) -> NoReturn:
+    """UnfinishedClassError: a class of that kind lacks these methods or properties, which its base leaves to it."""
+    lacking = ", ".join(sorted(part.__abstractmethods__))
+    raise UnfinishedClassError(f"{kind} '{part.__name__}' does not define {lacking}: see its base class.")
+
+
 def own_capabilities(name: str) -> Capabilities:
     """Those of an engine that is not built in; a ConfigError: there is no such, or it lacks members of `Engine`."""
     try:
@@ -124,6 +130,6 @@ def own_capabilities(name: str) -> Capabilities:
         raise ConfigError(
             f"engine.name: '{name}' is no engine: give a subclass of trinity_lightning.explorer.models.engine.Engine."
         )
-    if lacking := sorted(getattr(engine, "__abstractmethods__", ())):
-        raise ConfigError(f"engine.name: '{name}' does not define {', '.join(lacking)}: see the docstring of Engine.")
+    if getattr(engine, "__abstractmethods__", None):
+        refuse_unfinished("engine", engine)
     return found

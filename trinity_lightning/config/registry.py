@@ -196,11 +196,13 @@ class Registry(Generic[T]):
     def resolve(self, part: object) -> object:
         """What is registered under a name, or is at a dotted path; what is no text is the part itself.
 
-        Errors as `get`, or as `import_object`.
+        Errors as `get`, or as `import_object`; an UnfinishedClassError: it is an abstract class.
         """
-        if not isinstance(part, str):
-            return part
-        return import_object(part) if "." in part and part not in self else self.get(part)
+        if isinstance(part, str):
+            part = import_object(part) if "." in part and part not in self else self.get(part)
+        if getattr(part, "__abstractmethods__", None):
+            late.parts.refuse_unfinished(self.kind, part)
+        return part
 
     def __contains__(self, name: object) -> bool:
         return name in self._paths or name in self._items

@@ -195,7 +195,7 @@ class ExplorerConfig(Section, key="explorer"):
         sync_offset: steps the trainer lags behind the explorer: 0 is on-policy; with 1 the next step's rollouts go on
             while the trainer trains, which needs engine=vllm_server. None are started beyond the last step: a run that
             is resumed with more steps samples its next one with the newest weights.
-        eval_interval: explore steps between evaluations; 0 means never.
+        eval_interval: explore steps between evaluations; 0 means never, before the first step neither.
         eval_on_startup: evaluate before the first step too.
         seed: seed of all rollouts.
     """

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import lightning as L
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.alone import ranks_of
 from trinity_lightning.config.engines import SynchronizerConfig
+from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import NOBODY, Explorer, Watcher
@@ -40,7 +41,7 @@ class ExplorerCallback(StopCheckpoint):
 
     Args:
         explorer: what to run.
-        synchronizer: how weights reach the engines and how that is checked.
+        synchronizer: how weights reach the engines and how that is checked; a mapping of its values, too.
         folder, command: see `StopCheckpoint`.
         watcher: shown the run while it goes on.
         offload: whether masters and moments are in the host's memory while the engines generate.
@@ -52,7 +53,7 @@ class ExplorerCallback(StopCheckpoint):
     def __init__(
         self,
         explorer: Explorer,
-        synchronizer: SynchronizerConfig | None = None,
+        synchronizer: SynchronizerConfig | Mapping[str, Any] | None = None,
         *,
         folder: Path | None = None,
         command: Callable[[], str | None] = lambda: None,
@@ -62,7 +63,7 @@ class ExplorerCallback(StopCheckpoint):
         super().__init__(folder, command)
         self.explorer = explorer
         self.metrics: dict[str, float] = {}
-        self._synchronizer = synchronizer or SynchronizerConfig()
+        self._synchronizer = section_of("synchronizer", SynchronizerConfig, synchronizer)
         self._watcher = watcher
         self._offload = offload
         self._pending = PendingSteps()
@@ -237,8 +238,7 @@ class ExplorerCallback(StopCheckpoint):
         step = epochs_of(trainer).processed
         if self._ended >= step:
             return
-        last = step == trainer.max_epochs and self.explorer.config.eval_interval > 0 and self.explorer.evaluates
-        if self.explorer.need_eval(step) or last:
+        if self.explorer.need_eval(step) or (step == trainer.max_epochs and self.explorer.evaluates):
             self._evaluate(trainer, step, row=last_row(trainer))
         self._ended = step
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, check_trained_sampling
+from trinity_lightning.config.sections import section_of
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.metrics import evaluation_metrics, pass_rates, rollout_metrics
 from trinity_lightning.explorer.models.engine import Engine
@@ -60,13 +61,13 @@ class TaskSource:
         taskset: the raw tasks.
         workflow: registered name, dotted path, or class.
         reward_fn: as `Task.reward_fn`.
-        sampling: how its rollouts are drawn.
+        sampling: how its rollouts are drawn; a mapping of its values, too.
         workflow_args: the workflow's settings.
         repeat_times: rollouts a task; an `Explorer` trains with its `explorer.repeat_times` instead.
 
     Raises:
-        ConfigError: an unknown workflow or reward, an argument that the workflow refuses, or entries without the answer
-            that the reward compares with.
+        ConfigError: no taskset, an unknown workflow or reward, an argument that the workflow refuses, or entries
+            without the answer that the reward compares with.
     """
 
     taskset: TaskSelection
@@ -77,6 +78,9 @@ class TaskSource:
     repeat_times: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.taskset, TaskSelection):
+            raise ConfigError(f"the taskset of a TaskSource is a {type(self.taskset).__name__}; give Taskset(entries).")
+        self.sampling = section_of("sampling", SamplingConfig, self.sampling)
         workflow = resolve_workflow(self.workflow)
         workflow.check_args(self.workflow_args)
         reward_fn = getattr(workflow, "default_reward", None) if self.reward_fn is None else self.reward_fn
@@ -193,7 +197,7 @@ class Explorer:
     """Runs the policy on tasks and hands the experiences to a sink.
 
     Args:
-        config: how many tasks, runners, retries; when to sync and to evaluate.
+        config: how many tasks, runners, retries; when to sync and to evaluate; a mapping of its values, too.
         models: engines that hold the policy; tasks are spread over them.
         train: what to train on, `config.repeat_times` times each; None if there are only evaluations.
         evals: what to evaluate on.
@@ -212,12 +216,13 @@ class Explorer:
 
     def __init__(
         self,
-        config: ExplorerConfig,
+        config: ExplorerConfig | Mapping[str, Any],
         models: Sequence[Engine],
         train: TaskSource | None,
         evals: Sequence[TaskSource] = (),
         auxiliary_models: Sequence[Sequence[HeldModel]] | None = None,
     ) -> None:
+        self.config = config = section_of("explorer", ExplorerConfig, config)
         if train is not None:
             check_trained_sampling(vars(train.sampling))
         names = [source.name for source in evals]
@@ -234,12 +239,9 @@ class Explorer:
 
                 check_older_weights(config, type(model).__name__, model.capabilities)
         if config.reward_workers:
-            from trinity_lightning.explorer.rewards.workers import check_importable
+            from trinity_lightning.explorer.rewards.workers import check_all_importable
 
-            for source in filter(None, (train, *evals)):
-                for reward in resolve_rewards(source.reward_fn):
-                    check_importable(reward)
-        self.config = config
+            check_all_importable(source.reward_fn for source in (train, *evals) if source is not None)
         self.engines = PolicyEngines(models, keeps_copy=config.samples_older_weights)
         self.step = 0
         self.metrics: dict[str, float] = {}
@@ -355,12 +357,13 @@ class Explorer:
 
     @property
     def evaluates(self) -> bool:
-        return bool(self._evals)
+        """Whether evaluations are due between steps; `eval` itself may be called in any case."""
+        return bool(self._evals) and self.config.eval_interval > 0
 
     def need_eval(self, step: int | None = None) -> bool:
         """Whether an evaluation is due after that many steps; None: after those done."""
-        done, interval = self.step if step is None else step, self.config.eval_interval
-        return self.evaluates and interval > 0 and done > 0 and done % interval == 0
+        done = self.step if step is None else step
+        return self.evaluates and done > 0 and done % self.config.eval_interval == 0
 
     async def eval(self, step: int | None = None) -> dict[str, float]:
         """Run every evaluation taskset once, with the weights that the engines have; metrics are `eval/<taskset>/...`.

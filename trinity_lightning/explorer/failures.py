@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Never
 
-from trinity_lightning.common.failures import of_a_library
+from trinity_lightning.common.failures import listed, of_a_library
 from trinity_lightning.errors import RewardError, RolloutError, WorkflowBlockedError
 from trinity_lightning.explorer.runner import (
     ENOUGH_FAILURES,
@@ -40,10 +40,8 @@ def report_tasks(what: str, statuses: Sequence[Status], tasks: int, nothing: boo
         if not status.ok:
             kinds.setdefault(status.kind, []).append(status)
     for alike in kinds.values():
-        names = ", ".join(str(status.task_id) for status in alike[:NAMED_TASKS])
-        more = f" and {len(alike) - NAMED_TASKS} more" if len(alike) > NAMED_TASKS else ""
-        reason = alike[0].message
-        logger.warning("%s: %d of %d tasks failed (%s%s): %s", what, len(alike), tasks, names, more, reason)
+        names = listed([status.task_id for status in alike], NAMED_TASKS)
+        logger.warning("%s: %d of %d tasks failed (%s): %s", what, len(alike), tasks, names, alike[0].message)
     if nothing:
         _refuse_nothing(what, statuses, tasks)
 

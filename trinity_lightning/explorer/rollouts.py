@@ -115,7 +115,11 @@ class SyncPolicy:
     @cached_property
     def _synchronizer(self) -> Synchronizer:
         policy, model, engines = self.policy, self.policy.policy, self.explorer.engines.models
-        token_ids = policy.tokenizer.encode(PROBE_TEXT)[: min(engine.max_model_len for engine in engines) - 1]
+        token_ids = policy.tokenizer.encode(PROBE_TEXT)
+        said = policy.tokenizer.decode(token_ids)
+        if any(each.tokenizer and each.tokenizer.decode(token_ids) != said for each in engines):
+            raise ConfigError(f"an engine's tokenizer is not that of '{policy.model_name}': give it that model, too.")
+        token_ids = token_ids[: min(engine.max_model_len for engine in engines) - 1]
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),
             send=lambda: self._run_in_time(self.explorer.sync_weight(self._sending)),
@@ -132,10 +136,7 @@ class SyncPolicy:
         )
 
     def _run_in_time(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What engines do in a weight sync: each must end within `sync_timeout`.
-
-        Ctrl-C waits: servers would have half of it.
-        """
+        """What engines do in a weight sync, within `sync_timeout`; Ctrl-C waits: servers would have half of it."""
         limit = self.config.sync_timeout
         try:
             with self._ranks.within(limit):

@@ -19,6 +19,7 @@ from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.rewards import SCORER
 from trinity_lightning.explorer.runner import (
+    CANCEL_GRACE_SECONDS,
     ENOUGH_FAILURES,
     Outcomes,
     Status,
@@ -360,7 +361,8 @@ class Scheduler:
         Args:
             batch_id: which batch; an unknown one gives ([], []) at once.
             min_num: return what is ready as soon as that many tasks are; the rest goes on. None: all of them.
-            timeout: seconds after which to return what is there; None: max_timeout * (max_retry_times + 1).
+            timeout: seconds after which to return what is there; None: max_timeout * (max_retry_times + 1). What ran
+                already when this was called has then had all of its attempts, and its result counts too.
             clear_timeout_tasks: whether a time-out cancels what is unfinished; otherwise it can be collected later.
 
         Raises:
@@ -372,13 +374,19 @@ class Scheduler:
             return [], []
         if batch.unfinished:
             self._check_started()
+        running = {work for scheduled in batch.unfinished for work in scheduled.running}
+        limit = asyncio.timeout(self._limit(timeout))
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._limit(timeout)):
+            async with limit:
                 await self._until_enough(batch, min_num)
+        if timeout is None and running and limit.expired():
+            await asyncio.wait(running, timeout=CANCEL_GRACE_SECONDS * (self.config.max_retry_times + 1))
         expired = batch.unfinished and (min_num is None or len(batch.finished) < min_num)
         statuses, experiences = batch.collect()
         if expired and clear_timeout_tasks:
-            logger.warning("batch %s: %d tasks finished, %d given up.", batch_id, len(statuses), len(batch.unfinished))
+            lost = sorted(int(scheduled.task.task_id) for scheduled in batch.unfinished)
+            what = "batch %s: %d tasks ended, %d given up, the first of them %s."
+            logger.warning(what, batch_id, len(statuses), len(lost), ", ".join(map(str, lost[:10])))
             await self._drop([batch])
         else:
             self._forget_empty([batch])

@@ -112,7 +112,10 @@ class MetricsCSVLogger(Logger):
             before = read_rows(self.path, self._row_start)[1] if self._row_start else []
             self._write_all([*before, self._row], [*columns, *new])
         else:
-            self._write_last_row()
+            with self.path.open("r+b") as file:
+                file.seek(self._row_start)
+                file.write(_line(self._row, columns))
+                file.truncate()
 
     @rank_zero_only
     def resume_at(self, explore_step: int, step: int | None = None) -> None:
@@ -153,13 +156,6 @@ class MetricsCSVLogger(Logger):
                 self._write_all(rows, columns)
             self._columns = columns
         return self._columns
-
-    def _write_last_row(self) -> None:
-        line = _line(self._row, self._load())
-        with self.path.open("r+b") as file:
-            file.seek(self._row_start)
-            file.write(line)
-            file.truncate()
 
     def _write_all(self, rows: list[Row], columns: list[str]) -> None:
         """Write the whole file, atomically; its last row stays open for more metrics."""

@@ -136,13 +136,10 @@ class RunMonitor(L.Callback):
         if difference > MOST_LOGPROB_DIFF and not self._warned_of_engine:
             self._warned_of_engine = True
             logger.warning(
-                "explore step %d: the log-probabilities that the engine gave its responses are %.1f nats from the "
-                "trainer's in the mean (%s). Either they are not those of the distribution that it samples from, or "
-                "the weights that it samples with are too old: look at the engine's own log-probabilities, and at "
-                "synchronizer and explorer.sync_interval.",
-                step,
-                difference,
-                LOGPROB_DIFF,
+                f"explore step {step}: the log-probabilities that the engine gave its responses are {difference:.1f} "
+                f"nats from the trainer's in the mean ({LOGPROB_DIFF}). Either they are not those of the distribution "
+                "that it samples from, or the weights that it samples with are too old: look at the engine's own "
+                "log-probabilities, and at synchronizer and explorer.sync_interval."
             )
 
     def _load_of_others(self) -> dict[str, float]:
@@ -150,8 +147,7 @@ class RunMonitor(L.Callback):
         others = self._load.take()
         if others is None:
             return {}
-        advised = advice(others, torch.get_num_threads(), len(os.sched_getaffinity(0)))
-        if advised is not None and not self._advised:
+        if not self._advised and (advised := advice(others, torch.get_num_threads(), len(os.sched_getaffinity(0)))):
             self._advised = True
             logger.warning("%s", advised)
         return {"perf/other_cores": others}

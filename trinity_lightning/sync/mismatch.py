@@ -1,7 +1,8 @@
 """What is said if an engine does not have the weights of the trainer, or cannot be given them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from trinity_lightning.common.failures import listed
 from trinity_lightning.config.values import nearest
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.sync.stream import Shape
@@ -12,28 +13,19 @@ MAX_LISTED = 8
 def misfit(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> WeightSyncError:
     """Every difference between shapes by name, the first 8 of each kind, and what to do."""
     missing = [f"'{name}'" for name in expected if name not in sent]
-    unknown = [_with_nearest(name, expected) for name in sent if name not in expected]
+    matches = {name: nearest(name, expected) for name in sent if name not in expected}
+    unknown = [f"'{name}'" + (f" (nearest: '{match}')" if match else "") for name, match in matches.items()]
     wrong = [
         f"'{name}' {tuple(shape)}, expected {tuple(expected[name])}"
         for name, shape in sent.items()
         if name in expected and shape != expected[name]
     ]
     kinds = {"missing": missing, "unknown to the engine": unknown, "wrong shape": wrong}
-    problems = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    problems = [f"{len(names)} {kind}: {listed(names, MAX_LISTED)}" for kind, names in kinds.items() if names]
     return WeightSyncError(
         f"the weights do not fit the engine, which was not touched. {'. '.join(problems)}. Trainer and engine must "
         "hold the same model; send every parameter under its checkpoint name, a tied 'lm_head.weight' too."
     )
-
-
-def _with_nearest(name: str, expected: Iterable[str]) -> str:
-    match = nearest(name, expected)
-    return f"'{name}' (nearest: '{match}')" if match else f"'{name}'"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more
 
 
 def unknown_weight(name: str, shapes: Mapping[str, Shape]) -> KeyError:

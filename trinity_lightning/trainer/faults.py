@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn
 from trinity_lightning.common.experience import ExperienceError
+from trinity_lightning.common.failures import listed
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
 from trinity_lightning.config.registry import OFF_POLICY_LOSSES
 from trinity_lightning.config.training import AlgorithmConfig
@@ -150,10 +151,9 @@ def describe_fault(
     rows = list(wrong) or sorted(
         row for part, loss in zip(parts, losses, strict=True) if not loss.isfinite() for row in part
     )
-    named = ", ".join(f"{batch.experiences[row].eid}" for row in rows[:MAX_NAMED])
-    more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
+    named = listed([batch.experiences[row].eid for row in rows], MAX_NAMED)
     values = sorted({name for names in wrong.values() for name in names})
-    found = [f"{' and '.join(values) or 'the loss'} of experiences {named}{more}"] if rows else []
+    found = [f"{' and '.join(values) or 'the loss'} of experiences {named}"] if rows else []
     found += [f"the gradient of {name}" for name in parameters[:1]]
     return f"not finite: {', '.join(found) or 'the norm alone, which overflowed'}"
 

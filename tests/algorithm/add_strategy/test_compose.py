@@ -10,7 +10,7 @@ from trinity_lightning.algorithm.add_strategy import (
     StepWiseGRPOStrategy,
     create_add_strategy,
 )
-from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.writer import ListWriter
 from trinity_lightning.errors import ConfigError
 
@@ -38,6 +38,25 @@ class Failing(AddStrategy):
     @classmethod
     def default_args(cls):
         return {}
+
+
+class Unfinished(AddStrategy):
+    @classmethod
+    def default_args(cls):
+        return {}
+
+
+class Writing(Failing):
+    """Sets what is given as the advantages."""
+
+    def __init__(self, writer, value):
+        super().__init__(writer)
+        self.value = value
+
+    async def add(self, experiences, step):
+        experiences[1].advantages = self.value
+        await self.writer.write_async(experiences)
+        return len(experiences), {}
 
 
 def run(specs, exps, step=1):
@@ -103,6 +122,14 @@ def test_a_step_that_failed_leaves_nothing_to_the_next():
         ([], ConfigError, "give at least one of .*grpo"),
         ([("reward_variance", {}), ("gpro", {})], ValueError, "Did you mean 'grpo'"),
         ([("grpo", {}), ("grpo", {"epsilom": 1})], TypeError, "Did you mean 'epsilon'"),
+        (
+            {"grpo": {}},
+            ConfigError,
+            r"add_strategy is {'grpo': {}}; give a name, or in order \[\(name, ",
+        ),
+        (["reward_variance", "grpo"], ConfigError, r"give a name, or in order \[\(name, "),
+        (Failing, ConfigError, r"give a name, or in order \[\(name, "),
+        ([(f"{__name__}.Unfinished", {})], ConfigError, "add strategy 'Unfinished' does not define add: see its base"),
         ([("grpo", None)], ConfigError, "the arguments of add strategy 'grpo' must be .* not None"),
         ([("collections.OrderedDict", {})], TypeError, "'collections.OrderedDict' is no AddStrategy class"),
     ],
@@ -174,3 +201,26 @@ SCORES = torch.zeros(3)
 def test_what_a_strategy_of_ones_own_must_return_is_said_with_its_name(name, args, message):
     with pytest.raises(ConfigError, match=message):
         run([(f"{__name__}.{name}", args), ("reinforce", {})], experiences([0.0, 1.0], [1.0]))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor([0.0, float("nan")]),
+        torch.tensor([float("inf"), 0.0]),
+        torch.zeros(3),
+        torch.tensor(2.0),
+        [1.0, 1.0],
+    ],
+)
+def test_what_a_strategy_of_ones_own_gives_that_cannot_be_trained_on_is_refused_by_its_name(value):
+    strategy = ComposedAddStrategy([(f"{__name__}.Writing", {"value": value})], ListWriter())
+    with pytest.raises(ExperienceError, match=r"1/0/1/.*: Writing gave it .*: give a finite number for each response"):
+        asyncio.run(strategy.add(experiences([0, 1]), 1))
+
+
+def test_a_reward_beyond_float32_is_as_an_infinite_one(caplog):
+    count, metrics, calls = run([("reinforce", {})], experiences([1e39, 0], [3e38, 1]))
+    assert (count, metrics["group_advantages/invalid_group_count"]) == (2, 1)
+    assert [exp.eid.task for [exp, _] in calls] == [1]
+    assert "left out 1 groups with a reward that is no finite number (of float32): 1/0" in caplog.text

@@ -110,7 +110,7 @@ def test_only_process_is_abstract():
         (f"{HERE}.AdOne", {}, ValueError, "Did you mean 'AddOne'"),
         ("collections.OrderedDict", {}, TypeError, "'collections.OrderedDict' is no experience operator"),
         (f"{HERE}.make", {}, TypeError, f"'{HERE}.make' is no experience operator"),
-        (f"{HERE}.ExperienceOperatorV1", {}, TypeError, "abstract class: define process"),
+        (f"{HERE}.ExperienceOperatorV1", {}, TypeError, "'ExperienceOperatorV1' does not define process"),
         (
             f"{HERE}.Plain",
             {},

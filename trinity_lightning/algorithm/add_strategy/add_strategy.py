@@ -60,9 +60,8 @@ def split_valid(
     for exp in (exp for id_ in invalid for exp in groups[id_]):
         mark_untrained(exp, f"invalid {numbers}")
     if invalid:
-        logger.warning(
-            "left out %d groups with a %s that is no finite number: %s", len(invalid), numbers, ", ".join(invalid)
-        )
+        what = "left out %d groups with a %s that is no finite number (of float32): %s"
+        logger.warning(what, len(invalid), numbers, ", ".join(invalid))
     return valid, len(invalid)
 
 
@@ -194,6 +193,16 @@ def check_returned(strategy: AddStrategy, method: str, returned: Any, first: typ
     if not (isinstance(pair[0], first) and isinstance(pair[1], Mapping)):
         found = type(returned).__name__ if pair == (None, None) else ", ".join(type(each).__name__ for each in pair)
         raise ConfigError(f"{type(strategy).__name__}.{method} must return ({meant}), not {found}.")
+
+
+def check_weighed(strategy: AddStrategy, written: Sequence[Experience]) -> None:
+    """ExperienceError unless advantages and returns that a strategy wrote are finite, one a response token."""
+    for exp in written:
+        for values in (exp.advantages, exp.returns):
+            is_row = isinstance(values, Tensor) and values.shape == action_mask(exp).shape
+            if values is not None and not (is_row and values.isfinite().all()):
+                what = f"{type(strategy).__name__} gave it {values!r:.60}: give a finite number for each response token"
+                raise ExperienceError(f"experience {exp.eid}: {what}.")
 
 
 class GroupAdvantageStrategy(AddStrategy):
@@ -344,10 +353,7 @@ class ComposedAddStrategy(AddStrategy):
 
     def __init__(self, specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> None:
         super().__init__(writer)
-        if not specs:
-            raise ConfigError(
-                f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}."
-            )
+        _check_specs(specs)
         self.stages: dict[str, list[Experience]] = {}
         self._writers = [ListWriter() for _ in specs]
         self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._writers, strict=True)]
@@ -371,6 +377,7 @@ class ComposedAddStrategy(AddStrategy):
             check_returned(strategy, "add", returned, Integral, "number of experiences written, metrics by name")
             count, added = returned
             self.stages[label] = experiences = writer.experiences
+            check_weighed(strategy, experiences)
             metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
         for call in self._writers[-1].calls:
             await self.writer.write_async(call)
@@ -386,13 +393,21 @@ def create_add_strategy(specs: Sequence[tuple[str, Mapping[str, Any]]], writer: 
         writer: where the last one writes.
 
     Raises:
-        ConfigError: no entry, or an argument's value is out of range.
+        ConfigError: no entry, one of another form, an argument's value that is out of range, or an unfinished class.
         ValueError: an unknown name; the message lists the known ones.
         TypeError: an unknown argument (the message lists the valid ones), or a path that is no AddStrategy class.
     """
-    if len(specs) == 1:
-        return _create(*specs[0], writer)
-    return ComposedAddStrategy(specs, writer)
+    _check_specs(specs)
+    return _create(*specs[0], writer) if len(specs) == 1 else ComposedAddStrategy(specs, writer)
+
+
+def _check_specs(specs: Any) -> None:
+    """ConfigError unless these are strategies with their arguments, at least one."""
+    if not specs:
+        raise ConfigError(f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}.")
+    pairs = specs if isinstance(specs, list | tuple) else [specs]
+    if not all(isinstance(each, list | tuple) and len(each) == 2 for each in pairs):
+        raise ConfigError(f"add_strategy is {specs!r}; give a name, or in order [(name, {{argument: value}}), ...].")
 
 
 def _create(name: str, args: Mapping[str, Any], writer: BufferWriter) -> AddStrategy:

@@ -65,17 +65,16 @@ class RewardVarianceAddStrategy(AddStrategy):
     def survivors(self, experiences: list[Experience]) -> Groups:
         return self._differing(experiences)[0]
 
-    def _rewarded(self, last: list[Experience]) -> bool:
-        given = last if self.criterion.metric is None else [exp for exp in last if exp.reward is not None]
-        return have_valid_rewards(given)
-
     def _differing(self, experiences: list[Experience]) -> tuple[Groups, int]:
         """The groups to write, and the number of the invalid ones, which are logged; errors as `Criterion.values`."""
         groups = group_by(experiences, "task")
         values = self.criterion.values(groups)
         # Of a run of several steps only the last must have a reward: what weighs them may need no other. Under another
         # metric none must: a distillation weighs without rewards.
-        rewarded, without = split_valid(groups, lambda exps: self._rewarded(list(map(last_step, runs_of(exps)))))
+        last = {id_: list(map(last_step, runs_of(exps))) for id_, exps in groups.items()}
+        if self.criterion.metric is not None:
+            last = {id_: [exp for exp in exps if exp.reward is not None] for id_, exps in last.items()}
+        rewarded, without = split_valid(groups, lambda exps: have_valid_rewards(last[exps[0].eid.tid]))
         valid, invalid = split_valid(
             rewarded, lambda exps: all(map(is_valid_reward, values[exps[0].eid.tid])), self.criterion.metric or "reward"
         )

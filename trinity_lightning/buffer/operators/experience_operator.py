@@ -138,8 +138,6 @@ def _operator_class(name: str) -> OperatorClass:
         raise TypeError(
             f"'{name}' is no experience operator, but {found!r}: give a class derived from ExperienceOperatorV1."
         )
-    if inspect.isabstract(found):
-        raise TypeError(f"'{name}' is an abstract class: define {', '.join(sorted(found.__abstractmethods__))} first.")
     for method in ("prepare", "process", "close") if issubclass(found, ExperienceOperatorV1) else ():
         defined = getattr(found, method)
         if not any(map(inspect.iscoroutinefunction, (defined, inspect.unwrap(defined)))):  # which a decorator may hide

@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from trinity_lightning.common.runs import is_valid_reward
 from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import as_float, number
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 RewardValue = float | dict[str, float]
 RewardFunction = Callable[[str, Task], RewardValue | Awaitable[RewardValue]]
 
-_MOST = 3.4028234663852886e38  # float32's largest, in which advantages are computed
 REWARDS: Registry[RewardFunction] = Registry("reward function")
 
 
@@ -113,7 +113,7 @@ def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
 
 
 def _number(reward: Reward, part: str, value: Any) -> float:
-    if (found := as_float(value)) is not None and abs(found) <= _MOST:
+    if is_valid_reward(found := as_float(value)):
         return found
     raise RewardError(
         f"reward function '{reward.name}' returned {part}{value!r}, expected a finite number (in float32)"

@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -22,7 +23,7 @@ from trinity_lightning.common.failures import raised
 from trinity_lightning.common.threads import is_async, run_in_thread
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
-from trinity_lightning.explorer.rewards import REWARDS, Reward, worth, worth_here
+from trinity_lightning.explorer.rewards import REWARDS, Reward, resolve_rewards, worth, worth_here
 from trinity_lightning.explorer.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -141,6 +142,13 @@ def _sendable(reward: Reward, task: Task) -> bytes:
             f"task {task.batch_id}/{task.task_id} cannot be sent to the process of reward function '{reward.name}': "
             f"{type(error).__name__}: {error}; set explorer.reward_workers=0."
         ) from error
+
+
+def check_all_importable(given: Iterable[Any]) -> None:
+    """`check_importable` of the reward functions of several tasks."""
+    for reward_fn in given:
+        for reward in resolve_rewards(reward_fn):
+            check_importable(reward)
 
 
 def check_importable(reward: Reward) -> str | None:

@@ -154,7 +154,7 @@ def resolve_workflow(workflow: str | type[Workflow]) -> type[Workflow]:
     """The class that `Task.workflow` means: a registered name, a dotted path, or the class itself.
 
     Raises:
-        ConfigError: an unknown name, or something that is no Workflow.
+        ConfigError: an unknown name, or something that is no Workflow or lacks its `run`.
     """
     found = WORKFLOWS.resolve(workflow)
     if not (isinstance(found, type) and issubclass(found, Workflow)):
