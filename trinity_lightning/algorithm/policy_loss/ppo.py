@@ -65,7 +65,7 @@ def check_clip_range(low: float, high: float) -> None:
     number("algorithm.policy_loss.args.clip_range_high", high, least=0)
 
 
-def out_of_range(ratio: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Tensor]:
+def out_of_range(ratio: Tensor, advantages: Tensor, low: float | Tensor, high: float | Tensor) -> dict[str, Tensor]:
     """The tokens that pg_clipfrac, pg_clipfrac_low and pg_clipfrac_high of `ppo` are the shares of, bool [b, r]."""
     below, above = (advantages < 0) & (ratio < 1 - low), (advantages > 0) & (ratio > 1 + high)
     return {"pg_clipfrac": below | above, "pg_clipfrac_low": below, "pg_clipfrac_high": above}
