@@ -58,7 +58,7 @@ def test_parts_of_ones_own_train_together(run_train: RunTrain, tmp_path: Path) -
     write_examples(tmp_path)
     own = [word.replace("workflow.name=", "eval_workflow=") for row in PART_ROWS for word in shlex.split(row[2])]
     small = ["explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=8", "eval_sampling.max_tokens=2"]
-    quiet = ["logger=csv", "save_model=false", "explorer.eval_interval=0", "workflow.args.max_turns=2"]
+    quiet = ["logger=csv", "save_model=false", "explorer.eval_interval=9", "workflow.args.max_turns=2"]
     done = run_train(tmp_path, "+recipe=grpo", "model=tiny", "steps=2", *own, *small, *quiet)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "my_engine.PlainEngine (fp32)" in done.stdout

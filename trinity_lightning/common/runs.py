@@ -9,15 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeGuard
 
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
+from trinity_lightning.config.values import FLOAT32_MOST
 
 # Relative to the largest absolute reward: 0.1 + 0.2 against 0.3 differs by 1.8e-16 of it, float32 rounding by 6e-8.
 EQUAL_TOLERANCE = 1e-6
-_MOST = 3.4028234663852886e38  # float32's largest, in which advantages are computed
 
 
 def is_valid_reward(reward: float | None) -> TypeGuard[float]:
     """Whether a reward is a finite number in float32."""
-    return reward is not None and abs(reward) <= _MOST  # NaN is not
+    return reward is not None and abs(reward) <= FLOAT32_MOST  # NaN is not
 
 
 def equal_rewards(rewards: Sequence[float]) -> bool:

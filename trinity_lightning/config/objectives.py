@@ -116,7 +116,7 @@ class CriticConfig(Section, key="algorithm.critic"):
     warmup_steps: int = checked(0, whole_number, least=0)
     whiten: bool = checked(True, flag)
     kl_coef: float = checked(0.0, number, least=0)
-    kl_name: str = checked("k1", one_of, names=[n for n in PARTS["KL estimate"] if n != "none"], only_with="kl_coef")
+    kl_name: str = checked("k1", one_of, names=[name for name in PARTS["KL estimate"] if name != "none"])
     kl_target: float | None = checked(None, number, above=0, optional=True)
 
     def __post_init__(self) -> None:
@@ -177,6 +177,10 @@ def check_critic(run: TrainConfig) -> None:
         raise ConfigError(
             "workflow.args.step_reward=own gives a step its own reward, and algorithm.critic does not see the steps "
             "behind it: set workflow.args.step_reward=return, or workflow.args.mode=single."
+        )
+    if critic.kl_name != CriticConfig.kl_name and critic.kl_coef == 0:
+        raise ConfigError(
+            "algorithm.critic.kl_name has no effect without algorithm.critic.kl_coef: set that, or leave it out."
         )
     if critic.warmup_steps >= (steps := run.steps * run.items):
         raise ConfigError(

@@ -27,6 +27,7 @@ def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> str:
 
 T = TypeVar("T")
 AUTO = "auto"
+FLOAT32_MOST = 3.4028234663852886e38  # in which rewards are weighed
 
 
 def number(

@@ -223,4 +223,4 @@ def test_a_reward_beyond_float32_is_as_an_infinite_one(caplog):
     count, metrics, calls = run([("reinforce", {})], experiences([1e39, 0], [3e38, 1]))
     assert (count, metrics["group_advantages/invalid_group_count"]) == (2, 1)
     assert [exp.eid.task for [exp, _] in calls] == [1]
-    assert "left out 1 groups with a reward that is no finite number (of float32): 1/0" in caplog.text
+    assert "left out 1 groups with a reward that is no finite number: 1/0" in caplog.text

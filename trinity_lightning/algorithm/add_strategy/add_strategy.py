@@ -60,7 +60,7 @@ def split_valid(
     for exp in (exp for id_ in invalid for exp in groups[id_]):
         mark_untrained(exp, f"invalid {numbers}")
     if invalid:
-        what = "left out %d groups with a %s that is no finite number (of float32): %s"
+        what = "left out %d groups with a %s that is no finite number: %s"
         logger.warning(what, len(invalid), numbers, ", ".join(invalid))
     return valid, len(invalid)
 

@@ -6,10 +6,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from trinity_lightning.common.runs import is_valid_reward
 from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.values import as_float, number
+from trinity_lightning.config.values import FLOAT32_MOST, as_float, number
 from trinity_lightning.errors import ConfigError, RewardError
 from trinity_lightning.explorer.tasks.task import Task
 
@@ -113,7 +112,7 @@ def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
 
 
 def _number(reward: Reward, part: str, value: Any) -> float:
-    if is_valid_reward(found := as_float(value)):
+    if (found := as_float(value)) is not None and abs(found) <= FLOAT32_MOST:
         return found
     raise RewardError(
         f"reward function '{reward.name}' returned {part}{value!r}, expected a finite number (in float32)"
