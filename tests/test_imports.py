@@ -93,7 +93,7 @@ DEFAULT_RUN = (
     "common.experience.codec",
 )
 MAX_DEFAULT_RUN = 8_000  # lines of code
-MAX_FILES, MAX_LINES = 35_608, 35_612  # of the package
+MAX_FILES, MAX_LINES = 182, 35_612  # of the package
 
 
 @functools.cache
