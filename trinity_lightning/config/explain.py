@@ -104,14 +104,14 @@ def _explain_yaml(error: yaml.MarkedYAMLError) -> str:
 
 
 def _explain_grammar(override: str) -> str:
-    if not override.partition("=")[0] or "=" not in override:
+    key, equals, value = override.partition("=")
+    if not (key and equals):
         names = {each: each for each in PROGRAMS} | {each: f"+recipe={each}" for each in options("recipe")}
         hint = f" Did you mean {names[match]}?" if (match := nearest(override, names)) else ""
         return f"cannot read the override '{override}': give KEY=VALUE.{hint}"
-    return (
-        f"cannot read the override '{override}': close every bracket and quote, and quote a value with other "
-        "characters that mean something to Hydra: 'KEY=\"VALUE\"'."
-    )
+    quoted = value.strip('"')
+    hint = f"quote a value with other characters that mean something to Hydra: '{key}=\"{quoted}\"'"
+    return f"cannot read the override '{override}': close every bracket and quote, and {hint}."
 
 
 def _explain_group(override: Override) -> str:
