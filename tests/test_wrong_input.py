@@ -355,6 +355,7 @@ REFUSED = {
         ["model.lora cannot be null; give {KEY: VALUE}, or leave it out."],
     ),
     "null for a number": (["+recipe=grpo", "steps=null"], ["steps cannot be null; give a value."]),
+    "null for a new entry": (["+recipe=grpo", "+tasksets.a=null"], ["tasksets.a cannot be null; give"]),
     "a number for a section": (["+recipe=grpo", "workflow.args=3"], ["workflow.args has keys; give {KEY: VALUE}."]),
     "a mapping for text": (["+recipe=grpo", "name={a: 1}"], ["name", "give some text."]),
     "a setting of a choice that was not made": (

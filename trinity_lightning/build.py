@@ -89,11 +89,7 @@ class Run:
 
 
 def build(config: DictConfig) -> Run:
-    """The parts of a run, connected.
-
-    Raises:
-        ConfigError, ValueError, TypeError: a name or an argument that a part does not know.
-    """
+    """The parts of a run, connected; a ConfigError, ValueError or TypeError: a name or argument that no part knows."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     quiet_lightning()

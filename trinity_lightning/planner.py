@@ -183,11 +183,7 @@ def _model(name: str) -> Any:
 
 
 def gpu_of(asked: "PlanConfig", accelerator: str) -> tuple[str, Gpu] | None:
-    """The GPU to plan for and its name; None: this machine's CPU.
-
-    Raises:
-        ConfigError: it is not in the table, or the trainer is to be on the CPU.
-    """
+    """The GPU to plan for and its name; None: this CPU. ConfigError: not in the table, or the trainer on the CPU."""
     if asked.device is not None:
         if accelerator == "cpu":
             raise ConfigError(f"plan.device is {asked.device}, and trainer.accelerator is cpu: leave one of them out.")
@@ -238,11 +234,7 @@ def _copied_a_second() -> float:
 
 
 def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware) -> Engines:
-    """How the engines of a run with rollouts are spread.
-
-    Raises:
-        ConfigError: their GPUs are not shared out evenly, or are the trainer's, or the heads cannot be split.
-    """
+    """How engines are spread. ConfigError: GPUs that cannot be shared out, or are the trainer's; heads not to split."""
     engine, gpus = run.engine, list(run.engine.gpus or ())
     if not capabilities_of(engine.name).overlaps_training:
         each = trainers_of(run.trainer or {}, hardware.machine.count) if engine.per_rank else 1

@@ -112,7 +112,7 @@ class ExperienceLoader:
         return self.optimizer_steps * self.inner_epochs
 
     def __iter__(self) -> Iterator[OptimizerBatch]:
-        if self.storage.batch == 0:
+        if self.storage.batch == 0 and not self.storage.experiences:
             raise ConfigError("there are no rollouts to train on: give the Trainer an ExplorerCallback.")
         if self._explore_step != self.storage.batch or self._position >= len(self):
             self._explore_step, self._position = self.storage.batch, 0

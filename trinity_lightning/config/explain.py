@@ -193,7 +193,8 @@ def end_run(error: BaseException, folder: str | Path | None) -> NoReturn:
             raise error
         error = error.__context__  # Ctrl-C within fit, which Lightning makes an exit
     sentence = explain(error) if isinstance(error, OmegaConfBaseException) else str(error) or "interrupted."
-    record = logging.LogRecord("trinity_lightning", logging.ERROR, "", 0, sentence, None, sys.exc_info())
+    level, trace = (logging.WARNING, None) if isinstance(error, KeyboardInterrupt) else (logging.ERROR, sys.exc_info())
+    record = logging.LogRecord("trinity_lightning", level, "", 0, sentence, None, trace)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(record)
@@ -280,7 +281,9 @@ def sentence_of(error: OmegaConfBaseException) -> str:
 def _instead_of_null(key: str, error: OmegaConfBaseException) -> str:
     """What to give: a value, or, of a section, its keys or nothing."""
     parent = error.parent_node
-    if not (isinstance(parent, DictConfig) and isinstance(parent._get_node(error.key), DictConfig)):
+    if not (
+        isinstance(parent, DictConfig) and isinstance(parent._get_node(error.key, validate_access=False), DictConfig)
+    ):
         return "give a value"
     can_be_deleted = error.object_type in (dict, TrainConfig)
     return "give {KEY: VALUE}, or leave it out" + (f": '~{key}'" if can_be_deleted else "")

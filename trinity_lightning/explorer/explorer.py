@@ -79,7 +79,7 @@ class TaskSource:
 
     def __post_init__(self) -> None:
         if not isinstance(self.taskset, TaskSelection):
-            raise ConfigError(f"the taskset of a TaskSource is a {type(self.taskset).__name__}; give Taskset(entries).")
+            raise ConfigError(f"the taskset of a TaskSource is a {type(self.taskset).__name__}; give a TaskSelection.")
         self.sampling = section_of("sampling", SamplingConfig, self.sampling)
         workflow = resolve_workflow(self.workflow)
         workflow.check_args(self.workflow_args)

@@ -379,8 +379,8 @@ class Scheduler:
         with suppress(TimeoutError):
             async with limit:
                 await self._until_enough(batch, min_num)
-        if timeout is None and running and limit.expired():
-            await asyncio.wait(running, timeout=CANCEL_GRACE_SECONDS * (self.config.max_retry_times + 1))
+        if timeout is None and min_num is None and running and limit.expired():
+            await asyncio.wait(running, timeout=CANCEL_GRACE_SECONDS * (self.config.max_retry_times + 2))
         expired = batch.unfinished and (min_num is None or len(batch.finished) < min_num)
         statuses, experiences = batch.collect()
         if expired and clear_timeout_tasks:

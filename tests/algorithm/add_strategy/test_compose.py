@@ -215,8 +215,24 @@ def test_what_a_strategy_of_ones_own_must_return_is_said_with_its_name(name, arg
 )
 def test_what_a_strategy_of_ones_own_gives_that_cannot_be_trained_on_is_refused_by_its_name(value):
     strategy = ComposedAddStrategy([(f"{__name__}.Writing", {"value": value})], ListWriter())
-    with pytest.raises(ExperienceError, match=r"1/0/1/.*: Writing gave it .*: give a finite number for each response"):
+    with pytest.raises(ExperienceError, match=r"1/0/1/.*: add strategy .*Writing gave it .*: give finite numbers"):
         asyncio.run(strategy.add(experiences([0, 1]), 1))
+
+
+def test_a_masked_token_may_have_any_advantage():
+    step = experiences([0, 1])
+    step[1].action_mask = torch.tensor([True, False])
+    strategy = ComposedAddStrategy(
+        [(f"{__name__}.Writing", {"value": torch.tensor([0.5, float("nan")])})], ListWriter()
+    )
+    assert asyncio.run(strategy.add(step, 1))[0] == 2
+
+
+def test_what_comes_with_nan_may_be_weighed_anew():
+    step = experiences([0, 1])
+    step[0].advantages = torch.full((2,), float("nan"))
+    count, _, _ = run([(f"{__name__}.Writing", {"value": torch.zeros(2)}), ("grpo", {})], step)
+    assert count == 2
 
 
 def test_a_reward_beyond_float32_is_as_an_infinite_one(caplog):

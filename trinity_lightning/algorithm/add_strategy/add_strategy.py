@@ -195,16 +195,6 @@ def check_returned(strategy: AddStrategy, method: str, returned: Any, first: typ
         raise ConfigError(f"{type(strategy).__name__}.{method} must return ({meant}), not {found}.")
 
 
-def check_weighed(strategy: AddStrategy, written: Sequence[Experience]) -> None:
-    """ExperienceError unless advantages and returns that a strategy wrote are finite, one a response token."""
-    for exp in written:
-        for values in (exp.advantages, exp.returns):
-            is_row = isinstance(values, Tensor) and values.shape == action_mask(exp).shape
-            if values is not None and not (is_row and values.isfinite().all()):
-                what = f"{type(strategy).__name__} gave it {values!r:.60}: give a finite number for each response token"
-                raise ExperienceError(f"experience {exp.eid}: {what}.")
-
-
 class GroupAdvantageStrategy(AddStrategy):
     """An add strategy that compares the experiences of a group with each other.
 
@@ -359,6 +349,7 @@ class ComposedAddStrategy(AddStrategy):
         self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._writers, strict=True)]
         self._labels = numbered([name for name, _ in specs])
         self.refills = self.strategies[0].refills
+        self._is_own = specs[-1][0] not in PARTS["add strategy"]
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
@@ -377,8 +368,11 @@ class ComposedAddStrategy(AddStrategy):
             check_returned(strategy, "add", returned, Integral, "number of experiences written, metrics by name")
             count, added = returned
             self.stages[label] = experiences = writer.experiences
-            check_weighed(strategy, experiences)
             metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
+        if self._is_own:
+            from trinity_lightning.common.experience.fields import check_weighed
+
+            check_weighed(experiences, f"add strategy {self._labels[-1]}")
         for call in self._writers[-1].calls:
             await self.writer.write_async(call)
         return count, metrics

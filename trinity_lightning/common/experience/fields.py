@@ -108,7 +108,19 @@ def described(experience: Experience) -> dict[str, Any]:
     return result | {name: value for name, value in values.items() if value is not None}
 
 
-# -- experiences that do not go together -------------------------------------------------------------------------------
+# -- experiences that cannot be trained on, or do not go together ------------------------------------------------------
+
+
+def check_weighed(experiences: Sequence[Experience], by: str) -> None:
+    """ExperienceError unless advantages and returns have a finite number for each response token that is trained."""
+    for exp in experiences:
+        for values in (exp.advantages, exp.returns):
+            mask = torch.ones(len(exp.tokens) - exp.prompt_length) if exp.action_mask is None else exp.action_mask
+            is_row = isinstance(values, Tensor) and values.shape == mask.shape
+            if values is not None and not (is_row and values[mask.bool()].isfinite().all()):
+                raise ExperienceError(
+                    f"experience {exp.eid}: {by} gave it {values!r:.60}: give finite numbers, one a response token."
+                )
 
 
 def no_column(experiences: Sequence[Experience], name: str, dtype: torch.dtype | None) -> ExperienceError:
