@@ -162,7 +162,7 @@ def resume_command(folder: str | Path) -> str | None:
             words += ["--config-dir", source.path]
     words += [each for each in hydra.overrides.task if not each.lstrip("+").startswith(("ckpt_path=", "output_dir="))]
     words += [each for each in hydra.overrides.hydra if not each.startswith(("hydra.mode=", "hydra.run.dir="))]
-    # Another run may be newer. A `hydra.run.dir` that is not ours, such as a recipe's own, has no eye for output_dir.
+    # Another run may be newer. A `hydra.run.dir` that is not ours, such as a recipe's own, does not follow output_dir.
     key = "output_dir" if "trinity.run_dir" in str(OmegaConf.to_container(hydra.run)) else "hydra.run.dir"
     words.append(f"{key}={_quoted(str(Path(folder).absolute()))}")
     return shlex.join([*words, "ckpt_path=last"])

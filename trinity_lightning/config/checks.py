@@ -217,7 +217,7 @@ def check_targets(config: DictConfig) -> None:
 
 
 def _lightning_objects(config: DictConfig) -> dict[str, Mapping[str, Any]]:
-    """They, by their keys; a ConfigError: what stands there is none."""
+    """What `_target_` describes (trainer, callbacks, loggers), by key; a ConfigError: an entry that does not."""
     objects: dict[str, Any] = {}
     for name in FREE:
         node: Any = OmegaConf.to_container(config[name], resolve=False) if config[name] else {}

@@ -131,5 +131,5 @@ def own_capabilities(name: str) -> Capabilities:
             f"engine.name: '{name}' is no engine: give a subclass of trinity_lightning.explorer.models.engine.Engine."
         )
     if getattr(engine, "__abstractmethods__", None):
-        refuse_unfinished("engine", engine)
+        refuse_unfinished("engine.name:", engine)
     return found

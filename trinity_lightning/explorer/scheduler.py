@@ -384,9 +384,10 @@ class Scheduler:
         expired = batch.unfinished and (min_num is None or len(batch.finished) < min_num)
         statuses, experiences = batch.collect()
         if expired and clear_timeout_tasks:
-            lost = sorted(int(scheduled.task.task_id) for scheduled in batch.unfinished)
-            what = "batch %s: %d tasks ended, %d given up, the first of them %s."
-            logger.warning(what, batch_id, len(statuses), len(lost), ", ".join(map(str, lost[:10])))
+            from trinity_lightning.common.failures import listed
+
+            lost = listed(sorted(int(scheduled.task.task_id) for scheduled in batch.unfinished), 10)
+            logger.warning("batch %s: %d tasks ended, given up: %s.", batch_id, len(statuses), lost)
             await self._drop([batch])
         else:
             self._forget_empty([batch])

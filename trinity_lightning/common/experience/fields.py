@@ -115,9 +115,10 @@ def check_weighed(experiences: Sequence[Experience], by: str) -> None:
     """ExperienceError unless advantages and returns have a finite number for each response token that is trained."""
     for exp in experiences:
         for values in (exp.advantages, exp.returns):
-            mask = torch.ones(len(exp.tokens) - exp.prompt_length) if exp.action_mask is None else exp.action_mask
+            if values is None or (mask := exp.action_mask) is None:  # without a mask there is no response
+                continue
             is_row = isinstance(values, Tensor) and values.shape == mask.shape
-            if values is not None and not (is_row and values[mask.bool()].isfinite().all()):
+            if not (is_row and values[mask.bool()].isfinite().all()):
                 raise ExperienceError(
                     f"experience {exp.eid}: {by} gave it {values!r:.60}: give finite numbers, one a response token."
                 )

@@ -328,7 +328,7 @@ def taskset_of(config: "TasksetConfig", settings: Mapping[str, Any]) -> "Taskset
 
 
 def check_files(tasksets: Iterable["TasksetConfig"]) -> None:
-    """Refuse files of rows as their tasksets would; one that is too large to be read twice is left to its own."""
+    """Refuse files of rows as their tasksets would; one too large to be read twice waits for its taskset to be made."""
     from trinity_lightning.explorer.tasks.taskset import Taskset
 
     for each in tasksets:
