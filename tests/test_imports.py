@@ -1,13 +1,10 @@
-"""The architecture as tests: imports go one way, heavy libraries load late, and what must be read stays small."""
+"""The architecture as tests: imports go one way, heavy libraries load late, files and functions stay short."""
 
 import ast
 import functools
-import io
-import re
 import subprocess
 import sys
-import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -77,23 +74,6 @@ MAY_USE_LIGHTNING = {
 
 MAX_FILE_LINES = 600  # cut by idea, not by length
 MAX_FUNCTION_LINES = 50  # of code: signatures with their types and docstrings may be as long as they need
-
-# What `+recipe=grpo` starts from: the modules that its names in the table of parts stand for are imported by name, and
-# metrics.csv, the report and what experiences are sent as by a function that every run calls.
-DEFAULT_RUN = (
-    "train",
-    "build",
-    "explorer.models.vllm_engine",
-    "explorer.workflows.workflow",
-    "explorer.rewards.answers",
-    "algorithm.add_strategy.add_strategy",
-    "algorithm.policy_loss.ppo",
-    "monitor.csv_logger",
-    "monitor.report",
-    "common.experience.codec",
-)
-MAX_DEFAULT_RUN = 8_000  # lines of code
-MAX_FILES, MAX_LINES = 182, 35_612  # of the package
 
 
 @functools.cache
@@ -186,115 +166,3 @@ def test_files_and_functions_stay_short() -> None:
                 if length > MAX_FUNCTION_LINES:
                     long.append(f"{module}.{node.name}: {length} lines")
     assert not long, "\n".join(long)
-
-
-# -- what must be read -------------------------------------------------------------------------------------------------
-
-
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
-
-
-def lines_of_code(source: str) -> int:
-    """Lines without docstrings, imports, comments and blank ones."""
-    left_out: set[int] = set()
-    for node in ast.walk(parsed(source)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            left_out.update(range(node.lineno, (node.end_lineno or 0) + 1))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body and ast.get_docstring(node, clean=False) is not None else None
-            left_out.update(range(first.lineno, (first.end_lineno or 0) + 1) if first else ())
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    lines = {n for token in tokens if token.type not in NO_CODE for n in range(token.start[0], token.end[0] + 1)}
-    return len(lines - left_out)
-
-
-def imported_at_once(nodes: Sequence[ast.stmt]) -> Iterator[str]:
-    """What a module imports when it is imported itself: not within its functions, nor for type checkers alone."""
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.If):
-            for_checkers = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-            yield from imported_at_once(node.orelse if for_checkers else [*node.body, *node.orelse])
-        elif isinstance(node, ast.Try | ast.With | ast.ClassDef):
-            yield from imported_at_once(node.body)
-
-
-def closure(starts: Sequence[str]) -> set[str]:
-    """The modules of the package that are imported with these, packages of modules included."""
-    found: set[str] = set()
-    waiting = list(starts)
-    while waiting:
-        name = waiting.pop()
-        while name and name not in MODULES:  # a name within a module, or a library
-            name = name.rpartition(".")[0]
-        if name and name not in found:
-            found.add(name)
-            waiting += [name.rpartition(".")[0], *imported_at_once(parsed(MODULES[name].read_text()).body)]
-    return found
-
-
-def test_the_default_run_needs_little_of_the_package() -> None:
-    needed = closure([f"{PACKAGE}.{name}" for name in DEFAULT_RUN])
-    sizes = {name: lines_of_code(MODULES[name].read_text()) for name in needed}
-    largest = sorted(sizes, key=lambda name: -sizes[name])[:10]
-    assert sum(sizes.values()) <= MAX_DEFAULT_RUN, f"{sum(sizes.values())}, most of them in {largest}"
-
-
-def bound_in(nodes: Sequence[ast.stmt]) -> Iterator[str]:
-    """The names that a module has as soon as it is imported; others are imported when they are asked for."""
-    for node in nodes:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
-
-
-def test_the_default_run_asks_packages_for_nothing_that_they_import_later() -> None:
-    """What is counted is then all that is imported."""
-    late = []
-    for name in closure([f"{PACKAGE}.{name}" for name in DEFAULT_RUN]):
-        for imported in imported_at_once(parsed(MODULES[name].read_text()).body):
-            package, _, attribute = imported.rpartition(".")
-            if package in MODULES and imported not in MODULES:
-                bound = bound_in(parsed(MODULES[package].read_text()).body)
-                late += [] if attribute in bound else [f"{name} imports {imported}"]
-    assert not late, "\n".join(late)
-
-
-def test_the_package_does_not_grow() -> None:
-    lines = sum(len(path.read_text().splitlines()) for path in MODULES.values())
-    assert (len(MODULES) <= MAX_FILES, lines <= MAX_LINES) == (True, True), f"{len(MODULES)} files, {lines} lines"
-
-
-def test_an_experience_passes_through_few_modules() -> None:
-    """From vLLM to the loss, as the picture in docs/architecture.md numbers them."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    [picture] = re.findall(r"TRY IT(.*?)THE LOSS", page, re.DOTALL)
-    way = [f"{PACKAGE}.{path.replace('/', '.')}" for path in re.findall(r"\d  ([\w/]+)\.py", picture)]
-    assert picture.count(".py") == len(way), "a file on the way has no number"
-    assert 10 < len(way) <= 20
-    assert {name.removesuffix(".__init__") for name in way} <= closure([f"{PACKAGE}.{name}" for name in DEFAULT_RUN])
-
-
-def test_code_is_counted_without_docstrings_imports_and_comments() -> None:
-    source = '"""A."""\n\nimport ast\n\n# b\ndef f() -> None:\n    """C.\n\n    D.\n    """\n    x = """\n    e"""\n'
-    assert lines_of_code(source) == 3
-
-
-def test_what_is_imported_late_is_not_at_once() -> None:
-    source = "if TYPE_CHECKING:\n    import a\nelse:\n    import b\ntry:\n    from c import d\nexcept E:\n    pass\n"
-    source += "def f():\n    import g\n"
-    assert list(imported_at_once(parsed(source).body)) == ["b", "c.d"]
