@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -143,12 +144,31 @@ def test_what_is_no_state_is_refused():
         numbered(5).load_state_dict({"cursor": 3})
 
 
-def test_a_bad_entry_is_named_and_the_cursor_stays():
-    taskset = Taskset([{"prompt": "a"}, {"prompt": ""}], name="sums", order="sequential")
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="taskset 'sums', entry 1: field 'prompt' is empty"):
-            taskset.next_batch(2)
-    assert indices(taskset.next_batch(1)) == [0]
+def test_bad_entries_are_refused_together_and_the_first_five_are_named(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    bad = {120: "", 150: None, 151: 3, 160: "", 170: "", 199: ""}
+    file.write_text("".join(json.dumps({"prompt": bad.get(index, f"p{index}")}) + "\n" for index in range(200)))
+    with pytest.raises(ConfigError) as refused:
+        Taskset.from_config(TasksetConfig(name="sums", source="dataset", path=str(file)))
+    text = str(refused.value)
+    assert text.startswith("taskset 'sums': 6 of 200 entries are refused. line 121 of ")
+    assert [int(line) for line in re.findall(r"line (\d+) of", text)] == [121, 151, 152, 161, 171]
+    assert "field 'prompt' holds int" in text
+    assert text.endswith("And 1 more.")
+
+
+def test_one_bad_entry_is_named():
+    with pytest.raises(ConfigError, match="taskset 'sums', entry 1: field 'prompt' is empty"):
+        Taskset([{"prompt": "a"}, {"prompt": ""}], name="sums")
+
+
+def test_only_the_first_of_generated_entries_is_looked_at():
+    class Generated(list):
+        generated = True
+
+    Taskset(Generated([{"prompt": "a"}, {"prompt": ""}]))
+    with pytest.raises(ConfigError, match="entry 0: field 'prompt' is empty"):
+        Taskset(Generated([{"prompt": ""}, {"prompt": "a"}]))
 
 
 @pytest.mark.parametrize(
@@ -178,16 +198,32 @@ def test_a_wrong_taskset_says_so_at_once(entries, options, message):
     ],
 )
 def test_entries_without_the_answer_that_the_reward_needs_are_refused(workflow, reward, refused):
-    """At the start, by the first entry: not by every rollout."""
+    """At the start, and not by every rollout."""
     entries = [{"prompt": "1 + 1 =", "solution": 2}]
     with pytest.raises(ConfigError, match=f"{refused} compares with: set .*answer_field") if refused else nullcontext():
         TaskSource(Taskset(entries), workflow, reward)
     TaskSource(Taskset(entries, formatter=Formatter(answer_field="solution")), workflow, reward)
 
 
+def test_every_entry_needs_the_answer_and_what_a_reward_checks_itself():
+    def positive(response, task):
+        return 1.0
+
+    def check_task(raw_task):
+        if raw_task["answer"] < 0:
+            raise ConfigError("the answer is below 0.")
+
+    positive.check_task = check_task
+    taskset = Taskset([{"prompt": "a", "answer": answer} for answer in (1, None, 2, -3)], name="sums")
+    with pytest.raises(ConfigError, match="taskset 'sums', entry 1: no answer"):
+        TaskSource(taskset, "simple", "exact_match")
+    with pytest.raises(ConfigError, match="taskset 'sums', entry 3: the answer is below 0"):
+        TaskSource(Taskset([{"prompt": "a", "answer": answer} for answer in (1, 4, 2, -3)], name="sums"), Own, positive)
+
+
 def test_every_taskset_of_a_mixture_needs_answers():
     tasksets = [Taskset.addition(), numbered(2, name="without")]
-    with pytest.raises(ConfigError, match="taskset 'without' have no answer"):
+    with pytest.raises(ConfigError, match=r"taskset 'without': 2 of 2 entries are refused\. entry 0: no answer"):
         TaskSource(TasksetMixture(tasksets, [1, 1]), "math")
 
 

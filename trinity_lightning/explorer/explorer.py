@@ -85,18 +85,30 @@ class TaskSource:
         workflow.check_args(self.workflow_args)
         reward_fn = getattr(workflow, "default_reward", None) if self.reward_fn is None else self.reward_fn
         rewards = resolve_rewards(reward_fn)
-        if workflow.__module__.startswith(f"{__package__}."):  # one's own may find the answer elsewhere
-            self._check_answers(rewards)
+        reads_answer = workflow.__module__.startswith(f"{__package__}.")  # one's own may find the answer elsewhere
+        self._check_entries(rewards, reads_answer)
 
-    def _check_answers(self, rewards: Sequence[Reward]) -> None:
-        """Refuse tasksets whose first entry has no answer for a reward function that compares with it."""
+    def _check_entries(self, rewards: Sequence[Reward], reads_answer: bool) -> None:
+        """Refuse entries that a reward function cannot judge by, all of them in one message for each taskset.
+
+        A reward function says so itself, by an attribute `check_task`: a function that raises a ConfigError for a raw
+        task. One that compares with the answer (`reads_answer`) needs one.
+        """
         comparing = [reward.name for reward in rewards if getattr(reward.function, "reads_answer", False)]
-        for taskset in self.taskset.tasksets.values():
-            if comparing and ANSWER not in next(iter(taskset), {ANSWER: None}):
+        checks = [check for reward in rewards if (check := getattr(reward.function, "check_task", None))]
+
+        def check_entry(raw_task: dict[str, Any]) -> None:
+            if comparing and reads_answer and ANSWER not in raw_task:
                 raise ConfigError(
-                    f"entries of taskset '{taskset.name}' have no answer, which reward function '{comparing[0]}' "
-                    "compares with: set the taskset's answer_field, or choose another reward."
+                    f"no answer, which reward function '{comparing[0]}' compares with: set the taskset's answer_field, "
+                    "or choose another reward."
                 )
+            for check in checks:
+                check(raw_task)
+
+        if checks or (comparing and reads_answer):
+            for taskset in self.taskset.tasksets.values():
+                taskset.check_entries(check_entry)
 
     @property
     def name(self) -> str:

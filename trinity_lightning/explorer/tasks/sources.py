@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FIRST_ENTRIES = 100  # of a dataset, which are looked at when it is opened
-
 # What reasoning-gym raises for arguments that do not fit: its validation is made of assert statements.
 _REFUSALS = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError)
 # Its datasets whose entries follow from the order of a set of texts, which is another in every process.
@@ -49,6 +47,8 @@ class ReasoningGymEntries:
     Raises:
         ConfigError: an unknown dataset, or a size or argument that it refuses.
     """
+
+    generated = True
 
     def __init__(self, name: str, size: int, seed: int, config: dict[str, Any]) -> None:
         import reasoning_gym  # a second to import, and needed by no other source
@@ -308,8 +308,7 @@ def taskset_of(config: "TasksetConfig", settings: Mapping[str, Any]) -> "Taskset
     """The taskset that a configuration describes, of reasoning-gym or of a dataset; `settings`: those of any source.
 
     Entry i of reasoning-gym is drawn from seed + i: for two tasksets without a common entry, keep their seeds `size`
-    apart. The first entries of a dataset are looked at, for one without a prompt to be refused by file and line before
-    an engine is loaded. A ConfigError: a path or size that is missing, or as the source says.
+    apart. A ConfigError: a path or size that is missing, or as the source and `Taskset` say.
     """
     from trinity_lightning.explorer.tasks.taskset import Taskset
 
@@ -321,10 +320,7 @@ def taskset_of(config: "TasksetConfig", settings: Mapping[str, Any]) -> "Taskset
         generated = ReasoningGymEntries(config.path, config.size, config.seed, dict(config.args))
         return Taskset(generated, name=config.name, **settings)
     entries = dataset_entries(config.path, config.split, config.args.get("subset"))
-    taskset = Taskset(entries, name=config.name, difficulty_field=config.difficulty_field, **settings)
-    for index in range(min(len(taskset), FIRST_ENTRIES)):
-        taskset[index]
-    return taskset
+    return Taskset(entries, name=config.name, difficulty_field=config.difficulty_field, **settings)
 
 
 def check_files(tasksets: Iterable["TasksetConfig"]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trinity_lightning.common.rows import check_rows
 from trinity_lightning.config.schema import TASK_ORDERS, TasksetConfig
 from trinity_lightning.config.values import one_of, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
@@ -28,7 +29,10 @@ _SPLIT_SEED = 0
 
 
 class Entries(Protocol):
-    """Entries by position: a list of dicts, a Hugging Face dataset, or a generator of entries by index."""
+    """Entries by position: a list of dicts, a Hugging Face dataset, or a generator of entries by index.
+
+    A generator has an attribute `generated` that is true: only its first entry is looked at before a run begins.
+    """
 
     def __len__(self) -> int: ...
 
@@ -154,7 +158,7 @@ class Taskset(TaskSelection):
         difficulty_field: an entry's field with a number, for `easy_to_hard`.
 
     Raises:
-        ConfigError: no entries, an unknown order, a difficulty that is no number, or a first entry that the formatter
+        ConfigError: no entries, an unknown order, a difficulty that is no number, or entries that the formatter
             refuses.
     """
 
@@ -185,13 +189,13 @@ class Taskset(TaskSelection):
             formatter = Formatter()
         self._formatter = formatter
         self._position = 0  # raw tasks handed out since the first epoch began
+        self.check_entries(lambda _: None)  # what is wrong shows now, not in the middle of a run
         if order in ("sequential", "shuffled"):
             self._order = Order(len(entries), seed if order == "shuffled" else None)
         else:
             from trinity_lightning.explorer.tasks.selection import order_by_difficulty
 
             self._order = order_by_difficulty(order, entries, name, seed, difficulty_field)
-        self[0]  # a wrong field name shows now, not in the middle of a run
 
     @classmethod
     def addition(
@@ -249,10 +253,25 @@ class Taskset(TaskSelection):
         """The raw task of entry `index`; a new dict each time, whose values are the entry's own."""
         index = range(len(self))[index]
         try:
-            task = self._formatter(self._entries[index])
+            return self._raw_task(index)
         except ConfigError as error:
             raise ConfigError(f"taskset '{self.name}', {self.place(index)}: {error}") from error
+
+    def _raw_task(self, index: int) -> dict[str, Any]:
+        task = self._formatter(self._entries[index])
         return task | {"task_index": {"taskset_id": self.name, "index": index}}
+
+    def check_entries(self, check: Callable[[dict[str, Any]], object]) -> None:
+        """Look at the raw task of every entry, or of the first one if entries are generated.
+
+        Args:
+            check: raises a ConfigError for a raw task that cannot be used.
+
+        Raises:
+            ConfigError: entries that the formatter or the check refuses, all of them in one message.
+        """
+        count = 1 if getattr(self._entries, "generated", False) else len(self)
+        check_rows(f"taskset '{self.name}'", count, lambda index: check(self._raw_task(index)), self.place)
 
     @functools.cached_property
     def _content(self) -> int:
