@@ -1,6 +1,7 @@
 import functools
 import importlib.util
 import json
+import shutil
 import string
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from trinity_lightning.config.built_in_models import BUILDERS, smollm2_gguf, wri
 from trinity_lightning.config.models import (
     cache_folder,
     check_model_name,
+    load_generation_config,
     load_tokenizer,
     resolve_model,
 )
@@ -371,3 +373,15 @@ def test_smollm2_is_an_ordinary_checkpoint(smollm2):
     text = chat(tokenizer, tokenize=False)
     assert text.endswith(f"<|im_start|>user\n{QUESTION[0]['content']}<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.tokenize("12 + 305") == ["1", "2", "Ġ+", "Ġ", "3", "0", "5"]  # a digit a token, as in training
+
+
+def test_end_tokens_are_those_of_the_generation_config_or_of_the_models_own(tiny, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5], "temperature": 0.6}')
+    assert load_generation_config(str(folder)).eos_token_id == [3, 5]
+    (folder / "generation_config.json").unlink()
+    assert load_generation_config(str(folder)).eos_token_id == load_tokenizer(str(folder)).eos_token_id
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ModelLoadError):
+        load_generation_config(str(folder))

@@ -16,7 +16,7 @@ from trinity_lightning import config as late
 from trinity_lightning.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
 CACHE_VARIABLE = "TRINITY_LIGHTNING_CACHE"
@@ -84,6 +84,24 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def load_generation_config(name: str) -> GenerationConfig:
+    """The model's settings of generation, of which its end tokens count here: those of config.json if it has no others.
+
+    Errors as `resolve_model`, or a ModelLoadError: there is no model under that name.
+    """
+    source = resolve_model(name)
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except (OSError, ValueError):  # it has no generation_config.json
+        pass
+    try:
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot load the configuration of model '{name}': {error}") from error
 
 
 def _check_smollm2_packages() -> None:

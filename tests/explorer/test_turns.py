@@ -1,0 +1,73 @@
+"""Where turns begin and end: BOS once, and the end tokens of templates, tokenizers and generation_config.json."""
+
+import pytest
+from support.chat_tokenizers import byte_tokenizer
+from transformers import GenerationConfig
+
+from trinity_lightning.explorer.models.turns import encode_text, end_tokens, turn_end
+
+OPEN = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHAT = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}" + OPEN
+MARKED = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}" + OPEN
+PHI = CHAT.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+PARTS = CHAT.replace("m.content", "m.content[0].text")
+ROLES = ["<|user|>", "<|assistant|>", "<|tool|>"]
+
+
+def names(tokenizer, token_ids):
+    return set(tokenizer.convert_ids_to_tokens(sorted(token_ids)))
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "ends", "closing"),
+    [
+        (CHAT, "<|end|>", {"<|end|>"}, "<|end|>"),
+        (CHAT, "<eos>", {"<|end|>", "<eos>"}, "<|end|>"),
+        (CHAT.replace("'<|end|>'", "'\n<|stop|><|end|>\n'"), "<|end|>", {"<|end|>"}, "\n<|stop|><|end|>"),
+        (PHI, "<eos>", {"<|end|>", "<eos>"}, "<|end|>"),
+        (PARTS, "<eos>", {"<|end|>", "<eos>"}, "<|end|>"),
+        (MARKED, "<eos>", {"<|user|>", "<|tool|>", "<eos>"}, "<eos>"),
+        (MARKED.replace("'<|' + m.role + '|>'", "m.role + ': '"), "<eos>", {"<eos>"}, "<eos>"),
+        ("{{ raise_exception('none') }}", "<eos>", {"<eos>"}, "<eos>"),
+        (None, "<eos>", {"<eos>"}, "<eos>"),
+    ],
+    ids=[
+        "own",
+        "beside the tokenizer's",
+        "several tokens",
+        "a conversation's",
+        "parts",
+        "marker",
+        "text",
+        "error",
+        "no",
+    ],
+)
+def test_what_ends_a_turn(template, eos, ends, closing):
+    tokenizer = byte_tokenizer(template, [*ROLES, "<|end|>", "<|stop|>"], eos)
+    end = turn_end(tokenizer)
+    assert names(tokenizer, end.tokens) == ends
+    assert tokenizer.decode(end.closing) == closing
+
+
+def test_end_tokens_of_the_generation_config_count_and_may_close_a_turn():
+    tokenizer = byte_tokenizer(MARKED, ROLES, "<eos>")
+    user, tool = tokenizer.convert_tokens_to_ids(["<|user|>", "<|tool|>"])
+    end = turn_end(tokenizer, GenerationConfig(eos_token_id=[user, tool, 7]))
+    assert end.tokens == {user, tool, 7, tokenizer.eos_token_id}
+    assert (end.closing, end.closing_calls, end.markers) == ((user,), (tool,), {user, tool})
+    assert end_tokens(tokenizer, GenerationConfig(eos_token_id=7)) == {user, tool, 7, tokenizer.eos_token_id}
+    assert end_tokens(tokenizer, GenerationConfig()) == {user, tool, tokenizer.eos_token_id}
+
+
+@pytest.mark.parametrize("after", ["", "</s>"])
+def test_plain_text_begins_once_and_does_not_end(after):
+    tokenizer = byte_tokenizer(None, [], "</s>", bos="<s>", adds=("<s>", after))
+    plain = tokenizer.encode("Up?", add_special_tokens=False)
+    assert encode_text(tokenizer, "Up?") == encode_text(tokenizer, "<s>Up?") == [tokenizer.bos_token_id, *plain]
+    assert encode_text(tokenizer, "<s>Up?</s>") == [tokenizer.bos_token_id, *plain, tokenizer.eos_token_id]
+
+
+def test_plain_text_of_a_tokenizer_that_adds_nothing_has_nothing_added():
+    tokenizer = byte_tokenizer(None, [], "</s>", bos="<s>")
+    assert encode_text(tokenizer, "Up?") == tokenizer.encode("Up?")

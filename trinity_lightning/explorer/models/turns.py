@@ -1,0 +1,150 @@
+"""Where a turn of a conversation begins and ends, in tokens: for training, expert data and rollouts alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+# Stands for an answer, so that what the template writes around it can be found.
+PLACEHOLDER = "THE-RESPONSE-STANDS-HERE"
+QUESTION: dict[str, Any] = {"role": "user", "content": "."}
+RESULT: dict[str, Any] = {"role": "tool", "content": "."}
+
+# -- the beginning -----------------------------------------------------------------------------------------------------
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of plain text behind what the tokenizer begins a text with, its BOS say, which stands there once.
+
+    The text may have it already, as a rendered chat has. What a tokenizer adds to the end of every text is left out: a
+    prompt that has ended cannot be continued.
+    """
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    beginning = _beginning(tokenizer)
+    return token_ids if token_ids[: len(beginning)] == beginning else [*beginning, *token_ids]
+
+
+def _beginning(tokenizer: Any) -> list[int]:
+    alone, added = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+    return added[: next((place for place in range(len(added)) if added[place : place + len(alone)] == alone), 0)]
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """What ends a turn of the model.
+
+    Attributes:
+        tokens: all end tokens: the tokenizer's, those of generation_config.json, and the chat template's own.
+        closing: token ids that the chat template writes behind a last answer, the first end token included. Where it
+            writes none, the marker of the user's turn if generation_config.json has it, else the tokenizer's end token.
+        closing_calls: as `closing`, behind an answer that calls tools.
+        markers: tokens that begin the next turn and thereby end this one, as in the GLM family; usually none.
+    """
+
+    tokens: frozenset[int]
+    closing: tuple[int, ...]
+    closing_calls: tuple[int, ...]
+    markers: frozenset[int] = field(default=frozenset())
+
+
+def end_tokens(tokenizer: Any, generation_config: Any = None) -> frozenset[int]:
+    """Token ids that end a response: see `TurnEnd.tokens`.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, with or without a chat template.
+        generation_config: the model's, of which `eos_token_id` counts; None: it has none.
+    """
+    return turn_end(tokenizer, generation_config).tokens
+
+
+def turn_end(tokenizer: Any, generation_config: Any = None) -> TurnEnd:
+    """How a turn of the model ends; arguments as `end_tokens`."""
+    listed = getattr(generation_config, "eos_token_id", None)
+    listed = () if listed is None else (listed,) if isinstance(listed, int) else tuple(listed)
+    template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else None
+    return _turn_end(tokenizer, template, tokenizer.eos_token_id, frozenset(listed))
+
+
+@lru_cache(maxsize=16)
+def _turn_end(tokenizer: Any, template: str | None, eos: int | None, listed: frozenset[int]) -> TurnEnd:
+    known = listed if eos is None else listed | {eos}
+    default = () if eos is None else (eos,)
+    if template is None:
+        return TurnEnd(known, default, default)
+    last, question, result = (_behind_answer(tokenizer, message) for message in (None, QUESTION, RESULT))
+    # First what stands there wherever the answer stands: Phi adds an end token to conversations, beside that of a turn.
+    shared = last[: common_length(last, question or last)]
+    for tokens in (shared, last):
+        if closing := _closing(tokenizer, tokens, known):
+            return TurnEnd(known | {closing[-1]}, closing, closing)
+    user, tool = _first_control(tokenizer, question), _first_control(tokenizer, result)
+    markers = frozenset({user, tool} - {None})
+    closing = (user,) if user in listed else default
+    return TurnEnd(known | markers, closing, (tool,) if tool in listed else closing, markers)
+
+
+def _behind_answer(tokenizer: Any, following: dict[str, Any] | None) -> tuple[int, ...]:
+    """What the chat template writes behind an answer, with the next message if there is one; () if it refuses it."""
+    messages = [QUESTION, {"role": "assistant", "content": PLACEHOLDER}, *([following] if following else [])]
+    if takes_parts(tokenizer, tokenizer.get_chat_template()):
+        messages = [in_parts(message) for message in messages]
+    _, answer, behind = _tried(tokenizer, messages).rpartition(PLACEHOLDER)
+    return tuple(tokenizer.encode(behind, add_special_tokens=False)) if answer else ()
+
+
+def _closing(tokenizer: Any, tokens: tuple[int, ...], known: frozenset[int]) -> tuple[int, ...]:
+    """These tokens up to the first that is known to end a turn, or else to the last control token; () without any."""
+    ends = [place for place, token in enumerate(tokens) if token in known][:1]
+    ends = ends or [place for place, token in enumerate(tokens) if is_control(tokenizer, token)][-1:]
+    return tokens[: ends[0] + 1] if ends else ()
+
+
+def _first_control(tokenizer: Any, tokens: tuple[int, ...]) -> int | None:
+    """The control token that the tokens begin with, whitespace aside."""
+    written = (token for token in tokens if not is_space(tokenizer, token))
+    token = next(written, None)
+    return token if token is not None and is_control(tokenizer, token) else None
+
+
+def is_control(tokenizer: Any, token: int) -> bool:
+    """True if the token was added to the vocabulary, as end tokens and the markers of roles are; spaces are none."""
+    added = tokenizer.added_tokens_decoder.get(token)
+    return added is not None and bool(added.content.strip())
+
+
+def is_space(tokenizer: Any, token: int) -> bool:
+    """True if the token's text is whitespace."""
+    return not tokenizer.decode([token], skip_special_tokens=False).strip()
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many elements both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+# -- how a template takes a message's content --------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=16)
+def takes_parts(tokenizer: Any, template: str) -> bool:
+    """True if the chat template shows a content only as a list of parts, as those of models that see do."""
+    message = {"role": "user", "content": PLACEHOLDER}
+    texts = [_tried(tokenizer, [form], chat_template=template) for form in (message, in_parts(message))]
+    return [PLACEHOLDER in text for text in texts] == [False, True]
+
+
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its text as a list of one part."""
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
+
+
+def _tried(tokenizer: Any, messages: list[dict[str, Any]], **settings: Any) -> str:
+    """The conversation as text; empty if the template does not take it: it is a program, with errors of any type."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+    except Exception:
+        return ""
