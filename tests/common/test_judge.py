@@ -43,3 +43,15 @@ def test_the_last_score_counts(verdict: str, score: float) -> None:
 def test_verdicts_without_a_usable_score(verdict: str, told: str) -> None:
     with pytest.raises(VerdictError, match=told):
         read_score(verdict)
+
+
+@pytest.mark.parametrize("verdict", ['<think>Perhaps {"score": 0.1}, or', '[THINK]a[/THINK]{"score": 1}[THINK]b'])
+def test_a_judge_that_was_cut_off_in_its_thoughts_gave_no_score(verdict: str) -> None:
+    with pytest.raises(VerdictError):
+        read_score(verdict)
+
+
+def test_a_score_in_the_judges_thoughts_is_none() -> None:
+    assert read_score('<think>{"score": 0.1}? No.</think>{"score": 0.9}') == 0.9
+    with pytest.raises(VerdictError):
+        read_score('<think>{"score": 0.1}</think>I cannot say.')

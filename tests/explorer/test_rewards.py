@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.runs import ROOT
 
+from trinity_lightning.common.thoughts import MARKERS, Response
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import math_verifier, resolve_rewards, score
@@ -568,6 +569,37 @@ async def asynchronous(response: str, task: Task) -> float:
 
 def parts(response: str, task: Task) -> dict[str, float]:
     return {"length": 0.25, "form": 0.5}
+
+
+# The right answer considered in the thoughts; then another one, and a response that ends in the thoughts.
+JUDGED = {
+    "math": ("12", r"\boxed{12}", r"\boxed{13}"),
+    "accuracy": ("12", "the answer is 12", "the answer is 13"),
+    "last_number": ("12", "12", "13"),
+    "exact_match": ("12", "12", "13"),
+    "countdown": ("", "<answer>4*6</answer>", "I do not know."),
+}
+
+
+@pytest.mark.parametrize("opening", ["<think>", "[THINK]", "<|channel|>analysis<|message|>"])
+@pytest.mark.parametrize("name", JUDGED)
+def test_only_what_stands_behind_the_thoughts_is_an_answer(name: str, opening: str) -> None:
+    answer, right, other = JUDGED[name]
+    task = a_task(answer, nums=[4, 6], target=24)
+    closing = next(markers.closing for markers in MARKERS if opening.startswith(markers.opening))
+    assert scored(name, f"{opening}{right}{closing}{other}", task)[0] == 0
+    assert scored(name, f"{opening}{right}", task)[0] == 0
+    assert scored(name, f"{opening}{other}{closing}{right}", task)[0] == 1
+    assert scored(name, Response(right, opened=True), task)[0] == 0
+
+
+def test_reasoning_gyms_verifier_sees_no_thoughts() -> None:
+    entry = {"question": "2+3", "answer": "5", "metadata": {}}
+    source = {"name": "basic_arithmetic", "config": {}, "entry": entry}
+    task = a_task(reasoning_gym=source)
+    assert reasoning_gym("<think>4?</think>5", task) == 1
+    assert reasoning_gym("<think><answer>5</answer></think>4", task) < 1
+    assert reasoning_gym("<think><answer>5</answer>", task) == 0
 
 
 def test_registered_names() -> None:

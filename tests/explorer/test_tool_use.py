@@ -7,12 +7,21 @@ from typing import Any
 import pytest
 from support.fake_model import FakeModel
 
+from trinity_lightning.common.thoughts import Response
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.conversation import ToolCall
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflows.tool_use import ToolError, ToolUseWorkflow, calculate, make_tool, make_tools
+from trinity_lightning.explorer.workflows.tool_use import (
+    ToolEnvironment,
+    ToolError,
+    ToolUseArguments,
+    ToolUseWorkflow,
+    calculate,
+    make_tool,
+    make_tools,
+)
 
 PATH = "trinity_lightning.explorer.workflows.tool_use.calculate"
 
@@ -181,6 +190,33 @@ def test_step_wise() -> None:
         (1, 1.0, "single_turn"),
     ]
     assert experiences[1].prompt_text == "5"
+
+
+@pytest.mark.parametrize(
+    ("response", "results"),
+    [
+        (f"<think>{call_of('shout', text='a')}? No.</think>None.", []),
+        (f"<think>First <tool_call>, then?</think>{call_of('shout', text='b')}", ["B"]),
+        (f"[THINK]{call_of('shout', text='a')}[/THINK]{call_of('shout', text='b')}", ["B"]),
+        (f"<think>{call_of('shout', text='a')}", []),
+        (Response(call_of("shout", text="a"), opened=True), []),
+        ("<think>I write <tool_call>, no?</think>5", []),
+    ],
+)
+def test_calls_in_thoughts_are_not_made(response: str, results: list[str]) -> None:
+    arguments = ToolUseArguments(tools=[shout])
+    environment = ToolEnvironment(make_tools([shout]), 5.0, 500, arguments.parser())
+    environment.reset(Task("tool_use", {"prompt": "?"}))
+    messages, _, done, _ = asyncio.run(environment.step(response))
+    assert isinstance(messages, list)
+    assert [message["content"] for message in messages] == results
+    assert done is not bool(results)
+
+
+def test_rewards_see_the_thoughts_and_not_the_calls() -> None:
+    thoughts = f"<think>{call_of('shout', text='a')}?</think>"
+    parse = ToolUseArguments(tools=[shout]).parser()
+    assert parse(f"{thoughts}So {call_of('shout', text='b')}")[0] == f"{thoughts}So"
 
 
 def test_a_parser_of_ones_own() -> None:

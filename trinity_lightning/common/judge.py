@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.config.values import text
 from trinity_lightning.errors import ConfigError, RolloutError
 
@@ -27,13 +28,16 @@ def filled(prompt: str, values: Mapping[str, str]) -> str:
 def read_score(verdict: str) -> float:
     """The score, from 0 to 1, of the last JSON object in a text that has one: models may think aloud before it.
 
-    A later score that cannot be used is not passed over for an earlier one, which the judge has taken back.
+    A later score that cannot be used is not passed over for an earlier one, which the judge has taken back. What
+    stands in the judge's thoughts is no verdict.
 
     Raises:
-        VerdictError: there is none, or it is no number from 0 to 1.
+        VerdictError: there is none, or it is no number from 0 to 1; or the judge was cut off in its thoughts.
     """
-    score = None
-    for found in _objects(verdict):
+    answer, score = answer_part(verdict), None
+    if answer is None:
+        raise VerdictError(f"the judge was cut off in its thoughts: give it more max_tokens; it wrote {verdict!r:.200}")
+    for found in _objects(answer):
         score = found.get("score", score)
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise VerdictError(f'the judge\'s verdict has no {{"score": number}}: {verdict!r:.200}')

@@ -3,10 +3,12 @@
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
+from trinity_lightning.common.thoughts import Response, split_thoughts
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.models.chat import Messages, apply_template
 
@@ -88,8 +90,31 @@ class ToolCall:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
+# Reads a response: the text around the calls, and the calls in their order.
+Parser = Callable[[str], tuple[str, list[ToolCall]]]
+
+
+def behind_thoughts(parse: Parser) -> Parser:
+    """Have a parser read what stands behind a response's thoughts: a call that they consider is none.
+
+    The text around the calls begins with the thoughts, for rewards that look at them.
+    """
+
+    @wraps(parse)
+    def parse_answer(response: str) -> tuple[str, list[ToolCall]]:
+        thoughts, answer = split_thoughts(response)
+        if answer is None:
+            return response, []
+        rest, calls = parse(answer)
+        whole = thoughts + rest
+        return response.with_text(whole) if isinstance(response, Response) else whole, calls
+
+    return parse_answer
+
+
+@behind_thoughts
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """The text around the tool calls of a response, and the calls in their order.
+    """The text around the tool calls of a response, and the calls in their order; those in its thoughts are none.
 
     A call that is no JSON object with a name and, if it has any, arguments that are an object, stays in the text.
     """

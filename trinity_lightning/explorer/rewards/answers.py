@@ -1,10 +1,13 @@
 """The answer in a response against the task's, by value; rewards that read the response as plain text are in `text`."""
 
 import re
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
+from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.explorer.tasks.task import Task
 
 # -- Numbers in a text, and the task's answer ------------------------------------------------------------------------
@@ -23,6 +26,20 @@ def reads_answer(function: F) -> F:
     """Mark a reward function that needs the entry's answer."""
     function.reads_answer = True  # type: ignore[attr-defined]
     return function
+
+
+def judges_answer(function: Callable[[str, Task], float]) -> Callable[[str, Task], float]:
+    """Have a reward function judge what stands behind a response's thoughts; one cut off in them is worth 0.
+
+    For plain functions: what is judged is `answer_part` of `common.thoughts`.
+    """
+
+    @wraps(function)
+    def judge(response: str, task: Task) -> float:
+        answer = answer_part(response)
+        return 0.0 if answer is None else function(answer, task)
+
+    return judge
 
 
 def answer_of(task: Task) -> Any:
@@ -144,19 +161,19 @@ def same_answer(given: str, expected: str) -> bool:
 
 
 @reads_answer
+@judges_answer
 def math_boxed_or_last(response: str, task: Task) -> float:
     r"""1 when the response's last `\boxed{...}`, or if it has none its last number, is the task's answer, else 0.
 
     Boxes that a comma, "and (also)", "as well as" or "or" joins to the last one are one answer together:
-    `x = \boxed{2}, y = \boxed{3}` is "2, 3"; of others the last counts, as a correction of those before. Thoughts, up
-    to the last `</think>`, do not count. The task's answer may be the bare answer, a solution that ends in such boxes,
-    or one that ends in "#### answer".
+    `x = \boxed{2}, y = \boxed{3}` is "2, 3"; of others the last counts, as a correction of those before. Only what
+    stands behind the thoughts counts, and a response that was cut off in them is worth 0. The task's answer may be the
+    bare answer, a solution that ends in such boxes, or one that ends in "#### answer".
 
     Raises:
         ValueError: the task has no answer.
     """
     expected = expected_answer(task)
-    response = without_thoughts(response)
     given = find_boxed(response)
     if given is None:
         number = find_last_number(response)
@@ -186,10 +203,6 @@ def expected_answer(task: Task) -> str:
     if not _undecorated(_bare(expected)):
         raise ValueError(f"the task's answer {reference!r} is empty")
     return expected
-
-
-def without_thoughts(response: str) -> str:
-    return response.rpartition("</think>")[2]
 
 
 def _share(number: Fraction, answer: str) -> Fraction:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+from trinity_lightning.explorer.rewards.answers import judges_answer
 from trinity_lightning.explorer.rewards.text import find_last_answer
 from trinity_lightning.explorer.tasks.task import Task
 
@@ -69,6 +70,7 @@ _WRITTEN = {"×": "*", "·": "*", r"\times": "*", r"\cdot": "*", "÷": "/", r"\d
 _OTHER_OPERATORS = re.compile(r"//|%")  # the game has four
 
 
+@judges_answer
 def countdown(response: str, task: Task) -> float:
     """1 for an expression that reaches the target with every number once, 0.1 for any other answer, 0 for none.
 
@@ -115,6 +117,7 @@ def _game(entry: Any) -> tuple[list[Fraction], Fraction]:
 # -- reasoning-gym ----------------------------------------------------------------------------------------------------
 
 
+@judges_answer
 def reasoning_gym(response: str, task: Task) -> float:
     """What the verifier of the entry's reasoning-gym dataset gives, from 0 to 1.
 

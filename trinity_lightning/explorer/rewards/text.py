@@ -11,9 +11,9 @@ from trinity_lightning.explorer.rewards.answers import (
     find_boxed,
     find_last_number,
     find_numbers,
+    judges_answer,
     reads_answer,
     same_answer,
-    without_thoughts,
 )
 from trinity_lightning.explorer.tasks.task import Task
 
@@ -30,6 +30,7 @@ def find_last_answer(text: str) -> str | None:
 
 
 @reads_answer
+@judges_answer
 def last_number(response: str, task: Task) -> float:
     """1 when the last number in the response equals the task's answer (the last number in it), else 0.
 
@@ -43,6 +44,7 @@ def last_number(response: str, task: Task) -> float:
 
 
 @reads_answer
+@judges_answer
 def exact_match(response: str, task: Task) -> float:
     """1 when the response is the task's answer, but for space around either, else 0."""
     return float(response.strip() == str(answer_of(task)).strip())
@@ -79,6 +81,7 @@ _END = 2000  # characters of a response in which an answer without tags and box 
 
 
 @reads_answer
+@judges_answer
 def accuracy(response: str, task: Task) -> float:
     """1 when the response's answer is the task's, else 0; for responses whose answer need be in no box.
 
@@ -92,7 +95,7 @@ def accuracy(response: str, task: Task) -> float:
     Raises:
         ValueError: the task has no answer.
     """
-    expected, response = expected_answer(task), without_thoughts(response)
+    expected = expected_answer(task)
     tagged = find_last_answer(response)
     text = response if tagged is None else tagged
     boxed = find_boxed(text)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.sections import part_config
@@ -400,7 +401,7 @@ class GuessNumber:
 
     def step(self, response: str) -> StepResult:
         self._guesses += 1
-        guess = find_last_number(response)
+        guess = find_last_number(answer_part(response) or "")
         if guess is None or guess != int(guess):
             return "Reply with a whole number.", 0.0, False, {"state": list(self._known)}
         if guess == self._secret:

@@ -8,20 +8,23 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+from trinity_lightning.common.thoughts import split_thoughts
 from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.values import unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.conversation import OPENING, ToolCall, parse_tool_calls
+from trinity_lightning.explorer.models.conversation import (
+    OPENING,
+    Parser,
+    ToolCall,
+    behind_thoughts,
+    parse_tool_calls,
+)
 from trinity_lightning.explorer.rewards.puzzles import evaluate
 from trinity_lightning.explorer.tasks.task import Task, messages_of
 from trinity_lightning.explorer.workflows.multi_turn import Environment, EpisodeArguments, EpisodeWorkflow, StepResult
 
 # -- tools ------------------------------------------------------------------------------------------------------------
-
-
-# Reads a response: the text around the calls, and the calls.
-Parser = Callable[[str], tuple[str, list[ToolCall]]]
 
 
 class ToolError(Exception):
@@ -125,7 +128,7 @@ class ToolEnvironment:
     async def step(self, response: str) -> StepResult:
         """The results of the response's calls, in their order, one after the other."""
         rest, calls = self.parse(response)
-        if not calls and OPENING in rest:
+        if not calls and OPENING in (split_thoughts(rest)[1] or ""):
             results = [self._message("unknown", "error: this is no valid tool call, its JSON cannot be read", True)]
         else:
             results = [await self._result(call) for call in calls]
@@ -171,7 +174,7 @@ class ToolUseArguments(EpisodeArguments):
         tool_timeout: seconds a call may take.
         max_result_length: results are cut to this many characters.
         tool_parser: `hermes` (`<tool_call>` and JSON), or a function of your own, or its dotted path, from a response's
-            text to (text around the calls, list of ToolCall).
+            text to (text around the calls, list of ToolCall). It is given what stands behind the response's thoughts.
     """
 
     tools: Sequence[str | Callable[..., Any]]
@@ -188,11 +191,12 @@ class ToolUseArguments(EpisodeArguments):
         self.parser()
 
     def parser(self) -> Parser:
-        """What reads the calls of a response; ConfigError: nothing at that path."""
+        """What reads the calls of a response, behind its thoughts; ConfigError: nothing at that path."""
         if self.tool_parser == "hermes":
             return parse_tool_calls
         try:
-            return import_object(self.tool_parser) if isinstance(self.tool_parser, str) else self.tool_parser  # type: ignore[return-value]
+            parser: Any = import_object(self.tool_parser) if isinstance(self.tool_parser, str) else self.tool_parser
+            return behind_thoughts(parser)
         except ValueError as error:
             raise ConfigError(f"tool_parser: {error} It is 'hermes', or the path of a function.") from error
 

@@ -1,0 +1,141 @@
+"""A response's thoughts and its answer: what stands behind the last thought that was closed.
+
+Plain functions of text. A response of this run's model is a `Response`, which also knows what its text alone cannot
+say: the markers of `model.thoughts`, and whether the prompt had opened the thoughts already.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+
+class Markers(NamedTuple):
+    """What opens thoughts and what closes them."""
+
+    opening: str
+    closing: str
+
+
+# Of the field's models, by their chat templates. Where messages follow each other in one response, the next one's
+# beginning closes the thoughts.
+MARKERS = (
+    Markers("<think>", "</think>"),  # DeepSeek, Qwen, GLM, Kimi-K2, Nemotron, Phi-4, SmolLM3, OLMo 3, ...
+    Markers("<thinking>", "</thinking>"),
+    Markers("<thought>", "</thought>"),  # EXAONE Deep
+    Markers("<Thought>", "</Thought>"),  # Marco-o1
+    Markers("<reasoning>", "</reasoning>"),
+    Markers("[THINK]", "[/THINK]"),  # Magistral, Ministral
+    Markers("<|channel|>analysis", "<|start|>assistant"),  # gpt-oss
+    Markers("<|channel>thought", "<channel|>"),  # Gemma 4
+    Markers("<unused94>thought", "<unused95>"),  # MedGemma
+    Markers("<seed:think>", "</seed:think>"),  # Seed-OSS
+    Markers("<mm:think>", "</mm:think>"),  # MiniMax-M3
+    Markers("<longcat_think>", "</longcat_think>"),
+    Markers("◁think▷", "◁/think▷"),  # Kimi-VL
+    Markers("<|open|>think<|sep|>", "<|close|>think<|sep|>"),  # Kimi-K3
+    Markers("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+    Markers("<|begin_of_thought|>", "<|end_of_thought|>"),  # OpenThinker, Sky-T1
+    Markers("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    Markers("<|content_thinking|>", "<|message_model|>"),  # Inkling
+    Markers("to=self<|message|>", "<|start|>assistant"),  # Muse
+)
+# Plain words: markers only where the chat template has them.
+PHRASES = (Markers("Here is my thought process:", "Here is my response:"),)  # Granite 3.2
+# What some of these models write around an answer.
+FRAMES = (
+    Markers("<|channel|>final<|message|>", "<|end|>"),
+    Markers("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+    Markers("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    Markers("<|begin_of_solution|>", "<|end_of_solution|>"),
+    Markers("<|content_text|>", "<|end_message|>"),
+    Markers("to=user<|message|>", "<|eom|>"),
+)
+
+
+class Response(str):
+    """A response's text, with what the run knows of its thoughts; in all else a plain text.
+
+    Attributes:
+        markers: of its model's thoughts.
+        opened: whether the prompt ends with an opening marker, so that the response begins within the thoughts.
+    """
+
+    markers: Sequence[Markers]
+    opened: bool
+
+    def __new__(cls, text: str, markers: Sequence[Markers] = MARKERS, opened: bool = False) -> "Response":
+        response = super().__new__(cls, text)
+        response.markers, response.opened = markers, opened
+        return response
+
+    def with_text(self, text: str) -> "Response":
+        """Another text of the same response, such as it is without its tool calls."""
+        return Response(text, self.markers, self.opened)
+
+
+def split_thoughts(response: str) -> tuple[str, str | None]:
+    """The thoughts of a response, with their markers, and the answer that follows: together they are all of it.
+
+    The answer begins behind the last closing marker: one that stands in the thoughts before it (a second thought, a
+    marker that they mention) ends nothing. A closing marker closes thoughts that the response did not open, too: the
+    prompt did. None for the answer if the response was cut off in its thoughts: they are opened behind the last
+    closing marker, or by the prompt, and not closed.
+    """
+    markers, opened = (response.markers, response.opened) if isinstance(response, Response) else (MARKERS, False)
+    end = 0
+    for marker in markers:
+        if (place := response.rfind(marker.closing)) >= 0:
+            end = max(end, place + len(marker.closing))
+    unfinished = opened and not end
+    if unfinished or any(response.find(marker.opening, end) >= 0 for marker in markers):
+        return str(response), None
+    return response[:end], response[end:]
+
+
+def answer_part(response: str) -> str | None:
+    """The answer of a response, without thoughts and what its model writes around answers; None if there is none yet.
+
+    A response without thoughts is all answer.
+    """
+    answer = split_thoughts(response)[1]
+    if answer is None:
+        return None
+    for frame in FRAMES:
+        bare = answer.strip()
+        if bare.startswith(frame.opening):
+            answer = bare.removeprefix(frame.opening).removesuffix(frame.closing)
+    return answer
+
+
+# -- the markers of a model --------------------------------------------------------------------------------------------
+
+
+_NAMED = re.compile(r"think|thought|reason", re.IGNORECASE)
+# How the closing marker follows from the opening one.
+_CLOSING = (("<", "</"), ("[", "[/"), ("<|", "<|/"), ("begin", "end"), ("start", "end"), ("START", "END"))
+
+
+def named_markers(tokens: Iterable[str]) -> tuple[Markers, ...]:
+    """The pairs among a tokenizer's tokens that are named after thoughts, such as <|think_start|> and <|think_end|>."""
+    names = {token for token in tokens if _NAMED.search(token)}
+    return tuple(
+        Markers(opening, closing)
+        for opening in sorted(names)
+        for begin, end in _CLOSING
+        if (closing := opening.replace(begin, end, 1)) != opening and closing in names
+    )
+
+
+@lru_cache(maxsize=16)
+def markers_of(tokenizer: Any) -> tuple[Markers, ...]:
+    """The field's markers, and what else a tokenizer or its chat template has of thoughts."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    phrases = tuple(markers for markers in PHRASES if markers.opening in template)
+    added = getattr(tokenizer, "get_added_vocab", dict)()
+    return tuple(dict.fromkeys((*MARKERS, *named_markers(added), *phrases)))
+
+
+def opens_thoughts(prompt: str, markers: Sequence[Markers]) -> bool:
+    """Whether a prompt ends with an opening marker, as many chat templates have it end; space may follow it."""
+    return prompt.rstrip().endswith(tuple(marker.opening for marker in markers))
