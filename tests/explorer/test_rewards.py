@@ -4,6 +4,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,30 @@ def test_exact_match_and_digits() -> None:
         (r"First \boxed{2}, then \boxed{3} and \boxed{4}.", "3, 4"),
         (r"\boxed{4}. So it is \boxed{4}.", "4"),
         (r"\boxed{1}" + " " * 100_000 + r"\boxed{2}", "2"),
+        (r"So $\fbox{15}$, for $7 + 8$", "15"),
+        (r"$\fbox{\frac{a_{b_{c}}}{2}}$", r"\frac{a_{b_{c}}}{2}"),
+        (r"\boxed{1}, \fbox{2} and \boxed 3", "1, 2, 3"),
+        (r"\boxed{\fbox{5}}", "5"),
+        (r"\\boxed{x}", "x"),
+        ("\\boxed\n{5}", "5"),
+        (r"Hence $\boxed 5$, as $2 < 5 < 9$.", "5"),
+        (r"$\boxed5$ or \(\boxed 6\)", "5, 6"),
+        (r"\[ \boxed 5 \]", "5"),
+        (r"it is \boxed5.", "5"),
+        (r"it is \fbox 5 and done: $x$", "5"),
+        (r"\boxed -3.5 is it", "-3.5"),
+        (r"\boxed 1,000 of 2,000", "1,000"),
+        (r"\boxed 5\% of them", r"5\%"),
+        (r"$\boxed\frac12$", r"\frac12"),
+        (r"\boxed\frac{1}{2} is it", r"\frac{1}{2}"),
+        (r"\boxed\text{No}.", r"\text{No}"),
+        (r"$\boxed x+1$", "x+1"),
+        (r"\boxed A.", "A"),
+        (r"\boxed{1} is given up for \boxed 2", "2"),
+        ("\\boxed" + " " * 100_000 + "x y", None),
+        (r"in \boxed form it is 5", None),
+        (r"put it in \boxed.", None),
+        (r"\boxedtext{5}", None),
         ("boxed 4", None),
         ("}}{", None),
     ],
@@ -352,6 +377,90 @@ def test_an_empty_answer_is_no_answer(answer: str) -> None:
     for reward in (math_boxed_or_last, accuracy):
         with pytest.raises(ValueError, match=r"the task's answer .* is empty"):
             reward("no number", a_task(answer))
+
+
+# -- the task's answer -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (["7", "seven"], ("7", "seven"), "8"),
+        ([7, "seven"], ("7", "seven"), "se"),
+        (("a", "b"), ("a", "b"), "a, b"),
+        (np.array(["3", "4"]), ("3", "4"), "3, 4"),
+        (np.array([3, 4]), ("3", "4"), "34"),
+        (["(1, 2)", "[1, 2]"], ("(1, 2)", "[1, 2]"), "1"),
+        (7, ("7",), "8"),
+        (7.0, ("7", "7.0"), "7.1"),
+        (1e-05, ("0.00001", "1e-05"), "5"),
+        (True, ("True",), "False"),
+        (Decimal("2.50"), ("2.50",), "2"),
+        (Fraction(1, 2), ("1/2",), "2"),
+        (np.float32(0.1), ("0.1",), "0"),
+        (np.float64(2.0), ("2", "2.0"), "3"),
+        (np.int64(7), ("7",), "8"),
+        (np.bool_(True), ("True",), "False"),
+        (np.str_("7"), ("7",), "8"),
+    ],
+)
+def test_answers_are_texts_numbers_or_lists_of_which_any_is_right(
+    answer: Any, right: tuple[str, ...], wrong: str
+) -> None:
+    for text in right:
+        assert exact_match(text, a_task(answer)) == 1.0
+        assert math_boxed_or_last(rf"\boxed{{{text}}}", a_task(answer)) == 1.0
+        assert accuracy(f"<answer>{text}</answer>", a_task(answer)) == 1.0
+    assert exact_match(wrong, a_task(answer)) == 0.0
+    assert math_boxed_or_last(rf"\boxed{{{wrong}}}", a_task(answer)) == 0.0
+    assert accuracy(f"<answer>{wrong}</answer>", a_task(answer)) == 0.0
+
+
+def test_each_answer_of_a_list_is_read_out_of_its_solution() -> None:
+    answers = [r"so it is $\boxed{4}$", "6 * 3 = 18 #### 18", "in all 5"]
+    for number, reward in ((4, 1.0), (18, 1.0), (5, 0.0), (6, 0.0)):
+        assert math_boxed_or_last(f"it is {number}", a_task(answers)) == reward
+    assert [last_number(f"it is {number}", a_task(answers)) for number in (4, 18, 5, 6)] == [1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"style": "rule", "ground_truth": "7"},
+        {},
+        float("nan"),
+        float("inf"),
+        np.float32("nan"),
+        Decimal("NaN"),
+        [],
+        np.array([]),
+        [["7"]],
+        [{"value": "7"}],
+        ["7", None],
+        ["7", float("nan")],
+        ["7", " "],
+        " \n",
+        b"7",
+        1j,
+        object(),
+    ],
+)
+@pytest.mark.parametrize("reward", [math_boxed_or_last, accuracy, exact_match, last_number])
+def test_an_answer_that_cannot_be_compared_is_refused(reward: Any, answer: Any) -> None:
+    with pytest.raises(ConfigError):
+        reward("7", a_task(answer))
+    with pytest.raises(ConfigError):
+        reward.check_task({"prompt": "q", "answer": answer})
+
+
+def test_a_mapping_is_refused_with_the_name_of_the_answer_in_it() -> None:
+    stored = {"style": "rule", "ground_truth": "7"}
+    with pytest.raises(ConfigError, match=r"answer_field=reward_model\.ground_truth"):
+        exact_match("7", a_task(stored, reward_model=stored))
+    with pytest.raises(ConfigError, match=r"answer_field=answer\.value"):
+        exact_match("7", a_task({"type": "int", "value": 7}))
+    with pytest.raises(ConfigError, match=r"answer_field=reward_model\.ground_truth"):
+        exact_match("7", a_task(reward_model=stored))
 
 
 MONSTER = "10^{10^{10}}"

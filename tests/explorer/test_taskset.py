@@ -221,6 +221,35 @@ def test_every_entry_needs_the_answer_and_what_a_reward_checks_itself():
         TaskSource(Taskset([{"prompt": "a", "answer": answer} for answer in (1, 4, 2, -3)], name="sums"), Own, positive)
 
 
+def test_answers_that_a_reward_cannot_read_are_refused_by_their_rows(tmp_path):
+    file = tmp_path / "maths.jsonl"
+    rows = [{"prompt": "a", "reward_model": {"style": "rule", "ground_truth": answer}} for answer in ("1", ["2", 3])]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def taskset(**fields):
+        return Taskset.from_config(TasksetConfig(name="maths", source="dataset", path=str(file), **fields))
+
+    for fields in ({}, {"answer_field": "reward_model"}):
+        with pytest.raises(
+            ConfigError, match=r"'maths'.*line 1 of .*answer_field=reward_model\.ground_truth.*line 2 of "
+        ):
+            TaskSource(taskset(**fields), "math")
+    for wrong in ("ground_truth", "reward_model.ground_truht"):
+        with pytest.raises(ConfigError, match=r"'reward_model\.ground_truth'\?.* Correct answer_field"):
+            taskset(answer_field=wrong)
+    tasks = TaskSource(taskset(answer_field="reward_model.ground_truth"), "math")
+    assert [raw["answer"] for raw in tasks.taskset] == ["1", ["2", 3]]
+    with pytest.raises(ConfigError, match=r"line 1 of .*: the task is no game of Countdown"):
+        TaskSource(taskset(), "simple", "countdown")
+
+
+def test_prompts_and_conversations_are_found_within_a_field(tmp_path):
+    entry = {"extra": {"question": "1 + 1 =", "chat": [{"role": "user", "content": "Hi"}]}, "prompt": "other"}
+    assert Formatter(prompt_field="extra.question")(entry)["prompt"] == "1 + 1 ="
+    assert Formatter(messages_field="extra.chat")(entry)["messages"] == [{"role": "user", "content": "Hi"}]
+    assert Formatter(answer_field="a.b")({"prompt": "q", "a.b": 1, "a": {"b": 2}})["answer"] == 1
+
+
 def test_every_taskset_of_a_mixture_needs_answers():
     tasksets = [Taskset.addition(), numbered(2, name="without")]
     with pytest.raises(ConfigError, match=r"taskset 'without': 2 of 2 entries are refused\. entry 0: no answer"):

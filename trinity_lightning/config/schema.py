@@ -116,7 +116,8 @@ class TasksetConfig(Section, key="taskset"):
             difficulty_field), or `by_difficulty` (those that are solved half of the time).
         difficulty_field: an entry's field with a number, for `easy_to_hard`.
         weight: share of the tasks if several tasksets are trained on (`tasksets`).
-        prompt_field, answer_field, messages_field: names of an entry's fields.
+        prompt_field, answer_field, messages_field: names of an entry's fields, of a field within one by a dot
+            (`reward_model.ground_truth`).
         system_prompt: first message of every conversation; null for the chat template's own.
         args: further arguments of the source.
     """

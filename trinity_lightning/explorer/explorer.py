@@ -20,6 +20,7 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.metrics import evaluation_metrics, pass_rates, rollout_metrics
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards
+from trinity_lightning.explorer.rewards.answers import nested_answer
 from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.scheduler import Scheduler
 from trinity_lightning.explorer.tasks.task import ANSWER, Task
@@ -51,6 +52,11 @@ class _Nobody(Watcher):
 
 
 NOBODY = _Nobody()
+
+
+def _compares(reward: Reward) -> bool:
+    """Whether a reward function compares with the task's answer."""
+    return getattr(reward.function, "reads_answer", False)
 
 
 @dataclass
@@ -92,21 +98,23 @@ class TaskSource:
         """Refuse entries that a reward function cannot judge by, all of them in one message for each taskset.
 
         A reward function says so itself, by an attribute `check_task`: a function that raises a ConfigError for a raw
-        task. One that compares with the answer (`reads_answer`) needs one.
+        task. One that compares with the answer (an attribute `reads_answer`) needs one, unless a workflow of one's own
+        may find it elsewhere.
         """
-        comparing = [reward.name for reward in rewards if getattr(reward.function, "reads_answer", False)]
-        checks = [check for reward in rewards if (check := getattr(reward.function, "check_task", None))]
+        judging = [reward for reward in rewards if reads_answer or not _compares(reward)]
+        comparing = [reward.name for reward in judging if _compares(reward)]
+        checks = [check for reward in judging if (check := getattr(reward.function, "check_task", None))]
 
         def check_entry(raw_task: dict[str, Any]) -> None:
-            if comparing and reads_answer and ANSWER not in raw_task:
+            if comparing and ANSWER not in raw_task:
                 raise ConfigError(
-                    f"no answer, which reward function '{comparing[0]}' compares with: set the taskset's answer_field, "
-                    "or choose another reward."
+                    f"no answer, which reward function '{comparing[0]}' compares with: set the taskset's "
+                    f"answer_field={nested_answer(raw_task) or 'NAME'}, or choose another reward."
                 )
             for check in checks:
                 check(raw_task)
 
-        if checks or (comparing and reads_answer):
+        if checks or comparing:
             for taskset in self.taskset.tasksets.values():
                 taskset.check_entries(check_entry)
 

@@ -1,31 +1,42 @@
 """The answer in a response against the task's, by value; rewards that read the response as plain text are in `text`."""
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from trinity_lightning.common.thoughts import answer_part
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.task import Task
 
 # -- Numbers in a text, and the task's answer ------------------------------------------------------------------------
 
 
 F = TypeVar("F")
+Entry = Mapping[str, Any]
 
 # A minus that follows a digit, a letter or a closing bracket is a subtraction ("7-3"), any other is a sign.
 _NUMBER_IN_TEXT = re.compile(
     r"(?:(?<![\w)\]])[-−])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?!\w))?"
 )
+# Fields of a mapping that hold the answer itself, as in verl's reward_model.
+_NESTED = ("ground_truth", "answer", "value", "solution", "target")
 
 
-def reads_answer(function: F) -> F:
-    """Mark a reward function that needs the entry's answer."""
-    function.reads_answer = True  # type: ignore[attr-defined]
-    return function
+def checked_by(check: Callable[[Entry], object]) -> Callable[[F], F]:
+    """Mark a reward function with a check of each entry, made before a run; it raises a ConfigError for a bad one."""
+
+    def mark(function: F) -> F:
+        function.check_task = check  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 def judges_answer(function: Callable[[str, Task], float]) -> Callable[[str, Task], float]:
@@ -42,18 +53,71 @@ def judges_answer(function: Callable[[str, Task], float]) -> Callable[[str, Task
     return judge
 
 
-def answer_of(task: Task) -> Any:
-    """The entry's answer; ValueError if it has none."""
-    answer = task.raw_task.get("answer")
+def reads_answer(check: Callable[[Entry], object]) -> Callable[[F], F]:
+    """Mark a reward function that needs the entry's answer, and a check of it; see `checked_by`."""
+
+    def mark(function: F) -> F:
+        function.reads_answer = True  # type: ignore[attr-defined]
+        return checked_by(check)(function)
+
+    return mark
+
+
+def accepted_answers(entry: Entry) -> list[str]:
+    """The entry's answer as text, or several: any answer of a list is right.
+
+    Raises:
+        ConfigError: there is none, or one is no text or number: a mapping, NaN, an empty list, blank text.
+    """
+    return [str(text) for text, *_ in map(_spellings, _answers(entry))]
+
+
+def exact_answers(entry: Entry) -> set[str]:
+    """All spellings of the accepted answers: a float has several, 5.0 and 5, or 1e-05 and 0.00001."""
+    return {spelling.strip() for answer in _answers(entry) for spelling in _spellings(answer)}
+
+
+def nested_answer(entry: Entry) -> str | None:
+    """The dotted name of a field within a field that answers usually have: verl's `reward_model.ground_truth`."""
+    mappings = ((field, value) for field, value in entry.items() if isinstance(value, Mapping) and field != "answer")
+    return next((f"{field}.{name}" for field, value in mappings for name in _NESTED if name in value), None)
+
+
+def _answers(entry: Entry) -> list[Any]:
+    answer = entry.get("answer")
     if answer is None:
-        raise ValueError("the task has no 'answer': set the taskset's answer_field")
-    return answer
+        hint = f", as in answer_field={nested}" if (nested := nested_answer(entry)) else ""
+        raise ConfigError(f"the task has no 'answer': set the taskset's answer_field{hint}")
+    if isinstance(answer, Mapping):
+        field = next((name for name, value in entry.items() if value is answer and name != "answer"), "answer")
+        name = next((name for name in (*_NESTED, *answer) if name in answer), "NAME")
+        raise ConfigError(
+            f"the task's answer is a mapping with the fields {', '.join(map(str, answer)) or 'none'}: name that of the "
+            f"answer, as in answer_field={field}.{name}"
+        )
+    if isinstance(answer, np.ndarray):
+        answer = answer.tolist()
+    answers = list(answer) if isinstance(answer, list | tuple | set | frozenset) else [answer]
+    if not answers:
+        raise ConfigError("the task's answer is an empty list: give at least one accepted answer")
+    return answers
 
 
-def answer_text(task: Task) -> str:
-    """The entry's answer as text; a small or large float without an exponent, as people write it."""
-    answer = answer_of(task)
-    return format(Decimal(repr(answer)), "f") if isinstance(answer, float) else str(answer)
+def _spellings(answer: Any) -> list[str]:
+    """A text or a number as people write it, the usual spelling first."""
+    if isinstance(answer, str):
+        if not answer.strip():
+            raise ConfigError(f"the task's answer {answer!r} is empty")
+        return [answer]
+    if isinstance(answer, int | Fraction | np.integer | np.bool_):
+        return [str(answer)]
+    if isinstance(answer, float | np.floating | Decimal) and math.isfinite(answer):
+        plain = format(Decimal(str(answer)), "f")
+        return [plain, str(answer), *([str(int(answer))] if answer == int(answer) else [])]
+    raise ConfigError(
+        f"the task's answer has {answer!r}, of type {type(answer).__name__}: give a text, a finite number, or a list "
+        "of these, any of which is right"
+    )
 
 
 def find_numbers(text: str) -> list[Decimal]:
@@ -69,7 +133,20 @@ def find_last_number(text: str) -> Decimal | None:
 # -- A reward for mathematics: the answer in the last \boxed{...}s, or else the last number, compared by value ---------
 
 
-_BRACE = re.compile(r"\\\\|\\[{}]|\\boxed\s*\{|[{}]")
+# A backslash may be doubled, as in JSON.
+_BRACE = re.compile(
+    r"(?P<box>\\+(?:boxed|fbox)(?![a-zA-Z])\s*+)?+(?P<open>\{)|(?P<bare>\\+(?:boxed|fbox)(?![a-zA-Z])\s*+)"
+    r"|\\\\|\\[{}]|(?P<close>\})"
+)
+# Without braces: the formula up to its end, if it has no words, or else one number, letter or command.
+_ARGUMENT = r"\s*\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+_UNBRACED = re.compile(
+    r"(?=[-+−.\d(\[\\a-zA-Z])"
+    r"(?:(?:(?!(?<![\\a-zA-Z])[a-zA-Z]{2}|\\[)\]])[^$\n]){1,200}?(?=\s*(?:\$|\\[)\]]))"
+    r"|[-+−]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?(?:\\?%)?"
+    rf"|[-+−]?\\[a-zA-Z]+(?:{_ARGUMENT}|\s*\d)*"
+    r"|[a-zA-Z](?!\w|\s+[a-zA-Z]))"
+)
 # What joins two boxes to one answer, as in "$x = \boxed{2}$ and $y = \boxed{3}$"; spaces, dollar signs and bold aside.
 _SPACE = r"(?:[\s$*~]|\\[()\[\],;:! ]|\\q?quad(?![a-zA-Z]))*+"
 _AND_WORDS = r"(?:and(?:\s++also)?+|or|as\s++well\s++as)"
@@ -113,9 +190,9 @@ class _Box(NamedTuple):
 def find_boxed(text: str) -> str | None:
     r"""What stands in the last complete `\boxed{...}` of a text, braces in it balanced; None if there is none.
 
-    Boxes before it belong to the answer if only a comma, "and (also)", "as well as" or "or" joins them (and a name,
-    as in y = \boxed{3}): their answers follow each other then, with commas between, equal ones once. Other boxes are
-    steps on the way, or answers that were given up.
+    `\fbox{...}` is a box, too, and so is `\boxed 5`, without braces. Boxes before it belong to the answer if only a
+    comma, "and (also)", "as well as" or "or" joins them (and a name, as in y = \boxed{3}): their answers follow each
+    other then, with commas between, equal ones once. Other boxes are steps on the way, or answers that were given up.
     """
     boxes = _boxes(text)
     joined = boxes[-1:]
@@ -160,25 +237,40 @@ def same_answer(given: str, expected: str) -> bool:
     return VERIFIER.same(expected, given)
 
 
-@reads_answer
+def expected_answers(entry: Entry) -> list[str]:
+    """The entry's accepted answers, each out of the solution around it.
+
+    Raises:
+        ConfigError: see `accepted_answers`.
+    """
+    return [_expected(answer) for answer in accepted_answers(entry)]
+
+
+@reads_answer(expected_answers)
 @judges_answer
 def math_boxed_or_last(response: str, task: Task) -> float:
     r"""1 when the response's last `\boxed{...}`, or if it has none its last number, is the task's answer, else 0.
 
-    Boxes that a comma, "and (also)", "as well as" or "or" joins to the last one are one answer together:
-    `x = \boxed{2}, y = \boxed{3}` is "2, 3"; of others the last counts, as a correction of those before. Only what
-    stands behind the thoughts counts, and a response that was cut off in them is worth 0. The task's answer may be the
-    bare answer, a solution that ends in such boxes, or one that ends in "#### answer".
+    `\fbox{...}` is a box, too, and so is `\boxed 5`. Boxes that a comma, "and (also)", "as well as" or "or" joins to
+    the last one are one answer together: `x = \boxed{2}, y = \boxed{3}` is "2, 3"; of others the last counts, as a
+    correction of those before. Only what stands behind the thoughts counts, and a response that was cut off in them
+    is worth 0. The task's answer may be the bare answer, a solution that ends in such boxes, one that ends in
+    "#### answer", or a list of these, any of which is right.
 
     Raises:
-        ValueError: the task has no answer.
+        ConfigError: the task has no answer, or one that is neither text nor number.
     """
-    expected = expected_answer(task)
+    expected = expected_answers(task.raw_task)
     given = find_boxed(response)
     if given is None:
         number = find_last_number(response)
         given = "" if number is None else format(number, "f")
-    return float(same_answer(given, expected))
+    return float(is_any(given, expected))
+
+
+def is_any(given: str, expected: Iterable[str]) -> bool:
+    """Whether an answer is equal to any of the accepted ones."""
+    return any(same_answer(given, answer) for answer in expected)
 
 
 def _boxes(text: str) -> list[_Box]:
@@ -186,22 +278,23 @@ def _boxes(text: str) -> list[_Box]:
     boxes: list[_Box] = []
     opened: list[re.Match[str]] = []
     for token in _BRACE.finditer(text):
-        if token.group() == "}" and opened:
-            brace = opened.pop()
-            if brace.group() != "{" and not (boxes and boxes[-1].start > brace.start()):
-                boxes.append(_Box(brace.start(), token.end(), text[brace.end() : token.start()]))
-        elif token.group() == "{" or token.group().startswith(r"\boxed"):  # and neither a line break nor \{
+        if token["open"]:
             opened.append(token)
+        elif token["close"] and opened:
+            brace = opened.pop()
+            if brace["box"] and not (boxes and boxes[-1].start > brace.start()):
+                boxes.append(_Box(brace.start(), token.end(), text[brace.end() : token.start()]))
+        elif token["bare"] and (content := _UNBRACED.match(text, token.end())):
+            boxes.append(_Box(token.start(), content.end(), content.group().rstrip(" ,;:")))
     return boxes
 
 
-def expected_answer(task: Task) -> str:
-    """The task's answer, out of the solution around it."""
-    reference = answer_text(task)
+def _expected(reference: str) -> str:
+    """The answer in a reference, out of the solution around it."""
     boxed = find_boxed(reference)
     expected = reference.rpartition("####")[2] if boxed is None else boxed
     if not _undecorated(_bare(expected)):
-        raise ValueError(f"the task's answer {reference!r} is empty")
+        raise ConfigError(f"the task's answer {reference!r} is empty")
     return expected
 
 

@@ -6,11 +6,14 @@ import json
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from trinity_lightning.explorer.rewards.answers import judges_answer
+import numpy as np
+
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.rewards.answers import checked_by, judges_answer
 from trinity_lightning.explorer.rewards.text import find_last_answer
 from trinity_lightning.explorer.tasks.task import Task
 
@@ -70,6 +73,23 @@ _WRITTEN = {"×": "*", "·": "*", r"\times": "*", r"\cdot": "*", "÷": "/", r"\d
 _OTHER_OPERATORS = re.compile(r"//|%")  # the game has four
 
 
+def _game(entry: Mapping[str, Any]) -> tuple[list[Fraction], Fraction]:
+    """The numbers and the target of an entry."""
+    numbers = entry.get("numbers") if entry.get("nums") is None else entry["nums"]
+    try:
+        if isinstance(numbers, np.ndarray):
+            numbers = numbers.tolist()
+        if not isinstance(numbers, Sequence) or isinstance(numbers, str) or not numbers:
+            raise ValueError
+        return [Fraction(str(number)) for number in numbers], Fraction(str(entry.get("target")))
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError(
+            "the task is no game of Countdown: its entry needs a list of numbers 'nums' and a 'target', and has "
+            f"{numbers!r} and {entry.get('target')!r}"
+        ) from None
+
+
+@checked_by(_game)
 @judges_answer
 def countdown(response: str, task: Task) -> float:
     """1 for an expression that reaches the target with every number once, 0.1 for any other answer, 0 for none.
@@ -78,7 +98,7 @@ def countdown(response: str, task: Task) -> float:
     "= target" behind it. The task's entry has the numbers in `nums` (or `numbers`) and the `target`.
 
     Raises:
-        ValueError: the entry has no such fields.
+        ConfigError: the entry has no such fields.
     """
     numbers, target = _game(task.raw_task)
     answer = find_last_answer(response)
@@ -101,22 +121,18 @@ def _plain(answer: str) -> str:
     return " ".join(answer.split()).strip("*`$ ")
 
 
-def _game(entry: Any) -> tuple[list[Fraction], Fraction]:
-    numbers = entry.get("numbers") if entry.get("nums") is None else entry["nums"]
-    try:
-        if not isinstance(numbers, Sequence) or isinstance(numbers, str):
-            raise ValueError
-        return [Fraction(str(number)) for number in numbers], Fraction(str(entry.get("target")))
-    except ValueError:
-        raise ValueError(
-            "the task is no game of Countdown: its entry needs a list of numbers 'nums' and a 'target', and has "
-            f"{numbers!r} and {entry.get('target')!r}"
-        ) from None
-
-
 # -- reasoning-gym ----------------------------------------------------------------------------------------------------
 
 
+def _source(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The name, configuration and entry of the dataset that an entry comes from."""
+    source = entry.get("reasoning_gym")
+    if not source:
+        raise ConfigError("the task is no reasoning-gym entry: this reward needs a taskset with source 'reasoning_gym'")
+    return source
+
+
+@checked_by(_source)
 @judges_answer
 def reasoning_gym(response: str, task: Task) -> float:
     """What the verifier of the entry's reasoning-gym dataset gives, from 0 to 1.
@@ -124,11 +140,9 @@ def reasoning_gym(response: str, task: Task) -> float:
     Judged is what stands in the last `<answer>...</answer>` of the response, or else the whole of it.
 
     Raises:
-        ValueError: the task does not come from a reasoning-gym taskset.
+        ConfigError: the task does not come from a reasoning-gym taskset.
     """
-    source = task.raw_task.get("reasoning_gym")
-    if not source:
-        raise ValueError("the task is no reasoning-gym entry: this reward needs a taskset with source 'reasoning_gym'")
+    source = _source(task.raw_task)
     answer = find_last_answer(response) or response.strip()
     config = json.dumps(source.get("config", {}), sort_keys=True)
     return float(_verifier(source["name"], config)(answer, source["entry"]))

@@ -1,19 +1,22 @@
 """Rewards that read a response as text: its last number, its form, and the answer in words or in tags (accuracy)."""
 
 import re
+from decimal import Decimal
 
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.rewards.answers import (
     IDLE_SPACE,
-    answer_of,
-    answer_text,
+    Entry,
+    accepted_answers,
     as_number,
-    expected_answer,
+    exact_answers,
+    expected_answers,
     find_boxed,
     find_last_number,
     find_numbers,
+    is_any,
     judges_answer,
     reads_answer,
-    same_answer,
 )
 from trinity_lightning.explorer.tasks.task import Task
 
@@ -29,25 +32,36 @@ def find_last_answer(text: str) -> str | None:
     return answers[-1].strip() if answers else None
 
 
-@reads_answer
+def _expected_numbers(entry: Entry) -> list[Decimal]:
+    answers = accepted_answers(entry)
+    numbers = [number for number in map(find_last_number, answers) if number is not None]
+    if not numbers:
+        raise ConfigError(f"the task's answer {entry['answer']!r} holds no number")
+    return numbers
+
+
+@reads_answer(_expected_numbers)
 @judges_answer
 def last_number(response: str, task: Task) -> float:
     """1 when the last number in the response equals the task's answer (the last number in it), else 0.
 
+    Of a list of answers any is right.
+
     Raises:
-        ValueError: the task's answer holds no number.
+        ConfigError: the task's answer holds no number.
     """
-    expected = find_last_number(answer_text(task))
-    if expected is None:
-        raise ValueError(f"the task's answer {answer_of(task)!r} holds no number")
-    return float(find_last_number(response) == expected)
+    return float(find_last_number(response) in _expected_numbers(task.raw_task))
 
 
-@reads_answer
+@reads_answer(exact_answers)
 @judges_answer
 def exact_match(response: str, task: Task) -> float:
-    """1 when the response is the task's answer, but for space around either, else 0."""
-    return float(response.strip() == str(answer_of(task)).strip())
+    """1 when the response is the task's answer, but for space around either, else 0; of a list any answer is right.
+
+    Raises:
+        ConfigError: the task has no answer, or one that is neither text nor number.
+    """
+    return float(response.strip() in exact_answers(task.raw_task))
 
 
 def think_answer_format(response: str, task: Task) -> float:
@@ -80,7 +94,7 @@ _EXPONENT = re.compile(r"(?<=[a-zA-Z])\^\{?-?\d+\}?")
 _END = 2000  # characters of a response in which an answer without tags and box is looked for
 
 
-@reads_answer
+@reads_answer(expected_answers)
 @judges_answer
 def accuracy(response: str, task: Task) -> float:
     """1 when the response's answer is the task's, else 0; for responses whose answer need be in no box.
@@ -93,16 +107,16 @@ def accuracy(response: str, task: Task) -> float:
     answer as for `math`.
 
     Raises:
-        ValueError: the task has no answer.
+        ConfigError: the task has no answer, or one that is neither text nor number.
     """
-    expected = expected_answer(task)
+    expected = expected_answers(task.raw_task)
     tagged = find_last_answer(response)
     text = response if tagged is None else tagged
     boxed = find_boxed(text)
     if boxed is not None:
-        return float(same_answer(boxed, expected))
+        return float(is_any(boxed, expected))
     if tagged is not None:
-        if same_answer(tagged, expected):
+        if is_any(tagged, expected):
             return 1.0
         if not _WORD.search(tagged):  # mathematics throughout: a number in it is not the answer
             return 0.0
@@ -113,7 +127,7 @@ def accuracy(response: str, task: Task) -> float:
     found = VERIFIER.find(end)
     if found is None or _is_part_of_a_term(end, found) or (tagged is not None and _hedges(text, found)):
         return 0.0
-    return float(same_answer(found, expected))
+    return float(is_any(found, expected))
 
 
 def _hedges(text: str, found: str) -> bool:

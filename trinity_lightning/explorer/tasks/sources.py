@@ -345,8 +345,9 @@ class Formatter:
     - `messages`: the conversation, a list of {"role", "content"}, if the entry has one or a system prompt is set.
     - `answer`: the reference answer, if there is one.
 
-    A field named here (other than by the default) has to be there. Where neither the prompt's nor the messages' field
-    is named, `prompt` is taken before `messages`. A prompt that is a list is a conversation.
+    A field named here (other than by the default) has to be there; `reward_model.ground_truth` is one within a field.
+    Where neither the prompt's nor the messages' field is named, `prompt` is taken before `messages`. A prompt that is a
+    list is a conversation.
 
     Attributes:
         prompt_field, answer_field, messages_field: names of an entry's fields.
@@ -364,14 +365,15 @@ class Formatter:
         Raises:
             ConfigError: a field is missing, empty, or neither text nor a conversation.
         """
+        fields = dict(entry)
         for default in (PROMPT, ANSWER, MESSAGES):
             field = getattr(self, f"{default}_field")
             if field != default and field not in entry:
-                raise ConfigError(unknown_name("field", field, entry) + f" Correct {default}_field.")
+                fields[field] = _nested_field(entry, field, f"{default}_field")
         task = {key: value for key, value in entry.items() if key not in (PROMPT, ANSWER, MESSAGES)}
-        task |= self._conversation(entry)
-        if entry.get(self.answer_field) is not None:
-            task[ANSWER] = entry[self.answer_field]
+        task |= self._conversation(fields)
+        if fields.get(self.answer_field) is not None:
+            task[ANSWER] = fields[self.answer_field]
         return task
 
     def _conversation(self, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -404,6 +406,23 @@ class Formatter:
             if entry[name]:
                 return name
         raise ConfigError(f"field '{present[0]}' is empty: every entry needs a prompt or messages.")
+
+
+def _nested_field(entry: Mapping[str, Any], name: str, key: str) -> Any:
+    """The value of a field within a field, as in `reward_model.ground_truth`; a ConfigError for `key` without one."""
+    value: Any = entry
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            within = [f"{outer}.{inner}" for outer, its in entry.items() if isinstance(its, Mapping) for inner in its]
+            same = next((field for field in within if field.endswith(f".{name}")), None)
+            hint = (
+                f"there is no field '{name}'. Did you mean '{same}'?"
+                if same
+                else unknown_name("field", name, [*entry, *within])
+            )
+            raise ConfigError(f"{hint} Correct {key}.")
+        value = value[part]
+    return value
 
 
 def _checked_messages(field: str, source: object) -> list[dict[str, Any]]:
