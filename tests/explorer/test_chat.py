@@ -7,13 +7,12 @@ import pytest
 
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.chat import render_chat
-from trinity_lightning.explorer.models.conversation import (
+from trinity_lightning.explorer.models.chat import render_chat, renders_tools
+from trinity_lightning.explorer.models.tool_calls import (
     ToolCall,
     call_of_message,
     format_tool_call,
     parse_tool_calls,
-    renders_tools,
 )
 
 # -- tool calls --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from support.fake_model import FakeModel
 from trinity_lightning.common.thoughts import Response
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.conversation import ToolCall
+from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.tool_use import (

@@ -14,7 +14,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.explorer.driver import Driver
-from trinity_lightning.explorer.models.conversation import ToolCall
+from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task

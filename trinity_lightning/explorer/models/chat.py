@@ -1,11 +1,14 @@
-"""From messages to token ids, by the model's chat template; conversations of several turns are in `conversation`."""
+"""From messages to token ids, by the model's chat template: also behind turns whose tokens are known, and tools."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
 
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.models.tool_calls import call_of_message, format_tool_call
+from trinity_lightning.explorer.models.turns import PLACEHOLDER, QUESTION
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -27,9 +30,7 @@ def render_chat(
         ConfigError: the template refuses the messages, or a content is no text.
     """
     if so_far:
-        from trinity_lightning.explorer.models.conversation import continued
-
-        return continued(tokenizer, messages, tools, so_far)
+        return _continued(tokenizer, messages, tools, so_far)
     return apply_template(tokenizer, messages, tools, add_generation_prompt=True)
 
 
@@ -41,9 +42,7 @@ def apply_template(
         plain = [_plain(message) for message in messages]
         shown = None
         if tools or any("tool_calls" in message for message in plain):
-            from trinity_lightning.explorer.models.conversation import for_template
-
-            plain, shown = for_template(tokenizer, plain, tools)
+            plain, shown = _for_template(tokenizer, plain, tools)
         return tokenizer.apply_chat_template(plain, tools=shown, **{"return_dict": False, **settings})
     except (TemplateError, ValueError) as error:
         if isinstance(error, ConfigError):
@@ -58,7 +57,97 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in message.items() if name != "tool_calls" or value}
     content = message.get("content")
     if not isinstance(content, str):
-        from trinity_lightning.explorer.models.conversation import text_of
-
-        content = text_of(content)
+        content = _text_of(content)
     return kept | {"content": content}
+
+
+def _text_of(content: object) -> str:
+    """The text of a message whose content is null (it only calls tools) or a list of parts, as in OpenAI's API.
+
+    Raises:
+        ConfigError: a part is no text.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, Sequence) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    raise ConfigError(f"a message's content must be text, or parts of type 'text'; this is {type(content).__name__}.")
+
+
+def _continued(
+    tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, so_far: Sequence[int]
+) -> list[int]:
+    """`render_chat` of what follows `so_far`, which ends with a response."""
+    opening = [QUESTION, {"role": "assistant", "content": PLACEHOLDER}]
+    text = apply_template(tokenizer, [*opening, *messages], tools, add_generation_prompt=True, tokenize=False)
+    _, found, tail = text.rpartition(PLACEHOLDER)
+    if not found:
+        raise ConfigError("the chat template drops earlier responses: it cannot carry a conversation of several turns.")
+    added = tokenizer.encode(tail, add_special_tokens=False)
+    # The model ends its turn itself, with the token that the template would write; cut off, it has not.
+    if added and added[0] == so_far[-1]:
+        added = added[1:]
+    return [*so_far, *added]
+
+
+# -- tools for chat templates ------------------------------------------------------------------------------------------
+
+
+# Short: it is part of every prompt, and small models have little context.
+_TOOLS_PROMPT = """You can call these functions:
+{functions}
+To call one, reply with <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>"""
+
+_PROBE_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
+
+
+def renders_tools(tokenizer: Any) -> bool:
+    """Whether the chat template shows tools to the model."""
+    texts = [
+        tokenizer.apply_chat_template([QUESTION], tools=tools, tokenize=False, add_generation_prompt=True)
+        for tools in (None, [_PROBE_TOOL])
+    ]
+    return texts[0] != texts[1]
+
+
+def _for_template(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Messages and tools as a tokenizer's chat template takes them: if it knows no tools, as text in the messages."""
+    native = renders_tools(tokenizer)
+    plain = [_with_calls(message, native) for message in messages]
+    if tools and not native:
+        plain = _with_tools_as_text(plain, tools)
+    return plain, list(tools) if tools and native else None
+
+
+def _with_calls(message: Mapping[str, Any], native: bool) -> dict[str, Any]:
+    """The message with its tool calls as templates expect them, or as text."""
+    plain = dict(message)
+    entries: Any = plain.pop("tool_calls", None)
+    if not entries:
+        return plain
+    calls = [call_of_message(entry) for entry in entries]
+    if None in calls:
+        raise ConfigError(f"a message holds a tool call without a name, or whose arguments are no object: {entries}.")
+    if native:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in calls if call]
+        return plain | {
+            "tool_calls": [
+                {**entry, "type": "function", "function": function}
+                for entry, function in zip(entries, functions, strict=True)
+            ]
+        }
+    texts = [format_tool_call(call) for call in calls if call]
+    return plain | {"content": "\n".join([plain["content"], *texts] if plain["content"] else texts)}
+
+
+def _with_tools_as_text(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    functions = [json.dumps(tool.get("function", tool), ensure_ascii=False, separators=(",", ":")) for tool in tools]
+    prompt = _TOOLS_PROMPT.format(functions="\n".join(functions))
+    if messages and messages[0].get("role") == "system":
+        return [messages[0] | {"content": f"{messages[0]['content']}\n\n{prompt}"}, *messages[1:]]
+    return [{"role": "system", "content": prompt}, *messages]

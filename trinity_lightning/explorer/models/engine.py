@@ -1,6 +1,7 @@
 """What an engine of the policy is, and what engines that compute in this process have in common."""
 
 import asyncio
+import logging
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +16,11 @@ from torch import Tensor
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.errors import RolloutError
+from trinity_lightning.errors import PromptTooLongError, RolloutError
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
+
+logger = logging.getLogger(__name__)
 
 
 class Engine(ABC):
@@ -186,11 +189,20 @@ class Engine(ABC):
 
     def _check_room(self, prompt: int, max_tokens: int | None = None) -> None:
         """PromptTooLongError if there is no room for one token; a warning, once, if there is less than asked for."""
-        if self.max_model_len - prompt >= max(max_tokens or 1, 1):
+        room = self.max_model_len - prompt
+        if room >= max(max_tokens or 1, 1):
             return
-        from trinity_lightning.explorer.models.conversation import lack_of_room
-
-        lack_of_room(prompt, max_tokens, self.max_model_len, self._warned_of_room)
+        if room <= 0:
+            raise PromptTooLongError(
+                f"the prompt has {prompt} tokens, and the model's context of {self.max_model_len} leaves no room for a "
+                "response. Raise engine.max_model_len, or drop such tasks."
+            )
+        if not self._warned_of_room:
+            logger.warning(
+                "a prompt of %d tokens leaves room for %d of the %d response tokens asked for (said once): raise "
+                "engine.max_model_len (%d), or lower max_tokens.",
+                *(prompt, room, max_tokens, self.max_model_len),
+            )
         self._warned_of_room = True
 
 

@@ -19,7 +19,7 @@ from trinity_lightning.config.schema import NEUTRAL_SAMPLING
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer.models.bound import temperature_of
-from trinity_lightning.explorer.models.conversation import parse_tool_calls
+from trinity_lightning.explorer.models.tool_calls import parse_tool_calls
 from trinity_lightning.explorer.workflows.workflow import experience_of
 
 # -- its client over a model of this process: an ordinary `openai.AsyncOpenAI` whose requests never leave it -----------

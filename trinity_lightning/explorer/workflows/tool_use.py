@@ -13,7 +13,7 @@ from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.values import unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.conversation import (
+from trinity_lightning.explorer.models.tool_calls import (
     OPENING,
     Parser,
     ToolCall,
