@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Tests start many processes, each of which would compile the package again where this variable is set.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train check test lint style bench setup-train setup-dev setup-bench
+.PHONY: train check test test-avx2 lint style bench setup-train setup-dev setup-bench
 
 train: setup-train
 	$(BIN)/python -m trinity_lightning.train +recipe=grpo $(ARGS)
@@ -20,6 +20,13 @@ check: style
 
 test: style
 	$(PYTEST) $(ARGS)
+
+# As on a CPU with AVX2 alone, which has no bfloat16 products either: for oneDNN, torch, MKL and vLLM.
+test-avx2: export ONEDNN_MAX_CPU_ISA = AVX2
+test-avx2: export ATEN_CPU_CAPABILITY = avx2
+test-avx2: export MKL_ENABLE_INSTRUCTIONS = AVX2
+test-avx2: export PYTHONPATH = $(CURDIR)/tests/support/avx2
+test-avx2: test
 
 # Type checking takes minutes on a small machine, hence its place outside `make test`.
 lint: style

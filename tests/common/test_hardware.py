@@ -92,9 +92,12 @@ def grown(**variables: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the CPU has no bfloat16 products")
 def test_products_of_many_shapes_do_not_pile_up() -> None:
-    assert 2 * grown() < grown(**dict.fromkeys(PRIMITIVE_CACHES, "1024"))
+    unbounded = grown(**dict.fromkeys(PRIMITIVE_CACHES, "1024"))
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        assert 2 * grown() < unbounded
+    else:  # oneDNN, which keeps something of each shape, multiplies no bfloat16 on this CPU
+        assert unbounded < 0.05
 
 
 REUSE = """

@@ -17,8 +17,16 @@ async def parts(response: str, task: Task) -> dict[str, float]:
     return {"short": 0.5, "digits": float(response.isdigit())}
 
 
+waiting = most_waiting = 0
+
+
 async def wait_here(response: str, task: Task) -> float:
+    """Note how many wait at the same time."""
+    global waiting, most_waiting
+    waiting += 1
+    most_waiting = max(most_waiting, waiting)
     await asyncio.sleep(0.2)
+    waiting -= 1
     return os.getpid()
 
 

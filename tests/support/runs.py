@@ -43,7 +43,7 @@ RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 
 def environment() -> dict[str, str]:
     """The environment of a command: the checkout is importable, W&B stays offline and quiet."""
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.getenv("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
 

@@ -327,12 +327,24 @@ def test_vllm_takes_merged_adapters(vllm: tuple[VLLMEngine, Driver, Any], probe:
     assert found < (1e-4 if model.dtype == torch.float32 else 1.0)
 
 
+def packed_head(engine: VLLMEngine) -> Any:
+    """The engine's head, and whether vLLM computes with a packed copy of its weight: that depends on dtype and CPU."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    [model] = engine._engine.collective_rpc(lambda worker: worker.model_runner.get_model())
+    head = model.lm_head
+    assert isinstance(head, VocabParallelEmbedding)
+    states = torch.ones(1, head.weight.shape[1], dtype=head.weight.dtype)
+    return head, bool(head.cpu_linear(states, torch.zeros_like(head.weight), None).any())
+
+
 def test_the_drill_catches_vllms_stale_tied_head(
     vllm: tuple[VLLMEngine, Driver, Any], probe: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sent without the head, past the check of names: vLLM takes the weights without a word, and keeps its old head.
 
-    Its own way of taking them, that is: here the head is packed again in any case.
+    Its own way of taking them, that is: here the head is packed again in any case. Where vLLM packs no head of this
+    dtype (bfloat16 on a CPU without AVX-512) there is none to become stale: a copy in its place does.
     """
 
     def without_head(model: nn.Module) -> WeightStream:
@@ -342,5 +354,12 @@ def test_the_drill_catches_vllms_stale_tied_head(
     monkeypatch.setattr(vllm[0], "_packed", None)
     sync = vllm_synchronizer(vllm, probe)
     sync.send = lambda: vllm[1].run(vllm[0].sync_weights(without_head(vllm[2]), 1))
+    head, is_packed = packed_head(vllm[0])
+    if not is_packed:
+        sync.sync()  # the head is the embedding itself
+        again = vllm_synchronizer(vllm, probe)
+        copied = head.weight.detach().clone()
+        monkeypatch.setattr(head, "cpu_linear", lambda states, _, bias: nn.functional.linear(states, copied, bias))
+        again.send, sync = sync.send, again
     with pytest.raises(WeightSyncError, match=f"drill.*{WRONG}"):
         sync.sync()
