@@ -46,7 +46,7 @@ class CountingEngine(InProcessEngine):
     @property
     def tokenizer(self) -> Any:
         return SimpleNamespace(
-            encode=lambda text: [ord(c) for c in text],
+            encode=lambda text, **_: [ord(c) for c in text],
             apply_chat_template=lambda messages, **_: [ord(c) for c in messages[0]["content"]],
         )
 

@@ -4,6 +4,7 @@ import asyncio
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from trinity_lightning.config.engines import Capabilities, EngineConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RankError, RolloutError
 from trinity_lightning.explorer.distributed import ENGINES, EngineFollower, RankWeights
 from trinity_lightning.explorer.driver import Driver
+from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.rank_engine import EngineAnswers, RankEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.sync.stream import WeightStream
@@ -98,6 +100,12 @@ def driver(connected: tuple[Asked, Driver]) -> Driver:
 class TestPromises(EnginePromises):
     misspelt_error = ConfigError
     may_go_on: ClassVar[dict[str, Any]] = {}  # it has no ignore_eos
+
+    @contextmanager
+    def end_token(self, engine: Engine, token: int) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Apart, "end_tokens", frozenset({engine.tokenizer.eos_token_id, token}))
+            yield
 
 
 def test_a_request_that_is_given_up_ends_in_the_other_rank(

@@ -4,7 +4,8 @@ import pytest
 from support.chat_tokenizers import byte_tokenizer
 from transformers import GenerationConfig
 
-from trinity_lightning.explorer.models.turns import encode_text, end_tokens, turn_end
+from trinity_lightning.explorer.models.chat import render_chat
+from trinity_lightning.explorer.models.turns import QUESTION, encode_text, end_tokens, turn_end
 
 OPEN = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 CHAT = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}" + OPEN
@@ -71,3 +72,45 @@ def test_plain_text_begins_once_and_does_not_end(after):
 def test_plain_text_of_a_tokenizer_that_adds_nothing_has_nothing_added():
     tokenizer = byte_tokenizer(None, [], "</s>", bos="<s>")
     assert encode_text(tokenizer, "Up?") == tokenizer.encode("Up?")
+
+
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+    "{% if m.role == 'assistant' and loop.last %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[{{ m.content }}]{% else %} {{ m.content }} </s>{% endif %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "behind"),
+    [
+        (CHAT, "yo<|end|>", "<|user|>more<|end|><|assistant|>"),
+        (CHAT, "yo<eos>", "<|user|>more<|end|><|assistant|>"),
+        (CHAT, "yo<|stop|>", "<|user|>more<|end|><|assistant|>"),
+        (CHAT, "yo", "<|end|><|user|>more<|end|><|assistant|>"),
+        (
+            CHAT.replace("'<|end|>'", "'<|return|><|end|>\n'"),
+            "yo<|return|><|end|>",
+            "\n<|user|>more<|return|><|end|>\n<|assistant|>",
+        ),
+        (PHI, "yo<|end|>", "<|user|>more<|end|><|assistant|>"),
+        (MARKED, "yo<|user|>", "more<|assistant|>"),
+        (MARKED, "yo<eos>", "<|user|>more<|assistant|>"),
+        (MARKED, "yo", "<|user|>more<|assistant|>"),
+        (HARMONY, "yo<|return|>", "<|start|>user<|message|>more<|end|><|start|>assistant"),
+        (LLAMA, "yo </s>", "<s>[more]"),
+    ],
+)
+def test_a_turn_ends_once_whichever_token_ended_it(template, written, behind):
+    special = [*ROLES, "<|end|>", "<|stop|>", "<|return|>", "<|start|>", "<|message|>", "<s>", "</s>"]
+    eos = {HARMONY: "<|return|>", LLAMA: "</s>"}.get(template, "<eos>")
+    tokenizer = byte_tokenizer(template, special, eos)
+    other = GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids("<|stop|>"))
+    so_far = [*render_chat(tokenizer, [QUESTION]), *tokenizer.encode(written, add_special_tokens=False)]
+    whole = render_chat(tokenizer, [{"role": "user", "content": "more"}], so_far=so_far, generation_config=other)
+    assert whole[: len(so_far)] == so_far
+    assert tokenizer.decode(whole[len(so_far) :]) == behind

@@ -5,11 +5,13 @@ The engine is one of the tiny model in float32, so that its tokens depend on see
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from support.tiny_model import logprobs, tiny_model
 from trinity_lightning.common.inference import Completion, InferenceModel
@@ -97,6 +99,23 @@ class EnginePromises:
             assert list(forwards[i].prompt_token_ids) == prompt
             assert tokens == list(shuffled[i].token_ids) == list(driver.run(generate([i]))[i].token_ids)
             assert len(tokens) == limit or tokens[-1] == engine.tokenizer.eos_token_id
+
+    def test_every_end_token_of_the_model_ends_a_response(self, engine: Engine, driver: Driver) -> None:
+        tokens = list(ask(engine, driver).token_ids)
+        place, end = next((place, token) for place, token in enumerate(tokens) if token != tokens[-1])
+        with self.end_token(engine, end):
+            ended = ask(engine, driver)
+            assert (list(ended.token_ids), ended.finish_reason) == (tokens[: place + 1], "stop")
+            assert ended.stop_reason is None
+        assert list(ask(engine, driver).token_ids) == tokens
+
+    @contextmanager
+    def end_token(self, engine: Engine, token: int) -> Iterator[None]:
+        """The engine with another end token in the model's generation_config.json."""
+        before = engine.generation_config
+        engine.generation_config = GenerationConfig(eos_token_id=[engine.tokenizer.eos_token_id, token])
+        yield
+        engine.generation_config = before
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     def test_logprobs_are_of_the_distribution_sampled_from(

@@ -8,13 +8,17 @@ from jinja2 import TemplateError
 
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import call_of_message, format_tool_call
-from trinity_lightning.explorer.models.turns import PLACEHOLDER, QUESTION
+from trinity_lightning.explorer.models.turns import PLACEHOLDER, QUESTION, turn_end
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 def render_chat(
-    tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, so_far: Sequence[int] = ()
+    tokenizer: Any,
+    messages: Messages,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    so_far: Sequence[int] = (),
+    generation_config: Any = None,
 ) -> list[int]:
     """Token ids of a conversation up to where the model answers next; see `InferenceModel.render`.
 
@@ -25,12 +29,13 @@ def render_chat(
         messages: as OpenAI's API has them, content as text.
         tools: functions on offer, as OpenAI's API describes them.
         so_far: token ids of the conversation before `messages`, which end with a response; the result begins with them.
+        generation_config: the model's, for its end tokens.
 
     Raises:
         ConfigError: the template refuses the messages, or a content is no text.
     """
     if so_far:
-        return _continued(tokenizer, messages, tools, so_far)
+        return _continued(tokenizer, messages, tools, so_far, generation_config)
     return apply_template(tokenizer, messages, tools, add_generation_prompt=True)
 
 
@@ -78,7 +83,11 @@ def _text_of(content: object) -> str:
 
 
 def _continued(
-    tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, so_far: Sequence[int]
+    tokenizer: Any,
+    messages: Messages,
+    tools: Sequence[Mapping[str, Any]] | None,
+    so_far: Sequence[int],
+    generation_config: Any,
 ) -> list[int]:
     """`render_chat` of what follows `so_far`, which ends with a response."""
     opening = [QUESTION, {"role": "assistant", "content": PLACEHOLDER}]
@@ -87,10 +96,7 @@ def _continued(
     if not found:
         raise ConfigError("the chat template drops earlier responses: it cannot carry a conversation of several turns.")
     added = tokenizer.encode(tail, add_special_tokens=False)
-    # The model ends its turn itself, with the token that the template would write; cut off, it has not.
-    if added and added[0] == so_far[-1]:
-        added = added[1:]
-    return [*so_far, *added]
+    return [*so_far, *added[turn_end(tokenizer, generation_config).written(tokenizer, so_far[-1], added) :]]
 
 
 # -- tools for chat templates ------------------------------------------------------------------------------------------

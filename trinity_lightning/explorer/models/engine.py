@@ -18,6 +18,7 @@ from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import PromptTooLongError, RolloutError
 from trinity_lightning.explorer.models.chat import render_chat
+from trinity_lightning.explorer.models.turns import encode_text, end_tokens
 from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class Engine(ABC):
       it was drawn from (temperature applied). `sampling` has names of vLLM's SamplingParams, and no None. Of a run's
       rollouts it always has `seed`, `temperature` and `max_tokens`, and the others that `sampling` of the configuration
       sets; a call of `generate` by hand may leave out any. Sample i is drawn with `seed` + i, independently of other
-      requests;
+      requests. A response ends with the first of `end_tokens` (unless `ignore_eos` is set), which is its last token;
     - `_logprobs`: of every token but the first, given those before it, at temperature 1;
     - `weight_shapes` and `_take`: the weights that it wants, by their names in a Hugging Face checkpoint, a tied head
       as a tensor of its own, and taking them. What the old ones have computed is forgotten, and `_model_version` is
@@ -58,6 +59,8 @@ class Engine(ABC):
     capabilities = Capabilities()
     # Whether it rounds the weights that it is sent further than to its dtype: engine.args.quantization.
     quantized = False
+    # The model's settings of generation, set by `load`: its end tokens count beside the tokenizer's and the template's.
+    generation_config: Any = None
     # How often it died and was started again; None: it cannot die alone.
     restarts: int | None = None
 
@@ -89,9 +92,14 @@ class Engine(ABC):
         """The number of the weight sync that made the present weights; 0 before the first."""
         return self._model_version
 
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a response, the same for every engine and for training; see `turns.TurnEnd`."""
+        return end_tokens(self.tokenizer, self.generation_config)
+
     async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
         await self.load()
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
         self._check_room(len(token_ids), sampling.get("max_tokens"))
         chosen = {name: value for name, value in sampling.items() if value is not None}
         return await self._completions(token_ids, n, chosen)
@@ -105,7 +113,7 @@ class Engine(ABC):
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
     ) -> list[int]:
         await self.load()
-        return render_chat(self.tokenizer, messages, tools, so_far)
+        return render_chat(self.tokenizer, messages, tools, so_far, self.generation_config)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Temperature-1 log-probability of every token but the first; see `InferenceModel.logprobs`."""

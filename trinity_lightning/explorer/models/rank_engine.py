@@ -17,7 +17,7 @@ import torch
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.ranks import SILENT_SECONDS
 from trinity_lightning.config.engines import Capabilities, EngineConfig
-from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.models import load_generation_config, load_tokenizer
 from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RankError, RolloutError
 from trinity_lightning.explorer.models.engine import Engine, LoadedEngine
 from trinity_lightning.sync.stream import WeightStream
@@ -92,6 +92,7 @@ class RankEngine(LoadedEngine):
             self._dtype = getattr(torch, dtype)
             self._weight_shapes = {name: tuple(shape) for name, shape in shapes.items()}
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._model)
+            self.generation_config = await asyncio.to_thread(load_generation_config, self._model)
             self._loaded = True
 
     async def shutdown(self) -> None:

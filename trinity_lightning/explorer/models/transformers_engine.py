@@ -1,6 +1,6 @@
 """Generation with the training model itself, for places where vLLM cannot be installed."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,10 +51,12 @@ class Sample:
 class Decoding:
     """A batch of requests by id, decoded together by a model in evaluation mode, to the end of the longest response."""
 
-    def __init__(self, model: Any, tokenizer: Any, requests: Mapping[str, Request]) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, end_tokens: Collection[int], requests: Mapping[str, Request]
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._end_ids = _end_ids(model, tokenizer)
+        self._end_tokens = end_tokens
         self._open = {
             key: [Sample(request, _generator(request, i, model.device)) for i in range(request.n)]
             for key, request in requests.items()
@@ -117,14 +119,14 @@ class Decoding:
         """Append a token and decide whether the response ends with it: end token, stop string, or limit."""
         row.token_ids.append(token)
         row.logprobs.append(logprob)
-        if token in self._end_ids:
+        if token in self._end_tokens:
             row.finish_reason = "stop"
         elif len(row.token_ids) >= row.request.max_tokens:
             row.finish_reason = "length"
         if row.finish_reason or row.request.stop:
             row.text = response_text(self._tokenizer, row.request.token_ids, row.token_ids)
         found = [stop for stop in row.request.stop if stop in row.text]
-        if found and token not in self._end_ids:
+        if found and token not in self._end_tokens:
             row.finish_reason, row.stop_reason = "stop", min(found, key=row.text.index)
             row.text = row.text[: row.text.index(row.stop_reason)]
 
@@ -145,13 +147,6 @@ def _generator(request: Request, sample: int, device: torch.device) -> torch.Gen
     else:
         generator.manual_seed(request.seed + sample)
     return generator
-
-
-def _end_ids(model: Any, tokenizer: Any) -> set[int]:
-    ends = model.generation_config.eos_token_id
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    return {ends} if isinstance(ends, int) else set(ends)
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
@@ -203,6 +198,7 @@ class TransformersEngine(InProcessEngine):
         if self._model is None:
             raise ConfigError("the transformers engine generates with the training model: bind(model) it first.")
         self._tokenizer = load_tokenizer(self._model_name)
+        self.generation_config = self._model.generation_config
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
         if unknown := sorted(set(sampling) - set(SUPPORTED)):
@@ -264,7 +260,7 @@ class TransformersEngine(InProcessEngine):
             results: list[tuple[str, Any]] = [(key, self._score(tokens)) for key, tokens in self._scoring.items()]
             self._scoring.clear()
             if not self._decoding and self._queue:
-                self._decoding = Decoding(self._model, self._tokenizer, self._next_batch())
+                self._decoding = Decoding(self._model, self._tokenizer, self.end_tokens, self._next_batch())
             if self._decoding:
                 results += self._decoding.step()
                 self._decoding = self._decoding or None  # at its end its cache is given up: training needs the memory

@@ -49,6 +49,21 @@ class TurnEnd:
     closing_calls: tuple[int, ...]
     markers: frozenset[int] = field(default=frozenset())
 
+    def written(self, tokenizer: Any, last: int, behind: Sequence[int]) -> int:
+        """How many of the tokens that a template writes behind a turn are left out, as the turn has ended itself.
+
+        Args:
+            tokenizer: the model's.
+            last: the turn's last token. Of a turn that was cut off it is no end token: the template closes it.
+            behind: what the template writes behind the turn and before the model's next one.
+        """
+        if last in self.tokens:
+            if tuple(behind[: len(self.closing)]) == self.closing:
+                return len(self.closing)
+            if not self.markers and behind and is_control(tokenizer, behind[0]):
+                return 1  # of a template that ends earlier turns by another token than the last, as gpt-oss's does
+        return int(list(behind[:1]) == [last])
+
 
 def end_tokens(tokenizer: Any, generation_config: Any = None) -> frozenset[int]:
     """Token ids that end a response: see `TurnEnd.tokens`.

@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from trinity_lightning.common.hardware import GIB, trim_heap
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.config.engines import CAPABILITIES, EngineConfig, EngineDtype, EngineSleep, require_vllm
-from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.models import load_generation_config, resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine, response_text
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes
@@ -63,6 +63,16 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
             "block_size": CPU_BLOCK_TOKENS,
         }
     return arguments | dict(config.args)
+
+
+# -- where a response ends ---------------------------------------------------------------------------------------------
+
+
+def with_end_tokens(sampling: Mapping[str, Any], ends: Collection[int]) -> dict[str, Any]:
+    """The settings with a model's end tokens as vLLM's stop tokens: it knows those of the model's files alone."""
+    if sampling.get("ignore_eos"):
+        return dict(sampling)
+    return {**sampling, "stop_token_ids": sorted({*ends, *(sampling.get("stop_token_ids") or ())})}
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
@@ -154,6 +164,7 @@ class VLLMEngine(InProcessEngine):
                 self._weight_shapes = parameter_shapes(path)
                 self._engine = self._build(path)
                 self._tokenizer, self._dtype = self._engine.get_tokenizer(), self._engine.model_config.dtype
+                self.generation_config = load_generation_config(self._model)
                 self._packed = self._packed_weights() if self._on_cpu else None
         except ConfigError:
             raise
@@ -196,7 +207,8 @@ class VLLMEngine(InProcessEngine):
         # Text is made on the way only where it must be: after every token, in the thread that drives the engine.
         differ = any(sampling.get(name, usual) != usual for name, usual in _USUAL.items())
         detokenize = differ or bool(sampling.get("stop"))
-        self._submit(request_id, token_ids, n=n, logprobs=0, **({"detokenize": detokenize} | sampling))
+        sampling = {"detokenize": detokenize, **with_end_tokens(sampling, self.end_tokens)}
+        self._submit(request_id, token_ids, n=n, logprobs=0, **sampling)
 
     def _add_scoring(self, request_id: str, token_ids: list[int]) -> None:
         # vLLM samples at least one token; on a GPU it would draw a seed from NumPy's generator.
@@ -234,7 +246,7 @@ class VLLMEngine(InProcessEngine):
                 logprobs=_own_logprobs(sample.logprobs),
                 text=self._text(output.prompt_token_ids, sample),
                 finish_reason=sample.finish_reason,
-                stop_reason=sample.stop_reason,
+                stop_reason=None if sample.stop_reason in self.end_tokens else sample.stop_reason,
             )
             for sample in sorted(output.outputs, key=lambda sample: sample.index)
         ]

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from transformers import AutoConfig
 from trinity_lightning.common.hardware import TORCH_DTYPES
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import CAPABILITIES, EngineConfig, EngineDtype, require_vllm
-from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.models import load_generation_config, load_tokenizer, resolve_model
 from trinity_lightning.config.schema import NEUTRAL_SAMPLING, PACKAGE_DIR, TrainConfig
 from trinity_lightning.config.servers import PARALLEL, check_vllm_args, visible_gpus
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import LoadedEngine
 from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
-from trinity_lightning.explorer.models.vllm_engine import engine_args
+from trinity_lightning.explorer.models.vllm_engine import engine_args, with_end_tokens
 from trinity_lightning.sync.files import MEMORY, WeightFolder
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes
 
@@ -171,6 +171,7 @@ class VLLMServerEngine(LoadedEngine):
 
     def _read_model(self, path: str) -> None:
         self._tokenizer = load_tokenizer(self._model)
+        self.generation_config = load_generation_config(self._model)
         self._weight_shapes = parameter_shapes(path)
         dtype = TORCH_DTYPES.get(EngineDtype(self._config.dtype))
         own: Any = AutoConfig.from_pretrained(path).dtype
@@ -364,12 +365,13 @@ class VLLMServerEngine(LoadedEngine):
         for name in sampling:
             if name not in SAMPLING:
                 raise ConfigError(unknown_name("sampling setting", name, SAMPLING))
-        chosen = WHOLE_DISTRIBUTION | sampling
+        chosen = WHOLE_DISTRIBUTION | with_end_tokens(sampling, self.end_tokens)
         room = self.max_model_len - len(token_ids)
         chosen["max_tokens"] = min(chosen.get("max_tokens", 16), room)  # a server refuses more than there is room for
         body = {"prompt": token_ids, "n": n, "logprobs": 0, "return_token_ids": True, **chosen}
         answer = await self._running().post("/v1/completions", {"model": self._model_id, **body})
-        return [_completion(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        return [_completion(choice, self.end_tokens) for choice in choices]
 
     async def _logprobs(self, token_ids: list[int]) -> list[float]:
         # vLLM samples at least one token.
@@ -469,14 +471,14 @@ def _word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, Mapping | list) else str(value)
 
 
-def _completion(choice: Mapping[str, Any]) -> Completion:
+def _completion(choice: Mapping[str, Any], ends: Collection[int]) -> Completion:
     return Completion(
         prompt_token_ids=choice["prompt_token_ids"],
         token_ids=choice["token_ids"],
         logprobs=choice["logprobs"]["token_logprobs"],
         text=choice["text"],
         finish_reason=choice["finish_reason"],
-        stop_reason=choice["stop_reason"],
+        stop_reason=None if choice["stop_reason"] in ends else choice["stop_reason"],
     )
 
 
