@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning import config as late
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.common.failures import causes
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checks import workflow_arguments
@@ -26,7 +27,7 @@ from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.config.training import trains_together
 from trinity_lightning.engines import auxiliary_models_of, check_room, engines_of, settle_dtypes, thread_share
-from trinity_lightning.errors import ConfigError, TrinityError
+from trinity_lightning.errors import ConfigError, ModelNotSavedError, TrinityError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.models.engine import Engine
@@ -64,28 +65,96 @@ class Run:
         if self.trainer.is_global_zero:
             print(summary_table(_summary(self)), flush=True)
 
-    def finish(self) -> None:
-        """Write the trained policy and close the loggers, so that the next job of a sweep gets a W&B run of its own."""
-        self._save_last_checkpoint()
+    def fit(self) -> None:
+        """Train, and save what was trained, also if the end of the training fails: an engine that does not stop, say.
+
+        Raises:
+            ModelNotSavedError: model or last checkpoint could not be written, though all the rest was.
+        """
+        try:
+            self.trainer.fit(self.policy, self.data, ckpt_path=self.checkpoint, weights_only=True)
+        except Exception:
+            if self.trainer.current_epoch >= self.config.steps and self.trainer.world_size == 1:
+                try:
+                    self._save()
+                except ModelNotSavedError as unsaved:  # what the training failed by goes on
+                    logger.error("%s", unsaved, exc_info=unsaved)
+            raise
+        self._finish()
+
+    def _finish(self) -> None:
+        """Write what was trained, then the report, and close the loggers: a sweep's next job gets a W&B run of its own.
+
+        Weights come first, and whatever fails, all else is done.
+        """
+        self._say_why_it_stopped()
+        try:
+            self._save()
+        finally:
+            if self.trainer.is_global_zero:
+                self._write_report()
+        if self.trainer.is_global_zero:
+            finish(self.trainer.loggers)
+            parts = ", ".join(f"{name} {gb:.1f}" for name, gb in self.monitor.memory.by_part.items())
+            peak = f"peak memory {self.monitor.memory.peak_gb:.1f} GB ({parts})"
+            print(f"{peak}; everything is in {self.folder}", flush=True)
+
+    def _save(self) -> None:
+        """Write the model and the last checkpoint, each whether or not the other could be; a ModelNotSavedError."""
+        failed: dict[str, Exception] = {}
+        for what, write in (("model", self._save_model), ("last checkpoint", self._save_last_checkpoint)):
+            try:
+                write()
+            except Exception as error:  # of the disk, or of a model's own code
+                failed[what] = error
+            self.trainer.strategy.barrier()  # others have a share of what is saved
+        if failed:
+            raise _not_saved(failed, self.folder) from ExceptionGroup("not saved", [*failed.values()])
+
+    def _save_model(self) -> None:
         if self.trainer.is_global_zero and self.config.save_model:
             with disk_full_named(self.folder / "model"):
                 self.policy.save_pretrained(self.folder / "model")
-        self.trainer.strategy.barrier()  # others have a share of what is saved
-        if not self.trainer.is_global_zero:
-            return
-        finish(self.trainer.loggers)
-        try:
-            write_report(self.folder)
-        except (TrinityError, OSError) as error:  # a picture of the run: what was trained is saved, and counts
-            logger.warning("report.html was not written: %s", error)
-        parts = ", ".join(f"{name} {gb:.1f}" for name, gb in self.monitor.memory.by_part.items())
-        print(f"peak memory {self.monitor.memory.peak_gb:.1f} GB ({parts}); everything is in {self.folder}", flush=True)
 
     def _save_last_checkpoint(self) -> None:
         """For a run to be continued with more steps: the end of it, unless ModelCheckpoint has just written that."""
         found = next((each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)), None)
         if found and found.dirpath and found._last_global_step_saved != self.trainer.global_step:
             self.trainer.save_checkpoint(Path(found.dirpath) / "final.ckpt")
+
+    def _write_report(self) -> None:
+        try:
+            write_report(self.folder)
+        except Exception as error:  # a picture of the run: what was trained is saved, and counts
+            unforeseen = None if isinstance(error, TrinityError | OSError) else error
+            logger.warning("report.html was not written: %s", error, exc_info=unforeseen)
+
+    def _say_why_it_stopped(self) -> None:
+        """Of a run that a callback ended before its last step: which one, and why, as far as the callback says."""
+        done, steps = self.trainer.current_epoch, self.config.steps
+        if done < steps and self.trainer.is_global_zero:
+            reasons = [getattr(each, "stopping_reason_message", None) for each in vars(self.trainer)["callbacks"]]
+            why = next(filter(None, reasons), "a callback, or the trainer's own limits, ended it.")
+            logger.warning("training stopped after step %d of %d: %s", done, steps, why)
+
+
+def _not_saved(failed: Mapping[str, Exception], folder: Path) -> ModelNotSavedError:
+    """What could not be written and why, where the weights are, and how to write the model from them."""
+    reasons = " ".join(
+        str(error) if isinstance(error, TrinityError) else f"The {what} could not be written: {_named(error)}."
+        for what, error in failed.items()
+    )
+    raised = [each for error in failed.values() for each in causes(error)]
+    written = "".join(f" {note}" for error in raised for note in getattr(error, "__notes__", ()))
+    checkpoints = late.checkpoints.checkpoints_in(folder / "checkpoints")
+    newest = f"The newest checkpoint is '{checkpoints[-1]}'." if checkpoints else "There is no checkpoint."
+    command = late.checkpoints.resume_command(folder) if checkpoints else None
+    fix = f" Once this is mended, write what is missing with: {command}" if command else ""
+    return ModelNotSavedError(f"training came to its end, and not all of it is saved. {reasons}{written} {newest}{fix}")
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
 
 
 def build(config: DictConfig) -> Run:
@@ -122,7 +191,10 @@ def build(config: DictConfig) -> Run:
         data, callbacks = online_parts(typed, folder, monitor, offload=plan is not None and plan.offload)
     if not follower:  # rank 0 rolls out, saves, shows and records
         # Once the checkpoint is loaded: a resume that is refused must not change what the run was.
-        record = LambdaCallback(on_train_start=lambda *_: _record(config, typed.engine, policy, folder))
+        record = LambdaCallback(
+            on_fit_start=lambda *_: policy.try_saving(folder) if typed.save_model else None,
+            on_train_start=lambda *_: _record(config, typed.engine, policy, folder),
+        )
         callbacks.insert(0, record)
     return Run(typed, folder, _trainer(config, callbacks), policy, data, monitor, checkpoint, plan)
 

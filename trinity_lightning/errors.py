@@ -1,5 +1,6 @@
 """Error types that name the thing and the fix."""
 
+import errno
 from dataclasses import FrozenInstanceError
 
 
@@ -42,10 +43,16 @@ class ReadOnlyError(TrinityError, FrozenInstanceError):
 
 
 class DiskFullError(TrinityError, OSError):
-    """What `filename` names could not be written for want of room."""
+    """What `filename` names could not be written: no room, or the file would be larger than is allowed."""
 
     def __str__(self) -> str:
-        return f"'{self.filename}' could not be written ({self.strerror}): make room there, or write to another disk."
+        first = "raise the limit of a file's size (ulimit -f)" if self.errno == errno.EFBIG else "make room there"
+        return f"'{self.filename}' could not be written ({self.strerror}): {first}, or write to another disk."
+
+
+class ModelNotSavedError(TrinityError):
+    """Training came to its end, and the model or the last checkpoint could not be written; the message says which
+    weights are there, and how to write the model from them."""
 
 
 class OperatorError(TrinityError):

@@ -34,8 +34,7 @@ def train(config: DictConfig) -> "L.Trainer":
         raise ConfigError(str(error)) from error
     run.announce()
     with disk_full_named(run.folder), given(run.trainer.loggers, config):
-        run.trainer.fit(run.policy, run.data, ckpt_path=run.checkpoint, weights_only=True)
-        run.finish()
+        run.fit()
     return run.trainer
 
 

@@ -1,11 +1,16 @@
 """Whole files or none, also on a full disk: /dev/full is one."""
 
+import errno
+import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.errors import DiskFullError
@@ -53,10 +58,36 @@ def test_a_run_on_a_full_disk_names_its_folder(tmp_path, monkeypatch):
         with Path("/dev/full").open("wb", buffering=0) as file:
             file.write(b"a table, say")
 
-    trainer = SimpleNamespace(fit=fit, loggers=[])
-    run = SimpleNamespace(
-        folder=tmp_path, announce=lambda: None, trainer=trainer, policy=None, data=None, checkpoint=None
-    )
+    run = SimpleNamespace(folder=tmp_path, announce=lambda: None, trainer=SimpleNamespace(loggers=[]), fit=fit)
     monkeypatch.setattr("trinity_lightning.build.build", lambda config: run)
     with pytest.raises(DiskFullError, match=tmp_path.name):
         train(OmegaConf.create())
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may become larger than 1 MB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_checkpoint_larger_than_a_file_may_be_is_named_with_the_limit(tmp_path, small_files):
+    for size in (250_000, 260_000, 1_000_000):  # within the zip file's directory, or the first tensor
+        with pytest.raises(DiskFullError, match=r"final\.ckpt' could not be written \(File too large\): .*ulimit -f"):
+            AtomicCheckpointIO().save_checkpoint({"weight": torch.zeros(size)}, tmp_path / "final.ckpt")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_larger_than_a_file_may_be_are_named_with_the_limit(tmp_path, small_files):
+    with pytest.raises(DiskFullError, match="File too large"), disk_full_named(tmp_path / "model"):
+        save_file({"weight": torch.zeros(300_000)}, tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_each_want_of_room_is_named(number, tmp_path):
+    with pytest.raises(DiskFullError) as full, disk_full_named(tmp_path):
+        raise RuntimeError("a library's words") from OSError(number, os.strerror(number))
+    assert (full.value.errno, full.value.filename) == (number, str(tmp_path))
+    assert ("ulimit" in str(full.value)) == (number == errno.EFBIG)

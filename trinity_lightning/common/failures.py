@@ -16,7 +16,8 @@ LIBRARIES = [PACKAGE, *(sysconfig.get_path(each) for each in ("stdlib", "purelib
 # What Python raises of mistakes in code, which come again. What servers and disks raise is of other kinds.
 MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, SyntaxError)
 MISTAKES += (NotImplementedError, TypeError, ValueError)
-FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)}
+# A full disk, a quota, and a limit of a file's size, of the process (ulimit -f) or of the file system.
+FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 
 
 def disk_full(error: Exception, path: Path) -> DiskFullError | None:

@@ -11,7 +11,7 @@ from typing import IO
 
 @contextmanager
 def disk_full_named(path: Path) -> Iterator[None]:
-    """Raise a DiskFullError of this path, or of the one that the error within names, if the disk or a quota is full."""
+    """Raise a DiskFullError of this path, or of the one that the error within names, for want of room (`FULL`)."""
     try:
         yield
     except Exception as error:

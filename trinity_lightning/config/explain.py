@@ -86,10 +86,10 @@ def explain_composition(error: Exception) -> str | None:
         paths = [frame.f_locals["full_path"] for frame in frames if "full_path" in frame.f_locals]
         return f"{paths[-1] if paths else 'a configuration file'} is no text: give a YAML file in UTF-8."
     failed = error if isinstance(error, OSError) else error.__cause__  # which logging wraps
-    if isinstance(failed, OSError) and failed.filename:
+    if isinstance(failed, OSError) and failed.strerror:
+        where = f", '{failed.filename}'" if failed.filename else ""  # a full disk's has none
         return (
-            f"output_dir or hydra.run.dir: cannot write the run's folder, '{failed.filename}': {failed.strerror}; give "
-            "another one."
+            f"output_dir or hydra.run.dir: cannot write the run's folder{where}: {failed.strerror}; give another one."
         )
     return None
 

@@ -64,6 +64,21 @@ def resolve_model(name: str) -> Path | str:
     return folder if folder.is_dir() else name
 
 
+def generation_file(name: str) -> bytes | None:
+    """A model's generation_config.json as it is; None if it has none. Errors as `resolve_model`."""
+    source = str(resolve_model(name))
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(
+        source,
+        "generation_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,  # without a network, what is not in the cache is not there
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return None if file is None else Path(file).read_bytes()
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with a pad token: its end token if it has none of its own.
 

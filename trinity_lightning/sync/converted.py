@@ -63,6 +63,11 @@ def _shapes(tensors: Mapping[str, Tensor], groups: Sequence[Sequence[str]], mode
     return {name: tuple(tensor.shape) for group in empty for name, tensor in _reverted(group, model).items()}
 
 
+def check_conversion(tensors: Mapping[str, Tensor], model: Any) -> None:
+    """Convert tensors of these shapes, without any data, as `save_pretrained` will; errors are transformers'."""
+    _shapes(tensors, [list(tensors)], model)
+
+
 def _reverted(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -1,8 +1,10 @@
 """What is done to a Hugging Face model to be trained, and how its log-probabilities are computed."""
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.model_config import BLOCK_BYTES, CHUNK_BYTES, GPU_BLOCK_BYTES, GPU_CHUNK_BYTES
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.models import generation_file, resolve_model
 from trinity_lightning.config.training import Dropout, Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.layers import SHORT_SDPA, attention_implementation, lean_layers
 from trinity_lightning.trainer.layout import LogprobFn, collate, cut
 
 logger = logging.getLogger(__name__)
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def load_model(
@@ -35,7 +39,9 @@ def load_model(
 
     path, attention = str(resolve_model(name)), attention_implementation(attn_implementation)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention, generation_config=_special_tokens(generation_file(name))
+        )
     except Exception as error:  # whatever wrong files provoke in transformers
         raise ModelLoadError(f"cannot load the model '{name}': {error or type(error).__name__}") from error
     if dropout is Dropout.off:
@@ -43,6 +49,34 @@ def load_model(
     if model.dtype == torch.bfloat16 and not compiles:
         lean_layers(model)
     return model
+
+
+def _special_tokens(generation_config: bytes | None) -> Any:
+    """The generation configuration with the special tokens alone; None if there is none that can be read.
+
+    How to sample is the run's to say, and transformers refuses to load some of the settings that models come with.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        settings = json.loads(generation_config or b"")
+    except ValueError:
+        return None
+    if not isinstance(settings, dict):
+        return None
+    return GenerationConfig(**{key: settings[key] for key in SPECIAL_TOKENS if key in settings})
+
+
+@contextmanager
+def default_generation_config(model: Any) -> Iterator[None]:
+    """Have the model save transformers' defaults in place of its own settings, which it may refuse to save."""
+    from transformers import GenerationConfig
+
+    settings, model.generation_config = getattr(model, "generation_config", None), GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = settings
 
 
 # -- dropout: the first ratio of a PPO step must be 1 ------------------------------------------------------------------

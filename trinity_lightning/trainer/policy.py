@@ -11,9 +11,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -24,10 +26,11 @@ from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, reuse_large_buffers
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.models import generation_file, load_tokenizer, resolve_model
 from trinity_lightning.config.sections import plain, section_of
 from trinity_lightning.config.training import (
     HALF,
@@ -39,12 +42,20 @@ from trinity_lightning.config.training import (
     check_trainer_settings,
 )
 from trinity_lightning.config.values import AUTO
-from trinity_lightning.errors import ConfigError, ModelLoadError
+from trinity_lightning.errors import ConfigError, DiskFullError, ModelLoadError
+from trinity_lightning.sync.converted import check_conversion
 from trinity_lightning.trainer import optim
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO, check_local
 from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
 from trinity_lightning.trainer.layout import Part, Passes, collate, trained_tokens
-from trinity_lightning.trainer.model import LogprobFn, lean_embeddings, load_model, logprob_function, usable_layout
+from trinity_lightning.trainer.model import (
+    LogprobFn,
+    default_generation_config,
+    lean_embeddings,
+    load_model,
+    logprob_function,
+    usable_layout,
+)
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
@@ -446,15 +457,57 @@ class PolicyModule(L.LightningModule):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer as a folder that transformers, vLLM and TRL load.
 
-        Adapters are merged into it, and written by themselves to `adapter` in it, which peft loads.
+        Adapters are merged into it, and written by themselves to `adapter` in it, which peft loads. The model's own
+        generation_config.json is copied, whatever is in it; without one there is none.
         """
         weights = self.placement.state_dict(self.policy) if self.adapter is None else self.adapter.merged()
-        self.policy.save_pretrained(folder, state_dict=weights)
+        self._save(Path(folder), weights)
         if self.adapter is not None:
             self.adapter.save(Path(folder) / "adapter")
+        mode = (Path(folder) / "config.json").stat().st_mode
         for file in Path(folder).rglob("*.safetensors"):  # which safetensors writes for this user alone
-            file.chmod((Path(folder) / "config.json").stat().st_mode)
-        self.tokenizer.save_pretrained(folder)
+            with suppress(PermissionError):  # some network file systems have modes of their own
+                file.chmod(mode)
+
+    def try_saving(self, folder: str | Path) -> None:
+        """Write what `save_pretrained` would, without any weights, to a folder in this one, and remove it.
+
+        Raises:
+            ConfigError: model or tokenizer could not be saved once trained.
+            DiskFullError: the disk is full now.
+        """
+        parameters = self.policy.state_dict() if self.adapter is None else self.adapter.parameters()
+        try:
+            with disk_full_named(Path(folder)), TemporaryDirectory(prefix=".model-", dir=folder) as trial:
+                self._save(Path(trial), {})
+                check_conversion(parameters, self.policy)
+        except DiskFullError:
+            raise
+        except Exception as error:  # whatever a model's own code raises
+            raise ConfigError(
+                f"model '{self.model_name}' could not be saved once it is trained ({type(error).__name__}: "
+                f"{' '.join(str(error).split())}): mend its files, or train it with save_model=false, which leaves its "
+                "weights in checkpoints."
+            ) from error
+
+    def _save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Write these weights, and then what else belongs to the model."""
+        with default_generation_config(self.policy):
+            self.policy.save_pretrained(folder, state_dict=weights)
+        try:
+            generation = folder / "generation_config.json"
+            generation.unlink(missing_ok=True)
+            if self._generation_file is not None:
+                generation.write_bytes(self._generation_file)
+            self.tokenizer.save_pretrained(folder)
+        except Exception as error:
+            error.add_note(f"The weights are in '{folder}', whole; only other files are missing.")
+            raise
+
+    @cached_property
+    def _generation_file(self) -> bytes | None:
+        """The model's own, which `try_saving` reads: it may no longer be there once the model is trained."""
+        return generation_file(self.model_name)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add counters and random states."""
