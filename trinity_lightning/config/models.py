@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 
 CACHE_VARIABLE = "TRINITY_LIGHTNING_CACHE"
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 BUILT_IN_MODELS = ("smollm2", "tiny")
 # Raise a number whenever what is written changes: the cached folder of an older version is then left alone.
 _SMOLLM2_REVISION = 1
@@ -102,17 +104,20 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_generation_config(name: str) -> GenerationConfig:
-    """The model's settings of generation, of which its end tokens count here: those of config.json if it has no others.
+    """The model's special tokens for generation: those of config.json if it has no generation_config.json.
 
-    Errors as `resolve_model`, or a ModelLoadError: there is no model under that name.
+    How to sample is the run's to say, and transformers refuses to load or to save some of the settings that models come
+    with. Errors as `resolve_model`, or a ModelLoadError: there is no model under that name.
     """
     source = resolve_model(name)
     from transformers import AutoConfig, GenerationConfig
 
     try:
-        return GenerationConfig.from_pretrained(source)
-    except (OSError, ValueError):  # it has no generation_config.json
-        pass
+        settings = json.loads(generation_file(name) or b"")
+    except ValueError:  # it has none, or a broken one
+        settings = None
+    if isinstance(settings, dict):
+        return GenerationConfig(**{key: settings[key] for key in _SPECIAL_TOKENS if key in settings})
     try:
         return GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
     except (OSError, ValueError) as error:

@@ -1,6 +1,5 @@
 """What is done to a Hugging Face model to be trained, and how its log-probabilities are computed."""
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -16,15 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.model_config import BLOCK_BYTES, CHUNK_BYTES, GPU_BLOCK_BYTES, GPU_CHUNK_BYTES
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.models import generation_file, resolve_model
+from trinity_lightning.config.models import load_generation_config, resolve_model
 from trinity_lightning.config.training import Dropout, Layout
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.layers import SHORT_SDPA, attention_implementation, lean_layers
 from trinity_lightning.trainer.layout import LogprobFn, collate, cut
 
 logger = logging.getLogger(__name__)
-
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def load_model(
@@ -40,7 +37,7 @@ def load_model(
     path, attention = str(resolve_model(name)), attention_implementation(attn_implementation)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, generation_config=_special_tokens(generation_file(name))
+            path, dtype=dtype, attn_implementation=attention, generation_config=load_generation_config(name)
         )
     except Exception as error:  # whatever wrong files provoke in transformers
         raise ModelLoadError(f"cannot load the model '{name}': {error or type(error).__name__}") from error
@@ -49,22 +46,6 @@ def load_model(
     if model.dtype == torch.bfloat16 and not compiles:
         lean_layers(model)
     return model
-
-
-def _special_tokens(generation_config: bytes | None) -> Any:
-    """The generation configuration with the special tokens alone; None if there is none that can be read.
-
-    How to sample is the run's to say, and transformers refuses to load some of the settings that models come with.
-    """
-    from transformers import GenerationConfig
-
-    try:
-        settings = json.loads(generation_config or b"")
-    except ValueError:
-        return None
-    if not isinstance(settings, dict):
-        return None
-    return GenerationConfig(**{key: settings[key] for key in SPECIAL_TOKENS if key in settings})
 
 
 @contextmanager
