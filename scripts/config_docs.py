@@ -68,11 +68,12 @@ is an operator, which knows tokens: [`operators=overlong_penalty`](operators.md)
 `reward=null`, the default, leaves it to the workflow: `math`, `tool_use` and `evaluation` then judge as `reward=math`
 does, `judge` asks its model, and in `multi_turn` the environment gives the rewards. `simple` has no reward of its own.
 
-Evaluations are judged by the same reward. Where it does not fit a recipe's own evaluation (`countdown` does not fit
-sums), leave that out and give yours:
+Evaluations are judged by the same reward. The held-out sums are evaluated only in runs that train on sums; give
+held-out tasks of your own as `eval_tasksets`. If a reward does not fit an evaluation of the recipe that you build on,
+leave that out (`eval_tasksets.NAME=null`).
 
     python -m trinity_lightning.train +recipe=grpo taskset=dataset taskset.path=games.jsonl reward=countdown \\
-        '~eval_tasksets.addition_heldout' '+eval_tasksets={games: {name: games, source: dataset, path: heldout.jsonl}}'
+        '+eval_tasksets={games: {source: dataset, path: heldout.jsonl}}'
 
 A function that raises, or returns something that is no finite number, fails its rollout, which is tried again. If that
 happens to every answer of the tasks that end first, at least 16 of them (an engine may end many at once), the run gives

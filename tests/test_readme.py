@@ -37,11 +37,15 @@ def test_a_reward_and_a_recipe_of_ones_own(kind: str, run_train: RunTrain, tmp_p
     tasks = [{"prompt": f"What is 9 - {n}? Reply with only the number.", "answer": str(9 - n)} for n in range(8)]
     (tmp_path / "subtraction.jsonl").write_text("\n".join(map(json.dumps, tasks)))
     arguments = {
-        "reward": ["+recipe=grpo", "reward=my_rewards.short_and_right", "explorer.eval_on_startup=false"],
+        "reward": ["+recipe=grpo", "reward=my_rewards.short_and_right", "explorer.eval_interval=0"],
         "recipe": ["--config-dir", "my_conf", "+recipe=subtraction"],
     }[kind]
-    done = run_train(tmp_path, *arguments, "model=tiny", "steps=1", "explorer.eval_interval=0", "logger=csv")
+    done = run_train(tmp_path, *arguments, "model=tiny", "steps=1", "logger=csv")
     assert done.returncode == 0, done.stdout[-4000:]
+    [metrics] = tmp_path.glob("outputs/*/*/metrics.csv")
+    evaluated = re.findall(r"eval/(\w+)/mean@1", metrics.read_text().partition("\n")[0])
+    assert evaluated == {"reward": [], "recipe": ["subtraction_heldout"]}[kind]
+    assert "addition" not in done.stdout
     [completions] = tmp_path.glob("outputs/*/*/completions/step_1.jsonl")
     first = json.loads(completions.read_text().splitlines()[0])
     assert {"reward/short_and_right", "reward/short_and_right/right", "reward/short_and_right/short"} <= first.keys()

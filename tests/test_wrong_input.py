@@ -338,24 +338,15 @@ REFUSED = {
         for key, value in (("save_model", 3), ("model.compile", 0), ("model.lora.rslora", 1), ("engine.per_rank", 2))
     },
     "a number for a switch in a text": (["+recipe=grpo", "save_model='1'"], ["save_model is '1'; give true or false."]),
-    "null for a callback": (
-        ["+recipe=grpo", "callbacks.checkpoint=null"],
-        ["callbacks.checkpoint is null; leave it out by '~callbacks.checkpoint'"],
-    ),
     "null for a section": (
         ["+recipe=grpo", "sampling=null"],
         ["sampling cannot be null; give {KEY: VALUE}, or leave it out: '~sampling'."],
-    ),
-    "null for an entry": (
-        ["+recipe=grpo", "eval_tasksets.addition_heldout=null"],
-        ["or leave it out: '~eval_tasksets.addition_heldout'."],
     ),
     "null for an inner section": (
         ["+recipe=grpo", "model.lora=null"],
         ["model.lora cannot be null; give {KEY: VALUE}, or leave it out."],
     ),
     "null for a number": (["+recipe=grpo", "steps=null"], ["steps cannot be null; give a value."]),
-    "null for a new entry": (["+recipe=grpo", "+tasksets.a=null"], ["tasksets.a cannot be null; give"]),
     "a number for a section": (["+recipe=grpo", "workflow.args=3"], ["workflow.args has keys; give {KEY: VALUE}."]),
     "a mapping for text": (["+recipe=grpo", "name={a: 1}"], ["name", "give some text."]),
     "a setting of a choice that was not made": (

@@ -366,7 +366,8 @@ def test_a_reward_that_always_fails_ends_an_evaluation_after_its_first_tasks() -
     hopeless = explorer(models=[model], evals=[source(100, name="held", reward=failing_at(*range(100)))])
     why = (
         r"^evaluation 'held': none of its 100 tasks gave an experience: reward function 'reward' raised "
-        r"ArithmeticError: cannot judge 0; .*cannot judge 1; .*cannot judge 2; and 1[34] other errors$"
+        r"ArithmeticError: cannot judge 0; .*cannot judge 1; .*cannot judge 2; and 1[34] other errors\. "
+        r"If these tasks are not for this reward, leave them out: eval_tasksets\.held=null$"
     )
     with pytest.raises(RewardError, match=why):
         running(hopeless, hopeless.eval)
@@ -395,6 +396,22 @@ def test_an_evaluation_is_due_every_interval(interval: int, due: list[int]) -> N
             found.append(step)
     assert found == due
     assert not explorer(eval_interval=1).need_eval()
+
+
+@pytest.mark.parametrize(
+    ("steps", "due"),
+    [(24, [3, 6, 9, 12, 15, 18, 21, 24]), (25, [3, 6, 9, 12, 15, 18, 21, 24, 25]), (4, [1, 2, 3, 4]), (None, [])],
+)
+def test_by_null_a_tenth_of_the_steps_is_evaluated_and_the_last_one(steps: int | None, due: list[int]) -> None:
+    explored = explorer(evals=[source(name="held")], eval_interval=None)
+    assert explored.evaluates
+    assert [step for step in range(30 if steps is None else steps + 1) if explored.need_eval(step, steps)] == due
+
+
+def test_the_last_step_is_evaluated_whatever_the_interval_but_zero() -> None:
+    for interval, due in ((0, False), (7, True), (None, True)):
+        explored = explorer(evals=[source(name="held")], eval_interval=interval)
+        assert explored.need_eval(10, 10) == due
 
 
 def test_without_an_interval_nothing_is_evaluated_at_the_start_either() -> None:

@@ -21,6 +21,7 @@ from trinity_lightning.config.schema import (
     check_seed,
     check_trained_sampling,
     config_dir,
+    settle_parts,
     typed_config,
 )
 from trinity_lightning.config.training import KLConfig, Layout
@@ -40,6 +41,7 @@ def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> T
     """
     _check_keys(config, "")
     _restore_left_out(config)
+    settle_parts(config)
     if OmegaConf.is_missing(config.model, "name"):
         raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.")
     check_seed(config.seed)  # before explorer.seed, which follows it
@@ -224,8 +226,7 @@ def _lightning_objects(config: DictConfig) -> dict[str, Mapping[str, Any]]:
         objects |= {name: node} if name == "trainer" else {f"{name}.{key}": entry for key, entry in node.items()}
     for key, entry in objects.items():
         if not isinstance(entry, Mapping) or "_target_" not in entry:
-            found = f"null; leave it out by '~{key}', or" if entry is None else f"{entry!r};"
-            raise ConfigError(f"{key} is {found} give {{_target_: DOTTED.PATH, ARGUMENT: VALUE}}.")
+            raise ConfigError(f"{key} is {entry!r}; give {{_target_: DOTTED.PATH, ARGUMENT: VALUE}}.")
     return objects
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -21,7 +21,7 @@ from yaml import YAMLError
 
 from trinity_lightning import config as late
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.config.schema import TrainConfig, config_dir, options
+from trinity_lightning.config.schema import NAMED_PARTS, TasksetConfig, TrainConfig, config_dir, options
 from trinity_lightning.config.sections import schema_of
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig, trains_together
 from trinity_lightning.errors import ConfigError, TrinityError
@@ -54,6 +54,10 @@ def register(within: str | None = "") -> None:
     schema.optimizer.lr_scheduler = OmegaConf.create(vars(OptimizerConfig().lr_scheduler))
     for part in (schema.algorithm.policy_loss, schema.optimizer.lr_scheduler, schema.optimizer):
         OmegaConf.set_struct(part.args, False)  # no plus sign: the part knows its arguments
+    for name in set(NAMED_PARTS) & {*schema}:
+        schema._get_node(name)._metadata.optional = True  # null: none of them, see schema.settle_parts
+    for tasksets in (schema.tasksets, schema.eval_tasksets):
+        tasksets._metadata.element_type = Optional[TasksetConfig]  # noqa: UP045  # which OmegaConf reads
     store.store(name="schema", node=schema)
     for path in config_dir("recipes").glob("*.yaml"):
         store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")

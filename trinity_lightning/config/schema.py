@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 
 from trinity_lightning import config as late
 from trinity_lightning.config.engines import EngineConfig, SynchronizerConfig
@@ -21,6 +21,7 @@ from trinity_lightning.errors import ConfigError
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 FREE = ("trainer", "logger", "callbacks")  # sections of Lightning's own objects, whose keys we do not know
+TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
 TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
 BUFFER_STORAGES = ("memory", "file", "sql", "dataset")
 REPLAYS = ("priority", "random")
@@ -104,7 +105,8 @@ class TasksetConfig(Section, key="taskset"):
     """What to try: one of the three sources, and which fields of an entry mean what.
 
     Attributes:
-        name: how the taskset is called in metrics (`eval/<name>/...`).
+        name: how the taskset is called in metrics (`eval/<name>/...`) and in the log; in `tasksets` and `eval_tasksets`
+            its key there, if left out.
         source: `addition` (the built-in sums), `reasoning_gym`, or `dataset` (a file, a folder, or a hub name).
         path: name of the reasoning-gym dataset; or JSONL, parquet or CSV file, folder or hub name of the dataset.
         split: split of a dataset, or `train` and `heldout` of the sums.
@@ -116,6 +118,8 @@ class TasksetConfig(Section, key="taskset"):
             difficulty_field), or `by_difficulty` (those that are solved half of the time).
         difficulty_field: an entry's field with a number, for `easy_to_hard`.
         weight: share of the tasks if several tasksets are trained on (`tasksets`).
+        held_out_of: of `eval_tasksets`: a source, such as addition, from which these tasks are held out. A run that
+            trains on no taskset of that source leaves this evaluation out. Null: it is always kept.
         prompt_field, answer_field, messages_field: names of an entry's fields, of a field within one by a dot
             (`reward_model.ground_truth`).
         system_prompt: first message of every conversation; null for the chat template's own.
@@ -123,7 +127,7 @@ class TasksetConfig(Section, key="taskset"):
     """
 
     name: str = MISSING
-    source: str = checked("addition", one_of, names=("addition", "reasoning_gym", "dataset"))
+    source: str = checked("addition", one_of, names=TASK_SOURCES)
     path: str | None = None
     split: str = "train"
     size: int | None = None
@@ -131,6 +135,7 @@ class TasksetConfig(Section, key="taskset"):
     order: str = checked("shuffled", one_of, names=TASK_ORDERS)
     difficulty_field: str | None = None
     weight: float = 1.0
+    held_out_of: str | None = checked(None, one_of, names=TASK_SOURCES, optional=True)
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     messages_field: str = "messages"
@@ -196,7 +201,8 @@ class ExplorerConfig(Section, key="explorer"):
         sync_offset: steps the trainer lags behind the explorer: 0 is on-policy; with 1 the next step's rollouts go on
             while the trainer trains, which needs engine=vllm_server. None are started beyond the last step: a run that
             is resumed with more steps samples its next one with the newest weights.
-        eval_interval: explore steps between evaluations; 0 means never, before the first step neither.
+        eval_interval: explore steps between evaluations; 0 means never, before the first step neither; null, which the
+            commands set: a tenth of the run's steps, rounded up. The last step is evaluated too.
         eval_on_startup: evaluate before the first step too.
         seed: seed of all rollouts.
     """
@@ -216,7 +222,7 @@ class ExplorerConfig(Section, key="explorer"):
     max_refills: int = checked(3, whole_number, least=0)
     sync_interval: int = checked(1, whole_number, least=1)
     sync_offset: int = checked(0, whole_number, least=0)
-    eval_interval: int = checked(0, whole_number, least=0)
+    eval_interval: int | None = checked(0, whole_number, least=0, optional=True)
     eval_on_startup: bool = True
     seed: int = checked(0, whole_number, least=0)
 
@@ -332,6 +338,10 @@ class BufferConfig(Section, key="buffer"):
 class TrainConfig(Section):
     """A whole training run.
 
+    An entry that is null is left out of every mapping of named parts: `eval_tasksets: {addition_heldout: null}` in a
+    recipe that builds on another one. (These mappings: tasksets, eval_tasksets, auxiliary_models, reward, operators,
+    add_strategy, logger, callbacks, and the streams of algorithm=streams.)
+
     Operators, strategies and auxiliary models are plain mappings to Hydra, which cannot add to a mapping of dataclasses
     from the command line; here each becomes an OperatorConfig, a PartConfig, an AuxiliaryConfig.
 
@@ -419,11 +429,53 @@ def typed_config(config: DictConfig) -> TrainConfig:
         ConfigError: a section refuses a value.
         OmegaConfBaseException: a value is missing.
     """
+    config = OmegaConf.merge(config, dict.fromkeys(FREE))  # type: ignore[assignment]
+    settle_parts(config)
     try:
-        return OmegaConf.to_object(OmegaConf.merge(config, dict.fromkeys(FREE)))  # type: ignore[return-value]
+        return OmegaConf.to_object(config)  # type: ignore[return-value]
     except ConfigError:
         late.explain.check_sections_by_other_names(config)
         raise
+
+
+# Mappings of named parts, in which null stands for no such part.
+NAMED_PARTS = (
+    *("tasksets", "eval_tasksets", "auxiliary_models", "reward", "operators", "add_strategy", "logger", "callbacks"),
+    "algorithm.policy_loss.args.streams",
+)
+
+
+def settle_parts(config: DictConfig) -> None:
+    """Remove named parts that are null, and evaluations on what is held out of tasks that the run does not train on.
+
+    Tasksets of several are called by their keys, unless they have a name.
+    """
+    for key in NAMED_PARTS:
+        if key in config and key not in (*FREE, "reward") and config[key] is None:
+            config[key] = {}
+        parts = _section(config, key)
+        _remove(parts, [name for name in parts if not OmegaConf.is_missing(parts, name) and parts[name] is None])
+    evaluated = _section(config, "eval_tasksets")
+    for name, taskset in (*_section(config, "tasksets").items(), *evaluated.items()):
+        if OmegaConf.is_missing(taskset, "name"):
+            taskset.name = name
+    has_rollouts = OmegaConf.select(config, "buffer.storage") == "memory"
+    tasksets = list(_section(config, "tasksets").values()) or [_section(config, "taskset")]
+    trained = {taskset.get("source") for taskset in tasksets if has_rollouts}
+    held_out = {name: taskset.get("held_out_of") for name, taskset in evaluated.items()}
+    _remove(evaluated, [name for name, source in held_out.items() if source is not None and source not in trained])
+
+
+def _section(config: DictConfig, key: str) -> DictConfig:
+    """The mapping at a dotted key; an empty one if something else is there, or nothing."""
+    node = OmegaConf.select(config, key)
+    return node if isinstance(node, DictConfig) else DictConfig({})
+
+
+def _remove(parts: DictConfig, names: list[Any]) -> None:
+    with open_dict(parts):
+        for name in names:
+            del parts[name]
 
 
 def config_dir(name: str) -> Path:

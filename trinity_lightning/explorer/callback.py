@@ -238,7 +238,7 @@ class ExplorerCallback(StopCheckpoint):
         step = epochs_of(trainer).processed
         if self._ended >= step:
             return
-        if self.explorer.need_eval(step) or (step == trainer.max_epochs and self.explorer.evaluates):
+        if self.explorer.need_eval(step, trainer.max_epochs if trainer.max_epochs != -1 else None):
             self._evaluate(trainer, step, row=last_row(trainer))
         self._ended = step
 

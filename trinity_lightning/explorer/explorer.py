@@ -30,6 +30,8 @@ from trinity_lightning.sync.stream import PolicyEngines, WeightStream
 
 logger = logging.getLogger(__name__)
 
+EVALUATIONS = 10  # of a run, by eval_interval=null
+
 # Takes a step's experiences into the buffer, may ask for more of them, and returns the metrics of doing so.
 Sink = Callable[[list[Experience], int, "StepRollouts"], Awaitable[dict[str, float]]]
 
@@ -205,12 +207,12 @@ class StepRollouts:
         return experiences
 
 
-def _report_failures(what: str, statuses: Sequence[Status], tasks: int, nothing: bool = False) -> None:
+def _report_failures(what: str, statuses: Sequence[Status], tasks: int, nothing: bool = False, cure: str = "") -> None:
     """See `report_tasks`, which few steps need."""
     if nothing or not all(status.ok for status in statuses):
         from trinity_lightning.explorer.failures import report_tasks
 
-        report_tasks(what, statuses, tasks, nothing)
+        report_tasks(what, statuses, tasks, nothing, cure)
 
 
 class Explorer:
@@ -378,12 +380,19 @@ class Explorer:
     @property
     def evaluates(self) -> bool:
         """Whether evaluations are due between steps; `eval` itself may be called in any case."""
-        return bool(self._evals) and self.config.eval_interval > 0
+        return bool(self._evals) and self.config.eval_interval != 0
 
-    def need_eval(self, step: int | None = None) -> bool:
-        """Whether an evaluation is due after that many steps; None: after those done."""
+    def need_eval(self, step: int | None = None, steps: int | None = None) -> bool:
+        """Whether an evaluation is due after that many steps; None: after those done.
+
+        Args:
+            steps: of the whole run, whose last is evaluated, and of which eval_interval=null is a tenth; None: unknown.
+        """
         done = self.step if step is None else step
-        return self.evaluates and done > 0 and done % self.config.eval_interval == 0
+        if not self.evaluates or done <= 0:
+            return False
+        interval = self.config.eval_interval or math.ceil((steps or 0) / EVALUATIONS)
+        return done == steps or (interval > 0 and done % interval == 0)
 
     async def eval(self, step: int | None = None) -> dict[str, float]:
         """Run every evaluation taskset once, with the weights that the engines have; metrics are `eval/<taskset>/...`.
@@ -405,7 +414,8 @@ class Explorer:
             finally:
                 await self._scheduler.drop(batch)  # nothing will take what is left
             experiences = [experience for status in statuses for experience in status.eval_experiences]
-            _report_failures(f"evaluation '{source.name}'", statuses, len(tasks), not experiences)
+            cure = f"If these tasks are not for this reward, leave them out: eval_tasksets.{source.name}=null"
+            _report_failures(f"evaluation '{source.name}'", statuses, len(tasks), not experiences, cure)
             self.metrics |= evaluation_metrics(source.name, experiences)
             self.metrics |= {
                 f"eval/{source.name}/failed_tasks": float(len(tasks) - sum(status.ok for status in statuses)),

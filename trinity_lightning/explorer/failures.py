@@ -30,10 +30,11 @@ NAMED_TASKS = 50  # of those that failed alike
 _FEW = 3  # different errors of reward functions that a message shows
 
 
-def report_tasks(what: str, statuses: Sequence[Status], tasks: int, nothing: bool) -> None:
+def report_tasks(what: str, statuses: Sequence[Status], tasks: int, nothing: bool, cure: str = "") -> None:
     """Log which tasks of a step failed, those together that failed alike, and why.
 
-    If they gave no experience, raise RewardError if all failed in their reward functions, and else RolloutError.
+    If they gave no experience, raise RewardError if all failed in their reward functions, with the `cure` for that, and
+    else RolloutError.
     """
     kinds: dict[object, list[Status]] = {}
     for status in statuses:
@@ -43,15 +44,15 @@ def report_tasks(what: str, statuses: Sequence[Status], tasks: int, nothing: boo
         names = listed([status.task_id for status in alike], NAMED_TASKS)
         logger.warning("%s: %d of %d tasks failed (%s): %s", what, len(alike), tasks, names, alike[0].message)
     if nothing:
-        _refuse_nothing(what, statuses, tasks)
+        _refuse_nothing(what, statuses, tasks, cure)
 
 
-def _refuse_nothing(what: str, statuses: Sequence[Status], tasks: int) -> Never:
+def _refuse_nothing(what: str, statuses: Sequence[Status], tasks: int, cure: str) -> Never:
     nothing = f"{what}: none of its {tasks} tasks gave an experience"
     if statuses and all(map(fails_by_reward, statuses)):
         errors = list(dict.fromkeys(error.partition(": ")[2] for status in statuses for error in status.errors))
         more = f"; and {len(errors) - _FEW} other errors" if len(errors) > _FEW else ""
-        raise RewardError(f"{nothing}: {'; '.join(errors[:_FEW])}{more}")
+        raise RewardError(f"{nothing}: {'; '.join(errors[:_FEW])}{more}{cure and f'. {cure}'}")
     reasons = dict.fromkeys(str(status.message) for status in statuses) or [
         "They were given up: see the errors above in the log"
     ]

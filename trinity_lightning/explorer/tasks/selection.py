@@ -181,9 +181,15 @@ def mixture_of(configs: Iterable[TasksetConfig]) -> TasksetMixture:
     return TasksetMixture([Taskset.from_config(each) for each in mixed], [each.weight for each in mixed])
 
 
+# What a taskset was called if only its source and path were set, on top of the default choice taskset=addition.
+NAME_OF_EARLIER_VERSIONS = "addition"
+
+
 def check_state(name: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """ConfigError if a saved state is not of this taskset, whose `own` state is given; it says what differs."""
     state = {"content": own["content"], **state}  # older checkpoints have none
+    if state.get("name") == NAME_OF_EARLIER_VERSIONS:
+        state["name"] = own["name"]
     if state.keys() != own.keys():
         raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(own)}.")
     different = [
