@@ -16,6 +16,14 @@ class UnfinishedClassError(ConfigError, TypeError):
     """A class of one's own lacks methods that its base class leaves to it."""
 
 
+class ArgumentError(ConfigError, TypeError):
+    """A part has no argument of that name, or lacks one that it needs; the message names the key, and lists them."""
+
+
+class PartError(TrinityError):
+    """Code of your own (a loss, a strategy, an engine, a callback) raised; the message names its file and line."""
+
+
 class ModelLoadError(TrinityError):
     """A model, its tokenizer or an engine could not be loaded."""
 

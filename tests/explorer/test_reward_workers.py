@@ -2,6 +2,7 @@ import asyncio
 import functools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -82,6 +83,8 @@ def with_workers() -> Iterator[Callable[[Callable[[], Awaitable[Any]]], Any]]:
         "format",
         "math",
         {"accuracy": 1.0, f"{HERE}.parts": 0.5, f"{HERE}.length": -0.25},
+        {"name": f"{HERE}.Scale", "args": {"factor": 3.0}},
+        {"name": f"{HERE}.scaled", "args": {"factor": 3.0}},
     ],
 )
 def test_workers_say_what_this_process_would(with_workers: Any, reward_fn: Any) -> None:
@@ -126,10 +129,16 @@ def test_async_functions_wait_beside_each_other_in_this_process(with_workers: An
     ],
 )
 def test_what_fails_in_a_worker_fails_as_here(with_workers: Any, function: Any, message: str) -> None:
+    said = []
     for run in (with_workers, lambda coroutine: asyncio.run(coroutine())):
         with pytest.raises(RolloutError) as caught:
             run(lambda: score(resolve_rewards(function), "x", a_task))
-        assert str(caught.value) == message
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    if function is returns_text:
+        assert said[0] == message
+    else:
+        assert re.fullmatch(rf"{message} \(.*reward_functions\.py:\d+ in {function.__name__}\)", said[0])
 
 
 @pytest.mark.parametrize(

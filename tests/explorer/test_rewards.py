@@ -3,6 +3,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -18,7 +19,7 @@ from support.runs import ROOT
 
 from trinity_lightning.common.thoughts import MARKERS, Response
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.errors import ConfigError, RolloutError
+from trinity_lightning.errors import ArgumentError, ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import math_verifier, resolve_rewards, score
 from trinity_lightning.explorer.rewards.answers import find_boxed, find_last_number, math_boxed_or_last, same_answer
 from trinity_lightning.explorer.rewards.math_verifier import MEMORY, MathVerifier
@@ -772,7 +773,17 @@ def test_a_reward_that_raises_is_named(error: BaseException) -> None:
         (5, "cannot be called"),
         ("collections.Counter", "'collections.Counter' is a class: give a function"),
         ("os.getcwd", r"'os\.getcwd' cannot be called as \(response, task\): too many positional arguments\."),
-        (lambda response, task, *, scale: 1.0, "missing a required (keyword-only )?argument: 'scale'"),
+        (lambda response, task, *, scale: 1.0, r"reward\.args\.scale is missing"),
+        (lambda task, response: 1.0, r"takes 'task' .*\(response, task\), in this order"),
+        (lambda solution_str, ground_truth, method="strict": 1.0, r"'ground_truth'.*task\.raw_task\['answer'\]"),
+        (lambda data_source, solution_str, ground_truth, extra_info=None: 1.0, r"task\.raw_task\['answer'\]"),
+        (lambda prompts, completions, **kwargs: [1.0], r"'prompts'.*task\.raw_task\['prompt'\]"),
+        (lambda completions, **kwargs: [1.0], "one response at a time"),
+        (lambda completion, answer: 1.0, r"'answer'.*task\.raw_task\['answer'\]"),
+        (lambda prompt, response: 1.0, r"task\.raw_task\['prompt'\]"),
+        ({"name": "math", "arg": {}}, "'arg'. Did you mean 'args'"),
+        ({"name": "math", "args": {"tolerance": 1}}, r"reward\.args\.tolerance"),
+        ({"math": {"weight": "much"}}, "weight of reward function 'math' is 'much'; give a finite number"),
         ({"math": "much"}, "weight of reward function 'math' is 'much'; give a finite number"),
         ({"math": float("nan")}, "give a finite number"),
         (["math", "math"], "two reward functions are called math"),
@@ -782,6 +793,60 @@ def test_a_reward_that_raises_is_named(error: BaseException) -> None:
 def test_wrong_reward_functions_are_refused(reward_fn: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_rewards(reward_fn)
+
+
+@dataclass
+class Data:
+    most: int = 8
+
+    def __call__(self, response: str, task: Task) -> float:
+        return min(len(response), self.most)
+
+
+class Plain:
+    def __init__(self, most):
+        self.most = most
+
+    def __call__(self, completion, task):
+        return min(len(completion), self.most)
+
+
+class Named(Plain):
+    def __init__(self, *, most=8):
+        super().__init__(most)
+
+
+def with_keyword(answer, task, *, most):
+    return min(len(answer), most)
+
+
+def by_position(response, task, most=8):
+    return min(len(response), most)
+
+
+@pytest.mark.parametrize("source", [Data, Plain, Named, with_keyword, by_position])
+def test_a_reward_with_one_argument_works_however_it_is_written(source: Any) -> None:
+    name = f"{__name__}.{source.__name__}"
+    part = {"name": name, "args": {"most": 3}}
+    assert scored({**part, "weight": 0.5}, "abcdef")[1] == {f"reward/{source.__name__}": 3.0}
+    assert scored({**part, "weight": 0.5}, "abcdef")[0] == 1.5
+    assert scored([part, "contains_digits"], "abcdef")[0] == 3.0
+    assert scored({name: {"args": {"most": 2}, "weight": 2.0}, "contains_digits": 1.0}, "abcdef")[0] == 4.0
+    with pytest.raises(ArgumentError, match=r"reward\.args\.mist.*Did you mean 'most'"):
+        resolve_rewards({"name": name, "args": {"mist": 3, "most": 3}})
+    if source in (Plain, with_keyword):
+        with pytest.raises(ArgumentError, match=r"reward\.args\.most is missing"):
+            resolve_rewards(name)
+    else:
+        assert len(resolve_rewards(name)) == 1
+
+
+def test_an_error_in_a_reward_names_its_line() -> None:
+    def judge(response: str, task: Task) -> float:
+        return task.raw_task["nothing"]
+
+    with pytest.raises(RolloutError, match=r"raised KeyError: 'nothing' \(.*test_rewards\.py:\d+ in judge\)"):
+        scored(judge)
 
 
 @pytest.mark.parametrize(

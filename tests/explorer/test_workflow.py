@@ -119,7 +119,7 @@ def test_a_reward_that_raises_fails_its_run_only() -> None:
     assert [e.response_text for e in experiences] == ["a", "c"]
     assert [e.eid.run for e in experiences] == [0, 2]
     cause = "RewardError: reward function 'picky' raised ZeroDivisionError: no b"
-    assert status.message == f"1 of 3 runs failed: {cause}"
+    assert str(status.message).startswith(f"1 of 3 runs failed: {cause} (")
     assert [call["n"] for call in model.calls] == [3, 1, 1]
     assert model.calls[1]["seed"] == model.calls[0]["seed"] + 1  # the same sample again
 

@@ -12,6 +12,10 @@ def length(response: str, task: Task) -> float:
     return len(response) + task.raw_task.get("more", 0)
 
 
+def scaled(response: str, task: Task, *, factor: float) -> float:
+    return factor * len(response)
+
+
 async def parts(response: str, task: Task) -> dict[str, float]:
     await asyncio.sleep(0)
     return {"short": 0.5, "digits": float(response.isdigit())}

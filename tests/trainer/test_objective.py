@@ -32,7 +32,7 @@ from trinity_lightning.buffer.reader import MemoryReader
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, options
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout, RolloutCorrectionConfig
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, PartError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
@@ -348,6 +348,20 @@ def one_a_token(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, adv
 def test_a_loss_of_ones_own_is_tried_before_anything_is_loaded(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Objective(AlgorithmConfig(policy_loss=f"test_objective.{name}"))
+
+
+def failing_later(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **_: Any) -> Any:
+    if logprobs.shape[0] > 2:
+        raise RuntimeError("too many rows")
+    return aggregate(-advantages * logprobs, action_mask), {"pg_loss": torch.zeros(())}
+
+
+def test_an_error_in_a_loss_while_it_trains_names_its_line() -> None:
+    objective = Objective(AlgorithmConfig(policy_loss="test_objective.failing_later"))
+    with pytest.raises(
+        PartError, match=r"'.*failing_later' raised RuntimeError: .* \(.*test_objective\.py:\d+ in failing_l"
+    ):
+        objective(*inputs())
 
 
 def test_a_loss_of_ones_own_may_ask_for_pairs() -> None:

@@ -3,16 +3,13 @@
 import errno
 import os
 import signal
-import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
-from itertools import dropwhile
 from pathlib import Path
 
+from trinity_lightning.config.own_code import described, own_frames
 from trinity_lightning.errors import DiskFullError, RewardError, TrinityError
 
-PACKAGE = Path(__file__).parents[1]
-LIBRARIES = [PACKAGE, *(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib"))]
 # What Python raises of mistakes in code, which come again. What servers and disks raise is of other kinds.
 MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, SyntaxError)
 MISTAKES += (NotImplementedError, TypeError, ValueError)
@@ -38,17 +35,11 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def raised(name: str, error: BaseException) -> RewardError:
     """What a rollout fails with if a reward function raised; its traceback is a note, which other processes read."""
-    failure = RewardError(f"reward function '{name}' raised {type(error).__name__}: {error}")
+    failure = RewardError(f"reward function '{name}' raised {described(error)}")
     failure.may_pass = not all(isinstance(each, MISTAKES) for each in causes(error))
-    stack = traceback.extract_tb(error.__traceback__)
-    own = list(dropwhile(lambda frame: of_a_library(frame.filename), stack))
-    failure.add_note("".join(traceback.format_list(own or stack)).rstrip())
+    frames = own_frames(error) or traceback.extract_tb(error.__traceback__)
+    failure.add_note("".join(traceback.format_list(frames)).rstrip())
     return failure
-
-
-def of_a_library(file: str) -> bool:
-    """Whether a file of code is Python's, this package's, or that of something installed."""
-    return file.startswith("<frozen") or any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
 
 
 def listed(names: Sequence[object], most: int) -> str:

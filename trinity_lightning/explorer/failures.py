@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Never
 
-from trinity_lightning.common.failures import listed, of_a_library
+from trinity_lightning.common.failures import listed
+from trinity_lightning.config.own_code import of_a_library
 from trinity_lightning.errors import RewardError, RolloutError, WorkflowBlockedError
 from trinity_lightning.explorer.runner import (
     ENOUGH_FAILURES,
@@ -116,10 +117,10 @@ def blocker_of(thread: threading.Thread) -> str | None:
     """The innermost line that the thread's loop is in and no library has, with its workflow; None while it waits."""
     frames = list(_running(thread))
     own = [frame for frame in frames if not of_a_library(frame.f_code.co_filename)]
-    place = next((_place(frame) for frame in own or frames), None)
+    line = next((_line(frame) for frame in own or frames), None)
     owners = (frame.f_locals.get("self") for frame in frames)
     workflow = next((f" (workflow '{type(each).__name__}')" for each in owners if isinstance(each, Workflow)), "")
-    return None if place is None else place + workflow
+    return None if line is None else line + workflow
 
 
 def log_block(thread: threading.Thread, seconds: float) -> None:
@@ -153,5 +154,5 @@ def _frame_of(thread: threading.Thread) -> FrameType | None:
     return sys._current_frames().get(thread.ident or 0)
 
 
-def _place(frame: FrameType) -> str:
+def _line(frame: FrameType) -> str:
     return f"'{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}'"

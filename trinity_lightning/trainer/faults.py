@@ -11,6 +11,7 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.failures import listed
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
+from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.config.registry import OFF_POLICY_LOSSES
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError, TrinityError
@@ -28,7 +29,8 @@ logger = logging.getLogger(__name__)
 def check_result(name: str, loss_fn: PolicyLossFn) -> None:
     """Refuse a policy loss that cannot be called as it will be, or does not return what it has to; by trying it."""
     try:
-        returned: Any = call(loss_fn, advantage=1.0)[0]
+        with raised_by(f"policy loss '{name}'", ConfigError):
+            returned: Any = call(loss_fn, advantage=1.0)[0]
     except TypeError as error:
         raise ConfigError(f"policy loss '{name}' cannot be called as docs/architecture.md shows: {error}") from error
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)

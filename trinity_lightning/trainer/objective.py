@@ -11,6 +11,7 @@ from trinity_lightning.algorithm.correction import logprob_difference, rollout_c
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn, accepted, aggregate
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError
@@ -152,9 +153,10 @@ class Objective:
         }
         if self._streams is not None:
             extras |= self._streams.extras(micro, batch) | {"top_k_logprobs": top_k_logprobs}
-        loss, policy_metrics = self._policy_loss(
-            logprobs, old, mask, advantages, **totals, **accepted(self._policy_loss, extras)
-        )
+        with raised_by(f"policy loss '{config.policy_loss.name}'"):
+            loss, policy_metrics = self._policy_loss(
+                logprobs, old, mask, advantages, **totals, **accepted(self._policy_loss, extras)
+            )
         metrics |= policy_metrics
         totals["loss_agg_mode"] = self._mode
         if ref is not None and self._has_kl:

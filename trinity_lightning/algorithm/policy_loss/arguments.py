@@ -1,17 +1,23 @@
-"""What the configuration may set of a policy loss: its keyword arguments, their types, and means over sequences."""
+"""What a policy loss takes: the tensors of the trainer by their names, and the arguments of the configuration."""
 
+import functools
 import inspect
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Union, cast, get_args, get_origin
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn
+from trinity_lightning.config.registry import PARTS
+from trinity_lightning.config.signatures import POSITIONAL, has_method, made
 from trinity_lightning.config.training import LOSS_AGG_MODES
 from trinity_lightning.config.values import unknown_name
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ArgumentError, ConfigError
+
+ARGS = "algorithm.policy_loss.args"
 
 # Keyword arguments that the trainer gives, not the configuration.
 TOTALS = ("num_tokens", "num_sequences", "max_response_length")
@@ -31,12 +37,32 @@ _PLAIN: dict[object, tuple[tuple[type, ...], str]] = {
 }
 
 
+def with_arguments(name: str, loss: Any, args: Mapping[str, Any]) -> PolicyLossFn:
+    """A loss with these arguments: a function's own, or those of a class's constructor and of its call.
+
+    Args:
+        name: of the loss; if it is none of the table, its parameters are looked at (`in_our_terms`).
+        loss: a function, a class or an object.
+        args: what the configuration gives it.
+
+    Raises:
+        ConfigError: as `check_arguments` and `in_our_terms`; or a class whose instances cannot be called.
+    """
+    if isinstance(loss, type):
+        loss, args = instance_of(name, loss, args)
+    if not callable(loss):
+        raise ConfigError(f"policy loss '{name}' cannot be called: give a function, called as {LOSS}.")
+    fn = cast("PolicyLossFn", loss) if name in PARTS["policy loss"] else in_our_terms(name, loss, args)
+    check_arguments(name, fn, args)
+    return functools.partial(fn, **args)
+
+
 def check_arguments(name: str, fn: PolicyLossFn, args: Mapping[str, Any]) -> None:
     """Refuse arguments that the policy loss of that name does not have, and values of the wrong type.
 
     Raises:
         ConfigError: a `loss_agg_mode`, of a loss that has an average of its own; a value that is NaN.
-        TypeError: an unknown argument, the message lists the valid ones; or one of the wrong type.
+        ArgumentError: an unknown argument, the message lists the valid ones; one that is missing, or of the wrong type.
     """
     valid = loss_arguments(fn)
     for arg, value in args.items():
@@ -44,18 +70,25 @@ def check_arguments(name: str, fn: PolicyLossFn, args: Mapping[str, Any]) -> Non
             raise ConfigError(f"algorithm.loss_agg_mode: policy loss '{name}' has an average of its own: leave it out.")
         if arg not in valid:
             own = valid.keys() - {"loss_agg_mode"}  # a key of its own in the configuration
-            raise TypeError(unknown_name(f"argument of policy loss '{name}'", arg, own))
+            what = unknown_name(f"argument of policy loss '{name}'", arg, own)
+            raise ArgumentError(f"{ARGS}.{arg}: {what}")
         _check_type(f"argument '{arg}' of policy loss '{name}'", value, valid[arg].annotation)
+    for arg, parameter in valid.items():
+        if arg not in args and parameter.default is parameter.empty:
+            raise ArgumentError(
+                f"{ARGS}.{arg} is missing: policy loss '{name}' has no default for it, nor has the trainer."
+            )
 
 
 def loss_arguments(fn: PolicyLossFn) -> dict[str, inspect.Parameter]:
     """The arguments of a policy loss that the configuration may set, by name."""
     parameters = _signature(fn).parameters.values()
-    given = (*TOTALS, *EXTRAS)
-    return {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in given}
+    tensors = [p.name for p in parameters if p.kind in POSITIONAL][: len(TENSORS)]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {p.name: p for p in named if p.name not in (*tensors, *TENSORS, *TOTALS, *EXTRAS)}
 
 
-def _signature(fn: PolicyLossFn) -> inspect.Signature:
+def _signature(fn: Callable[..., Any]) -> inspect.Signature:
     """The signature, its annotations as types; as text, which is not checked, if a name in them is not to be found."""
     try:
         return inspect.signature(fn, eval_str=True)
@@ -64,7 +97,7 @@ def _signature(fn: PolicyLossFn) -> inspect.Signature:
 
 
 def _check_type(argument: str, value: object, annotation: Any) -> None:
-    """TypeError if the annotation names plain types only and the value is of none of them; ConfigError if it is NaN."""
+    """ArgumentError if the annotation has plain types only and the value fits none; ConfigError if it is NaN."""
     if isinstance(value, float) and math.isnan(value):
         raise ConfigError(f"{argument} is nan; give a number.")
     choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -74,7 +107,137 @@ def _check_type(argument: str, value: object, annotation: Any) -> None:
     fits = bool in types if isinstance(value, bool) else isinstance(value, tuple(types))  # True is an int to Python
     if fits or len(known) < len(plain):
         return
-    raise TypeError(f"{argument} is {value!r}; give {' or '.join(words for _, words in known)}.")
+    raise ArgumentError(f"{argument} is {value!r}; give {' or '.join(words for _, words in known)}.")
+
+
+# -- how a loss of your own is called: TRL, verl and OpenRLHF have other names, and another order ----------------------
+
+TENSORS = ("logprobs", "old_logprobs", "action_mask", "advantages")
+LOSS = f"loss({', '.join(TENSORS)}, **totals)"
+_LOGPROBS = r"(log_?probs?|logps?|lps?)"
+_NAMES = {
+    "logprobs": rf"((new|cur|curr|current|policy|pi|pi_theta|theta|train|trainer|actor|model|per_token|token|action)_)*"
+    rf"{_LOGPROBS}(_(new|current|theta))?|new",
+    "old_logprobs": rf"((pi|policy)_)?(old|prev|previous)_((policy|per_token|token|action)_)*{_LOGPROBS}"
+    rf"|{_LOGPROBS}_(old|prev)|old",
+    "action_mask": r"((action|response|loss|completion|token|eos|valid)_)?masks?",
+    "advantages": r"advs?|advantages?",
+    "ref_logprobs": rf"(ref|reference)_((policy|per_token|token|action)_)*{_LOGPROBS}|{_LOGPROBS}_ref|ref",
+}
+_ENGINES = rf"(rollout|inference|infer|sampling|sampler|vllm|behaviou?r|mu)_((per_token|policy)_)*{_LOGPROBS}"
+
+
+def in_our_terms(name: str, loss: Callable[..., Any], args: Mapping[str, Any]) -> PolicyLossFn:
+    """A loss of the user's that can be called as `PolicyLossFn`, whatever it calls its tensors and in whatever order.
+
+    It is called by position if no name says otherwise, and else by the names of its parameters, of which other
+    frameworks' are known. It may leave out tensors that it has no use for.
+
+    Args:
+        name: of the loss, for messages.
+        loss: as the user wrote it.
+        args: what the configuration gives it.
+
+    Raises:
+        ConfigError: it has parameters of such names beside others that are not known, two for one tensor, or one for
+            what the trainer does not give.
+    """
+    parameters = list(_signature(loss).parameters.values())
+    leading = [each for each in parameters if each.kind in POSITIONAL][: len(TENSORS)]
+    takes_any = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    theirs = {each.name: ours for each in parameters if (ours := _meaning(each)) and each.name not in args}
+    _refuse_engines(name, leading, args)
+    knobs = [each for each in leading if _is_knob(each) or each.name in args]
+    placed = zip(leading, TENSORS, strict=False)
+    in_order = not knobs and all(theirs.get(each.name, ours) == ours for each, ours in placed)
+    if in_order and (takes_any or len(leading) == len(TENSORS)):
+        leading_names = {each.name for each in leading}
+        theirs = {own: ours for own, ours in theirs.items() if own not in leading_names}
+        if all(own == ours for own, ours in theirs.items()):
+            return cast("PolicyLossFn", loss)
+        theirs |= {each.name: ours for each, ours in zip(leading, TENSORS, strict=False)}
+    _check_names(name, leading, theirs, args)
+    return _by_name(loss, parameters, theirs)
+
+
+def _meaning(parameter: inspect.Parameter) -> str | None:
+    """What a parameter is here, by its name; None for a knob: of another name, or with a value by default."""
+    if parameter.name in (*TENSORS, *TOTALS, *EXTRAS):
+        return parameter.name
+    if _is_knob(parameter) or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        return None
+    return next((ours for ours, pattern in _NAMES.items() if re.fullmatch(pattern, parameter.name)), None)
+
+
+def _is_knob(parameter: inspect.Parameter) -> bool:
+    return parameter.default is not parameter.empty and parameter.default is not None
+
+
+def _refuse_engines(name: str, leading: Sequence[inspect.Parameter], args: Mapping[str, Any]) -> None:
+    for each in leading:
+        if each.name not in args and each.default is each.empty and re.fullmatch(_ENGINES, each.name):
+            raise ConfigError(
+                f"policy loss '{name}' takes '{each.name}': it is called as {LOSS}; the engine's log-probabilities are "
+                "old_logprobs with algorithm.old_logprobs=engine."
+            )
+
+
+def _check_names(
+    name: str, leading: Sequence[inspect.Parameter], theirs: Mapping[str, str], args: Mapping[str, Any]
+) -> None:
+    """Refuse a loss that is to be called by name, and has names for two things or for none; a ConfigError."""
+    what = f"policy loss '{name}' takes ({', '.join(each.name for each in leading)})"
+    for own, ours in theirs.items():
+        if twice := [other for other, same in theirs.items() if same == ours and other != own]:
+            raise ConfigError(f"{what}, of which '{own}' and '{twice[0]}' are both {ours}: it is called as {LOSS}.")
+    for each in leading:
+        if each.name not in theirs and each.name not in args and each.default is each.empty:
+            raise ConfigError(
+                f"{what}, in which '{each.name}' is not known, and the others do not stand where they are given: it is "
+                f"called as {LOSS}; use these names, or this order."
+            )
+    if "logprobs" not in theirs.values():
+        raise ConfigError(f"{what} and no logprobs, which are what is trained: it is called as {LOSS}.")
+
+
+def _by_name(
+    loss: Callable[..., Any], parameters: Sequence[inspect.Parameter], theirs: Mapping[str, str]
+) -> PolicyLossFn:
+    """The loss, called by the names of its parameters; its signature has ours."""
+    by_position = [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]
+
+    def called(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **others: Any) -> Any:
+        tensors = dict(zip(TENSORS, (logprobs, old_logprobs, action_mask, advantages), strict=True))
+        values = {own: (tensors | others)[ours] for own, ours in theirs.items() if ours in tensors or ours in others}
+        values |= {key: value for key, value in others.items() if key not in theirs.values()}
+        return loss(*(values.pop(own) for own in by_position), **values)
+
+    first = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in TENSORS]
+    rest = [each.replace(name=theirs.get(each.name, each.name)) for each in parameters]
+    named = [each.replace(kind=each.KEYWORD_ONLY) for each in rest if each.kind in (*POSITIONAL, each.KEYWORD_ONLY)]
+    any_more = [each for each in rest if each.kind is each.VAR_KEYWORD]
+    signature = inspect.Signature([*first, *(each for each in named if each.name not in TENSORS), *any_more])
+    called.__signature__ = signature  # type: ignore[attr-defined]
+    return cast("PolicyLossFn", called)
+
+
+# -- a class, of which a loss is made ----------------------------------------------------------------------------------
+
+
+def instance_of(name: str, kind: type[Any], args: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What an instance of a class does when it is called, and those of the arguments that the call takes.
+
+    Raises:
+        ConfigError: it cannot be called, or its constructor refuses its arguments.
+    """
+    method = "forward" if issubclass(kind, nn.Module) else "__call__"
+    if not has_method(kind, method):
+        raise ConfigError(f"policy loss '{name}' cannot be called: give the class a method __call__, as {LOSS}.")
+    of_call = {each for each in inspect.signature(getattr(kind, method)).parameters if each in args}
+    of_call -= inspect.signature(kind).parameters.keys()
+    its_own = {arg: value for arg, value in args.items() if arg not in of_call}
+    instance: Any = made(f"policy loss '{name}'", kind, its_own, ARGS)
+    return getattr(instance, method), {arg: args[arg] for arg in of_call}
 
 
 # -- the argument loss_agg_mode ----------------------------------------------------------------------------------------

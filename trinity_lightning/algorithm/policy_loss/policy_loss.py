@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypedDict, cast
 import torch
 from torch import Tensor
 
-from trinity_lightning.config.registry import Registry
+from trinity_lightning.config.registry import PARTS, Registry
 
 
 class BatchTotals(TypedDict, total=False):
@@ -171,16 +171,19 @@ POLICY_LOSS_FN: Registry[PolicyLossFn] = Registry("policy loss")
 def create_policy_loss(name: str, /, **args: Any) -> PolicyLossFn:
     """The policy loss `name`, or at that dotted path, its arguments set: `create_policy_loss("ppo", dual_clip=None)`.
 
-    Raises:
-        ValueError: unknown name; the message lists the known ones.
-        TypeError: unknown argument, the message lists the valid ones; or one of the wrong type.
-    """
-    fn = cast("PolicyLossFn", POLICY_LOSS_FN.resolve(name))
-    if args:
-        from trinity_lightning.algorithm.policy_loss.arguments import check_arguments
+    One of your own may be a function, or a class whose constructor takes the arguments. Its tensors may have the names
+    that TRL, verl or OpenRLHF give them, in any order.
 
-        check_arguments(name, fn, args)
-    return functools.partial(fn, **args)
+    Raises:
+        ConfigError: unknown name, the message lists the known ones; or tensors of names that do not say what they are.
+        ArgumentError: unknown argument, the message lists the valid ones; or one that is missing, or of the wrong type.
+    """
+    loss = POLICY_LOSS_FN.resolve(name)
+    if args or name not in PARTS["policy loss"]:
+        from trinity_lightning.algorithm.policy_loss.arguments import with_arguments
+
+        return with_arguments(name if isinstance(name, str) else getattr(loss, "__name__", repr(loss)), loss, args)
+    return functools.partial(cast("PolicyLossFn", loss))
 
 
 def accepted(fn: PolicyLossFn, extras: Mapping[str, Any]) -> dict[str, Any]:

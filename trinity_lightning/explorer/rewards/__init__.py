@@ -1,14 +1,15 @@
 """What it was worth: reward functions `(response, task) -> float | dict[str, float]`, sync or async, and their sum."""
 
-import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.values import FLOAT32_MOST, as_float, number
+from trinity_lightning.config.signatures import check_arguments, check_call, has_method, made
+from trinity_lightning.config.values import FLOAT32_MOST, as_float, number, unknown_name
 from trinity_lightning.errors import ConfigError, RewardError
 from trinity_lightning.explorer.tasks.task import Task
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 RewardValue = float | dict[str, float]
 RewardFunction = Callable[[str, Task], RewardValue | Awaitable[RewardValue]]
 
+SHOWN = "(response, task)"
 REWARDS: Registry[RewardFunction] = Registry("reward function")
 
 
@@ -31,6 +33,8 @@ class Reward:
     # What stands for the function in the configuration, or the function itself; None for one that belongs in this
     # process, such as a judge that asks the run's models.
     given: Any = None
+    source: Any = None  # the class or function that `function` is made of, if it has arguments
+    args: Mapping[str, Any] = field(default_factory=dict)  # those arguments
 
 
 # The processes that call the reward functions of the rollouts in this context; None: this one does.
@@ -42,14 +46,16 @@ def resolve_rewards(reward_fn: Any) -> list[Reward]:
 
     Args:
         reward_fn: None, a registered name, a dotted path, a function, a list of these (or of [function, weight] pairs),
-            or a mapping from them to weights. Without a weight it is 1.
+            or a mapping from them to weights. Without a weight it is 1. One with arguments is {name, args, weight},
+            alone or in a list; in a mapping from names it is {args, weight}.
 
     Raises:
-        ConfigError: an unknown name, what cannot be called as a reward, a weight that is no number, or two of one name.
+        ConfigError: an unknown name, what cannot be called as a reward, an argument that it does not have or lacks, a
+            weight that is no number, or two of one name.
     """
     if reward_fn is None:
         return []
-    if isinstance(reward_fn, Mapping):
+    if isinstance(reward_fn, Mapping) and "name" not in reward_fn:
         rewards = [_reward(entry, weight) for entry, weight in reward_fn.items()]
     elif isinstance(reward_fn, Sequence) and not isinstance(reward_fn, str):
         rewards = [_reward(*(entry if _is_pair(entry) else (entry, 1.0))) for entry in reward_fn]
@@ -122,26 +128,41 @@ def _number(reward: Reward, part: str, value: Any) -> float:
 def _reward(entry: Any, weight: Any) -> Reward:
     if isinstance(entry, Reward):  # resolved already
         return entry
-    function = _function(entry)
+    settings = entry if isinstance(entry, Mapping) else weight if isinstance(weight, Mapping) else {"weight": weight}
+    if unknown := settings.keys() - {"name", "args", "weight"}:
+        raise ConfigError(unknown_name("key of a reward function", min(unknown), ("name", "args", "weight")))
+    entry = entry.get("name") if isinstance(entry, Mapping) else entry
+    weight, args = settings.get("weight", 1.0), settings.get("args") or {}
     number(f"weight of reward function {entry!r}", weight)
-    own_name = getattr(function, "__name__", type(function).__name__)
+    if not isinstance(args, Mapping):
+        raise ConfigError(f"reward.args is {args!r}; give {{argument: value}}.")
+    source = REWARDS.resolve(entry)
+    function = with_arguments(entry, source, args)
+    own_name = getattr(source, "__name__", type(source).__name__)
     name = entry.rpartition(".")[2] if isinstance(entry, str) else own_name
-    return Reward(name, function, float(weight), entry)
+    return Reward(name, function, float(weight), entry, source if function is not source else None, dict(args))
 
 
-def _function(entry: Any) -> RewardFunction:
-    function = REWARDS.resolve(entry)
-    if not callable(function):
-        raise ConfigError(f"reward function {entry!r} cannot be called: give a registered name, a path, or a function.")
-    if isinstance(function, type):
-        raise ConfigError(f"reward function {entry!r} is a class: give a function (response, task), or an object.")
-    try:
-        inspect.signature(function).bind("response", "task")
-    except TypeError as error:
-        raise ConfigError(f"reward function {entry!r} cannot be called as (response, task): {error}.") from error
-    except ValueError:  # one written in C that does not say what it takes
-        pass
-    return cast("RewardFunction", function)
+def with_arguments(entry: Any, source: Any, args: Mapping[str, Any]) -> RewardFunction:
+    """The reward function that a class is of these arguments, or a function with them.
+
+    Raises:
+        ConfigError: it cannot be called as (response, task), or has other arguments.
+    """
+    what = f"reward function {entry if isinstance(entry, str) else getattr(source, '__name__', source)!r}"
+    if isinstance(source, type):
+        if not has_method(source, "__call__"):
+            raise ConfigError(f"{what} is a class: give a function {SHOWN}, or a class with a method __call__{SHOWN}.")
+        source, args = made(what, source, args, "reward.args"), {}
+    if not callable(source):
+        raise ConfigError(f"{what} cannot be called: give a registered name, a path, or a function.")
+    check_call(what, partial(source, **args) if args else source, ("response", "task"), SHOWN, "reward.args")
+    function: Any = partial(source, **args) if args else source
+    if args:
+        check_arguments(what, partial(source, "response", "task"), args, "reward.args")
+        # Its marks, such as `reads_answer`, are the function's.
+        vars(function).update({name: value for name, value in vars(source).items() if name != "__wrapped__"})
+    return function
 
 
 def _is_pair(entry: Any) -> bool:

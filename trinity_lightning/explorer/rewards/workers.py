@@ -23,7 +23,7 @@ from trinity_lightning.common.failures import raised
 from trinity_lightning.common.threads import is_async, run_in_thread
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
-from trinity_lightning.explorer.rewards import REWARDS, Reward, resolve_rewards, worth, worth_here
+from trinity_lightning.explorer.rewards import REWARDS, Reward, resolve_rewards, with_arguments, worth, worth_here
 from trinity_lightning.explorer.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,8 @@ class RewardWorkers:
         """
         if (path := check_importable(reward)) is None:
             return await worth_here(reward, response, task)
-        arguments = (reward.name, path, response, _sendable(reward, task))
+        args = None if reward.source is None else pickle.dumps(dict(reward.args))
+        arguments = (reward.name, path, args, response, _sendable(reward, task))
         pool = await self._running()
         try:
             future = pool.schedule(_call, args=arguments, timeout=self._timeout)
@@ -157,8 +158,8 @@ def check_importable(reward: Reward) -> str | None:
     None for one that belongs in this process: a judge that asks the run's models, or a coroutine function, which waits
     on the event loop.
     """
-    given, function = reward.given, reward.function
-    if given is None or is_async(function):
+    given, function = reward.given, reward.source or reward.function
+    if given is None or is_async(reward.function):
         return None
     named: Any = function if hasattr(function, "__qualname__") else type(function)
     path = f"{named.__module__}.{named.__qualname__}"  # of a lambda, say, where it should be
@@ -186,15 +187,21 @@ def _prepare() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _call(name: str, path: str, response: str, task: bytes) -> tuple[float, dict[str, float]]:
+def _call(name: str, path: str, args: bytes | None, response: str, task: bytes) -> tuple[float, dict[str, float]]:
     try:
-        function: Any = import_object(path)
+        function: Any = import_object(path) if args is None else _made(path, args)
         returned = function(response, pickle.loads(task))  # noqa: S301 - from the process that started this one
         if inspect.isawaitable(returned):
             returned = _loop().run_until_complete(returned)
     except BaseException as error:  # nothing that a reward raises, exit() included, may end the run
         raise raised(name, error) from None
     return worth(Reward(name, function), returned)
+
+
+@functools.cache
+def _made(path: str, args: bytes) -> Any:
+    """What a class or function is with these arguments, a pickle of them: one for all calls."""
+    return with_arguments(path, import_object(path), pickle.loads(args))  # noqa: S301 - as the task
 
 
 @functools.cache

@@ -1,0 +1,188 @@
+"""How parts of your own are called and made: what their parameters mean by their names, and what they may be given."""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from trinity_lightning.config.own_code import raised_by
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ArgumentError, ConfigError
+
+T = TypeVar("T")
+Parameter = inspect.Parameter
+POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+PACKAGE = __name__.partition(".")[0]
+
+# -- how a function of your own is called ------------------------------------------------------------------------------
+
+# Names that TRL, verl and OpenRLHF have for what a function here is given: patterns of the whole name.
+SYNONYMS: Mapping[str, str] = {
+    "response": r"(completion|answer|solution|output|generation|prediction|predict|text|response)(_(str|text))?",
+    "rewards": r"(token_level_)?(rewards|scores)",
+    "groups": r"(group_)?(index|indices|idx|ids|uids?)|group",
+    "experiences": r"exps|experiences",
+}
+# Names of what a function is not given in that place, and where it finds it.
+_ANSWER = "task.raw_task['answer'] is the answer to compare with"
+_PROMPT, _PROMPTS = "task.raw_task['prompt'] is the prompt", r"prompts?|questions?|query|queries|messages|prompt_text"
+_TRUTHS = r"ground_truths?|gts?|labels?|targets?|references?|gold|expected|truth|solutions|answers"
+ELSEWHERE: Mapping[str, Mapping[str, str]] = {
+    "response": {
+        _PROMPTS: _PROMPT,
+        _TRUTHS: _ANSWER,
+        r"data_source|extra_info|reward_model": "task.raw_task has all fields of the task's entry",
+        r"(completion|response|output|generation)s|completion_ids": "it is called for one response at a time",
+    },
+    "task": {
+        _PROMPTS: _PROMPT,
+        rf"{_TRUTHS}|answer|solution": _ANSWER,
+        r"extra_info|reward_model": "task.raw_task has all fields of the task's entry",
+        r"seed|options": "the task is all that an environment begins from",
+    },
+}
+
+
+def check_call(what: str, function: Callable[..., Any], names: Sequence[str], shown: str, key: str = "") -> None:
+    """Refuse a function of the user's that cannot be called by position as the library calls it.
+
+    Args:
+        what: the function, for messages.
+        function: a function, a method, or an object that can be called.
+        names: of what it is given, in order.
+        shown: how it is called, for messages: "score(rewards, groups, runs)".
+        key: the dotted key under which it may be given further arguments, if it may.
+
+    Raises:
+        ArgumentError: it lacks a further argument.
+        ConfigError: it takes fewer or more arguments, or one of them by its name is another than what stands there.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # one written in C that does not say what it takes
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        for each in signature.parameters.values():
+            if key and each.kind is Parameter.KEYWORD_ONLY and each.default is each.empty:
+                raise ArgumentError(f"{key}.{each.name} is missing: {what} has no default for it.") from error
+        raise ConfigError(f"{what} cannot be called as {shown}: {error}{_hints(signature, names)}.") from error
+    for name, parameter in zip(names, _positional(signature), strict=False):
+        if (why := _misplaced(parameter.name, name, names)) is not None:
+            raise ConfigError(f"{what} takes '{parameter.name}' in the place of {name}: it is called as {shown}{why}.")
+
+
+def _positional(signature: inspect.Signature) -> list[Parameter]:
+    return [each for each in signature.parameters.values() if each.kind in POSITIONAL]
+
+
+def _misplaced(own: str, name: str, names: Sequence[str]) -> str | None:
+    """Where a function finds what it calls a parameter by, if that is not what stands there; else None."""
+    if (place := _place_of(own, name)) is not None:
+        return f"; {place}"
+    if _means(own, name):
+        return None
+    if any(_means(own, other) for other in names):
+        return ", in this order"
+    return next((f"; {place}" for other in names if (place := _place_of(own, other)) is not None), None)
+
+
+def _means(own: str, name: str) -> bool:
+    return own == name or re.fullmatch(SYNONYMS.get(name, re.escape(name)), own) is not None
+
+
+def _place_of(own: str, name: str) -> str | None:
+    return next((place for each, place in ELSEWHERE.get(name, {}).items() if re.fullmatch(each, own)), None)
+
+
+def _hints(signature: inspect.Signature, names: Sequence[str]) -> str:
+    """Where the function finds what it asks for, in brackets."""
+    places = [_place_of(own, name) for own in signature.parameters for name in names]
+    found = "; ".join(dict.fromkeys(each for each in places if each))
+    return f" ({found})" if found else ""
+
+
+def check_methods(kind: str, part: type[Any]) -> None:
+    """Refuse a class of the user's with a method that is not called as the method of the library that it overrides.
+
+    Raises:
+        ConfigError: names the method, and says how it is called.
+    """
+    theirs = [each for each in part.__mro__ if each.__module__.partition(".")[0] == PACKAGE]
+    for own in part.__mro__:
+        if own in theirs or own is object:
+            continue
+        for name, method in vars(own).items():
+            base = next((vars(each)[name] for each in theirs if name in vars(each)), None)
+            if inspect.isfunction(method) and inspect.isfunction(base) and not name.startswith("__"):
+                names = [each.name for each in _positional(inspect.signature(base)) if each.default is each.empty]
+                shown = f"{name}({', '.join(names[1:])})"
+                check_call(f"{kind} '{part.__name__}': its {name}", method, names, shown)
+
+
+# -- how a class of your own is made -----------------------------------------------------------------------------------
+
+
+def check_arguments(
+    what: str, make: Callable[..., Any], args: Mapping[str, Any], key: str = "args", given: Sequence[str] = ()
+) -> None:
+    """Refuse arguments that a class or a function does not take, or lacks.
+
+    Args:
+        what: the part, for messages.
+        make: the class, or the function that makes one.
+        args: the user's arguments.
+        key: the dotted key that they stand under.
+        given: names of what the library passes itself.
+
+    Raises:
+        ArgumentError: names the key, and lists what there is.
+    """
+    parameters = inspect.signature(make).parameters
+    named = [each for each in parameters.values() if each.kind in (*POSITIONAL, Parameter.KEYWORD_ONLY)]
+    known = [each.name for each in named if each.name not in given and each.kind is not Parameter.POSITIONAL_ONLY]
+    takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+    for name in args if not takes_any else ():
+        if name not in known:
+            raise ArgumentError(f"{key}.{name}: {unknown_name(f'argument of {what}', name, known)}")
+    for each in named:
+        if each.default is each.empty and each.name not in (*args, *given):
+            raise ArgumentError(
+                f"{key}.{each.name} is missing: {what} has no default for it, give {key}.{each.name}=VALUE."
+            )
+
+
+def has_method(kind: type[Any], name: str) -> bool:
+    """Whether instances of a class have a method; the class itself can always be called."""
+    return any(name in vars(each) for each in kind.__mro__)
+
+
+def made(what: str, kind: type[T], args: Mapping[str, Any], key: str = "args", **given: Any) -> T:
+    """A part made of the user's arguments, and of what the library gives it.
+
+    A constructor takes of the latter what it has parameters for. The rest is set on the instance before the constructor
+    runs, so that a class need not hand it on to its base.
+
+    Args:
+        what, args, key: as of `check_arguments`.
+        kind: the class.
+        given: what the library gives, by name.
+
+    Raises:
+        ArgumentError: as `check_arguments`.
+        ConfigError: the constructor raised; names the user's file and line.
+    """
+    check_arguments(what, kind, args, key, tuple(given))
+    parameters = inspect.signature(kind).parameters
+    takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+    passed = {name: value for name, value in given.items() if takes_any or name in parameters}
+    with raised_by(what, ConfigError):
+        instance = kind.__new__(kind)
+        for name, value in given.items():
+            if name not in parameters:
+                with suppress(AttributeError):  # a property of the user's own
+                    object.__setattr__(instance, name, value)
+        instance.__init__(**passed, **args)
+    return instance
