@@ -1,5 +1,6 @@
 """Operations of a training step, held against those that torch counts."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from trinity_lightning.common import hardware
 from trinity_lightning.config.training import LoRAConfig
 from trinity_lightning.trainer.adapter import Adapter
-from trinity_lightning.trainer.flops import ModelSize, Work, attended, peak_flops
+from trinity_lightning.trainer.flops import ModelSize, Peak, Work, attended, peak_flops, product_shapes
 from trinity_lightning.trainer.layout import Part, PrefixGroup, cut_padded
 
 SMALL: dict[str, Any] = {
@@ -88,6 +90,47 @@ def test_the_peak_of_a_cpu_is_measured_once() -> None:
     assert peak is not None
     assert 1e8 < peak < 1e15
     assert peak == peak_flops(torch.device("cpu"), torch.float32)
+
+
+def test_the_peak_is_that_of_the_models_own_products_too() -> None:
+    model = small_qwen(tied=False)
+    assert product_shapes(model, 4096) == ()  # so small that the fixed ones are faster
+    sizes: dict[str, Any] = SMALL | {"hidden_size": 1024, "intermediate_size": 5000}
+    config = Qwen2Config(**sizes, tie_word_embeddings=True)
+    with torch.device("meta"):
+        wide: Any = Qwen2ForCausalLM(config)
+    # Up and down of the MLP, queries and output, keys and values; not the vocabulary of 96.
+    expected = {(512, 1024, 2048), (512, 2048, 1024), (512, 1024, 1024), (512, 1024, 512)}
+    assert set(product_shapes(wide, 4096)) == expected
+    assert {rows for rows, _, _ in product_shapes(wide, 300)} == {300}
+
+
+def test_a_product_that_waits_for_a_core_is_timed_by_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that hold it up make it longer by the clock."""
+    now = {"clock": 0.0, "core": 0.0}
+
+    def computed() -> torch.Tensor:
+        now["clock"] += 4.0
+        now["core"] += 2.0
+        return torch.ones(1)
+
+    clocks = SimpleNamespace(perf_counter=lambda: now["clock"], thread_time=lambda: now["core"])
+    monkeypatch.setattr(hardware, "time", clocks)
+    monkeypatch.setattr(hardware, "_product", lambda shape, dtype: computed)
+    assert hardware.product_flops.__wrapped__(torch.float32, 2, ((3, 5, 7),)) == 2 * 3 * 5 * 7 / 2.0
+    seconds, _ = hardware.timed_product.__wrapped__()
+    assert set(seconds.values()) == {2.0}
+
+
+def test_a_step_that_is_faster_than_the_peak_shows_that_it_was_measured_too_low(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    peak = Peak(100.0)
+    assert peak.share(50.0) == 0.5
+    assert not caplog.records
+    assert [peak.share(130.0), peak.share(65.0), peak.share(260.0), peak.share(130.0)] == [1.0, 0.5, 1.0, 0.5]
+    [record] = caplog.records  # once
+    assert "perf/mfu" in record.getMessage()
 
 
 def test_an_unknown_device_or_dtype_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

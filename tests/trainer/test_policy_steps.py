@@ -29,11 +29,11 @@ from support.policy import (
 from support.trainer import quiet_trainer
 from torch.utils._pytree import tree_leaves
 
-import trinity_lightning.trainer.policy as policy_module
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout, OptimizerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.explorer.interruption import StopCheckpoint
+from trinity_lightning.trainer import flops
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.faults import describe_fault
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
@@ -234,19 +234,19 @@ def test_costs_are_logged():
     [("fp32", None, torch.float32), ("bf16", None, torch.bfloat16), ("fp32", "bf16-mixed", torch.bfloat16)],
 )
 def test_utilization_is_a_share_of_the_peak_of_the_products_dtype(dtype, precision, expected, monkeypatch):
-    peaks = {expected: 1e9}  # another dtype's is not known
-    monkeypatch.setattr(policy_module, "peak_flops", lambda device, dtype: peaks.get(dtype))
+    peaks = {expected: 1e15}  # another dtype's is not known
+    monkeypatch.setattr(flops, "peak_flops", lambda device, dtype, shapes: peaks.get(dtype))
     experiences = make_experiences()
     policy = make_policy(dtype=dtype, layout=Layout.padded, max_tokens_per_micro_batch=10_000)
     metrics = fit(policy, [batch_of(experiences)], precision=precision).logged_metrics
     rows, width = len(experiences), max(len(e.tokens) for e in experiences)
     trained = sum(int(e.action_mask.sum()) for e in experiences)
     operations = ModelSize.of(policy.policy).training_flops(Work(rows * width, trained, rows * attended(width)))
-    assert metrics["perf/mfu"] == pytest.approx(operations / float(metrics["time/train"]) / 1e9, rel=1e-5)
+    assert metrics["perf/mfu"] == pytest.approx(operations / float(metrics["time/train"]) / 1e15, rel=1e-5)
 
 
 def test_utilization_of_an_unknown_device_is_left_out(monkeypatch):
-    monkeypatch.setattr(policy_module, "peak_flops", lambda device, dtype: None)
+    monkeypatch.setattr(flops, "peak_flops", lambda device, dtype, shapes: None)
     assert "perf/mfu" not in fit(make_policy(), [batch_of(make_experiences())]).logged_metrics
 
 

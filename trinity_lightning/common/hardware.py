@@ -6,11 +6,13 @@ import mmap
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import psutil
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from trinity_lightning.config.training import WeightDtype
 
@@ -114,41 +116,61 @@ TORCH_DTYPES = {WeightDtype.bf16: torch.bfloat16, WeightDtype.fp32: torch.float3
 SHAPE = (512, 576, 1536)
 LARGE_SHAPE = (1024, 1024, 2048)  # nearer to what the CPU can do at best
 WARM_UPS, ROUNDS = 2, 7
+PEAK_SECONDS = 0.02  # for each shape, and three rounds at least
 
 
 @cache
 def timed_product() -> tuple[dict[WeightDtype, float], int]:
     """Seconds of one matrix product of `SHAPE` in each dtype, and the threads that torch used for it.
 
-    Timed once a process, however many threads it uses later.
+    Timed once a process, however many threads it uses later. The products take turns: whatever else runs on the machine
+    only ever adds to their times.
     """
-    seconds = _least_seconds(SHAPE, list(TORCH_DTYPES.values()))
-    return {dtype: seconds[each] for dtype, each in TORCH_DTYPES.items()}, torch.get_num_threads()
+    products = {dtype: _product(SHAPE, torch_dtype) for dtype, torch_dtype in TORCH_DTYPES.items()}
+    times: dict[WeightDtype, list[float]] = {dtype: [] for dtype in products}
+    for _ in range(WARM_UPS + ROUNDS):
+        for dtype, product in products.items():
+            times[dtype].append(_busy_seconds(product))
+    return {dtype: min(seconds[WARM_UPS:]) for dtype, seconds in times.items()}, torch.get_num_threads()
 
 
 @cache
-def product_flops(dtype: torch.dtype, threads: int) -> float:
-    """Floating-point operations a second of the best matrix product found, once a process and number of threads.
+def product_flops(
+    dtype: torch.dtype, threads: int, shapes: tuple[tuple[int, int, int], ...] = (SHAPE, LARGE_SHAPE)
+) -> float:
+    """Floating-point operations a second of the best matrix product found, timed once a process for these arguments.
 
     Args:
         dtype: of both factors.
         threads: as many as torch uses now.
+        shapes: rows, inner and columns of each product that is tried, for `PEAK_SECONDS`.
     """
-    return max(2 * math.prod(shape) / _least_seconds(shape, [dtype])[dtype] for shape in (SHAPE, LARGE_SHAPE))
+    rates = []
+    for shape in shapes:
+        product = _product(shape, dtype)
+        _busy_seconds(product)  # warm-up
+        times: list[float] = []
+        while len(times) < 3 or sum(times) < PEAK_SECONDS:
+            times.append(_busy_seconds(product))
+        rates.append(2 * math.prod(shape) / min(times))
+    return max(rates)
 
 
-def _least_seconds(shape: tuple[int, int, int], dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
-    """Of several products, which take turns: whatever else runs on the machine only ever adds to it."""
+def _product(shape: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], Tensor]:
+    """The product of inputs with a weight, as a linear layer computes it."""
     rows, inner, columns = shape
-    pairs = {d: (torch.ones(rows, inner, dtype=d), torch.ones(inner, columns, dtype=d)) for d in dtypes}
-    times: dict[torch.dtype, list[float]] = {dtype: [] for dtype in pairs}
+    return partial(functional.linear, torch.ones(rows, inner, dtype=dtype), torch.ones(columns, inner, dtype=dtype))
+
+
+def _busy_seconds(product: Callable[[], Tensor]) -> float:
+    """Seconds that this thread computes its share of a product, which torch cuts evenly among its threads.
+
+    Not those of the clock, by which it takes four times as long beside programs that hold threads up.
+    """
+    start = time.thread_time()
     with torch.inference_mode():
-        for _ in range(WARM_UPS + ROUNDS):
-            for dtype, (left, right) in pairs.items():
-                start = time.perf_counter()
-                _ = left @ right
-                times[dtype].append(time.perf_counter() - start)
-    return {dtype: min(seconds[WARM_UPS:]) for dtype, seconds in times.items()}
+        product()
+    return time.thread_time() - start
 
 
 def faster_dtype(accelerator: object = "auto") -> WeightDtype:

@@ -4,6 +4,8 @@ Operations of matrix products, forward and backward, as in appendix B of PaLM (a
 with a weight takes 2 forward and 4 backward. Computing activations again is no part of what a step needs.
 """
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,27 +13,87 @@ from typing import Any
 import torch
 from torch import nn
 
-from trinity_lightning.common.hardware import product_flops
+from trinity_lightning.common.hardware import SHAPE, product_flops
 from trinity_lightning.common.model_config import layer_configs, query_width
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.trainer.layout import Part, computed_tokens, trained_tokens
 
+logger = logging.getLogger(__name__)
+
 # -- what a device can compute: `perf/mfu` is a share of it ------------------------------------------------------------
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Operations a second of matrix products in this dtype; None where that is not known.
+MAX_ROWS, MAX_WIDTH = 512, 2048  # of a product that is timed: larger ones are no faster
+KINDS = 4  # of a model's products, the largest ones
 
-    On a CPU measured, within a second; on a GPU known for bfloat16 by its name.
+
+@dataclass
+class Peak:
+    """Operations a second of matrix products that the devices of a run can compute: `perf/mfu` is a share of it.
+
+    On a CPU it is measured, with products of the model's own shapes among others; on a GPU known for bfloat16 by its
+    name. A step that is faster shows that the value was too low, and its own speed takes its place.
+    """
+
+    flops: float
+    _is_measured_anew: bool = False
+
+    @classmethod
+    def of(cls, model: Any, device: torch.device, dtype: torch.dtype, tokens: int, devices: int) -> "Peak | None":
+        """The peak of as many devices as train, all alike; None if it is not known.
+
+        Args:
+            model: the model that is trained.
+            device: one of the devices.
+            dtype: what the model's products are computed in.
+            tokens: most tokens of a micro-batch.
+            devices: how many train.
+        """
+        flops = peak_flops(device, dtype, product_shapes(model, tokens) if device.type == "cpu" else ())
+        return None if flops is None else cls(flops * devices)
+
+    def share(self, flops: float) -> float:
+        """Share of the peak, at most 1, that so many operations a second are."""
+        if flops > self.flops:
+            if not self._is_measured_anew:
+                logger.warning(
+                    "perf/mfu: a step computed %.3g operations a second, and the best product at the start no more "
+                    "than %.3g, as when others use the machine. From now on it is a share of the fastest step.",
+                    flops,
+                    self.flops,
+                )
+            self.flops, self._is_measured_anew = flops, True
+        return flops / self.flops
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int, int, int], ...] = ()) -> float | None:
+    """Operations a second of matrix products in this dtype on one device; None where that is not known.
+
+    On a CPU the best of products of fixed shapes and of `shapes`, measured within a second.
     """
     if device.type == "cpu":
-        return product_flops(dtype, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        fixed = product_flops(dtype, threads)
+        return max(fixed, product_flops(dtype, threads, shapes)) if shapes else fixed
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     from trinity_lightning.common.devices import known_gpu
 
     gpu = known_gpu(torch.cuda.get_device_name(device))
     return gpu and gpu.flops
+
+
+def product_shapes(model: Any, tokens: int) -> tuple[tuple[int, int, int], ...]:
+    """Rows, inner and columns of the largest kinds of products of a model, cut to what is timed quickly.
+
+    Products that are smaller than the fixed ones are left out: those are faster.
+    """
+    rows = min(tokens, MAX_ROWS)
+    weights = {
+        tuple(min(size, MAX_WIDTH) for size in weight.shape) for weight in model.parameters() if weight.ndim == 2
+    }
+    large = {(rows, inner, columns) for columns, inner in weights if 2 * rows * inner * columns >= math.prod(SHAPE)}
+    return tuple(sorted(large, key=lambda shape: (-math.prod(shape), shape))[:KINDS])
 
 
 # -- what a step needs -------------------------------------------------------------------------------------------------
@@ -120,11 +182,11 @@ def products_dtype(model: Any, device: torch.device, precision: Any) -> torch.dt
 
 
 def step_costs(
-    batch: OptimizerBatch, parts: Sequence[Part], seconds: float, size: ModelSize, peak: float | None
+    batch: OptimizerBatch, parts: Sequence[Part], seconds: float, size: ModelSize, peak: Peak | None
 ) -> dict[str, float]:
     """Metrics of what the micro-batches of an optimizer step computed, and how fast.
 
-    `peak` is how many operations a second the devices can compute; None: not known, and no `perf/mfu`.
+    Without `peak`, which is not known then, there is no `perf/mfu`.
     """
     lengths = [len(e.tokens) for e in batch.experiences]
     computed, trained = computed_tokens(parts), trained_tokens(batch, parts)
@@ -138,5 +200,5 @@ def step_costs(
         "time/train": seconds,
     }
     if peak is not None:
-        costs["perf/mfu"] = size.training_flops(Work.of(lengths, parts, trained)) / seconds / peak
+        costs["perf/mfu"] = peak.share(size.training_flops(Work.of(lengths, parts, trained)) / seconds)
     return costs

@@ -46,7 +46,7 @@ from trinity_lightning.errors import ConfigError, DiskFullError, ModelLoadError
 from trinity_lightning.sync.converted import check_conversion
 from trinity_lightning.trainer import optim
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO, check_local
-from trinity_lightning.trainer.flops import ModelSize, peak_flops, products_dtype, step_costs
+from trinity_lightning.trainer.flops import ModelSize, Peak, products_dtype, step_costs
 from trinity_lightning.trainer.layout import Part, Passes, collate, trained_tokens
 from trinity_lightning.trainer.model import (
     LogprobFn,
@@ -136,7 +136,7 @@ class PolicyModule(L.LightningModule):
             raise ConfigError("dtype is auto, which the commands settle: give bf16, fp32, or faster_dtype().")
         self._dtype = TORCH_DTYPES[WeightDtype(dtype)]
         self._resumption: Resumption | None = None  # until a resumed run trains
-        self._peak: float | None = None
+        self.peak: Peak | None = None  # of the devices that train, once they do
         self._heap = HeapBound()
         self._optimizer_settings: list[dict[str, Any]] = []  # `optim.settings_of`
         self._peak_rates: list[Any] = []  # configured learning rates of the optimizer's groups
@@ -351,8 +351,7 @@ class PolicyModule(L.LightningModule):
             if self.device.type == "cpu":
                 self._heap.check()
         self.bad_steps_in_a_row = 0
-        peak = None if self._peak is None else self._peak * self.placement.ranks.size
-        costs = step_costs(batch, parts, time.perf_counter() - start, self._size, peak)
+        costs = step_costs(batch, parts, time.perf_counter() - start, self._size, self.peak)
         self._log(metrics | self._counts(parts) | costs, batch)
         return {"loss": losses.sum()}
 
@@ -558,11 +557,12 @@ class PolicyModule(L.LightningModule):
         """Set the random states of a resumed run: after engines were loaded, before callbacks explore."""
         if self.device.type == "cpu":
             reuse_large_buffers()
-        self._peak = peak_flops(self.device, products_dtype(self.policy, self.device, self.trainer.precision_plugin))
         self.check_trainable()
         # What all ranks cut by, since each knows the micro-batches of all; patiently, since rank 0 has loaded engines.
         found = self.placement.ranks.exchange((self.passes().max_tokens, self.passes().layout), patient=True)
         self._passes = replace(self.passes(), max_tokens=min(tokens for tokens, _ in found), layout=found[0][1])
+        dtype = products_dtype(self.policy, self.device, self.trainer.precision_plugin)
+        self.peak = Peak.of(self.policy, self.device, dtype, self._passes.max_tokens, self.placement.ranks.size)
         if self.hparams["compile_layers"]:  # only now: what was tried above would be compiled too
             from trinity_lightning.trainer.other_models import compile_layers_of
 
