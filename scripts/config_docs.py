@@ -79,6 +79,29 @@ A function that raises, or returns something that is no finite number, fails its
 happens to every answer of the tasks that end first, at least 16 of them (an engine may end many at once), the run gives
 the others up, and ends with a sentence that names the function and the error.
 
+## What is judged
+
+Rewards, environments and tool parsers get what the policy wrote: its own markers (of thoughts, tool calls, channels)
+are in the text, and the stop string that ended it; end tokens are not. `sampling.skip_special_tokens=true` leaves the
+markers out, `sampling.include_stop_str_in_output=false` the stop string.
+
+Thoughts are no answer. The rewards below judge what stands behind the last thought that was closed, and a response that
+was cut off in its thoughts is worth 0, also where the chat template opened them (`format` looks at the thoughts, and
+`contains_digits` at all of the text). So do tool calls, the environments of this package and the scores of judges. The
+markers of the field's models are known (`common/thoughts.py` lists them), and tokens of a tokenizer that are named
+after thoughts; give others by `model.thoughts='["[T]", "[/T]"]'`.
+
+A function of your own gets all of the text. What counts in it as the answer is
+
+    from trinity_lightning.common.thoughts import answer_part
+
+    def polite(response, task):
+        answer = answer_part(response)  # None: cut off in its thoughts
+        return float(answer is not None and "please" in answer)
+
+The response is a `str` that also knows whether its prompt had opened the thoughts: give `answer_part`, and the rewards
+below if yours calls one, the response itself, as a part of it is plain text.
+
 ## Slow rewards
 
 A plain function runs in a thread of the run's process, an async one on its event loop. That is right for what is quick,

@@ -26,7 +26,14 @@ from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.config.training import trains_together
-from trinity_lightning.engines import auxiliary_models_of, check_room, engines_of, settle_dtypes, thread_share
+from trinity_lightning.engines import (
+    auxiliary_models_of,
+    check_room,
+    engines_of,
+    settle_dtypes,
+    tell_thoughts,
+    thread_share,
+)
 from trinity_lightning.errors import ConfigError, ModelNotSavedError, TrinityError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
@@ -322,7 +329,9 @@ def explorer_callback(
         trained = config.tasksets.values() if config.tasksets else [config.taskset]
         warn_of_trained_entries(trained, config.eval_tasksets.values())
     models = [[model] for model in auxiliary_models.values()]
-    explorer = Explorer(config.explorer, _engines(config, folder), train_source(config), eval_sources(config), models)
+    engines = _engines(config, folder)
+    tell_thoughts(engines, config)
+    explorer = Explorer(config.explorer, engines, train_source(config), eval_sources(config), models)
     return ExplorerCallback(
         explorer,
         config.synchronizer,

@@ -1,6 +1,7 @@
 """The engines of a run, made from its configuration, and their dtypes."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from omegaconf import DictConfig
 from trinity_lightning import config as late
 from trinity_lightning.common.hardware import faster_dtype
 from trinity_lightning.common.inference import HeldModel
+from trinity_lightning.common.thoughts import Markers
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
 from trinity_lightning.config.models import BUILT_IN_MODELS, resolve_model
 from trinity_lightning.config.registry import PARTS, import_object
@@ -26,6 +28,12 @@ def engines_of(config: TrainConfig, folder: Path) -> list[Engine]:
     """The engines that generate."""
     engine: Any = import_object(PARTS["engine"].get(config.engine.name, config.engine.name))
     return list(engine.of_run(config, folder))
+
+
+def tell_thoughts(engines: Sequence[Engine], config: TrainConfig) -> None:
+    """Have the engines of the policy know the markers of its thoughts that the configuration gives."""
+    for engine in engines:
+        engine.thoughts = Markers(*config.model.thoughts) if config.model.thoughts else None
 
 
 def check_room(config: TrainConfig, sends: bool = True) -> None:

@@ -66,8 +66,7 @@ class PlainEngine(Engine):
             drawn = torch.multinomial(scores.exp(), 1, generator=generator) if temperature else scores.argmax()
             tokens.append(int(drawn))
             logprobs.append(float(scores[tokens[-1]]))
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return Completion(prompt, tokens, logprobs, text, "stop" if end in tokens else "length")
+        return Completion(prompt, tokens, logprobs, "", "stop" if end in tokens else "length")  # the text is made later
 
     async def _logprobs(self, token_ids: list[int]) -> list[float]:
         following = torch.tensor(token_ids[1:])[:, None]

@@ -12,6 +12,7 @@ from trinity_lightning.explorer.metrics import (
     expected_best,
     experience_metrics,
     pass_rates,
+    rollout_metrics,
     subset_sizes,
     valid_rewards,
 )
@@ -129,6 +130,13 @@ def test_experience_metrics() -> None:
     assert [metrics[f"response_length/{name}"] for name in ("mean", "max", "min")] == [4.0, 6.0, 2.0]
     assert metrics["prompt_length/mean"] == 3.0
     assert metrics["sample/model_version/mean"] == 0.8
+
+
+def test_what_the_environment_wrote_is_no_length_and_no_throughput() -> None:
+    turns = an_experience(0, 1.0, 5, action_mask=[True, True, False, False, True])
+    metrics = rollout_metrics([], [turns, an_experience(0, 0.0, 2)], tasks=1, seconds=0.5)
+    assert [metrics[f"response_length/{name}"] for name in ("mean", "max", "min")] == [2.5, 3.0, 2.0]
+    assert metrics["rollout/tokens_per_second"] == 10.0
 
 
 def test_a_run_of_several_steps_counts_once() -> None:

@@ -6,13 +6,14 @@ import random
 import shutil
 import threading
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.engine_promises import EnginePromises, ask, plain_logprobs
+from support.engine_promises import EnginePromises, as_written, ask, plain_logprobs
 from support.metaspace import metaspace_model
 from support.tiny_model import tiny_model
 from support.tiny_vllm import driven_engine, standing_still, tiny_engine
@@ -148,36 +149,33 @@ class TestPromises(EnginePromises):
     misspelt_error = TypeError
 
 
-def test_the_text_is_what_vllm_makes_of_the_tokens(engine: VLLMEngine, driver: Driver) -> None:
-    """Decoded at the end, or by vLLM on the way, as it does when it looks for a stop string."""
+def test_looking_for_a_stop_string_changes_nothing(engine: VLLMEngine, driver: Driver) -> None:
     for seed in range(5):
-        decoded, looked_at = (ask(engine, driver, seed=seed, max_tokens=30, stop=stop) for stop in (None, ["\x00"]))
-        assert decoded == looked_at
-        assert decoded.text
+        plain, looked_at = (ask(engine, driver, seed=seed, max_tokens=30, stop=stop) for stop in (None, ["\x00"]))
+        assert plain == looked_at
+        assert plain.text
 
 
-def test_the_text_is_vllms_also_with_stop_tokens_and_with_special_tokens_kept(
+def test_a_stop_token_that_was_asked_for_is_in_the_text_unless_it_is_left_out(
     engine: VLLMEngine, driver: Driver
 ) -> None:
-    never = ["\x00"]  # with which vLLM makes the text itself
-    tokens, pad = ask(engine, driver, max_tokens=30).token_ids, engine.tokenizer.pad_token_id
-    special = {"skip_special_tokens": False, "allowed_token_ids": [pad, 40, 50], "max_tokens": 20}
-    for settings in (
-        *({"stop_token_ids": [tokens[5]]}, {"stop_token_ids": [tokens[0]]}),
-        *({"stop_token_ids": [tokens[5]], "include_stop_str_in_output": True}, special),
-    ):
-        plain, looked_at = (ask(engine, driver, stop=stop, **settings) for stop in (None, never))
-        assert plain == looked_at, settings
-    assert engine.tokenizer.pad_token in ask(engine, driver, **special).text
+    whole = ask(engine, driver, max_tokens=30)
+    for place in (0, 5):
+        stop = {"stop_token_ids": [whole.token_ids[place]], "max_tokens": 30}
+        completion = ask(engine, driver, **stop)
+        assert completion.stop_reason == whole.token_ids[place]
+        assert completion.text == as_written(engine, completion)
+        cut = ask(engine, driver, **stop, include_stop_str_in_output=False)
+        assert cut.text == as_written(engine, replace(cut, token_ids=cut.token_ids[:-1]))
 
 
 def test_text_is_made_on_the_way_only_where_it_must_be(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(engine, "_submit", lambda *_, detokenize, **__: asked.append(detokenize))
-    usual = {"include_stop_str_in_output": False, "skip_special_tokens": True, "spaces_between_special_tokens": True}
-    for settings in ({}, {"stop": []}, usual, *({name: not value} for name, value in usual.items()), {"stop": ["."]}):
+    shown = {"include_stop_str_in_output": False, "skip_special_tokens": True}
+    for settings in ({}, {"stop": []}, shown, {"stop": ["."]}):
         engine._add("it", PROMPT, 1, settings)
-    assert asked == [False] * 3 + [True] * 4
+    assert asked == [False] * 3 + [True]
 
 
 def test_samples_of_a_prompt_share_its_blocks(

@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import GenerationConfig
 
 from support.tiny_model import logprobs, tiny_model
 from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.engine import Engine
@@ -34,6 +36,13 @@ def plain_logprobs(completion: Completion, temperature: float = 1.0, model: Any 
     prompt = list(completion.prompt_token_ids)
     tokens = [*prompt, *completion.token_ids]
     return logprobs(model or tiny_model(), tokens, temperature)[len(prompt) - 1 :]
+
+
+def as_written(engine: Engine, completion: Completion) -> str:
+    """A response's text by the tiny model's tokenizer: of all tokens but its end token and padding."""
+    tokenizer = engine.tokenizer
+    hidden = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    return tokenizer.decode([token for token in completion.token_ids if token not in hidden])
 
 
 class EnginePromises:
@@ -64,7 +73,7 @@ class EnginePromises:
                 prompt = f"<|im_start|>user\n{i}<|im_end|>\n<|im_start|>assistant\n"
                 assert engine.tokenizer.decode(completion.prompt_token_ids) == prompt
                 assert 1 <= len(completion.token_ids) == len(completion.logprobs) <= 2 + i % 7
-                assert completion.text == engine.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+                assert completion.text == as_written(engine, completion)
 
     def test_a_text_is_tokenized(self, engine: Engine, driver: Driver) -> None:
         completion = driver.run(engine.generate("1+1=", max_tokens=1, seed=0))[0]
@@ -174,17 +183,40 @@ class EnginePromises:
             assert "<|im_end|>" not in completion.text
 
     @pytest.mark.parametrize("as_list", [True, False])
-    def test_a_stop_string_ends_a_response_and_is_cut_from_its_text(
-        self, engine: Engine, driver: Driver, as_list: bool
-    ) -> None:
+    def test_a_stop_string_ends_a_response_and_its_text(self, engine: Engine, driver: Driver, as_list: bool) -> None:
         whole = ask(engine, driver)
         stop = whole.text[4:6]
-        completion = ask(engine, driver, stop=[stop, "\x00"] if as_list else stop)
+        stops = [stop, "\x00"] if as_list else stop
+        completion = ask(engine, driver, stop=stops)
         assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-        assert completion.text == whole.text[: whole.text.index(stop)]
-        tokens = list(completion.token_ids)
-        assert tokens == list(whole.token_ids)[: len(completion.logprobs)]
-        assert engine.tokenizer.decode(tokens, skip_special_tokens=True) == completion.text + stop
+        assert completion.text == whole.text[: whole.text.index(stop)] + stop == as_written(engine, completion)
+        assert list(completion.token_ids) == list(whole.token_ids)[: len(completion.logprobs)]
+        cut = ask(engine, driver, stop=stops, include_stop_str_in_output=False)
+        assert cut == replace(completion, text=completion.text.removesuffix(stop))
+
+    def test_the_policys_own_markers_are_in_the_text_unless_they_are_left_out(
+        self, engine: Engine, driver: Driver
+    ) -> None:
+        """Of a random policy that draws each of 100 tokens; <|im_start|> is a special token, and ends nothing."""
+        samples = driver.run(engine.generate(PROMPT, n=8, seed=0, max_tokens=120))
+        bare = driver.run(engine.generate(PROMPT, n=8, seed=0, max_tokens=120, skip_special_tokens=True))
+        assert any("<|im_start|>" in completion.text for completion in samples)
+        for completion, without in zip(samples, bare, strict=True):
+            assert completion.text == as_written(engine, completion)
+            assert without.text == engine.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+    def test_a_stop_string_may_hold_a_special_token(self, engine: Engine, driver: Driver) -> None:
+        samples = driver.run(engine.generate(PROMPT, n=8, seed=0, max_tokens=120, stop=["<|im_start|>"]))
+        stopped = [completion for completion in samples if completion.stop_reason == "<|im_start|>"]
+        assert stopped
+        for completion in stopped:
+            assert completion.text.index("<|im_start|>") == len(completion.text) - len("<|im_start|>")
+
+    def test_a_response_knows_whether_its_prompt_opened_the_thoughts(self, engine: Engine, driver: Driver) -> None:
+        driver.run(engine.load())
+        for prompt, opened in (("hm<think>\n", True), ("hm", False)):
+            completion = driver.run(engine.generate(prompt, seed=0, max_tokens=8))[0]
+            assert (answer_part(completion.text) is None) is opened
 
     # -- errors -------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,10 @@ class Completion:
         prompt_token_ids: the prompt as the engine saw it, [prompt].
         token_ids: sampled tokens, end-of-sequence token included, [response].
         logprobs: natural log-probability of each sampled token under the distribution it was sampled from, [response].
-        text: the response without special tokens (and without the stop string, if one ended it).
+        text: the response as it was written, which is what is judged: the model's own markers are in it, and the stop
+            string, if one ended it; end tokens are not. `sampling.skip_special_tokens=True` leaves the markers out, and
+            `sampling.include_stop_str_in_output=False` the stop string. Of an engine it is a `Response`: see
+            `common.thoughts`.
         finish_reason: "stop" (end token or stop string), "length" (token limit), or "abort".
         stop_reason: the stop string or stop token id that ended it, if one did.
     """

@@ -35,6 +35,17 @@ Run = list[Experience]
 RESERVED = "trinity_lightning/"
 # Metric of an experience: its first valid reward, before operators shaped it.
 RAW_REWARD = f"{RESERVED}raw_reward"
+# Entry of info: the tokens that the policy wrote in several turns, where the action mask no longer tells.
+WRITTEN_TOKENS = f"{RESERVED}written_tokens"
+
+
+def written_tokens(experience: Experience) -> int:
+    """How many response tokens the policy wrote: in several turns those of the action mask."""
+    if (count := experience.info.get(WRITTEN_TOKENS)) is not None:
+        return int(count)
+    if experience.experience_type == "multi_turn" and experience.action_mask is not None:
+        return int(experience.action_mask.count_nonzero())
+    return len(experience.tokens) - experience.prompt_length
 
 
 def runs_of(experiences: Iterable[Experience]) -> list[Run]:

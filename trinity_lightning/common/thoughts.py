@@ -84,11 +84,11 @@ def split_thoughts(response: str) -> tuple[str, str | None]:
     """
     markers, opened = (response.markers, response.opened) if isinstance(response, Response) else (MARKERS, False)
     end = 0
-    for marker in markers:
-        if (place := response.rfind(marker.closing)) >= 0:
-            end = max(end, place + len(marker.closing))
+    for _, closing in markers:
+        if (place := response.rfind(closing)) >= 0:
+            end = max(end, place + len(closing))
     unfinished = opened and not end
-    if unfinished or any(response.find(marker.opening, end) >= 0 for marker in markers):
+    if unfinished or any(response.find(opening, end) >= 0 for opening, _ in markers):
         return str(response), None
     return response[:end], response[end:]
 
@@ -101,10 +101,10 @@ def answer_part(response: str) -> str | None:
     answer = split_thoughts(response)[1]
     if answer is None:
         return None
-    for frame in FRAMES:
+    for opening, closing in FRAMES:
         bare = answer.strip()
-        if bare.startswith(frame.opening):
-            answer = bare.removeprefix(frame.opening).removesuffix(frame.closing)
+        if bare.startswith(opening):
+            answer = bare.removeprefix(opening).removesuffix(closing)
     return answer
 
 
@@ -138,4 +138,4 @@ def markers_of(tokenizer: Any) -> tuple[Markers, ...]:
 
 def opens_thoughts(prompt: str, markers: Sequence[Markers]) -> bool:
     """Whether a prompt ends with an opening marker, as many chat templates have it end; space may follow it."""
-    return prompt.rstrip().endswith(tuple(marker.opening for marker in markers))
+    return prompt.rstrip().endswith(tuple(opening for opening, _ in markers))

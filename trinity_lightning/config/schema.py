@@ -60,6 +60,10 @@ class SamplingConfig(Section, key="sampling"):
         temperature: logits are divided by it; 0 is greedy.
         max_tokens: longest response in tokens.
         stop: strings that end a response.
+        skip_special_tokens: leave the model's own markers (of thoughts, tool calls, ...) out of the text that rewards,
+            environments and tool parsers read. Null: no, all that the policy wrote is judged but end tokens.
+        include_stop_str_in_output: leave the string of `stop` that ended a response in that text. Null: yes, the policy
+            wrote it, and is trained on it.
         top_p: sample from the most likely tokens that make up this probability.
         top_k: sample from this many tokens.
         min_p: sample from tokens at least this likely, relative to the likeliest.
@@ -71,6 +75,8 @@ class SamplingConfig(Section, key="sampling"):
     temperature: float = checked(1.0, number, least=0)
     max_tokens: int = checked(64, whole_number, least=1)
     stop: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     top_p: float | None = checked(None, number, above=0, most=1, optional=True)
     top_k: int | None = None
     min_p: float | None = checked(None, number, least=0, most=1, optional=True)

@@ -92,6 +92,9 @@ class ModelConfig(Section, key="model"):
         gradient_checkpointing: recompute activations in the backward pass; slower, less memory.
         attn_implementation: passed to transformers; `sdpa` works everywhere.
         lora: adapters that are trained in place of the weights.
+        thoughts: [opening, closing] marker of the model's thoughts, where they are none of the field's, such as <think>
+            and </think>: what stands before the last closing marker is no answer, and a response that is cut off in its
+            thoughts has given none. Given, they replace the field's; null: those, and what the tokenizer has.
     """
 
     name: str = MISSING
@@ -101,6 +104,15 @@ class ModelConfig(Section, key="model"):
     gradient_checkpointing: bool = False
     attn_implementation: str = "sdpa"
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    thoughts: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.thoughts is not None and not (len(self.thoughts) == len({*self.thoughts} - {""}) == 2):
+            raise ConfigError(
+                f"model.thoughts is {self.thoughts!r}; give [opening, closing], two different texts, such as "
+                "['<think>', '</think>']."
+            )
 
 
 @dataclass

@@ -5,7 +5,15 @@ import statistics
 from collections.abc import Sequence
 
 from trinity_lightning.common.experience import Experience, group_by
-from trinity_lightning.common.runs import equal_rewards, is_valid_reward, last_step, runs_of, spread, spread_of_each
+from trinity_lightning.common.runs import (
+    equal_rewards,
+    is_valid_reward,
+    last_step,
+    runs_of,
+    spread,
+    spread_of_each,
+    written_tokens,
+)
 from trinity_lightning.explorer.runner import Status, mean_metrics
 
 # -- An explore step --------------------------------------------------------------------------------------------------
@@ -35,7 +43,7 @@ def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     """Rewards of an explore step's runs, the share of groups (of several) with equal ones, lengths of experiences."""
     groups = valid_rewards(experiences)
     rewards = [reward for group in groups.values() for reward in group]
-    responses = [float(len(e.tokens) - e.prompt_length) for e in experiences]
+    responses = [float(written_tokens(e)) for e in experiences]
     clipped = [e.truncate_status == "response_truncated" for e in experiences]
     metrics = {
         "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
@@ -56,7 +64,7 @@ def rollout_metrics(
     statuses: Sequence[Status], experiences: Sequence[Experience], tasks: int, seconds: float
 ) -> dict[str, float]:
     """What an explore step scheduled, lost and got."""
-    tokens = sum(len(e.tokens) - e.prompt_length for e in experiences)
+    tokens = sum(map(written_tokens, experiences))
     return {
         **spread_of_each((status.metric for status in statuses), "rollout"),
         **experience_metrics(experiences),

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import write_atomically
-from trinity_lightning.common.runs import UNTRAINED
+from trinity_lightning.common.runs import UNTRAINED, written_tokens
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, MetricsCSVLogger, last_row, log_row, next_row, step_of
 from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, advice, write_environment
 from trinity_lightning.monitor.presentation import format_step_line, metric_globs
@@ -179,8 +179,9 @@ def write_completions(
     """Write `step_<step>.jsonl`, or `eval_<taskset>_step_<step>.jsonl`, in place of an earlier one.
 
     One JSON object a completion: step, task, run, prompt, completion, reward, `reward/<function>` for each reward among
-    the experience's metrics, advantage (of the first response token), length (response tokens), truncated; of training
-    also trained, and the reason why not (null if it is). Numbers that are not finite, which JSON cannot hold, are null.
+    the experience's metrics, advantage (of the first response token), length (tokens that the policy wrote), truncated;
+    of training also trained, and the reason why not (null if it is). Numbers that are not finite, which JSON cannot
+    hold, are null.
 
     Args:
         folder: of the files, made with the first one.
@@ -214,7 +215,7 @@ def _record(step: int, experience: Experience, of_training: bool) -> dict[str, A
         "reward": _number(experience.reward),
         **rewards,
         "advantage": _number(advantages[0]) if advantages is not None and len(advantages) else None,
-        "length": len(experience.tokens) - experience.prompt_length,
+        "length": written_tokens(experience),
         "truncated": experience.truncate_status is not None,
         **({"trained": reason is None, "reason": reason} if of_training else {}),
     }

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.operators import make, rewards, run, step_of
 
-from trinity_lightning.common.experience import ExperienceError
+from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.errors import ConfigError
 
 NAN = float("nan")
@@ -47,6 +47,20 @@ def test_overlong_penalty_equals_the_formula(longest, data):
     run("overlong_penalty", [exp], max_length=longest, cache_length=cache)
     expected = 0.0 if length <= longest - cache else -1.0 if length >= longest else (longest - cache - length) / cache
     assert exp.reward == pytest.approx(expected)
+
+
+def test_what_the_environment_wrote_is_no_length_of_the_response():
+    """Of 12 tokens of three turns the policy wrote 7: at 8 the penalty would begin."""
+    mask = [1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1]
+    exps = [Experience(tokens=list(range(15)), prompt_length=3, action_mask=mask, reward=1.0) for _ in range(2)]
+    exps[1].truncate_status = "response_truncated"
+    kept, metrics = run("overlong_penalty", exps, max_length=12, cache_length=4)
+    assert metrics == {"overlong_penalty/mean": 0.0}
+    kept, _ = run("mask_response_truncated", kept)
+    assert not kept[1].action_mask.any()
+    kept, metrics = run("overlong_penalty", kept, max_length=9, cache_length=4)
+    assert [exp.reward for exp in kept] == [0.5, 0.5]
+    assert metrics == {"overlong_penalty/mean": -0.5}
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,11 @@ class JudgeOperator(AskingOperator):
         )
         if not response.choices:
             raise VerdictError("the judge's answer has no choices")
-        return read_score(response.choices[0].message.content or "")
+        choice = response.choices[0]
+        # A model of the run says what stands behind its thoughts: the text cannot tell that its prompt opened them.
+        if getattr(choice, "answer", "") is None:
+            raise VerdictError("the judge was cut off in its thoughts: give it more max_tokens")
+        return read_score(choice.message.content or "")
 
 
 # -- a teacher ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,15 @@ import torch
 
 from trinity_lightning.buffer.operators.experience_operator import SELECTOR_METRIC, ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.common.runs import is_valid_reward, last_step, raw_reward, runs_of, spread
+from trinity_lightning.common.runs import (
+    WRITTEN_TOKENS,
+    is_valid_reward,
+    last_step,
+    raw_reward,
+    runs_of,
+    spread,
+    written_tokens,
+)
 from trinity_lightning.config.values import as_float, number, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -105,6 +113,8 @@ class MaskResponseTruncated(ExperienceOperatorV1):
         masked = 0
         for exp in exps:
             if exp.truncate_status == "response_truncated" and exp.action_mask is not None:
+                if exp.experience_type == "multi_turn":
+                    exp.info = exp.info | {WRITTEN_TOKENS: written_tokens(exp)}
                 exp.action_mask = torch.zeros_like(exp.action_mask)
                 masked += 1
         return exps, {"masked_truncated_count": masked}
@@ -114,7 +124,8 @@ class OverlongPenalty(ExperienceOperatorV1):
     """Adds a penalty for length to the reward (soft overlong punishment: DAPO, arXiv 2503.14476, equation 13).
 
     For a response of L tokens: 0 up to max_length - cache_length, from there on
-    ((max_length - cache_length) - L) / cache_length, and -1 from max_length on. A missing reward stays missing.
+    ((max_length - cache_length) - L) / cache_length, and -1 from max_length on. In several turns L is what the policy
+    wrote in all of them. A missing reward stays missing.
 
     Args:
         max_length: length from which on the penalty is -1, in tokens.
@@ -129,7 +140,7 @@ class OverlongPenalty(ExperienceOperatorV1):
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """All experiences; `overlong_penalty/mean` is the mean of their penalties."""
-        penalties = [self._penalty(exp.response_length) for exp in exps]
+        penalties = [self._penalty(written_tokens(exp)) for exp in exps]
         for exp, penalty in zip(exps, penalties, strict=True):
             if exp.reward is not None:
                 exp.reward += penalty

@@ -4,8 +4,9 @@ import asyncio
 import logging
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.thoughts import Markers, Response, markers_of, opens_thoughts
 from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import PromptTooLongError, RolloutError
@@ -33,7 +35,8 @@ class Engine(ABC):
 
     - `load` and `shutdown`, and has a `tokenizer` and a `dtype`;
     - `_completions`: n responses with their exact tokens, each token with its log-probability in the distribution that
-      it was drawn from (temperature applied). `sampling` has names of vLLM's SamplingParams, and no None. Of a run's
+      it was drawn from (temperature applied), and why it ended; their text is made of the tokens by `generate`, in
+      place of any that they have. `sampling` has names of vLLM's SamplingParams, and no None. Of a run's
       rollouts it always has `seed`, `temperature` and `max_tokens`, and the others that `sampling` of the configuration
       sets; a call of `generate` by hand may leave out any. Sample i is drawn with `seed` + i, independently of other
       requests. A response ends with the first of `end_tokens` (unless `ignore_eos` is set), which is its last token;
@@ -63,6 +66,8 @@ class Engine(ABC):
     generation_config: Any = None
     # How often it died and was started again; None: it cannot die alone.
     restarts: int | None = None
+    # What opens and closes the model's thoughts (`model.thoughts`); None: the field's, and what its tokenizer has.
+    thoughts: Markers | None = None
 
     @classmethod
     def of_run(cls, config: TrainConfig, folder: Path) -> "Sequence[Engine]":
@@ -102,7 +107,10 @@ class Engine(ABC):
         token_ids = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
         self._check_room(len(token_ids), sampling.get("max_tokens"))
         chosen = {name: value for name, value in sampling.items() if value is not None}
-        return await self._completions(token_ids, n, chosen)
+        completions = await self._completions(token_ids, n, chosen)
+        tokenizer = self.tokenizer
+        markers = markers_of(tokenizer) if self.thoughts is None else (self.thoughts,)
+        return [replace(each, text=written_text(tokenizer, each, chosen, markers)) for each in completions]
 
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
@@ -234,17 +242,74 @@ class LoadedEngine(Engine):
         return self._weight_shapes
 
 
+# -- the text of a response -------------------------------------------------------------------------------------------
+
+
+_CONTEXT = 32  # tokens of the prompt that a response is decoded behind
+
+
+def response_text(
+    tokenizer: Any,
+    prompt: Sequence[int],
+    written: Sequence[int],
+    *,
+    skip_special_tokens: bool = False,
+    markers: Sequence[Markers] | None = None,
+) -> Response:
+    """The text of a response as it follows its prompt: SentencePiece decodes a first word without its space.
+
+    The model's own markers, such as those of thoughts and tool calls, are in it. End tokens, padding and the token that
+    begins texts are not.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        prompt, written: token ids.
+        skip_special_tokens: leave all special tokens out.
+        markers: of the model's thoughts; None: the field's, and what the tokenizer has.
+    """
+    before = list(prompt[-_CONTEXT:])
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    context = decode(before, skip_special_tokens=False)
+    hidden = {*end_tokens(tokenizer), tokenizer.pad_token_id, tokenizer.bos_token_id}
+    whole = decode(
+        [*before, *(token for token in written if token not in hidden)], skip_special_tokens=skip_special_tokens
+    )
+    shown = decode(before, skip_special_tokens=True) if skip_special_tokens else context
+    markers = markers_of(tokenizer) if markers is None else markers
+    return Response(whole[len(shown) :], markers, opens_thoughts(context, markers))
+
+
+def written_text(
+    tokenizer: Any, completion: Completion, sampling: Mapping[str, Any], markers: Sequence[Markers] | None = None
+) -> Response:
+    """The text of a completion that rewards, environments and tool parsers judge: what the policy wrote.
+
+    It ends with the stop string (or the stop token of `sampling.stop_token_ids`) that ended it, if one did.
+
+    Args:
+        tokenizer, markers: as for `response_text`.
+        completion: its tokens, and why it ended.
+        sampling: its settings. `skip_special_tokens=True` leaves the model's markers out, and
+            `include_stop_str_in_output=False` what stopped it.
+    """
+    skip = bool(sampling.get("skip_special_tokens"))
+    read = partial(response_text, tokenizer, completion.prompt_token_ids, skip_special_tokens=skip, markers=markers)
+    written, stop = completion.token_ids, completion.stop_reason
+    shows_stop = sampling.get("include_stop_str_in_output") is not False
+    if isinstance(stop, str):
+        text = read(written)
+        begin = text.find(stop, max(len(read(written[:-1])) - len(stop) + 1, 0))  # the last token completed it
+        begin = text.rfind(stop) if begin < 0 else begin  # or one before, of several that speculation gave at once
+        return text if begin < 0 else text.with_text(text[: begin + shows_stop * len(stop)])
+    ended = completion.finish_reason == "stop"
+    asked_for = stop is not None and stop in (sampling.get("stop_token_ids") or ())
+    return read(written[:-1] if ended and not (asked_for and shows_stop) else written)
+
+
 # -- engines that compute in this process ------------------------------------------------------------------------------
 
 
 T = TypeVar("T")
-
-
-def response_text(tokenizer: Any, prompt: Sequence[int], written: Sequence[int]) -> str:
-    """The text of a response as it follows its prompt: SentencePiece decodes a first word without its space."""
-    before = list(prompt[-8:])  # tokens, some of which may be special and have no text
-    decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return decode([*before, *written])[len(decode(before)) :]
 
 
 class InProcessEngine(LoadedEngine):

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.schema import NEUTRAL_SAMPLING
 from trinity_lightning.config.values import unknown_name
@@ -32,7 +33,8 @@ ROOT = "/v1"  # of the paths of requests
 MODEL_ID = "policy"  # there is one model, which answers to any `model=`
 
 # Passed to the engine by the same name, unless they have the value that changes nothing.
-_SAMPLING: dict[str, Any] = {"temperature": None, "stop": None, "seed": None, **NEUTRAL_SAMPLING}
+_TEXT = ("skip_special_tokens", "include_stop_str_in_output")  # vLLM's: how tokens become text
+_SAMPLING: dict[str, Any] = {**dict.fromkeys(("temperature", "stop", "seed", *_TEXT)), **NEUTRAL_SAMPLING}
 _OWN = ("messages", "model", "tools", "n", "max_tokens", "max_completion_tokens", "logprobs")
 # Understood, with these values only.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -49,7 +51,8 @@ class ChatCompletions:
     """Answers requests of OpenAI's chat completions API with a model.
 
     A response also carries the exact tokens, which OpenAI's API does not: `response.prompt_token_ids`, and for each
-    choice `choice.token_ids` and `choice.token_logprobs`.
+    choice `choice.token_ids`, `choice.token_logprobs` and `choice.answer`: what stands behind its thoughts, null if it
+    was cut off in them.
 
     Args:
         model: what generates.
@@ -139,6 +142,7 @@ class ChatCompletions:
             "logprobs": _logprobs(completion) if with_logprobs else None,
             "token_ids": list(completion.token_ids),
             "token_logprobs": list(completion.logprobs),
+            "answer": answer_part(completion.text),
         }
 
 
@@ -310,7 +314,7 @@ logger = logging.getLogger(__name__)
 
 LOAD_SECONDS = 10.0
 # What vLLM's sampling settings have and OpenAI's API has not: servers that know them read them from the request's body.
-_EXTRA = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
+_EXTRA = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", *_TEXT)
 
 
 def _refused(what: str) -> Callable[..., Any]:

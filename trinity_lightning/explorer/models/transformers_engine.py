@@ -12,7 +12,8 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import CAPABILITIES, EngineConfig
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.engine import InProcessEngine, response_text
+from trinity_lightning.explorer.models.engine import InProcessEngine, response_text, written_text
+from trinity_lightning.explorer.models.turns import end_tokens
 from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes, parameter_stream
 
 # -- decoding: a batch, token by token, each sample with a generator and limits of its own -----------------------------
@@ -28,6 +29,8 @@ class Request:
     max_tokens: int = 16
     seed: int | None = None
     stop: Sequence[str] = ()
+    skip_special_tokens: bool = False
+    include_stop_str_in_output: bool = True
 
 
 @dataclass
@@ -38,25 +41,28 @@ class Sample:
     generator: torch.Generator
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    text: str = ""
     finish_reason: str | None = None
     stop_reason: str | None = None
 
-    def completion(self) -> Completion:
-        return Completion(
-            self.request.token_ids, self.token_ids, self.logprobs, self.text, self.finish_reason, self.stop_reason
+    def completion(self, tokenizer: Any) -> Completion:
+        completion = Completion(
+            self.request.token_ids, self.token_ids, self.logprobs, "", self.finish_reason, self.stop_reason
         )
+        return replace(completion, text=written_text(tokenizer, completion, vars(self.request)))
 
 
 class Decoding:
-    """A batch of requests by id, decoded together by a model in evaluation mode, to the end of the longest response."""
+    """A batch of requests by id, decoded together by a model in evaluation mode, to the end of the longest response.
+
+    Responses end at the model's end tokens, unless others are given.
+    """
 
     def __init__(
-        self, model: Any, tokenizer: Any, end_tokens: Collection[int], requests: Mapping[str, Request]
+        self, model: Any, tokenizer: Any, requests: Mapping[str, Request], ends: Collection[int] | None = None
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._end_tokens = end_tokens
+        self._end_tokens = end_tokens(tokenizer, model.generation_config) if ends is None else ends
         self._open = {
             key: [Sample(request, _generator(request, i, model.device)) for i in range(request.n)]
             for key, request in requests.items()
@@ -88,7 +94,7 @@ class Decoding:
         self._mask = torch.cat([self._mask, torch.ones_like(self._tokens)], dim=1)
         self._drop_ended_rows()
         finished = [key for key, samples in self._open.items() if all(s.finish_reason for s in samples)]
-        return [(key, [sample.completion() for sample in self._open.pop(key)]) for key in finished]
+        return [(key, [sample.completion(self._tokenizer) for sample in self._open.pop(key)]) for key in finished]
 
     def _forward(self) -> Tensor:
         """Logits of the next token, float32, [rows, vocabulary]."""
@@ -123,12 +129,11 @@ class Decoding:
             row.finish_reason = "stop"
         elif len(row.token_ids) >= row.request.max_tokens:
             row.finish_reason = "length"
-        if row.finish_reason or row.request.stop:
-            row.text = response_text(self._tokenizer, row.request.token_ids, row.token_ids)
-        found = [stop for stop in row.request.stop if stop in row.text]
-        if found and token not in self._end_tokens:
-            row.finish_reason, row.stop_reason = "stop", min(found, key=row.text.index)
-            row.text = row.text[: row.text.index(row.stop_reason)]
+        if row.request.stop and token not in self._end_tokens:
+            skip = row.request.skip_special_tokens
+            text = response_text(self._tokenizer, row.request.token_ids, row.token_ids, skip_special_tokens=skip)
+            if found := [stop for stop in row.request.stop if stop in text]:
+                row.finish_reason, row.stop_reason = "stop", min(found, key=text.index)
 
     def _drop_ended_rows(self) -> None:
         """Once half of the rows have ended: copying the cache at every end would cost more than it saves."""
@@ -152,7 +157,7 @@ def _generator(request: Request, sample: int, device: torch.device) -> torch.Gen
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
-SUPPORTED = ("temperature", "max_tokens", "seed", "stop")
+SUPPORTED = ("temperature", "max_tokens", "seed", "stop", "skip_special_tokens", "include_stop_str_in_output")
 MAX_ROWS = 64  # decoded at once, unless engine.max_num_seqs says otherwise
 
 
@@ -260,7 +265,7 @@ class TransformersEngine(InProcessEngine):
             results: list[tuple[str, Any]] = [(key, self._score(tokens)) for key, tokens in self._scoring.items()]
             self._scoring.clear()
             if not self._decoding and self._queue:
-                self._decoding = Decoding(self._model, self._tokenizer, self.end_tokens, self._next_batch())
+                self._decoding = Decoding(self._model, self._tokenizer, self._next_batch(), self.end_tokens)
             if self._decoding:
                 results += self._decoding.step()
                 self._decoding = self._decoding or None  # at its end its cache is given up: training needs the memory

@@ -16,7 +16,7 @@ from trinity_lightning.common.random_state import random_state, restore_random_s
 from trinity_lightning.config.engines import CAPABILITIES, EngineConfig, EngineDtype, EngineSleep, require_vllm
 from trinity_lightning.config.models import load_generation_config, resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
-from trinity_lightning.explorer.models.engine import InProcessEngine, response_text
+from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes
 
 if TYPE_CHECKING:
@@ -76,14 +76,6 @@ def with_end_tokens(sampling: Mapping[str, Any], ends: Collection[int]) -> dict[
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
-
-
-# Settings with which vLLM has to make the text itself, if they are not these.
-_USUAL = {
-    "include_stop_str_in_output": False,
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-}
 
 
 class VLLMEngine(InProcessEngine):
@@ -204,10 +196,9 @@ class VLLMEngine(InProcessEngine):
         return LLMEngine.from_engine_args(args_of_gpu(EngineArgs, arguments))
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
-        # Text is made on the way only where it must be: after every token, in the thread that drives the engine.
-        differ = any(sampling.get(name, usual) != usual for name, usual in _USUAL.items())
-        detokenize = differ or bool(sampling.get("stop"))
-        sampling = {"detokenize": detokenize, **with_end_tokens(sampling, self.end_tokens)}
+        # vLLM makes text, after every token in the thread that drives the engine, only to look for stop strings in it.
+        usual = {"detokenize": bool(sampling.get("stop")), "skip_special_tokens": False}
+        sampling = usual | with_end_tokens(sampling, self.end_tokens)
         self._submit(request_id, token_ids, n=n, logprobs=0, **sampling)
 
     def _add_scoring(self, request_id: str, token_ids: list[int]) -> None:
@@ -244,18 +235,12 @@ class VLLMEngine(InProcessEngine):
                 prompt_token_ids=output.prompt_token_ids,
                 token_ids=list(sample.token_ids),
                 logprobs=_own_logprobs(sample.logprobs),
-                text=self._text(output.prompt_token_ids, sample),
+                text="",  # `generate` makes it
                 finish_reason=sample.finish_reason,
                 stop_reason=None if sample.stop_reason in self.end_tokens else sample.stop_reason,
             )
             for sample in sorted(output.outputs, key=lambda sample: sample.index)
         ]
-
-    def _text(self, prompt: list[int], sample: Any) -> str:
-        if sample.text or isinstance(sample.stop_reason, str):  # vLLM has made it
-            return sample.text
-        written = sample.token_ids[: -1 if sample.finish_reason == "stop" else None]  # without the token that ended it
-        return response_text(self._tokenizer, prompt, written)
 
     @contextmanager
     def _own_random_stream(self) -> Iterator[None]:

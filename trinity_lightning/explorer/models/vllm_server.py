@@ -365,7 +365,8 @@ class VLLMServerEngine(LoadedEngine):
         for name in sampling:
             if name not in SAMPLING:
                 raise ConfigError(unknown_name("sampling setting", name, SAMPLING))
-        chosen = WHOLE_DISTRIBUTION | with_end_tokens(sampling, self.end_tokens)
+        # Stop strings may hold special tokens.
+        chosen = {"skip_special_tokens": False} | WHOLE_DISTRIBUTION | with_end_tokens(sampling, self.end_tokens)
         room = self.max_model_len - len(token_ids)
         chosen["max_tokens"] = min(chosen.get("max_tokens", 16), room)  # a server refuses more than there is room for
         body = {"prompt": token_ids, "n": n, "logprobs": 0, "return_token_ids": True, **chosen}
@@ -476,7 +477,7 @@ def _completion(choice: Mapping[str, Any], ends: Collection[int]) -> Completion:
         prompt_token_ids=choice["prompt_token_ids"],
         token_ids=choice["token_ids"],
         logprobs=choice["logprobs"]["token_logprobs"],
-        text=choice["text"],
+        text="",  # `generate` makes it
         finish_reason=choice["finish_reason"],
         stop_reason=None if choice["stop_reason"] in ends else choice["stop_reason"],
     )

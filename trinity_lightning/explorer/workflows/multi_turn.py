@@ -201,7 +201,7 @@ def single_experience(episode: Episode) -> Experience:
         end = begin + len(turn.completion.token_ids)
         logprobs[begin:end] = turn.completion.logprobs
         mask[begin:end] = [True] * (end - begin)
-        conversation += [*turn.asked, {"role": "assistant", "content": turn.completion.text}]
+        conversation += [*turn.asked, {"role": "assistant", "content": str(turn.completion.text)}]
     return Experience(
         tokens=tokens,
         prompt_length=start,

@@ -90,7 +90,7 @@ def experience_of(
         "truncate_status": "response_truncated" if completion.finish_reason == "length" else None,
         "info": {"finish_reason": completion.finish_reason, **(info or {})},
         "prompt_text": prompt_text_of(asked),
-        "response_text": completion.text,
+        "response_text": str(completion.text),
     }
     return Experience(**values | fields)
 
