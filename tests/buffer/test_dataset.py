@@ -14,6 +14,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError, StorageError
+from trinity_lightning.explorer.models.chat import render_chat
 
 
 @pytest.fixture
@@ -42,15 +43,15 @@ HI = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
         ({"chosen": "Is it so? yes", "rejected": "Is it so? no"}, ("Is it so?", " yes<|im_end|>", " no<|im_end|>")),
         (
             {"prompt": [user("hi")], "chosen": [assistant("yo")], "rejected": [assistant("no")], "tools": None},
-            (HI, "yo<|im_end|>\n", "no<|im_end|>\n"),
+            (HI, "yo<|im_end|>", "no<|im_end|>"),
         ),
         (
             {"chosen": [user("hi"), assistant("yo")], "rejected": [user("hi"), assistant("no")]},
-            (HI, "yo<|im_end|>\n", "no<|im_end|>\n"),
+            (HI, "yo<|im_end|>", "no<|im_end|>"),
         ),
         (
             {"prompt": "hi", "chosen": [user("hi"), assistant("yo")], "rejected": [user("hi"), assistant("no")]},
-            (HI, "yo<|im_end|>\n", "no<|im_end|>\n"),
+            (HI, "yo<|im_end|>", "no<|im_end|>"),
         ),
     ],
     ids=[
@@ -72,7 +73,7 @@ def test_pairs(entry, expected, tokenizer):
     ("entry", "expected"),
     [
         ({"prompt": "2+2=", "completion": "4<|im_end|>", "messages": None}, ("2+2=", "4<|im_end|>")),
-        ({"prompt": [user("hi")], "completion": [assistant("yo")]}, (HI, "yo<|im_end|>\n")),
+        ({"prompt": [user("hi")], "completion": [assistant("yo")]}, (HI, "yo<|im_end|>")),
         ({"messages": [user("hi"), assistant("yo")]}, (HI, "yo<|im_end|>")),
         (
             {"conversations": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yo"}]},
@@ -199,10 +200,16 @@ def test_entries_that_are_no_examples_are_counted_and_the_first_are_named(tokeni
         read_examples(entries, lambda each: Example(tokenizer, each).response(), "data", 100, "refuse")
 
 
-def test_a_template_that_changes_earlier_turns_is_refused(tokenizer):
+def test_a_template_that_changes_earlier_turns_is_warned_of_and_they_are_as_rollouts_have_them(tokenizer, caplog):
+    before = parts(tokenizer, Example(tokenizer, {"messages": [user("a"), assistant("b"), user("c")]}).response())
     tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
-    with pytest.raises(ConfigError, match="turn 1 of the whole conversation otherwise"):
-        Example(tokenizer, {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}).response()
+    example = Example(tokenizer, {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}).response()
+    assert "earlier turns otherwise than the last one" in caplog.text
+    first = render_chat(tokenizer, [user("a")])
+    so_far = [*first, *tokenizer.encode("b<|im_end|>")]
+    context = render_chat(tokenizer, [user("c")], so_far=so_far)
+    assert example.tokens.tolist() == [*context, *tokenizer.encode("d<|im_end|>")]
+    assert parts(tokenizer, example) == ("1" + before[0], "b<|im_end|>d<|im_end|>")
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------

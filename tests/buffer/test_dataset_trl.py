@@ -1,6 +1,8 @@
 """TRL's DPOTrainer and SFTTrainer are oracles: the same dataset has the same loss and gradient of every weight."""
 
+import itertools
 import json
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,12 @@ from trinity_lightning.buffer.dataset import Example
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.trainer.policy import PolicyModule
 
+# TRL also trains on what a template writes behind the end token of a completion, such as a newline, which no rollout
+# has: the two are compared on a template that writes its newlines before a turn.
+BETWEEN = GENERATION.replace("{{ '\n' }}", "").replace(
+    "{{ '<|im_start|>'", "{{ ('' if loop.first else '\n') + '<|im_start|>'", 1
+)
+BETWEEN = BETWEEN.replace("{{ '<|im_start|>assistant", "{{ '\n<|im_start|>assistant")
 WORDS = ("one", "twenty two", "3", "fo ur", "5 and 6", "7")
 
 
@@ -81,6 +89,7 @@ def test_dpo_equals_trl(kind, arguments, tmp_path):
     from trl.trainer.dpo_trainer import DPOTrainer
 
     entries, tokenizer = pairs(kind), load_tokenizer("tiny")
+    tokenizer.chat_template = BETWEEN
     policy = moved_policy(policy_loss={"name": "dpo", "args": arguments})
     model = load_plain()
     model.load_state_dict(policy.policy.state_dict())
@@ -114,7 +123,8 @@ def test_sft_equals_trl(kind, tmp_path):
     from trl.trainer.sft_trainer import SFTTrainer
 
     entries, tokenizer, marking = responses(kind), load_tokenizer("tiny"), load_tokenizer("tiny")
-    marking.chat_template = GENERATION
+    marking.chat_template = BETWEEN
+    tokenizer.chat_template = re.sub(r"{% (end)?generation %}", "", BETWEEN)
     policy = moved_policy(policy_loss="sft")
     model = load_plain()
     model.load_state_dict(policy.policy.state_dict())
@@ -133,7 +143,7 @@ def test_sft_equals_trl(kind, tmp_path):
 # -- the tokens themselves, and which are trained on -------------------------------------------------------------------
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}
-MOODY = GENERATION.replace("{% for", "{{ mood }}{{ tools | length if tools else '' }}{% for", 1)
+MOODY = BETWEEN.replace("{% for", "{{ mood }}{{ tools | length if tools else '' }}{% for", 1)
 
 
 def asked(i: int, *turns: str) -> list[dict[str, str]]:
@@ -222,7 +232,10 @@ def assert_imitated_as_by_trl(entries: list[dict[str, Any]], assistant_only: boo
         ours: Any = Example(tokenizer, entry).response()
         assert ours.tokens.tolist() == theirs["input_ids"]
         trained = [False] * ours.prompt_length + ours.action_mask.tolist()
-        assert trained[1:] == [label != -100 for label in theirs["labels"]][1:]  # no token predicts the first
+        end, newline = tokenizer.encode("<|im_end|>\n")
+        behind = [assistant_only and pair == (end, newline) for pair in itertools.pairwise(theirs["input_ids"])]
+        learned = [label != -100 for label in theirs["labels"]][1:]  # no token predicts the first
+        assert trained[1:] == [marked and not no for marked, no in zip(learned, behind, strict=True)]
 
 
 @pytest.mark.parametrize("form", IMITATED)

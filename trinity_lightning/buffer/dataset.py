@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import math
-import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -21,11 +21,12 @@ from transformers import PreTrainedTokenizerBase
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.models import load_generation_config, load_tokenizer
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.chat import apply_template
+from trinity_lightning.explorer.models.imitation import Imitation
+from trinity_lightning.explorer.models.turns import common_length, encode_text
 from trinity_lightning.explorer.tasks.sources import dataset_entries, names_of
 from trinity_lightning.explorer.tasks.taskset import Order, place_of
 from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
@@ -33,11 +34,14 @@ from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
 logger = logging.getLogger(__name__)
 
 Entry = Mapping[str, Any]
+JOINED_WORDS = (
+    "the prompt's last token goes on in the response, so that rollouts have another prompt: begin responses with the "
+    "space, instead of ending prompts with it"
+)
 MOST_NAMED = 5  # entries that a message names
 
 # -- one entry ---------------------------------------------------------------------------------------------------------
 
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # around what the assistant writes, in a chat template
 _LISTS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
 _FORMS = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))  # of responses; the first counts
 # Roles that every chat template may be given; others it has to name.
@@ -52,13 +56,22 @@ class Example:
     Args:
         tokenizer: the policy's.
         entry: columns that are None count as absent, as a dataset has them for entries of several kinds.
+        generation_config: the policy's, for its end tokens.
+        report: is told what makes the trained tokens other than was given, or than rollouts have.
 
     Raises:
         ConfigError: a message is none, has an unknown role or lacks its content, or `chat_template_kwargs` has an
             argument of rendering itself.
     """
 
-    def __init__(self, tokenizer: Any, entry: Entry) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        entry: Entry,
+        *,
+        generation_config: Any = None,
+        report: Callable[[str], object] = logger.warning,
+    ) -> None:
         self._tokenizer = tokenizer
         self._fields = {name: value for name, value in entry.items() if value is not None}
         self._absent = sorted(entry.keys() - self._fields.keys())
@@ -71,6 +84,8 @@ class Example:
         self._settings = _without_none(self._fields.get("chat_template_kwargs", {}))
         if taken := sorted(_RESERVED & set(self._settings)):
             raise ConfigError(f"chat_template_kwargs has {taken[0]}, which is no variable of the chat template.")
+        self._report = report
+        self._imitation = Imitation(tokenizer, self._tools, self._settings, generation_config, report)
 
     def pair(self) -> Experience:
         """The preference pair of prompt, chosen and rejected.
@@ -90,7 +105,7 @@ class Example:
         chosen, rejected = (self._column(name, str, list) for name in ("chosen", "rejected"))
         prompt = self._fields.get("prompt")
         if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
-            shorter, length = min(chosen, rejected, key=len), _common(chosen, rejected)
+            shorter, length = min(chosen, rejected, key=len), common_length(chosen, rejected)
             if shorter and length == len(shorter):  # what the other begins with, too
                 length -= isinstance(shorter, str) or shorter[-1].get("role") == "assistant"
             elif isinstance(chosen, str) and chosen[length - 1 : length] == " ":
@@ -102,7 +117,7 @@ class Example:
                 )
             prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
         self._check_learned("chosen", chosen)
-        (begin, good), (other, bad) = (self._rendered(prompt, each) for each in (chosen, rejected))
+        (begin, good), (other, bad) = (self._rendered(prompt, answer) for answer in (chosen, rejected))
         begin = min(begin, other)
         if good == bad:
             raise ConfigError("chosen and rejected are the same: leave the entry out.")
@@ -123,7 +138,7 @@ class Example:
             return Experience(tokens=tokens, prompt_length=begin)
         if named := next((name for name in ("messages", "conversations") if name in fields), None):
             self._check_learned(named, messages := self._column(named, list))
-            tokens, mask = self._turns(messages)
+            tokens, mask = self._imitation.marked(messages) or self._imitation.conversation(messages)
             if True not in mask:
                 roles = ", ".join(sorted({str(message["role"]) for message in messages})) or "none"
                 raise ConfigError(f"the conversation has no turn of the assistant to learn from; roles: {roles}.")
@@ -131,7 +146,7 @@ class Example:
             return Experience(tokens=tokens, prompt_length=begin, action_mask=mask[begin:])
         if "text" in fields:
             self._check_learned("text", text := self._column("text", str))
-            return Experience(tokens=self._tokenizer.encode(self._ended(text)), prompt_length=1)
+            return Experience(tokens=self._imitation.text(text), prompt_length=1)
         raise ConfigError(
             "algorithm.policy_loss=sft learns from prompt and completion, from messages, or from text; it has "
             f"{self._columns()}."
@@ -172,55 +187,25 @@ class Example:
         return ", ".join([*sorted(self._fields), *absent]) or "nothing"
 
     def _rendered(self, prompt: Any, response: Any) -> tuple[int, list[int]]:
-        """The index at which the response begins, and the tokens of prompt and response together.
+        """The index at which the response begins, and the tokens of prompt and response together, to their end token.
 
         It begins at the first token that differs from those of the prompt alone.
         """
         if isinstance(prompt, str) and isinstance(response, str):
-            alone, both = self._tokenizer.encode(prompt), self._tokenizer.encode(self._ended(prompt + response))
+            alone, both = encode_text(self._tokenizer, prompt), self._imitation.text(prompt + response)
+            if common_length(alone, both) < len(alone):
+                self._report(JOINED_WORDS)
         elif isinstance(prompt, list) and isinstance(response, list):
-            alone, both = self._chat(prompt, add_generation_prompt=True), self._chat([*prompt, *response])
+            alone, both = self._imitation.completion(prompt, response)
         else:
             raise ConfigError(
                 "a prompt and what follows it are both text, or both lists of messages, not "
                 f"{prompt!r:.40} and {response!r:.40}."
             )
-        begin = _common(alone, both)
+        begin = common_length(alone, both)
         if begin == 0:
             raise ConfigError("there is no prompt: nothing that the response could follow.")
         return begin, both
-
-    def _turns(self, messages: Sequence[Entry]) -> tuple[list[int], list[bool]]:
-        """The conversation's tokens, and which are the assistant's: what the template marks as generated.
-
-        Without marks each turn is what it adds to the prompt for it, up to the token that ends it.
-        """
-        if _MARKS.search(self._tokenizer.get_chat_template()):
-            rendered = self._chat(messages, return_dict=True, return_assistant_tokens_mask=True)
-            return list(rendered["input_ids"]), [bool(each) for each in rendered["assistant_masks"]]
-        tokens = self._chat(messages)
-        mask = [False] * len(tokens)
-        for index, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            before, after = self._chat(messages[:index], add_generation_prompt=True), self._chat(messages[: index + 1])
-            if after[: len(before)] != before or tokens[: len(after)] != after:
-                raise ConfigError(
-                    f"the chat template renders turn {index} of the whole conversation otherwise than alone, so that "
-                    "its tokens cannot be found: give it {% generation %} marks, or split the conversation."
-                )
-            turn = after[len(before) :]
-            ends = [place for place, token in enumerate(turn) if token == self._tokenizer.eos_token_id]
-            stop = len(before) + (ends[-1] + 1 if ends else len(turn))
-            mask[len(before) : stop] = [True] * (stop - len(before))
-        return tokens, mask
-
-    def _chat(self, messages: Sequence[Entry], **settings: Any) -> Any:
-        return apply_template(self._tokenizer, messages, self._tools, **self._settings, **settings)
-
-    def _ended(self, text: str) -> str:
-        end = self._tokenizer.eos_token or ""
-        return text if text.endswith(end) else text + end
 
 
 def _message(message: Any) -> Any:
@@ -236,12 +221,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_none(each) for name, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list) else value
-
-
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many elements both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 # -- all entries -------------------------------------------------------------------------------------------------------
@@ -369,7 +348,19 @@ def examples_of(buffer: BufferConfig, path: str, split: str, model: str, pairs: 
     where = f"dataset '{path}'"
     if not pairs:
         _warn_of_unused(entries, where)
-    return read_examples(entries, lambda entry: kind(Example(tokenizer, entry)), where, most, buffer.dataset.overlong)
+    generation_config = load_generation_config(model)
+    habits: Counter[str] = Counter()
+
+    def example(entry: Entry) -> Experience:
+        reported: set[str] = set()
+        made = kind(Example(tokenizer, entry, generation_config=generation_config, report=reported.add))
+        habits.update(reported)
+        return made
+
+    examples = read_examples(entries, example, where, most, buffer.dataset.overlong)
+    for habit, count in habits.items():
+        logger.warning("%s, %d of %d examples: %s.", where, count, len(entries), habit)
+    return examples
 
 
 def _warn_of_unused(entries: Sequence[Entry], where: str) -> None:

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -18,18 +19,21 @@ from trinity_lightning.buffer.reader import BufferReader, create_reader
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import IS_EXPERT, OptimizerBatch
 from trinity_lightning.config.checkpoints import resume_command
-from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.models import load_generation_config, load_tokenizer
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, StorageError
 from trinity_lightning.explorer.interruption import StopCheckpoint
-from trinity_lightning.explorer.models.chat import render_chat
+from trinity_lightning.explorer.models.imitation import Imitation
+from trinity_lightning.explorer.models.turns import common_length
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 if TYPE_CHECKING:
     from trinity_lightning.monitor.run_monitor import RunMonitor
     from trinity_lightning.trainer.policy import PolicyModule
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -352,7 +356,8 @@ def expert_data(config: TrainConfig) -> ExpertData:
     expert = config.buffer.expert
     if expert.storage == "dataset":
         taskset = Taskset.from_config(expert.dataset)
-        reader: BufferReader = AnswerReader(taskset, load_tokenizer(config.model.name), config.workflow.args)
+        tokenizer, generation = load_tokenizer(config.model.name), load_generation_config(config.model.name)
+        reader: BufferReader = AnswerReader(taskset, tokenizer, config.workflow.args, generation)
     else:
         reader = create_reader(BufferConfig(storage=expert.storage, path=expert.path, url=expert.url))
     return ExpertData(reader, expert.per_step)
@@ -362,20 +367,28 @@ class AnswerReader(BufferReader):
     """A dataset's answers as the responses of an expert, in the taskset's order, without end.
 
     The prompt is rendered as single-turn workflows render it. The response is the entry's answer, or, if a
-    conversation ends with the assistant, that message; then the tokenizer's end token, for the policy to learn where to
-    stop.
+    conversation ends with the assistant, that message, as the chat template shows it; its last token ends it, for the
+    policy to learn where to stop.
 
     Args:
         taskset: the entries and their order.
         tokenizer: the policy's.
         workflow_args: of the run's workflow, for its system prompt.
+        generation_config: the policy's, for its end tokens.
 
     Raises:
         ConfigError: entries have no answer; the message names the first of them.
     """
 
-    def __init__(self, taskset: Taskset, tokenizer: Any, workflow_args: Mapping[str, Any] | None = None) -> None:
-        self._taskset, self._tokenizer = taskset, tokenizer
+    def __init__(
+        self,
+        taskset: Taskset,
+        tokenizer: Any,
+        workflow_args: Mapping[str, Any] | None = None,
+        generation_config: Any = None,
+    ) -> None:
+        self._taskset, self._tokenizer, self._generation_config = taskset, tokenizer, generation_config
+        self._reported: set[str] = set()
         self._workflow_args = dict(workflow_args or {})
         missing, content = [], hashlib.sha256()
         for i, raw in enumerate(taskset):
@@ -410,18 +423,22 @@ class AnswerReader(BufferReader):
 
     def _experience(self, raw: dict[str, Any]) -> Experience:
         messages, answer = self._conversation(raw)
-        prompt = render_chat(self._tokenizer, messages)
-        response = self._tokenizer.encode(answer, add_special_tokens=False)
-        if self._tokenizer.eos_token_id is not None:
-            response = [*response, self._tokenizer.eos_token_id]
+        imitation = Imitation(self._tokenizer, generation_config=self._generation_config, report=self._report)
+        prompt, tokens = imitation.completion(messages, [{"role": "assistant", "content": answer}])
         return Experience(
             eid=EID(suffix=f"{self._taskset.name}-{raw['task_index']['index']}"),
-            tokens=[*prompt, *response],
-            prompt_length=len(prompt),
+            tokens=tokens,
+            prompt_length=common_length(prompt, tokens),
             info={"task_index": raw["task_index"]},
             prompt_text=prompt_text_of(messages),
             response_text=answer,
         )
+
+    def _report(self, habit: str) -> None:
+        """Warn of a habit of the chat template, once."""
+        if habit not in self._reported:
+            self._reported.add(habit)
+            logger.warning("expert data '%s': %s (said once).", self._taskset.name, habit)
 
     def state_dict(self) -> dict[str, Any]:
         """The taskset's cursor, and whose it is."""

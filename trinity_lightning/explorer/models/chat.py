@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import call_of_message, format_tool_call
-from trinity_lightning.explorer.models.turns import PLACEHOLDER, QUESTION, turn_end
+from trinity_lightning.explorer.models.turns import PLACEHOLDER, QUESTION, in_parts, takes_parts, turn_end
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -35,7 +35,7 @@ def render_chat(
         ConfigError: the template refuses the messages, or a content is no text.
     """
     if so_far:
-        return _continued(tokenizer, messages, tools, so_far, generation_config)
+        return continued(tokenizer, messages, tools, so_far, generation_config)
     return apply_template(tokenizer, messages, tools, add_generation_prompt=True)
 
 
@@ -48,11 +48,30 @@ def apply_template(
         shown = None
         if tools or any("tool_calls" in message for message in plain):
             plain, shown = _for_template(tokenizer, plain, tools)
-        return tokenizer.apply_chat_template(plain, tools=shown, **{"return_dict": False, **settings})
-    except (TemplateError, ValueError) as error:
+        template = getattr(tokenizer, "chat_template", None) and tokenizer.get_chat_template()
+        if template and takes_parts(tokenizer, template):
+            plain = [in_parts(message) for message in plain]
+        rendered = tokenizer.apply_chat_template(plain, tools=shown, **{"return_dict": False, **settings})
+        return _begun_once(tokenizer, rendered)
+    except (TemplateError, ValueError, TypeError, LookupError) as error:  # a template is a program
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
+
+
+def _begun_once(tokenizer: Any, rendered: Any) -> Any:
+    """A conversation whose first message begins with the BOS that the template writes before it, with one of them."""
+    if isinstance(rendered, str):
+        bos = getattr(tokenizer, "bos_token", None)
+        while bos and rendered.startswith(bos * 2):
+            rendered = rendered.removeprefix(bos)
+        return rendered
+    bos = getattr(tokenizer, "bos_token_id", None)
+    columns = [rendered] if isinstance(rendered, list) else [rendered[name] for name in rendered]
+    while bos is not None and columns[0][:2] == [bos, bos]:
+        for column in columns:
+            del column[0]
+    return rendered
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,20 +79,17 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     if not message.get("role"):
         raise ConfigError(f"a message is {{role, content}}; this one has no role: {message!r}.")
     kept = {name: value for name, value in message.items() if name != "tool_calls" or value}
-    content = message.get("content")
-    if not isinstance(content, str):
-        content = _text_of(content)
-    return kept | {"content": content}
+    return kept | {"content": text_of(message.get("content"))}
 
 
-def _text_of(content: object) -> str:
-    """The text of a message whose content is null (it only calls tools) or a list of parts, as in OpenAI's API.
+def text_of(content: object) -> str:
+    """The text of a message's content: text, null (it only calls tools) or a list of parts, as in OpenAI's API.
 
     Raises:
         ConfigError: a part is no text.
     """
-    if content is None:
-        return ""
+    if content is None or isinstance(content, str):
+        return content or ""
     if isinstance(content, Sequence) and all(
         isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
         for part in content
@@ -82,16 +98,19 @@ def _text_of(content: object) -> str:
     raise ConfigError(f"a message's content must be text, or parts of type 'text'; this is {type(content).__name__}.")
 
 
-def _continued(
+def continued(
     tokenizer: Any,
     messages: Messages,
     tools: Sequence[Mapping[str, Any]] | None,
     so_far: Sequence[int],
     generation_config: Any,
+    **variables: Any,
 ) -> list[int]:
     """`render_chat` of what follows `so_far`, which ends with a response."""
     opening = [QUESTION, {"role": "assistant", "content": PLACEHOLDER}]
-    text = apply_template(tokenizer, [*opening, *messages], tools, add_generation_prompt=True, tokenize=False)
+    text = apply_template(
+        tokenizer, [*opening, *messages], tools, add_generation_prompt=True, tokenize=False, **variables
+    )
     _, found, tail = text.rpartition(PLACEHOLDER)
     if not found:
         raise ConfigError("the chat template drops earlier responses: it cannot carry a conversation of several turns.")

@@ -1,0 +1,319 @@
+"""Conversations to learn from, as the tokens that rollouts would have: for SFT, preference pairs and expert data."""
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_lightning.common.thoughts import Markers, Response, markers_of, split_thoughts
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.models.chat import Messages, apply_template, continued, text_of
+from trinity_lightning.explorer.models.tool_calls import call_of_message
+from trinity_lightning.explorer.models.turns import common_length, encode_text, is_space, turn_end
+
+logger = logging.getLogger(__name__)
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # around what the assistant writes, in a chat template
+# Fields of a message with its reasoning, by the names that templates read.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+# Habits of chat templates that are warned of, once a run with the number of examples.
+BARE_TURN = (
+    "the chat template has rollouts begin in open thoughts, and the turn has none: it is trained as the template shows "
+    "it, behind another prompt than rollouts have"
+)
+OTHER_TURNS = (
+    "the chat template shows earlier turns otherwise than the last one: the conversation is put together turn by turn, "
+    "as rollouts are"
+)
+CUT_BESIDE_CALLS = "the chat template leaves out the text beside tool calls"
+MARKED_OTHERWISE = (
+    "the template's {% generation %} marks are of another text than was given (a reasoning is cut), leave out the end "
+    "of turns, or follow another prompt than rollouts have"
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the assistant.
+
+    Attributes:
+        context: the tokens that the response follows.
+        response: its tokens; the last one ends the turn if `ended`.
+        ended: whether the chat template has ended it.
+        bare: how many tokens of the rollouts' prompt are not in the context.
+    """
+
+    context: list[int]
+    response: list[int]
+    ended: bool
+    bare: int = 0
+
+
+class Imitation:
+    """Renders the conversations of one entry.
+
+    What is trained on follows the prompt that rollouts have, and holds the text that was given: the chat template's own
+    rendering if it does both, else the prompt and the text as the assistant wrote it. Each turn ends with an end token:
+    the template's, or the marker of the next turn, or what `TurnEnd.closing` says.
+
+    Args:
+        tokenizer: the policy's.
+        tools: functions on offer.
+        variables: of the chat template.
+        generation_config: the policy's, for its end tokens.
+        report: is told of a habit of the chat template that changes what is trained on.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        generation_config: Any = None,
+        report: Callable[[str], object] = logger.warning,
+    ) -> None:
+        self._tokenizer, self._tools, self._variables = tokenizer, tools, dict(variables or {})
+        self._generation_config, self._report = generation_config, report
+        self._end = turn_end(tokenizer, generation_config)
+
+    def conversation(self, messages: Messages, first: int = 0) -> tuple[list[int], list[bool]]:
+        """The tokens of a conversation, and which are trained on: the assistant's turns from message `first` on.
+
+        Raises:
+            ConfigError: the chat template refuses the messages, or leaves out a reasoning or a tool call.
+        """
+        places = [place for place in range(first, len(messages)) if messages[place].get("role") == "assistant"]
+        turns = {place: self._turn(messages, place) for place in places}
+        return self._as_rendered(messages, turns) or self._joined(messages, turns)
+
+    def completion(self, prompt: Messages, answer: Messages) -> tuple[list[int], list[int]]:
+        """The prompt that rollouts have, and the tokens of a conversation to the end of its last turn.
+
+        Raises:
+            ConfigError: as `conversation`.
+        """
+        messages = [*prompt, *answer]
+        context = self.context(prompt)
+        tokens, mask = self.conversation(messages, len(prompt))
+        if True not in mask:  # the answer is of another role
+            return context, self._ended(tokens)[0]
+        return context, tokens[: len(mask) - mask[::-1].index(True)]
+
+    def text(self, text: str) -> list[int]:
+        """The tokens of a plain text, with the tokenizer's end token unless it ends with one of the end tokens."""
+        tokens, has_ended = self._ended(encode_text(self._tokenizer, text))
+        return tokens if has_ended else encode_text(self._tokenizer, text + (self._tokenizer.eos_token or ""))
+
+    def marked(self, messages: Messages) -> tuple[list[int], list[bool]] | None:
+        """As `conversation`, by the template's {% generation %} marks; None if it has none, or marks amiss."""
+        if not _MARKS.search(self._tokenizer.get_chat_template()):
+            return None
+        form = {"return_dict": True, "return_assistant_tokens_mask": True}
+        rendered = apply_template(self._tokenizer, messages, self._tools, **form, **self._variables)
+        tokens, mask = list(rendered["input_ids"]), [bool(marked) for marked in rendered["assistant_masks"]]
+        if True not in mask:
+            return tokens, mask
+        answers = [message for message in messages if message.get("role") == "assistant"]
+        text = self._text(messages)
+        amiss = any(lacking(message, text) for message in answers) or self._other_context(messages, tokens)
+        if not self._end_marks(tokens, mask, len(answers)) or amiss:
+            learned = [token for token, marked in zip(tokens, mask, strict=True) if marked]
+            written = _squeezed(self._tokenizer.decode(learned, skip_special_tokens=False))
+            if all(_squeezed(_answer_of(message)) in written for message in answers):
+                return None  # all turns are trained on: they are found without marks
+            self._report(MARKED_OTHERWISE)
+        return tokens, mask
+
+    def context(self, messages: Messages) -> list[int]:
+        """The prompt that rollouts have."""
+        return self._encode(self._text(messages, add_generation_prompt=True))
+
+    # -- one turn ------------------------------------------------------------------------------------------------------
+
+    def _turn(self, messages: Messages, place: int) -> Turn:
+        message = messages[place]
+        asked, shown = self._text(messages[:place], add_generation_prompt=True), self._text(messages[: place + 1])
+        context, whole = self._encode(asked), self._encode(shown)
+        if whole[: len(context)] == context:
+            response: list[int] | None = whole[len(context) :]
+        else:
+            response = self._encode(shown[len(asked) :]) if shown.startswith(asked) else None
+        lacks = lacking(message, shown.removeprefix(asked))
+        if response is not None and not lacks:
+            return Turn(context, *self._ended(response))
+        if not message.get("tool_calls") and (written := self._written(asked, message)) is not None:
+            return Turn(context, self._closed(self._encode(written)), True)
+        if lacks == "content" and message.get("tool_calls"):
+            self._report(CUT_BESIDE_CALLS)
+        elif lacks:
+            raise ConfigError(
+                f"the chat template leaves out '{lacks}' of turn {place}: write it into the content as the model is to "
+                "write it, give another template (chat_template of the tokenizer), or leave it out yourself."
+            )
+        if response is not None:
+            return Turn(context, *self._ended(response))
+        begin = common_length(context, whole)
+        self._report(BARE_TURN)
+        return Turn(whole[:begin], *self._ended(whole[begin:]), bare=len(context) - begin)
+
+    def _written(self, asked: str, message: Mapping[str, Any]) -> str | None:
+        """What the assistant writes behind a prompt; None if the way that it writes its thoughts is not known."""
+        content = text_of(message.get("content"))
+        reasoning = next((str(message[name]) for name in REASONING if message.get(name)), None)
+        if reasoning is None:
+            return self._behind(asked, content)
+        opened = self._opened(asked)
+        return f"{reasoning.strip()}\n{opened.closing}\n\n{content}" if opened else None
+
+    def _behind(self, asked: str, content: str) -> str | None:
+        """The content without the opening marker that the prompt ends with; None if it has no such thoughts."""
+        end, begin, opened = asked.rstrip(), content.lstrip(), self._opened(asked)
+        if opened and begin.startswith(opened.opening):
+            return begin.removeprefix(opened.opening).removeprefix(asked[len(end) :])
+        if opened and split_thoughts(Response(content, [opened], opened=True))[1] is None:
+            return None
+        return content
+
+    def _opened(self, asked: str) -> Markers | None:
+        """The markers of the thoughts that a prompt leaves open."""
+        return next((pair for pair in markers_of(self._tokenizer) if asked.rstrip().endswith(pair.opening)), None)
+
+    def _ended(self, response: list[int]) -> tuple[list[int], bool]:
+        """The response up to the end token that closes it, and True; without one as it is, and False."""
+        end = len(response)
+        while end and self._is_end_or_space(response[end - 1]):
+            end -= 1
+        stop = next((place for place in range(end, len(response)) if response[place] in self._end.tokens), None)
+        return (response, False) if stop is None else (response[: stop + 1], True)
+
+    def _is_end_or_space(self, token: int) -> bool:
+        return token in self._end.tokens or is_space(self._tokenizer, token)
+
+    def _closed(self, response: list[int], calls: bool = False) -> list[int]:
+        """The response with an end token, in place of the whitespace at its end."""
+        ended, has_ended = self._ended(response)
+        if has_ended:
+            return ended
+        end = len(ended)
+        while end and is_space(self._tokenizer, ended[end - 1]):
+            end -= 1
+        return [*ended[:end], *(self._end.closing_calls if calls else self._end.closing)]
+
+    def _end_of_next(self, behind: Sequence[int]) -> int:
+        """How many tokens behind a turn reach to one that ends it, such as the marker of the next turn; 0: none."""
+        places = (place for place, token in enumerate(behind) if not is_space(self._tokenizer, token))
+        place = next(places, len(behind))
+        return place + 1 if place < len(behind) and behind[place] in self._end.tokens else 0
+
+    # -- a conversation ------------------------------------------------------------------------------------------------
+
+    def _as_rendered(self, messages: Messages, turns: Mapping[int, Turn]) -> tuple[list[int], list[bool]] | None:
+        """The conversation as the chat template shows it; None if rollouts would have had other tokens."""
+        tokens = self._whole(messages)
+        mask = [False] * len(tokens)
+        for place, turn in turns.items():
+            begin, stop = len(turn.context), len(turn.context) + len(turn.response)
+            if tokens[:stop] != [*turn.context, *turn.response]:
+                if place != max(turns):
+                    self._report(OTHER_TURNS)
+                return None
+            if not turn.ended:
+                stop += self._end_of_next(tokens[stop:])
+                if stop == begin + len(turn.response):
+                    return None
+            mask[begin:stop] = [True] * (stop - begin)
+        return tokens, mask
+
+    def _joined(self, messages: Messages, turns: Mapping[int, Turn]) -> tuple[list[int], list[bool]]:
+        """The conversation turn by turn, each behind the tokens of those before it, as rollouts have it."""
+        tokens: list[int] = []
+        mask: list[bool] = []
+        before: int | None = None  # the turn before
+        for place, turn in turns.items():
+            context = turn.context
+            if before is not None:
+                between = messages[before + 1 : place]
+                context = self._continued(tokens, between)
+                if not turns[before].ended:
+                    marker = self._end_of_next(context[len(tokens) :])
+                    mask += [True] * marker
+                    if not marker:
+                        closed = self._closed(tokens)
+                        mask = [*mask[: len(tokens)], *[True] * (len(closed) - len(tokens))]
+                        context = self._continued(tokens := closed, between)
+                context = context[: len(context) - turn.bare]
+            mask += [False] * (len(context) - len(mask))
+            tokens = [*context, *turn.response]
+            mask += [True] * len(turn.response)
+            before = place
+        if before is not None and not turns[before].ended:
+            tokens = self._closed(tokens, bool(messages[before].get("tool_calls")))
+            mask = [*mask, *[True] * (len(tokens) - len(mask))][: len(tokens)]
+        return tokens, mask
+
+    def _continued(self, tokens: list[int], messages: Messages) -> list[int]:
+        return continued(self._tokenizer, messages, self._tools, tokens, self._generation_config, **self._variables)
+
+    # -- the template's marks ------------------------------------------------------------------------------------------
+
+    def _other_context(self, messages: Messages, tokens: list[int]) -> bool:
+        """True if the last turn is the assistant's and follows another prompt than rollouts have."""
+        if messages[-1].get("role") != "assistant":
+            return False
+        context = self.context(messages[:-1])
+        return tokens[: len(context)] != context
+
+    def _end_marks(self, tokens: list[int], mask: list[bool], turns: int) -> bool:
+        """Have marked turns end with their end token, in place; False if some do not."""
+        stops = [place for place in range(1, len(mask) + 1) if mask[place - 1] and not any(mask[place : place + 1])]
+        ended = 0
+        for stop in stops:
+            begin = stop - mask[stop - 1 :: -1].index(False) if False in mask[:stop] else 0
+            response, has_ended = self._ended(tokens[begin:stop])
+            if has_ended:
+                mask[begin + len(response) : stop] = [False] * (stop - begin - len(response))
+            elif behind := self._end_of_next(tokens[stop:]):
+                mask[stop : stop + behind] = [True] * behind
+            elif stop == stops[-1] and all(is_space(self._tokenizer, token) for token in tokens[stop:]):
+                tokens[:] = self._closed(tokens[:stop])
+                mask[:] = [*mask[:stop], *[True] * (len(tokens) - stop)][: len(tokens)]
+            else:
+                continue
+            ended += 1
+        return ended >= min(turns, len(stops))
+
+    # -- tokens --------------------------------------------------------------------------------------------------------
+
+    def _whole(self, messages: Messages) -> list[int]:
+        return self._encode(self._text(messages))
+
+    def _text(self, messages: Messages, **settings: Any) -> str:
+        """The conversation as the chat template shows it; empty without a message."""
+        return apply_template(self._tokenizer, messages, self._tools, tokenize=False, **settings, **self._variables)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def lacking(message: Mapping[str, Any], text: str) -> str | None:
+    """The name of a message's field that a rendering leaves out, whitespace aside; None if it has all of them."""
+    shown = _squeezed(text)
+    for name in ("content", *REASONING):
+        if _squeezed(text_of(message.get(name))) not in shown:
+            return name
+    calls = [call_of_message(entry) for entry in message.get("tool_calls") or ()]
+    words = [word for call in calls if call for word in (call.name, *call.arguments)]
+    return None if all(_squeezed(word) in shown for word in words) else "tool_calls"
+
+
+def _answer_of(message: Mapping[str, Any]) -> str:
+    """The content of a message without its thoughts."""
+    content = text_of(message.get("content"))
+    return split_thoughts(content)[1] or content
+
+
+def _squeezed(text: str) -> str:
+    """The text without whitespace, which templates trim and add."""
+    return "".join(text.split())
