@@ -17,7 +17,7 @@ from trinity_lightning.algorithm.policy_loss.arguments import loss_arguments
 from trinity_lightning.config import schema
 from trinity_lightning.config.objectives import CriticConfig
 from trinity_lightning.config.schema import config_dir
-from trinity_lightning.explorer.rewards import REWARDS
+from trinity_lightning.explorer.rewards import REWARDS, equality
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "config"
@@ -102,6 +102,14 @@ A function of your own gets all of the text. What counts in it as the answer is
 The response is a `str` that also knows whether its prompt had opened the thoughts: give `answer_part`, and the rewards
 below if yours calls one, the response itself, as a part of it is plain text.
 
+## The task's answer
+
+Rewards that compare with the task's answer take a text or a number, or a list of these, of which any is right. The
+parts of one answer, such as the point (1, 2), are one text. The answer may stand within a field, as in verl's data:
+`taskset.answer_field=reward_model.ground_truth`. What such a reward cannot read (a mapping, NaN, an empty list, blank
+text) is refused before a run begins, by its row. A reward of your own can look at the rows as well: give the function
+an attribute `check_task`, a function that raises a `ConfigError` for a bad row.
+
 ## Slow rewards
 
 A plain function runs in a thread of the run's process, an async one on its event loop. That is right for what is quick,
@@ -136,7 +144,8 @@ def _rewards() -> str:
     for name in sorted(REWARDS):
         text = re.split(r"\n\s*(?:Raises|Args):", inspect.getdoc(REWARDS.resolve(name)) or "")[0]
         lines.append(f"| `{name}` | {' '.join(text.split())} |\n")
-    return REWARD_PAGE + "".join(lines)
+    rules = (inspect.getdoc(equality) or "").split("\n\n", 1)[1]
+    return f"{REWARD_PAGE}{''.join(lines)}\n## Which answers are equal\n\n{rules}\n"
 
 
 # Around the table in the page of algorithms, the rest of which is written by hand.

@@ -5,13 +5,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.rewards.equality import same_answer
+from trinity_lightning.explorer.rewards.numerals import as_number
+from trinity_lightning.explorer.rewards.spelling import bare, written
 from trinity_lightning.explorer.tasks.task import Task
 
 # -- Numbers in a text, and the task's answer ------------------------------------------------------------------------
@@ -134,10 +137,7 @@ def find_last_number(text: str) -> Decimal | None:
 
 
 # A backslash may be doubled, as in JSON.
-_BRACE = re.compile(
-    r"(?P<box>\\+(?:boxed|fbox)(?![a-zA-Z])\s*+)?+(?P<open>\{)|(?P<bare>\\+(?:boxed|fbox)(?![a-zA-Z])\s*+)"
-    r"|\\\\|\\[{}]|(?P<close>\})"
-)
+_BRACE = re.compile(r"\\+(?:boxed|fbox)(?![a-zA-Z])\s*+\{?|\\\\|\\[{}]|[{}]")
 # Without braces: the formula up to its end, if it has no words, or else one number, letter or command.
 _ARGUMENT = r"\s*\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _UNBRACED = re.compile(
@@ -153,32 +153,10 @@ _AND_WORDS = r"(?:and(?:\s++also)?+|or|as\s++well\s++as)"
 _AND = rf"(?:{_AND_WORDS}\b|&|\\(?:text|mathrm)\{{\s*+{_AND_WORDS}\s*+\}}|\\(?:land|lor)(?![a-zA-Z]))"
 _NAME = r"(?:[a-zA-Z](?:_\{?\w+\}?)?\s*+=)?+"
 _BETWEEN = re.compile(rf"{_SPACE}(?:[,;]{_SPACE}{_AND}?+|{_AND}){_SPACE}{_NAME}{_SPACE}")
-# An exponent of three digits at most: larger numbers are no answers, and take long.
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-_DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
-_NUMBER = re.compile(rf"([-+]?)\s*(?:(\d+)\s+(?=.*/))?([-+]?{_DECIMAL})(?:\s*/\s*([-+]?{_DECIMAL}))?")
-_FRACTION = re.compile(r"([-+]?\s*(?:\d+\s*)?)\\frac\{([^{}]+)\}\{([^{}]+)\}")
-_POWER_OF_TEN = re.compile(r"\s*(?:\\times|\\cdot|[×·*])\s*10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3}))$")
-_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[!,])(?=\d{3}(?!\d))")
-# What changes the look of an answer and not its value.
-_DECORATION = re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[()]|\\?\$")
-_SPACING = re.compile(r"(?<!\\)\\[,;!: ]|~")  # and no row's end \\ before a space
-_UNIT = re.compile(r"\s*(?:\\?%|\^\\circ|\^\{\\circ\}|°)$")
-_PERCENT = re.compile(r"%\s*(?:\\?\$)?$")
-# Money, by currency; the dollar signs around a formula aside.
-_CURRENCIES = {
-    "USD": re.compile(r"\\?\$|(?<![a-zA-Z])(?:dollars?|USD)(?![a-zA-Z])"),
-    "EUR": re.compile(r"€|(?<![a-zA-Z])(?:euros?|EUR)(?![a-zA-Z])"),
-    "GBP": re.compile(r"£|\\pounds(?![a-zA-Z])|(?<![a-zA-Z])GBP(?![a-zA-Z])"),
-    "JPY": re.compile(r"¥"),
-}
-_DELIMITERS = re.compile(r"(?<!\\)\$((?:\\.|[^$\\])*)\$")
-_TEXT = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
-IDLE_SPACE = re.compile(r"(?<!\w)\s+|\s+(?!\w)")  # not between two words, or two digits
-# Algebra would take a word for a product of letters, and "on" for the same as "no".
-_WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s,.'’-]+[^\W\d_]+)*")
-_LONGEST_ANSWER = 1000  # characters
-_AROUND = "*` \t\n"
+
+
+# What GSM8K, and MetaMath, have before the answer of a solution.
+_BEFORE_ANSWER = re.compile(r"####|\b(?:the|final)\s+answer\s*(?:is\b\s*:?|:)", re.IGNORECASE)
 
 
 class _Box(NamedTuple):
@@ -202,39 +180,9 @@ def find_boxed(text: str) -> str | None:
         joined.insert(0, box)
     distinct: dict[Fraction | str, str] = {}
     for answer in (box.answer for box in joined):
-        number = as_number(_undecorated(_bare(answer)))
+        number = as_number(written(bare(answer)))
         distinct.setdefault(answer if number is None else number, answer)
     return ", ".join(distinct.values()) if distinct else None
-
-
-def same_answer(given: str, expected: str) -> bool:
-    """Whether two answers are equal.
-
-    As exact numbers if both are decimals, ratios, mixed numbers or such with a power of ten: degree signs aside, and
-    50% is 50 as well as 0.5. Signs and names of one currency are left out; amounts in two different ones are never
-    equal. Words as words, in small or capital letters; else as text that looks the same, or as mathematics by
-    math-verify, which compares inexact numbers to six digits, leaves out the units that it knows and, in an equation,
-    the name of what is equal.
-    """
-    given, expected = _bare(given), _bare(expected)
-    amount, currencies = _without_currency(given)
-    expected_amount, expected_currencies = _without_currency(expected)
-    if currencies and expected_currencies and currencies != expected_currencies:
-        return False
-    number, expected_number = (as_number(_undecorated(each)) for each in (amount, expected_amount))
-    if number is not None and expected_number is not None:
-        return number == expected_number or _share(number, given) == _share(expected_number, expected)
-    plain = _undecorated(given), _undecorated(expected)
-    texts = IDLE_SPACE.sub("", plain[0]), IDLE_SPACE.sub("", plain[1])
-    if texts[0] == texts[1]:
-        return True
-    if _WORDS.fullmatch(plain[1]):
-        return texts[0].casefold() == texts[1].casefold()
-    if not all(texts) or max(len(given), len(expected)) > _LONGEST_ANSWER:
-        return False
-    from trinity_lightning.explorer.rewards.math_verifier import VERIFIER  # numbers are compared without it
-
-    return VERIFIER.same(expected, given)
 
 
 def expected_answers(entry: Entry) -> list[str]:
@@ -254,8 +202,8 @@ def math_boxed_or_last(response: str, task: Task) -> float:
     `\fbox{...}` is a box, too, and so is `\boxed 5`. Boxes that a comma, "and (also)", "as well as" or "or" joins to
     the last one are one answer together: `x = \boxed{2}, y = \boxed{3}` is "2, 3"; of others the last counts, as a
     correction of those before. Only what stands behind the thoughts counts, and a response that was cut off in them
-    is worth 0. The task's answer may be the bare answer, a solution that ends in such boxes, one that ends in
-    "#### answer", or a list of these, any of which is right.
+    is worth 0. The task's answer may be the bare answer, a solution that ends in such boxes, in "#### answer" or in
+    "The answer is: answer", or a list of these, any of which is right.
 
     Raises:
         ConfigError: the task has no answer, or one that is neither text nor number.
@@ -277,66 +225,26 @@ def _boxes(text: str) -> list[_Box]:
     """The complete boxes of a text, by where they begin; of one within another only the inner one."""
     boxes: list[_Box] = []
     opened: list[re.Match[str]] = []
-    for token in _BRACE.finditer(text):
-        if token["open"]:
-            opened.append(token)
-        elif token["close"] and opened:
+    first = min((place for box in (r"\boxed", r"\fbox") if (place := text.find(box)) >= 0), default=len(text))
+    for token in _BRACE.finditer(text, first):
+        kind = token.group()
+        if kind == "}" and opened:
             brace = opened.pop()
-            if brace["box"] and not (boxes and boxes[-1].start > brace.start()):
+            if brace.group() != "{" and not (boxes and boxes[-1].start > brace.start()):
                 boxes.append(_Box(brace.start(), token.end(), text[brace.end() : token.start()]))
-        elif token["bare"] and (content := _UNBRACED.match(text, token.end())):
+        elif kind[-1] == "{" and kind != r"\{":
+            opened.append(token)
+        elif len(kind) > 2 and (content := _UNBRACED.match(text, token.end())):  # and no line break
             boxes.append(_Box(token.start(), content.end(), content.group().rstrip(" ,;:")))
     return boxes
 
 
+@lru_cache(maxsize=4096)
 def _expected(reference: str) -> str:
     """The answer in a reference, out of the solution around it."""
-    boxed = find_boxed(reference)
-    expected = reference.rpartition("####")[2] if boxed is None else boxed
-    if not _undecorated(_bare(expected)):
+    expected = find_boxed(reference)
+    if expected is None:
+        expected = _BEFORE_ANSWER.split(reference)[-1]
+    if not written(bare(expected)):
         raise ConfigError(f"the task's answer {reference!r} is empty")
     return expected
-
-
-def _share(number: Fraction, answer: str) -> Fraction:
-    """The number of an answer, of which a percent sign makes hundredths."""
-    return number / 100 if _PERCENT.search(answer) else number
-
-
-def _without_currency(answer: str) -> tuple[str, set[str]]:
-    """An answer without the signs and names of currencies, and which ones it has."""
-    answer, found = _DELIMITERS.sub(r"\1", answer), set()
-    for code, sign in _CURRENCIES.items():
-        answer, count = sign.subn("", answer)
-        if count:
-            found.add(code)
-    return answer, found
-
-
-def _bare(answer: str) -> str:
-    """Without what is around it in a sentence: bold type, a full stop."""
-    return answer.replace("−", "-").strip(_AROUND).removesuffix(".").strip(_AROUND)
-
-
-def _undecorated(answer: str) -> str:
-    plain = _DECORATION.sub("", _TEXT.sub(r"\1", _THOUSANDS.sub(",", answer)))
-    plain = plain.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
-    return _UNIT.sub("", _SPACING.sub(" ", plain).strip())
-
-
-def as_number(answer: str) -> Fraction | None:
-    r"""The value of 5, 1,000, -2.5e3, 1/2, \frac{1}{2}, 1 1/2 and 2.5 \times 10^{3}; None of anything else."""
-    if len(answer) > _LONGEST_ANSWER:
-        return None
-    if power := _POWER_OF_TEN.search(answer):
-        factor = as_number(answer[: power.start()])
-        return None if factor is None else factor * Fraction(10) ** int(power[1] or power[2])
-    fraction = _FRACTION.fullmatch(answer)
-    match = _NUMBER.fullmatch(answer if fraction is None else f"{fraction[1]} {fraction[2]}/{fraction[3]}".strip())
-    if match is None:
-        return None
-    whole, numerator, denominator = (Fraction(part.replace(",", "")) if part else None for part in match.groups()[1:])
-    if numerator is None or denominator == 0:
-        return None
-    value = (whole or 0) + numerator / (denominator or 1)
-    return -value if match[1] == "-" else value

@@ -146,14 +146,25 @@ def same(expected: str, given: str) -> bool:
     from math_verify import verify
 
     found = [_parse(rf"\boxed{{{text}}}", _extraction()[0]) for text in (expected, given)]
-    return bool(all(found)) and verify(*found, float_rounding=_decimals(found[0]), timeout_seconds=0)
+    return bool(all(found)) and verify(
+        *found, float_rounding=_decimals(found[0]), timeout_seconds=0, allow_set_relation_comp=True
+    )
 
 
 @functools.cache
 def _extraction() -> tuple[Any, Any]:
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
-    return LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
+    # Its defaults but for units, which `equality` compares: math-verify leaves out some 150 words, whatever stands on
+    # the other side (5 cm is 5 m, and 2t is 2).
+    normalization = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
+    )
+    return (
+        LatexExtractionConfig(boxed_match_priority=0, normalization_config=normalization),
+        ExprExtractionConfig(),
+    )
 
 
 def _parse(text: str, *extraction: Any) -> list[Any]:

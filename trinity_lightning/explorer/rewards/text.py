@@ -5,10 +5,8 @@ from decimal import Decimal
 
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.rewards.answers import (
-    IDLE_SPACE,
     Entry,
     accepted_answers,
-    as_number,
     exact_answers,
     expected_answers,
     find_boxed,
@@ -18,6 +16,8 @@ from trinity_lightning.explorer.rewards.answers import (
     judges_answer,
     reads_answer,
 )
+from trinity_lightning.explorer.rewards.numerals import as_number
+from trinity_lightning.explorer.rewards.spelling import IDLE_SPACE
 from trinity_lightning.explorer.tasks.task import Task
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)

@@ -1,0 +1,227 @@
+r"""Whether two answers are equal: numbers by value, words as words, all else by math-verify.
+
+For `math` and `accuracy`, where graders differ, or math-verify takes different answers for the same:
+
+- A number is its value: 1/2 is 0.5, 101_2 is 5, and 0.333 is not 1/3. Groups of three digits may be apart by commas or
+  spaces; a comma is no decimal point. Against what has no exact value (`\sqrt{2}`) a decimal counts to six digits.
+- What the question says may be left out: the unit, the currency, the name of what is counted, the base (the digits are
+  then the same), "x =". If both answers have one, it counts: 5 cm is 0.05 m and not 5 m. 50% is 50 as well as 0.5.
+- "About" and "exactly" say nothing of the value; "at least", "not" and "or more" do: those are other answers.
+- Brackets count: (1,2), [1,2] and {1,2} differ, and so do (1,2) and (2,1). A list without brackets has no order.
+- One letter alone is a variable, large or small, unless something marks it as a choice: (A), A), "Option A". A choice
+  may be followed by its text, and then either is the answer.
+- Words are the same in small and large letters, in quotes and bold type, with and without a plural s.
+"""
+
+import re
+from fractions import Fraction
+
+from trinity_lightning.explorer.rewards.math_verifier import VERIFIER
+from trinity_lightning.explorer.rewards.numerals import LONGEST_ANSWER, as_based, as_number, with_digits
+from trinity_lightning.explorer.rewards.quantities import quantity_of, singular
+from trinity_lightning.explorer.rewards.spelling import IDLE_SPACE, bare, written
+from trinity_lightning.explorer.rewards.units import PERCENT, ratio
+
+
+def same_answer(given: str, expected: str) -> bool:
+    """Whether two answers are equal; the rules are at the top of this file."""
+    given, expected = bare(given), bare(expected)
+    if (same := _same_number(given, expected)) is not None:
+        return same
+    given, expected = written(given), written(expected)
+    if IDLE_SPACE.sub("", given) == IDLE_SPACE.sub("", expected):
+        return True
+    if not given or not expected:
+        return False
+    for decide in (_same_number, _same_choice, _same_relation, _same_based, _same_list, _same_quantity):
+        if (same := decide(given, expected)) is not None:
+            return same
+    return _same_words(given, expected) or _same_mathematics(given, expected)
+
+
+# Of the kinds of answers, each: True or False if it decides, None if the answers are of no such kind.
+
+
+def _same_number(given: str, expected: str) -> bool | None:
+    number, expected_number = as_number(given), as_number(expected)
+    return None if number is None or expected_number is None else number == expected_number
+
+
+def _same_based(given: str, expected: str) -> bool | None:
+    """Numbers of which one at least names its base: by value, or by its digits if the other names none."""
+    based, expected_based = as_based(given), as_based(expected)
+    if based and expected_based:
+        return based[1] == expected_based[1]
+    if one := based or expected_based:
+        plain = expected if based else given
+        return plain.upper() == one[0].upper() or as_number(plain) == one[1]
+    return None
+
+
+# -- choices -----------------------------------------------------------------------------------------------------------
+
+
+_CHOICE = re.compile(
+    r"(?:(?i:option|choice)\s*)?"
+    r"(?:\((?P<marked>[A-Ja-j])\)|(?P<letter>[A-J])[).:]|(?P<alone>[A-J])(?=$))\s*(?P<text>.*)",
+    re.DOTALL,
+)
+
+
+def _same_choice(given: str, expected: str) -> bool | None:
+    """Choices by their letter, or by the text behind it."""
+    choice, expected_choice = _CHOICE.fullmatch(given), _CHOICE.fullmatch(expected)
+    if choice and expected_choice:
+        texts = choice["text"], expected_choice["text"]
+        return _letter(choice) == _letter(expected_choice) and (not all(texts) or same_answer(*texts))
+    if choice and choice["text"]:
+        return same_answer(choice["text"], expected)
+    if expected_choice and expected_choice["text"]:
+        return same_answer(given, expected_choice["text"])
+    return False if len(given) == len(expected) == 1 else None
+
+
+def _letter(choice: re.Match[str]) -> str:
+    return (choice["marked"] or choice["letter"] or choice["alone"]).upper()
+
+
+# -- bounds and denials ------------------------------------------------------------------------------------------------
+
+
+_RELATIONS = {
+    r"at\s+least|no\s+(?:less|fewer)\s+than|not\s+less\s+than|\\ge(?:q|qslant)?(?![a-zA-Z])": r"\ge",
+    r"at\s+most|(?:no|not)\s+more\s+than|up\s+to|\\le(?:q|qslant)?(?![a-zA-Z])": r"\le",
+    r"(?:more|greater|larger|bigger)\s+than|over|above|>|\\gt(?![a-zA-Z])": ">",
+    r"(?:less|fewer|smaller)\s+than|under|below|<|\\lt(?![a-zA-Z])": "<",
+    r"not|\\neq?(?![a-zA-Z])": r"\neq",
+}
+_BEFORE = {
+    re.compile(rf"(?:{words})(?:(?<=[a-z])\s+|(?<![a-z])\s*)", re.IGNORECASE): relation
+    for words, relation in _RELATIONS.items()
+}
+_BEHIND = {
+    re.compile(r"\s+(?:or|and)\s+(?:more|greater|above|over|larger)$", re.IGNORECASE): r"\ge",
+    re.compile(r"\s+(?:or|and)\s+(?:less|fewer|below|under|smaller)$", re.IGNORECASE): r"\le",
+}
+_VARIABLE = re.compile(r"[a-zA-Z](?:_\{?\w+\}?)?\s*(?=\\(?:[lg][et]|ne)|[<>])")
+
+
+def _same_relation(given: str, expected: str) -> bool | None:
+    """Answers such as "at least 5", "not 5" and "> 5", of which one names no variable."""
+    if _relation(given) is None and _relation(expected) is None:
+        return None
+    bounds = [_relation(_VARIABLE.sub("", answer, count=1)) for answer in (given, expected)]
+    if bounds[0] and bounds[1]:
+        return bounds[0][0] == bounds[1][0] and same_answer(bounds[0][1], bounds[1][1])
+    if r"\infty" not in given + expected:  # no interval
+        return False
+    named = (
+        " ".join(("x", *bound)) if bound else answer for bound, answer in zip(bounds, (given, expected), strict=True)
+    )
+    return _same_mathematics(*named)
+
+
+def _relation(answer: str) -> tuple[str, str] | None:
+    """The relation and the bound of "at least 5" or "5 or more"; None of a plain answer."""
+    for words, relation in _BEFORE.items():
+        if match := words.match(answer):
+            return relation, answer[match.end() :]
+    for words, relation in _BEHIND.items():
+        if match := words.search(answer):
+            return relation, answer[: match.start()]
+    return None
+
+
+# -- quantities --------------------------------------------------------------------------------------------------------
+
+
+_SEPARATOR = re.compile(r"[()\[\]{}]|;|,(?!\d{3}(?!\d))|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
+
+
+def _same_quantity(given: str, expected: str) -> bool | None:
+    """Numbers with units or names of things: what only one of them has is left out."""
+    given, expected = with_digits(given), with_digits(expected)
+    one, other = quantity_of(given, is_expected=False), quantity_of(expected)
+    if one.is_plain and other.is_plain:
+        return _same_number(given, expected)
+    factor = one.factor / other.factor
+    if one.units and other.units:
+        size = ratio(one.units, other.units)
+        return size is not None and _same_amount(one.amount, other.amount, factor * size)
+    if (one.units and other.names) or (one.names and other.units):
+        return False
+    if one.names and other.names and not (one.names <= other.names or other.names <= one.names):
+        return False
+    percents = int(PERCENT in one.units) - int(PERCENT in other.units)  # 50% is 50, and 0.5
+    factors = dict.fromkeys((factor, factor / Fraction(100) ** percents))
+    return any(_same_amount(one.amount, other.amount, factor) for factor in factors)
+
+
+def _same_amount(given: str, expected: str, factor: Fraction) -> bool:
+    """Whether so many times one amount is the other."""
+    if factor == 1:
+        return same_answer(given, expected)
+    number, expected_number = as_number(given.strip()), as_number(expected.strip())
+    if number is not None and expected_number is not None:
+        return number * factor == expected_number
+    return _same_mathematics(rf"({given}) \cdot \frac{{{factor.numerator}}}{{{factor.denominator}}}", expected)
+
+
+def _same_list(given: str, expected: str) -> bool | None:
+    """Lists in which something has a unit: element by element, in any order."""
+    elements, others = _elements(given), _elements(expected)
+    if len(elements) < 2 or len(others) < 2 or all(quantity_of(element).is_plain for element in elements + others):
+        return None
+    for element in elements:
+        match = next((other for other in others if same_answer(element, other)), None)
+        if match is None:
+            return False
+        others.remove(match)
+    return not others
+
+
+def _elements(answer: str) -> list[str]:
+    """The parts of a list without brackets."""
+    parts, depth, start = [], 0, 0
+    for separator in _SEPARATOR.finditer(answer):
+        if separator.group() in tuple("([{"):
+            depth += 1
+        elif separator.group() in tuple(")]}"):
+            depth -= 1
+        elif depth == 0:
+            parts.append(answer[start : separator.start()].strip())
+            start = separator.end()
+    return [part for part in (*parts, answer[start:].strip()) if part]
+
+
+# -- words and mathematics ---------------------------------------------------------------------------------------------
+
+
+# Algebra would take a word for a product of letters, and "on" for the same as "no".
+_WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s,.'’-]+[^\W\d_]+)*")
+_NO_SOLUTION = {r"\emptyset", "no solution", "empty set", "the empty set"}
+
+
+def _same_words(given: str, expected: str) -> bool:
+    words, expected_words = _plain_words(given), _plain_words(expected)
+    return words == expected_words or {words, expected_words} <= _NO_SOLUTION
+
+
+def _plain_words(answer: str) -> str:
+    """Words in small letters, without punctuation and plural; all else without idle space."""
+    if not _WORDS.fullmatch(answer):
+        return IDLE_SPACE.sub("", answer)
+    return " ".join(map(singular, re.findall(r"[^\W_]+", answer.casefold().replace(".", "").replace("'", ""))))
+
+
+def _same_mathematics(given: str, expected: str) -> bool:
+    if _WORDS.fullmatch(expected) or max(len(given), len(expected)) > LONGEST_ANSWER:
+        return False
+    if "," in given and {_bracket(given), _bracket(expected)} in ({"{", "("}, {"{", "["}):
+        return False  # math-verify takes a set of two for a point, and for an interval
+    return VERIFIER.same(expected, given)
+
+
+def _bracket(answer: str) -> str:
+    """The bracket around an answer."""
+    return answer.removeprefix("\\")[:1] if answer.endswith(("}", ")", "]")) else ""
