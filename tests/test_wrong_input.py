@@ -57,8 +57,8 @@ BY_THE_COMMAND = {
         ["operators.overlong_penalty.args.cache_length", "give it a value"],
     ),
     "an entry of the recipes of a sweep": (
-        ["--multirun", "+recipe=grpo,rloo", "~eval_tasksets.addition_heldout"],
-        ["'eval_tasksets.addition_heldout' does not exist", "leave out all of them, '~eval_tasksets'"],
+        ["--multirun", "+recipe=dapo,rloo", "~operators.overlong_penalty"],
+        ["'operators.overlong_penalty' does not exist", "leave out all of them, '~operators'"],
     ),
     "unknown reward": (["+recipe=grpo", "reward=last_numbr"], ["last_numbr", "Did you mean 'last_number'"]),
     "nothing to resume": (["+recipe=grpo", "ckpt_path=last"], ["no checkpoint", "ckpt_path=last"]),
@@ -338,6 +338,11 @@ REFUSED = {
         for key, value in (("save_model", 3), ("model.compile", 0), ("model.lora.rslora", 1), ("engine.per_rank", 2))
     },
     "a number for a switch in a text": (["+recipe=grpo", "save_model='1'"], ["save_model is '1'; give true or false."]),
+    "a component without a threshold": (
+        ["+recipe=grpo", "reward_solved=right"],
+        ["reward_solved is 'right'; give {COMPONENT: LEAST VALUE}"],
+    ),
+    "a threshold that is no number": (["+recipe=grpo", "reward_solved={right: x}"], ["reward_solved.right is 'x'"]),
     "null for a section": (
         ["+recipe=grpo", "sampling=null"],
         ["sampling cannot be null; give {KEY: VALUE}, or leave it out: '~sampling'."],

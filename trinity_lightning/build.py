@@ -364,13 +364,20 @@ def train_source(config: TrainConfig) -> TaskSource:
         taskset = mixture_of(config.tasksets.values())
     else:
         taskset = Taskset.from_config(config.taskset)
-    return TaskSource(taskset, config.workflow.name, config.reward, config.sampling, _arguments(config))
+    return TaskSource(
+        taskset,
+        config.workflow.name,
+        config.reward,
+        config.sampling,
+        _arguments(config),
+        reward_solved=config.reward_solved,
+    )
 
 
 def eval_sources(config: TrainConfig) -> list[TaskSource]:
     """What is evaluated on."""
     workflow, args = config.eval_workflow or config.workflow.name, {} if config.eval_workflow else _arguments(config)
-    how = (workflow, config.reward, config.eval_sampling, args, config.eval_repeat_times)
+    how = (workflow, config.reward, config.eval_sampling, args, config.eval_repeat_times, config.reward_solved)
     return [TaskSource(Taskset.from_config(each), *how) for each in config.eval_tasksets.values()]
 
 

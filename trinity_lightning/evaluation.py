@@ -72,7 +72,8 @@ class Evaluation:
     def _show(self, results: dict[int, dict[str, float]]) -> None:
         for step, metrics in results.items():
             log_row(self.loggers, metrics, step, row=step)
-            print(summary_table([("explore step", str(step)), *evaluation_rows(metrics)]), flush=True)
+            counted = [(f"{taskset}: solved", criterion) for taskset, criterion in self.explorer.solved.items()]
+            print(summary_table([("explore step", str(step)), *evaluation_rows(metrics), *counted]), flush=True)
 
 
 def merged_weights(path: Path, model: str) -> WeightStream:

@@ -123,4 +123,4 @@ def test_no_strategy_at_all_is_refused_as_before(tmp_path: Path) -> None:
 
 def test_every_mapping_of_named_parts_is_there() -> None:
     config = composed("+recipe=streams")
-    assert {key for key in NAMED_PARTS if OmegaConf.select(config, key) is None} == {"reward"}
+    assert {key for key in NAMED_PARTS if OmegaConf.select(config, key) is None} == {"reward", "reward_solved"}

@@ -421,6 +421,38 @@ def test_without_an_interval_nothing_is_evaluated_at_the_start_either() -> None:
     assert [taskset for _, _, taskset in notes.seen] == [None]
 
 
+def parts(response: str, task: Any) -> dict[str, float]:
+    return {"right": 0.6, "short": 0.5}
+
+
+def test_what_counts_as_solved_is_known_or_its_lack_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def held(name: str, **settings: Any) -> TaskSource:
+        return source(2, name, parts, **settings)
+
+    explored = explorer(evals=[held("a"), held("b"), held("c", reward_solved={"right": 0.5})])
+    with caplog.at_level(logging.WARNING, logger="trinity_lightning"):
+        metrics = running(explored, explored.eval)
+        running(explored, explored.eval)
+    assert explored.solved == {"c": "parts/right at 0.5"}
+    assert {name for name in metrics if "pass@" in name} == {"eval/c/pass@1"}
+    [said] = [record.getMessage() for record in caplog.records if "pass@k" in record.getMessage()]
+    assert "evaluation 'a'" in said
+    assert "parts/right, parts/short" in said
+    assert "reward_solved={right: 1.0}" in said
+
+
+def test_a_component_that_is_not_there_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    explored = explorer(evals=[source(2, "held", parts, reward_solved={"rihgt": 1.0})])
+    with caplog.at_level(logging.WARNING, logger="trinity_lightning"):
+        assert "eval/held/pass@1" not in running(explored, explored.eval)
+    assert "reward_solved names rihgt" in caplog.text
+
+
+def test_a_task_to_evaluate_on_knows_what_is_solved() -> None:
+    [task, _] = source(2, reward_solved={"right": 1.0}).all_tasks()
+    assert task.reward_solved == {"right": 1.0}
+
+
 # -- the whole loop ---------------------------------------------------------------------------------------------------
 
 

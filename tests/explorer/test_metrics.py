@@ -163,3 +163,55 @@ def test_metrics_without_a_reward_have_no_mean() -> None:
     metrics = experience_metrics([an_experience(0, None), an_experience(0, None)])
     assert "reward/mean" not in metrics
     assert metrics["frac_reward_zero_std"] == 1.0
+
+
+# -- what is solved ----------------------------------------------------------------------------------------------------
+
+
+def scored(task: int, run: int, **components: float) -> Experience:
+    """A rollout whose reward is the sum of these components."""
+    metrics = {f"reward/{name}": value for name, value in components.items()}
+    return rollout(task, run, sum(components.values()), **metrics)
+
+
+PARTIAL = [scored(0, 0, right=0.6, short=0.5), scored(0, 1, right=0.0, short=0.5)]
+SOLVED = [scored(1, 0, right=1.0, short=-2.0), scored(1, 1, right=0.0, short=1.5)]
+
+
+def test_pass_at_k_counts_the_named_component() -> None:
+    metrics = evaluation_metrics("held", [*PARTIAL, *SOLVED], {"right": 1.0})
+    assert metrics["eval/held/pass@2"] == 0.5
+    assert evaluation_metrics("held", [*PARTIAL, *SOLVED], {"right": 0.5, "short": 0.5})["eval/held/pass@2"] == 0.5
+    assert evaluation_metrics("held", [*PARTIAL, *SOLVED], {"short": 0.5})["eval/held/pass@2"] == 1.0
+
+
+def test_with_several_components_and_no_criterion_there_is_no_pass_at_k() -> None:
+    metrics = evaluation_metrics("held", [*PARTIAL, *SOLVED])
+    assert not [name for name in metrics if "pass@" in name]
+    assert metrics["eval/held/mean@2"] == pytest.approx((0.8 + 0.25) / 2)
+
+
+def test_a_weight_does_not_change_what_is_solved() -> None:
+    halved = [rollout(0, 0, 0.5, **{"reward/math": 1.0}), rollout(0, 1, 0.0, **{"reward/math": 0.0})]
+    doubled = [rollout(0, 0, 2.0, **{"reward/math": 1.0}), rollout(0, 1, 1.0, **{"reward/math": 0.5})]
+    assert evaluation_metrics("held", halved)["eval/held/pass@2"] == 1.0
+    assert evaluation_metrics("held", doubled[1:])["eval/held/pass@1"] == 0.0
+
+
+def of_task(index: int, *experiences: Experience) -> list[Experience]:
+    for experience in experiences:
+        experience.info = {"task_index": {"taskset_id": "sums", "index": index}}
+    return list(experiences)
+
+
+def test_rates_for_the_order_by_difficulty_follow_the_criterion() -> None:
+    tried = of_task(0, *PARTIAL) + of_task(1, *SOLVED)
+    assert pass_rates(tried, {"right": 1.0})["sums"] == {0: (0.0, 2), 1: (0.5, 2)}
+    assert pass_rates(tried)["sums"][0] == (pytest.approx(0.8), 2)  # nothing says what is solved: the mean reward
+
+
+def test_the_only_component_counts_in_part_and_before_its_weight() -> None:
+    tried = of_task(3, rollout(3, 0, 0.1, **{"reward/digits": 0.2}), rollout(3, 1, 0.4, **{"reward/digits": 0.8}))
+    assert pass_rates(tried)["sums"] == {3: (0.5, 2)}
+    assert pass_rates(tried, {"digits": 0.8})["sums"] == {3: (0.5, 2)}
+    assert pass_rates(tried, {"digits": 0.2})["sums"] == {3: (1.0, 2)}

@@ -191,6 +191,12 @@ def test_evaluation_measures_and_is_never_trained_on() -> None:
     assert status.metric["accuracy"] == 0.5
     assert status.metric["response_tokens"] == 7
     assert status.metric["truncated"] == 0
+    half = Task("evaluation", task.raw_task, is_eval=True, reward_fn={"math": 0.5, "contains_digits": 0.1})
+    assert tried(half, counting(["it is 7", "it is 8"]))[0].metric["accuracy"] == 0.5  # whatever the weights
+    unknown = Task("evaluation", task.raw_task, is_eval=True, reward_fn=["last_number", "contains_digits"])
+    assert "accuracy" not in tried(unknown, counting(["it is 7", "it is 8"]))[0].metric
+    named = Task(**vars(unknown) | {"reward_solved": {"contains_digits": 0.1}})
+    assert tried(named, counting(["it is 7", "it is 8"]))[0].metric["accuracy"] == 1.0
     status, _ = tried(Task("evaluation", {"prompt": "1+6?", "answer": "7"}), FakeModel())
     assert not status.ok
     assert "give it as eval_workflow" in str(status.message)

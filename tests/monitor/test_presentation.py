@@ -5,6 +5,7 @@ from trinity_lightning.monitor import presentation
 from trinity_lightning.monitor.presentation import (
     METRICS,
     find_metric,
+    format_evaluation,
     format_seconds,
     format_step_line,
     headline_metrics,
@@ -58,6 +59,27 @@ def test_globs_cover_every_metric_but_the_axis() -> None:
 def test_what_is_evaluated_beside_the_reward_is_no_headline() -> None:
     names = ["reward/mean", "eval/org/set/mean@2", "eval/org/set/pass@2", "eval/org/set/accuracy/mean@2"]
     assert headline_metrics(names) == names[:3]
+
+
+def test_without_pass_at_k_the_reward_is_the_headline_all_the_same() -> None:
+    names = ["eval/org/set/mean@2", "eval/org/set/right/mean@2", "eval/org/set/failed_tasks", "eval/org/set/seconds"]
+    assert headline_metrics(names) == [names[0], *names[2:]]
+
+
+def test_an_evaluation_has_a_line_for_each_taskset() -> None:
+    sums = {"mean@4": 0.45, "best@4": 0.9, "pass@2": 0.6, "pass@4": 0.8, "x/mean@4": 7.0, "failed_tasks": 2.0}
+    metrics = {f"eval/org/sums/{name}": value for name, value in sums.items()} | {"eval/org/sums/seconds": 5.2}
+    metrics |= {
+        "eval/org/mean@1": -3.0,
+        "eval/org/failed_tasks": 0.0,
+        "eval/org/seconds": 61.0,
+        "time/sync_weight": 1.0,
+    }
+    assert format_evaluation(metrics, 12, 24, {"org/sums": "math at 1"}) == [
+        "evaluated at step 12/24  org/sums mean@4 0.45  pass@4 0.8 (math at 1)  2 tasks failed  5s",
+        "evaluated at step 12/24  org mean@1 -3  1m 1s",
+    ]
+    assert format_evaluation({"eval/loss": 1.0}, 1, 2, {}) == []
 
 
 def test_the_line_has_what_people_look_at() -> None:

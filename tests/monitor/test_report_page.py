@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trinity_lightning.monitor.machine import describe_environment, write_environment
 from trinity_lightning.monitor.presentation import UNTRAINED_PREFIX as UNTRAINED
 from trinity_lightning.monitor.report import (
+    labels,
     line_chart,
     nice_ticks,
     read_run,
@@ -20,6 +21,7 @@ from trinity_lightning.monitor.report import (
     short,
     stacked_bars,
     thinned,
+    visible,
     without_secrets,
 )
 
@@ -196,6 +198,78 @@ def test_bars_stand_on_each_other() -> None:
     (a_top, a_height), (b_top, b_height) = [tuple(map(float, boxes[index])) for index in (0, 2)]
     assert b_top + b_height == pytest.approx(a_top, abs=0.11)
     assert b_height == pytest.approx(3 * a_height, abs=0.3)
+
+
+@settings(deadline=None)
+@given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
+def test_no_two_ticks_of_an_axis_have_the_same_label(low: float, span: float) -> None:
+    ticks = nice_ticks(low, low + span)
+    assert len({*labels(ticks).values()}) == len(ticks)
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([0.0, 0.5, 1.0], ["0", "0.5", "1"]),
+        ([100000.0, 102000.0, 104000.0], ["1.00e5", "1.02e5", "1.04e5"]),
+        ([0.99990, 0.99995, 1.0], ["0.9999", "0.99995", "1"]),
+        ([9.98e-4, 9.99e-4, 1e-3], ["9.98e-4", "9.99e-4", "0.001"]),
+        ([7.0], ["7"]),
+    ],
+)
+def test_labels_have_the_digits_that_tell_them_apart(values: list[float], texts: list[str]) -> None:
+    assert list(labels(values).values()) == texts
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\n" * 32, "⟨32 newlines⟩"),
+        ("   ", "⟨3 blank characters⟩"),
+        ("\n \t\n", "⟨2 newlines, 2 other blank characters⟩"),
+        ("5" + "\n" * 31, "5\n⟨31 newlines⟩\n"),
+        ("a\n \n\n  \nb", "a\n⟨4 newlines⟩\nb"),
+        ("a\n\n\nb", "a\n\n\nb"),
+        ("", ""),
+    ],
+)
+def test_what_is_blank_is_said(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+def tiles(folder: Path) -> list[str]:
+    return re.findall(r'<div class="fact"><span class="quiet">([^<]*)<', report_page(read_run(folder)))
+
+
+def test_the_first_tile_is_the_held_out_score(tmp_path: Path) -> None:
+    row = {"step": 0, "explore_step": 1, "reward/mean": 0.5}
+    write_metrics(tmp_path, [row])
+    assert tiles(tmp_path)[:2] == ["explore steps", "reward/mean"]
+    held = {f"eval/{name}/{what}": 0.5 for name in ("a", "b/c") for what in ("mean@2", "std@2", "x/mean@2", "seconds")}
+    write_metrics(tmp_path, [row | held | {"eval/a/failed_tasks": 0, "eval/b/c/failed_tasks": 0}])
+    assert tiles(tmp_path)[:3] == ["eval/a/mean@2", "eval/b/c/mean@2", "explore steps"]
+    write_metrics(tmp_path, [{"step": 0, "explore_step": 1, "eval/loss": 2.0}, {"explore_step": 9, "eval/loss": 1.0}])
+    assert tiles(tmp_path)[:2] == ["eval/loss", "explore steps"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("name: x", "right at 1"),
+        ("reward_solved: {mine/right: 0.5, short: 0.1}", "mine/right at 0.5 and mine/short at 0.1"),
+        ("reward_solved: [", "right at 1"),
+    ],
+)
+def test_what_counts_as_solved_is_said_beside_its_curve(config: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(config)
+    more = {"eval/a/reward/mine/short/mean@1": 0.1} if "short" in config else {}
+    part = "eval/a/reward/mine/right/mean@1" if more else "eval/a/reward/right/mean@1"
+    rows = [
+        {"explore_step": step, "eval/a/mean@1": step / 2, "eval/a/pass@1": step / 2, part: step / 2} | more
+        for step in (0, 1)
+    ]
+    write_metrics(tmp_path, rows)
+    assert f'Held-out, solved <span class="unit">{said}</span>' in report_page(read_run(tmp_path))
 
 
 def test_ticks_numbers_and_thinning() -> None:

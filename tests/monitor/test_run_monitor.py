@@ -33,6 +33,15 @@ class SkippingModel(BoringModel):
             optimizer.step()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_an_evaluation_is_printed_and_in_the_log(tmp_path: Path, capsys: Any, caplog: Any) -> None:
+    metrics = {"eval/sums/mean@1": 0.5, "eval/sums/pass@1": 0.25, "eval/sums/seconds": 2.0}
+    with caplog.at_level("INFO", logger="trinity_lightning.printed"):
+        RunMonitor(tmp_path, total_steps=9).show_evaluation(metrics, 3, {"sums": "right at 1"})
+    line = "evaluated at step 3/9  sums mean@1 0.5  pass@1 0.25 (right at 1)  2s"
+    assert capsys.readouterr().out == f"{line}\n"
+    assert [record.message for record in caplog.records] == [line]
+
+
 def fit(
     folder: Path,
     checkpoint: Path | None = None,

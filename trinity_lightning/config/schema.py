@@ -345,8 +345,8 @@ class TrainConfig(Section):
     """A whole training run.
 
     An entry that is null is left out of every mapping of named parts: `eval_tasksets: {addition_heldout: null}` in a
-    recipe that builds on another one. (These mappings: tasksets, eval_tasksets, auxiliary_models, reward, operators,
-    add_strategy, logger, callbacks, and the streams of algorithm=streams.)
+    recipe that builds on another one. (These mappings: tasksets, eval_tasksets, auxiliary_models, reward,
+    reward_solved, operators, add_strategy, logger, callbacks, and the streams of algorithm=streams.)
 
     Operators, strategies and auxiliary models are plain mappings to Hydra, which cannot add to a mapping of dataclasses
     from the command line; here each becomes an OperatorConfig, a PartConfig, an AuxiliaryConfig.
@@ -365,6 +365,10 @@ class TrainConfig(Section):
         auxiliary_models: judges and teachers that workflows and operators ask, {name: {model, url, api_key_env,
             engine}}: a vLLM server of `model` that the run starts, or the endpoint `url`.
         reward: what a response is worth: a registered name, a dotted path, or {name: weight}; null: the workflow's own.
+        reward_solved: which rollouts are solved, which pass@k counts and taskset.order=by_difficulty goes by:
+            {component: least value}, a component being a reward function, a part that one returns, or another metric,
+            and all of them have to be reached. Null: the component `math` or `accuracy`, or the only one, at 1; with
+            several others there is no pass@k.
         sampling: how training rollouts are drawn.
         eval_sampling: how evaluation rollouts are drawn.
         eval_workflow: how an evaluation task is tried: a registered name or a dotted path; null: as a task to train on.
@@ -390,6 +394,7 @@ class TrainConfig(Section):
     workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
     auxiliary_models: dict[str, Any] = field(default_factory=dict)
     reward: Any = None
+    reward_solved: Any = None
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval_sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval_workflow: str | None = checked(None, one_of, names=PARTS["workflow"], with_paths=True, optional=True)
@@ -412,6 +417,7 @@ class TrainConfig(Section):
         if self.operators:
             self.operators = late.parts.operator_configs(self.operators)
         self.add_strategy = strategies(self.add_strategy)
+        check_solved(self.reward_solved)
         if self.auxiliary_models:
             self.auxiliary_models = late.auxiliary_models.auxiliary_configs(self)
 
@@ -419,6 +425,14 @@ class TrainConfig(Section):
     def items(self) -> int:
         """Optimizer steps a Lightning epoch."""
         return self.algorithm.optimizer_steps * self.algorithm.inner_epochs if self.buffer.has_rollouts else 1
+
+
+def check_solved(reward_solved: Any) -> None:
+    """ConfigError unless these are thresholds by component, or null."""
+    if not isinstance(reward_solved, Mapping | None):
+        raise ConfigError(f"reward_solved is {reward_solved!r}; give {{COMPONENT: LEAST VALUE}}, or null.")
+    for component, least in (reward_solved or {}).items():
+        number(f"reward_solved.{component}", least)
 
 
 def check_seed(seed: int) -> None:
@@ -446,8 +460,8 @@ def typed_config(config: DictConfig) -> TrainConfig:
 
 # Mappings of named parts, in which null stands for no such part.
 NAMED_PARTS = (
-    *("tasksets", "eval_tasksets", "auxiliary_models", "reward", "operators", "add_strategy", "logger", "callbacks"),
-    "algorithm.policy_loss.args.streams",
+    *("tasksets", "eval_tasksets", "auxiliary_models", "reward", "reward_solved", "operators", "add_strategy"),
+    *("logger", "callbacks", "algorithm.policy_loss.args.streams"),
 )
 
 
@@ -457,7 +471,7 @@ def settle_parts(config: DictConfig) -> None:
     Tasksets of several are called by their keys, unless they have a name.
     """
     for key in NAMED_PARTS:
-        if key in config and key not in (*FREE, "reward") and config[key] is None:
+        if key in config and key not in (*FREE, "reward", "reward_solved") and config[key] is None:
             config[key] = {}
         parts = _section(config, key)
         _remove(parts, [name for name in parts if not OmegaConf.is_missing(parts, name) and parts[name] is None])

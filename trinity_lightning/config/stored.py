@@ -19,7 +19,17 @@ DATASET_LOSSES = ("dpo", "sft")  # of examples out of a dataset, which have no a
 # stored experiences, the longest response and weights by the log-probabilities that they have.
 OF_ROLLOUTS = (
     *("add_strategy", "auxiliary_models", "engine", "eval_repeat_times", "eval_sampling", "eval_tasksets"),
-    *("eval_workflow", "explorer", "operators", "reward", "sampling", "synchronizer", "taskset", "tasksets"),
+    *(
+        "eval_workflow",
+        "explorer",
+        "operators",
+        "reward",
+        "reward_solved",
+        "sampling",
+        "synchronizer",
+        "taskset",
+        "tasksets",
+    ),
     "workflow",
 )
 READ_BY_ALL = ("engine.max_model_len",)

@@ -246,6 +246,7 @@ class ExplorerCallback(StopCheckpoint):
         metrics = self._rollouts.evaluate(trained, trainer.global_step)
         self.metrics |= metrics
         log_row(trainer.loggers, metrics, trained, row)
+        self._watcher.show_evaluation(metrics, trained, self.explorer.solved)
 
     @property
     def _rollouts(self) -> TrainingRollouts:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import HeldModel
+from trinity_lightning.common.solved import REWARD, USUAL, components, criterion_of, metrics_of
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, check_trained_sampling
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.errors import ConfigError
@@ -48,6 +49,9 @@ class Watcher(Protocol):
     def keep_metrics(self, metrics: dict[str, float]) -> None:
         """What was measured of the step under way so far."""
 
+    def show_evaluation(self, metrics: Mapping[str, float], step: int, solved: Mapping[str, str]) -> None:
+        """What an evaluation of a step's weights has measured; by taskset, what its pass@k counts."""
+
 
 class _Nobody(Watcher):
     """Leaves every method as it is."""
@@ -72,6 +76,7 @@ class TaskSource:
         sampling: how its rollouts are drawn; a mapping of its values, too.
         workflow_args: the workflow's settings.
         repeat_times: rollouts a task; an `Explorer` trains with its `explorer.repeat_times` instead.
+        reward_solved: as `Task.reward_solved`, for pass@k and for the order `by_difficulty`.
 
     Raises:
         ConfigError: no taskset, an unknown workflow or reward, an argument that the workflow refuses, or entries
@@ -84,6 +89,7 @@ class TaskSource:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     workflow_args: Mapping[str, Any] = field(default_factory=dict)
     repeat_times: int = 1
+    reward_solved: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.taskset, TaskSelection):
@@ -141,6 +147,7 @@ class TaskSource:
             rollout_args={name: value for name, value in asdict(self.sampling).items() if value is not None},
             workflow_args=self.workflow_args,
             reward_fn=self.reward_fn,
+            reward_solved=self.reward_solved,
         )
 
 
@@ -152,6 +159,7 @@ class StepRollouts:
     config: ExplorerConfig
     source: TaskSource
     run: Callable[[list[Task], int], Awaitable[tuple[list[Status], list[Experience]]]]
+    reward_solved: Mapping[str, float] | None = None  # of the source
     experiences: list[Experience] = field(default_factory=list, init=False)  # of all tasks so far
     _statuses: list[Status] = field(default_factory=list, init=False)
     _unshaped: list[Experience] = field(default_factory=list, init=False)  # operators shape the others' rewards
@@ -199,7 +207,7 @@ class StepRollouts:
         start = time.perf_counter()
         statuses, experiences = await self.run(tasks, self.step)
         self._seconds += time.perf_counter() - start
-        self.source.taskset.update(pass_rates(experiences))
+        self.source.taskset.update(pass_rates(experiences, self.reward_solved))
         self._unshaped += map(copy.copy, experiences)
         self._statuses += statuses
         self._tried += len(tasks)
@@ -229,6 +237,7 @@ class Explorer:
         step: explore steps done.
         engines: what holds the policy.
         metrics: of the last explore step, evaluation or sync.
+        solved: by evaluation taskset, what its pass@k counts, in words.
 
     Raises:
         ConfigError: training rollouts would not be drawn from the policy's own distribution, two tasksets share a
@@ -267,6 +276,8 @@ class Explorer:
         self.engines = PolicyEngines(models, keeps_copy=config.samples_older_weights)
         self.step = 0
         self.metrics: dict[str, float] = {}
+        self.solved: dict[str, str] = {}
+        self._without_criterion: list[list[str]] = []  # components of rewards for which that was said
         self._train = train
         self._evals = list(evals)
         self._auxiliary = [list(engines) for engines in auxiliary_models or []]
@@ -342,7 +353,7 @@ class Explorer:
             raise RuntimeError("prepare() the explorer with a sink before it explores.")
         self._source.taskset.load_state_dict(self._cursor)
         step = self.step + 1
-        rollouts = StepRollouts(step, self.config, self._source, self._run)
+        rollouts = StepRollouts(step, self.config, self._source, self._run, self._source.reward_solved)
         try:
             experiences = await rollouts.begin()
             if experiences is None:
@@ -416,13 +427,32 @@ class Explorer:
             experiences = [experience for status in statuses for experience in status.eval_experiences]
             cure = f"If these tasks are not for this reward, leave them out: eval_tasksets.{source.name}=null"
             _report_failures(f"evaluation '{source.name}'", statuses, len(tasks), not experiences, cure)
-            self.metrics |= evaluation_metrics(source.name, experiences)
+            self.metrics |= evaluation_metrics(source.name, experiences, source.reward_solved)
+            self._note_criterion(source, experiences)
             self.metrics |= {
                 f"eval/{source.name}/failed_tasks": float(len(tasks) - sum(status.ok for status in statuses)),
                 f"eval/{source.name}/seconds": time.perf_counter() - start,
             }
             self._watcher.keep_completions(experiences, of, source.name)
         return self.metrics
+
+    def _note_criterion(self, source: TaskSource, experiences: Sequence[Experience]) -> None:
+        """Keep what counts as solved in an evaluation, or say once why there is no pass@k."""
+        metrics = metrics_of(experiences)
+        if (criterion := criterion_of(metrics, source.reward_solved)) is not None:
+            self.solved[source.name] = str(criterion)
+            return
+        parts = [name.removeprefix(REWARD) for name in components(metrics)]
+        if parts in self._without_criterion:
+            return
+        self._without_criterion.append(parts)
+        named = source.reward_solved
+        why = f"reward_solved names {', '.join(named)}" if named else f"none of them is called {' or '.join(USUAL)}"
+        logger.warning(
+            "evaluation '%s' has no pass@k: the components of its reward are %s, and %s. Say by which of them a task "
+            "is solved, such as reward_solved={%s: 1.0}.",
+            *(source.name, ", ".join(parts) or "not known", why, parts[0].rpartition("/")[2] if parts else "NAME"),
+        )
 
     async def benchmark(
         self, checkpoints: Iterable[tuple[int, WeightStream]] | None = None

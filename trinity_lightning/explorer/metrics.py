@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trinity_lightning.common.experience import Experience, group_by
 from trinity_lightning.common.runs import (
@@ -14,6 +14,7 @@ from trinity_lightning.common.runs import (
     spread_of_each,
     written_tokens,
 )
+from trinity_lightning.common.solved import criterion_of, metrics_of
 from trinity_lightning.explorer.runner import Status, mean_metrics
 
 # -- An explore step --------------------------------------------------------------------------------------------------
@@ -27,15 +28,29 @@ def valid_rewards(experiences: Sequence[Experience]) -> dict[str, list[float]]:
     }
 
 
-def pass_rates(experiences: Sequence[Experience]) -> dict[str, dict[int, tuple[float, int]]]:
-    """By taskset and index of the task (`info["task_index"]`), the mean of its runs' valid rewards and their number."""
-    rewards: dict[str, dict[int, list[float]]] = {}
-    for experience in map(last_step, runs_of(experiences)):
-        if (origin := experience.info.get("task_index")) is not None and is_valid_reward(experience.reward):
-            rewards.setdefault(origin["taskset_id"], {}).setdefault(origin["index"], []).append(experience.reward)
+def pass_rates(
+    experiences: Sequence[Experience], reward_solved: Mapping[str, float] | None = None
+) -> dict[str, dict[int, tuple[float, int]]]:
+    """By taskset and index of the task (`info["task_index"]`), the share of its runs that solved it, and their number.
+
+    `reward_solved` is as of `criterion_of`. If it is None, and the reward has a single component, the rate is the mean
+    of that component, so that a reward between 0 and 1 counts in part; without a criterion it is the mean reward.
+    """
+    criterion = criterion_of(metrics_of(experiences), reward_solved)
+    rates: dict[str, dict[int, list[float]]] = {}
+    for run in runs_of(experiences):
+        last = last_step(run)
+        if criterion is None:
+            value = last.reward
+        elif criterion.graded:
+            value = next(iter((criterion.values(run) or {}).values()), None)
+        else:
+            value = criterion.solved(run)
+        if (origin := last.info.get("task_index")) is not None and is_valid_reward(value):
+            rates.setdefault(origin["taskset_id"], {}).setdefault(origin["index"], []).append(float(value))
     return {
         taskset: {index: (statistics.fmean(values), len(values)) for index, values in tasks.items()}
-        for taskset, tasks in rewards.items()
+        for taskset, tasks in rates.items()
     }
 
 
@@ -82,12 +97,15 @@ def rollout_metrics(
 _REWARD = ""  # the reward's statistics have no name between the taskset's and their own
 
 
-def evaluation_metrics(taskset: str, experiences: Sequence[Experience]) -> dict[str, float]:
+def evaluation_metrics(
+    taskset: str, experiences: Sequence[Experience], reward_solved: Mapping[str, float] | None = None
+) -> dict[str, float]:
     """Statistics of the reward and of every metric of a workflow, over the k rollouts of each task.
 
     `mean@k` and `std@k` are mean and standard deviation (ddof 0) of a task's rollouts; `best@m` and `worst@m`, for m =
     2, 4, ... below k and for k, what the best and the worst of m of them may be expected to be (`expected_best`);
-    `pass@m`, of the reward only, the share of tasks with a reward of 1 among m rollouts. All are means over tasks.
+    `pass@m`, of the reward only, the share of tasks that one of m rollouts solves, if it is known what that is
+    (`criterion_of`). All are means over tasks.
 
     A rollout of several steps counts once: with the reward of the last, as in training, and the means of its metrics. A
     task that lost rollouts counts with those that it has, k being the most that any task has. Values that are no finite
@@ -96,12 +114,15 @@ def evaluation_metrics(taskset: str, experiences: Sequence[Experience]) -> dict[
     Args:
         taskset: its name.
         experiences: of the evaluation.
+        reward_solved: as of `criterion_of`.
 
     Returns:
         `eval/<taskset>/<statistic>` of the reward, and `eval/<taskset>/<metric>/<statistic>` of each metric: for k = 1
         only its mean.
     """
-    tasks = [[_measured(run) for run in runs_of(its)] for its in group_by(experiences, "task").values()]
+    runs = [runs_of(its) for its in group_by(experiences, "task").values()]
+    tasks = [[_measured(run) for run in its] for its in runs]
+    criterion = criterion_of(metrics_of(experiences), reward_solved)
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for runs in tasks for run in runs for name in run):
         groups = [values for runs in tasks if (values := [run[name] for run in runs if name in run])]
@@ -114,9 +135,10 @@ def evaluation_metrics(taskset: str, experiences: Sequence[Experience]) -> dict[
             negative = [[-value for value in group] for group in groups]
             found |= {f"best@{m}": _mean_best(groups, m) for m in sizes}
             found |= {f"worst@{m}": 0.0 - _mean_best(negative, m) for m in sizes}
-        if name == _REWARD:
-            solved = [[float(reward >= 1.0) for reward in group] for group in groups]
-            found |= {f"pass@{m}": _mean_best(solved, m) for m in sizes}
+        if name == _REWARD and criterion is not None:
+            known = [[float(solved) for run in its if (solved := criterion.solved(run)) is not None] for its in runs]
+            if solved := [group for group in known if group]:
+                found |= {f"pass@{m}": _mean_best(solved, m) for m in sizes}
         prefix = "/".join(filter(None, ("eval", taskset, name)))
         metrics |= {f"{prefix}/{statistic}": value for statistic, value in found.items()}
     return metrics

@@ -56,8 +56,8 @@ def find_metric(name: str) -> Metric | None:
 
 
 def headline_metrics(names: Sequence[str]) -> list[str]:
-    """Names without the statistics of an evaluation's other metrics: those of the reward have a pass@k too."""
-    rewards = {name.rpartition("/")[0] for name in names if "/pass@" in name}
+    """Names without the statistics of an evaluation's other metrics: what failed is counted beside the reward's."""
+    rewards = {name.rpartition("/")[0] for name in names if name.endswith("/failed_tasks") or "/pass@" in name}
     return [name for name in names if "@" not in name or name.rpartition("/")[0] in rewards]
 
 
@@ -122,6 +122,31 @@ def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) 
     if seconds > 0:
         parts.append(f"left {format_seconds((total_steps - step) * seconds)}")
     return "  ".join(parts)
+
+
+def format_evaluation(
+    metrics: Mapping[str, float], step: int, total_steps: int, solved: Mapping[str, str]
+) -> list[str]:
+    """One line about each taskset of an evaluation, by its metrics; `solved` says by taskset what pass@k counts.
+
+    Example:
+        evaluated at step 12/24  sums mean@4 0.45  pass@4 0.80 (math at 1)  2 tasks failed  5s
+    """
+    lines = []
+    for name in metrics:
+        if not name.startswith("eval/") or not name.endswith("/seconds"):
+            continue
+        prefix = name.removesuffix("seconds")
+        taskset = prefix.removeprefix("eval/").removesuffix("/")
+        its = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+        parts = [f"evaluated at step {step}/{total_steps}  {taskset}"]
+        parts[0] += "".join(f" {key} {value:.3g}" for key, value in its.items() if re.fullmatch(r"mean@\d+", key))
+        if passes := [key for key in its if re.fullmatch(r"pass@\d+", key)]:
+            parts.append(f"{passes[-1]} {its[passes[-1]]:.3g} ({solved.get(taskset, 'solved')})")
+        if its.get("failed_tasks"):
+            parts.append(f"{its['failed_tasks']:.0f} tasks failed")
+        lines.append("  ".join([*parts, format_seconds(its["seconds"])]))
+    return lines
 
 
 def times_in_turn(ahead: bool) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from trinity_lightning.common.solved import criterion_of
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, read_rows
 from trinity_lightning.monitor.machine import FILE as ENVIRONMENT_FILE
 from trinity_lightning.monitor.presentation import (
@@ -174,19 +175,38 @@ def _json(text: str) -> dict[str, Any] | None:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def short(value: float) -> str:
-    """A number in few characters."""
+def short(value: float, digits: int = 4) -> str:
+    """A number in few characters, with half as many digits if it is very small or large."""
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:.4g}"
+        return f"{value:.{digits - 3}e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:.{digits}g}"
+
+
+def labels(values: Sequence[float]) -> dict[float, str]:
+    """Different numbers in few characters each, with as many digits as tell them apart."""
+    texts = (dict(zip(values, (short(value, digits) for value in values), strict=True)) for digits in range(4, 18))
+    return next(
+        (text for text in texts if len({*text.values()}) == len(text)), {value: repr(value) for value in values}
+    )
 
 
 _MOST_CHARACTERS = 1500
+_BLANK_LINES = re.compile(r"(?:[^\S\n]*\n){4,}")
+
+
+def visible(text: str) -> str:
+    """The text with its many blank lines counted, and not empty if it is nothing but spaces."""
+    if text and not text.strip():
+        newlines = text.count("\n")
+        others = len(text) - newlines
+        counts = [(newlines, "newlines"), (others, "other blank characters" if newlines else "blank characters")]
+        return f"⟨{', '.join(f'{count} {what}' for count, what in counts if count)}⟩"
+    return _BLANK_LINES.sub(lambda lines: f"\n⟨{lines[0].count(chr(10))} newlines⟩\n", text)
 
 
 def _cut(value: Any) -> str:
     """The beginning of a text."""
-    text = value if isinstance(value, str) else "" if value is None else repr(value)
+    text = visible(value) if isinstance(value, str) else "" if value is None else repr(value)
     left = len(text) - _MOST_CHARACTERS
     return text[:_MOST_CHARACTERS] + (f" … ({left} more characters)" if left > 0 else "")
 
@@ -237,7 +257,8 @@ class _Frame:
 
     def __init__(self, x_values: Sequence[float], y_values: Sequence[float], margin: float = 0.0) -> None:
         self.x_low, self.x_high, self.margin = min(x_values), max(x_values), margin
-        self.y_ticks = nice_ticks(min(y_values), max(y_values))
+        self.x_labels = labels([*{self.x_low: None, self.x_high: None}])
+        self.y_ticks = labels(nice_ticks(min(y_values), max(y_values)))
 
     def x(self, value: float) -> float:
         span = self.x_high - self.x_low + 2 * self.margin
@@ -245,7 +266,8 @@ class _Frame:
         return round(self.left + share * (self.right - self.left), 1)
 
     def y(self, value: float) -> float:
-        share = (value - self.y_ticks[0]) / (self.y_ticks[-1] - self.y_ticks[0])
+        low, *_, high = self.y_ticks
+        share = (value - low) / (high - low)
         return round(self.bottom - share * (self.bottom - self.top), 1)
 
 
@@ -321,11 +343,12 @@ class Figure(NamedTuple):
     names: list[str]
 
 
+SOLVED = "Held-out, solved"
 # Title, and the metrics in one picture; `*` stands for the rest of a name.
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward/mean", "reward/std")),
     ("Held-out", ("eval/*/mean@*",)),
-    ("Held-out, solved", ("eval/*/pass@*",)),
+    (SOLVED, ("eval/*/pass@*",)),
     ("Loss", ("actor/pg_loss", "eval/loss")),
     ("Pairs, accuracy", ("actor/rewards/accuracies", "eval/accuracy")),
     ("Pairs, margin", ("actor/rewards/margins", "eval/margin")),
@@ -357,7 +380,26 @@ def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> Figure | Non
         return None
     metric = find_metric(next(iter(series)))
     chart = line_chart(series, f"{title} over explore steps: {', '.join(series)}")
-    return Figure(title, metric.unit if metric else "", chart, list(series))
+    unit = _solved(run, series) if title == SOLVED else metric.unit if metric else ""
+    return Figure(title, unit, chart, list(series))
+
+
+def _solved(run: RunRecord, names: Iterable[str]) -> str:
+    """What counts as solved in the tasksets of these metrics, `eval/<taskset>/pass@<k>`."""
+    try:
+        config = yaml.safe_load(run.config)
+    except yaml.YAMLError:
+        config = None
+    named = config.get("reward_solved") if isinstance(config, dict) else None
+    counted: dict[str, list[str]] = {}
+    for prefix in dict.fromkeys(name.rpartition("pass@")[0] for name in names):
+        others = [name.removeprefix(prefix) for name in run.names() if name.startswith(prefix) and "@" in name]
+        metrics = dict.fromkeys(name.rpartition("/")[0] for name in others if "/" in name)
+        criterion = criterion_of(metrics, named if isinstance(named, dict) else None)
+        counted.setdefault(str(criterion), []).append(prefix.split("/", 1)[1].removesuffix("/"))
+    if len(counted) == 1:
+        return next(iter(counted))
+    return "; ".join(f"{', '.join(tasksets)}: {criterion}" for criterion, tasksets in counted.items())
 
 
 def _finite(points: Sequence[Point]) -> list[Point]:
@@ -393,18 +435,24 @@ def _times(run: RunRecord) -> tuple[Figure, list[tuple[str, str, str]]] | None:
 
 
 def _facts(run: RunRecord) -> list[tuple[str, str]]:
-    """First and last value of what matters most, and what it took."""
+    """First and last value of what matters most, what is held out before all, and what it took."""
     evaluated = [name for name in headline_metrics(run.names()) if name.startswith("eval/") and "/mean@" in name]
-    facts = [("explore steps", short(max(row[STEP_METRIC] for row in run.rows)))] if run.rows else []
-    for name in ("reward/mean", *evaluated, "response_length/mean"):
-        if points := _finite(run.series(name)):
-            ends = points if len(points) == 1 else (points[0], points[-1])
-            facts.append((name, " → ".join(short(value) for _, value in ends)))
+    facts = [_ends(run, name) for name in (*evaluated, "eval/accuracy", "eval/loss")]
+    if run.rows:
+        facts.append(("explore steps", short(max(row[STEP_METRIC] for row in run.rows))))
+    facts += [_ends(run, name) for name in ("reward/mean", "response_length/mean")]
+    facts = [fact for fact in facts if fact[1]]
     if (seconds := sum(sum(by_step.values()) for by_step in _step_times(run).values())) > 0:
         facts.append(("rollouts and training", format_seconds(seconds)))
     if memory := _finite(run.series("perf/peak_memory_gb")):
         facts.append(("peak memory", f"{memory[-1][1]:.1f} GB"))
     return facts
+
+
+def _ends(run: RunRecord, name: str) -> tuple[str, str]:
+    """A metric, and its first and last value; no value if it has none."""
+    points = _finite(run.series(name))
+    return name, " → ".join(short(value) for _, value in dict.fromkeys((*points[:1], *points[-1:])))
 
 
 def _idle_steps(run: RunRecord) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,19 @@ from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import UNTRAINED, written_tokens
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, MetricsCSVLogger, last_row, log_row, next_row, step_of
 from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, advice, write_environment
-from trinity_lightning.monitor.presentation import format_step_line, metric_globs
+from trinity_lightning.monitor.presentation import format_evaluation, format_step_line, metric_globs
 
 LOGPROB_DIFF = "actor/logprob_diff/mean"
 MOST_LOGPROB_DIFF = 1.0  # rounding gives hundredths, weights of a few steps ago tenths; the mean weight is then e^-1
 logger = logging.getLogger(__name__)
 # What is printed too: conf/train.yaml sends it to train.log alone, for the terminal not to show it twice.
 printed = logging.getLogger("trinity_lightning.printed")
+
+
+def show(line: str) -> None:
+    """Print a line, which train.log has too."""
+    print(line, flush=True)
+    printed.info(line)
 
 
 class RunMonitor(L.Callback):
@@ -76,6 +82,11 @@ class RunMonitor(L.Callback):
     def keep_metrics(self, metrics: dict[str, float]) -> None:
         """Keep what the explorer has measured of the step under way, for the step's line."""
         self._explored = metrics
+
+    def show_evaluation(self, metrics: Mapping[str, float], step: int, solved: Mapping[str, str]) -> None:
+        """Print a line for each taskset."""
+        for line in format_evaluation(metrics, step, self._total_steps, solved):
+            show(line)
 
     def _close_bar(self) -> None:
         if self._bar is not None:
@@ -127,9 +138,7 @@ class RunMonitor(L.Callback):
             logged = {n: value for n, value in logged.items() if not n.startswith(("actor/", "time/", "perf/"))}
         self._trained_at = trainer.global_step
         self._warn_of_engine(logged.get(LOGPROB_DIFF, 0.0), step)
-        line = format_step_line(logged | self._explored, step, self._total_steps)
-        print(line, flush=True)
-        printed.info(line)
+        show(format_step_line(logged | self._explored, step, self._total_steps))
 
     def _warn_of_engine(self, difference: float, step: int) -> None:
         """Once: the weights that correct for such an engine leave next to nothing to learn from."""

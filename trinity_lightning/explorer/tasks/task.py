@@ -32,6 +32,8 @@ class Task:
         workflow_args: settings of the workflow.
         reward_fn: None (the workflow's own reward), a registered name, a dotted path, a function, a list of these, or a
             mapping from them to weights.
+        reward_solved: which components of the reward say that a rollout solved the task, and what they have to reach;
+            None: see `common.solved.criterion_of`.
         batch_id: the explore step ("<step>/<taskset>" in an evaluation); set by the scheduler.
         task_id: position in the batch; set by the scheduler.
 
@@ -46,6 +48,7 @@ class Task:
     rollout_args: Mapping[str, Any] = field(default_factory=dict)
     workflow_args: Mapping[str, Any] = field(default_factory=dict)
     reward_fn: str | Callable[..., Any] | Sequence[Any] | Mapping[Any, float] | None = None
+    reward_solved: Mapping[str, float] | None = field(default=None, kw_only=True)
     batch_id: int | str = ""
     task_id: int | str = ""
 

@@ -9,6 +9,7 @@ import torch
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.judge import check_prompt, filled, read_score
+from trinity_lightning.common.solved import criterion_of
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import Reward
@@ -152,8 +153,9 @@ class OnPolicyDistillWorkflow(AskingWorkflow):
 
 
 class EvaluationWorkflow(SimpleWorkflow):
-    """Single turn, for evaluation tasks: it also measures `accuracy` (1 if the reward is at least 1),
-    `truncated` (1 if the token limit ended the response) and `response_tokens`.
+    """Single turn, for evaluation tasks: it also measures `accuracy` (1 if the response solves the task, by
+    `common.solved.criterion_of`; absent if that is unknown), `truncated` (1 if the token limit ended the response) and
+    `response_tokens`.
 
     With `eval_workflow=evaluation` a policy that is trained by a judge, say, is evaluated by verifiable rewards.
     """
@@ -168,8 +170,10 @@ class EvaluationWorkflow(SimpleWorkflow):
 
     async def _experience(self, completion: Completion, run: int) -> Experience:
         experience = await super()._experience(completion, run)
+        criterion = criterion_of(experience.metrics, self.task.reward_solved)
+        if criterion is not None and (solved := criterion.solved([experience])) is not None:
+            experience.metrics["accuracy"] = float(solved)
         experience.metrics |= {
-            "accuracy": float(experience.reward is not None and experience.reward >= 1.0),
             "truncated": float(completion.finish_reason == "length"),
             "response_tokens": float(len(completion.token_ids)),
         }

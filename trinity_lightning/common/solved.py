@@ -1,0 +1,82 @@
+"""Which rollouts have solved their task: by components of the reward, and what each of them has to reach."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.runs import Run, is_valid_reward, last_step
+from trinity_lightning.config.values import as_float
+
+REWARD = "reward/"  # before a reward function's name, and a part of what it returned: reward/<function>/<part>
+WHOLE = "reward"  # all components together
+USUAL = ("math", "accuracy")  # say by themselves whether an answer is right
+RIGHT = 1.0
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What makes a rollout solved: every one of these metrics, WHOLE being the reward, is at least at its threshold.
+
+    Attributes:
+        thresholds: least value by metric.
+        graded: whether there is one metric that nobody named, whose values below the threshold mean something too.
+    """
+
+    thresholds: Mapping[str, float]
+    graded: bool = False
+
+    def __str__(self) -> str:
+        return " and ".join(f"{name.removeprefix(REWARD)} at {least:g}" for name, least in self.thresholds.items())
+
+    def values(self, run: Run) -> dict[str, float] | None:
+        """The last step's values of these metrics; None if it lacks one, or one is no finite number."""
+        last = last_step(run)
+        values = {name: last.reward if name == WHOLE else as_float(last.metrics.get(name)) for name in self.thresholds}
+        valid = {name: value for name, value in values.items() if is_valid_reward(value)}
+        return valid if len(valid) == len(values) else None
+
+    def solved(self, run: Run) -> bool | None:
+        """Whether the run has solved its task; None if that is unknown."""
+        values = self.values(run)
+        return None if values is None else all(values[name] >= least for name, least in self.thresholds.items())
+
+
+def metrics_of(experiences: Iterable[Experience]) -> list[str]:
+    """Names of the metrics of these experiences, each once."""
+    return list(dict.fromkeys(name for experience in experiences for name in experience.metrics))
+
+
+def components(metrics: Iterable[str]) -> list[str]:
+    """The components of a reward among the names of metrics: reward functions, or the parts of those that have some."""
+    names = [name for name in metrics if name.startswith(REWARD)]
+    return [name for name in names if not any(other.startswith(f"{name}/") for other in names)]
+
+
+def criterion_of(metrics: Collection[str], reward_solved: Mapping[str, float] | None) -> Criterion | None:
+    """The criterion for rollouts with metrics of these names.
+
+    Args:
+        metrics: names, such as `reward/math`.
+        reward_solved: thresholds by component: the name of a reward function, of a part that one returns, or of another
+            metric. None: the component `math` or `accuracy`, or the only one, at 1.
+
+    Returns:
+        None if a named component is not there, or if there are several and none of them is named.
+    """
+    if reward_solved:
+        found = {name: _called(name, metrics) for name in reward_solved}
+        thresholds = {metric: float(reward_solved[name]) for name, its in found.items() for metric in its}
+        return Criterion(thresholds) if all(found.values()) else None
+    parts = components(metrics)
+    if len(parts) <= 1:
+        return Criterion({parts[0] if parts else WHOLE: RIGHT}, graded=True)
+    usual = next((its for name in USUAL if (its := _called(name, parts))), [])
+    return Criterion(dict.fromkeys(usual, RIGHT)) if usual else None
+
+
+def _called(component: str, metrics: Collection[str]) -> list[str]:
+    """The metrics of that name: of a whole function, else of parts of functions, else any other."""
+    parts = [name for name in metrics if name.startswith(REWARD) and name.endswith(f"/{component}")]
+    if f"{REWARD}{component}" in metrics:
+        return [f"{REWARD}{component}"]
+    return parts or [name for name in metrics if name == component]
