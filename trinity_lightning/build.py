@@ -371,6 +371,7 @@ def train_source(config: TrainConfig) -> TaskSource:
         config.sampling,
         _arguments(config),
         reward_solved=config.reward_solved,
+        chat_template_kwargs=config.model.chat_template_kwargs,
     )
 
 
@@ -378,7 +379,8 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
     """What is evaluated on."""
     workflow, args = config.eval_workflow or config.workflow.name, {} if config.eval_workflow else _arguments(config)
     how = (workflow, config.reward, config.eval_sampling, args, config.eval_repeat_times, config.reward_solved)
-    return [TaskSource(Taskset.from_config(each), *how) for each in config.eval_tasksets.values()]
+    variables = config.model.chat_template_kwargs
+    return [TaskSource(Taskset.from_config(each), *how, variables) for each in config.eval_tasksets.values()]
 
 
 def _arguments(config: TrainConfig) -> dict[str, Any]:

@@ -195,7 +195,7 @@ def test_a_tokenizer_without_an_end_token_adds_none(tokenizer):
 
 def test_entries_that_are_no_examples_are_counted_and_the_first_are_named(tokenizer):
     entries = [{"prompt": "2+2=", "completion": "4" if n < 2 else None} for n in range(9)]
-    message = r"^data, entry 2: .*no completion.* 7 of 9 entries are refused: entry 2, entry 3, .*, entry 6, \.\.\.\.$"
+    message = r"^data: 7 of 9 entries are refused\. entry 2, entry 3, .*, entry 6: .*no completion.* And 2 more\.$"
     with pytest.raises(ConfigError, match=message):
         read_examples(entries, lambda each: Example(tokenizer, each).response(), "data", 100, "refuse")
 
@@ -227,7 +227,7 @@ def read(entries, overlong, most=5):
 def test_what_is_too_long_is_refused_dropped_or_cut_off_and_counted(caplog):
     entries = [*pairs(3, 4, 1), {"full": Experience(tokens=[1] * 6, chosen=[5], rejected=[6])}]
     with pytest.raises(
-        ConfigError, match=r"^data, entry 1: 6 tokens, more than 5 .*overlong=drop or truncate.* 2 of 4 entries"
+        ConfigError, match=r"^data: 2 of 4 entries .* entry 1: 6 tokens, more than 5 .*overlong=drop or truncate"
     ):
         read(entries, "refuse")
     assert [e.eid.suffix for e in read(entries, "drop")] == ["0", "2"]

@@ -746,6 +746,9 @@ class Source:
     def update(self, pass_rates: object) -> None:
         pass
 
+    def forget_failed(self, tasks: object, experiences: object) -> None:
+        pass
+
 
 def rounds(*succeed: bool) -> Any:
     """Runs tasks: round after round all succeed or all fail."""

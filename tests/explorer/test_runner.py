@@ -16,11 +16,13 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.common.runs import UNTRAINED, Untrained
 from trinity_lightning.common.writer import ListWriter
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ReadOnlyError
 from trinity_lightning.explorer import Status, WorkflowRunner
 from trinity_lightning.explorer.failures import failure_message
-from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.tasks.task import Task, messages_of
 from trinity_lightning.explorer.workflows import PartialFailure, SimpleWorkflow, Workflow
 
 
@@ -501,6 +503,74 @@ def test_a_completion_says_what_to_do_instead_of_writing_to_it() -> None:
     with pytest.raises(FrozenInstanceError, match=r"'reward' of a Completion.*goes into the Experience"):
         completion.reward = 1.0  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     assert (replace(completion, text="y").text, copy.deepcopy(completion)) == ("y", completion)
+
+
+class Rendering(FakeModel):
+    """Renders as an engine does, keeps its prompts as text, and answers in turn, then with the last."""
+
+    def __init__(self, template: str, *answers: str) -> None:
+        remaining = list(answers)
+        super().__init__(lambda seed: remaining.pop(0) if len(remaining) > 1 else remaining[0], max_model_len=5000)
+        self.tokenizer = load_tokenizer("tiny")
+        self.tokenizer.chat_template = template + str(self.tokenizer.chat_template)
+        self.prompts: list[str] = []
+
+    async def generate(self, prompt: Any, n: int = 1, **sampling: Any) -> list[Completion]:
+        self.prompts.append(self.tokenizer.decode(prompt))
+        return await super().generate(prompt, n, **sampling)
+
+    chat, render = Engine.chat, Engine.render
+
+
+class ByClient(Workflow):
+    """Asks through OpenAI's client, with variables of its own in its second call."""
+
+    async def run(self) -> list[Experience]:
+        client = self.model.get_openai_async_client()
+        for extra in (None, {"chat_template_kwargs": {"mood": "loud"}}):
+            messages: Any = messages_of(self.task)
+            await client.chat.completions.create(model="policy", messages=messages, extra_body=extra)
+        return []
+
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {}}}
+CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "1+1"}}</tool_call>'
+TOOLS = {"tools": ["trinity_lightning.explorer.workflows.tool_use.calculate"]}
+
+
+@pytest.mark.parametrize(
+    ("workflow", "arguments", "answers", "shown", "auxiliary"),
+    [
+        ("simple", {}, ["2"], ["lookcalm"], 0),
+        ("math", {}, ["2"], ["lookcalm"], 0),
+        ("evaluation", {}, ["2"], ["lookcalm"], 0),
+        ("judge", {}, ["2"], ["lookcalm"], 1),
+        ("on_policy_distill", {}, ["2"], ["lookcalm"], 0),
+        ("multi_turn", {"environment": "retry", "max_turns": 2}, ["1", "2"], ["lookcalm", "lookcalm"], 0),
+        ("tool_use", TOOLS, [CALL, "2"], ["calculatecalm", "calculatecalm"], 0),
+        (ByClient, {}, ["2"], ["calm", "loud"], 0),
+    ],
+)
+def test_tools_and_variables_of_a_task_reach_the_policys_template_and_no_judges(
+    workflow: Any, arguments: dict[str, Any], answers: list[str], shown: list[str], auxiliary: int
+) -> None:
+    template = "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ mood }}"
+    policy, judge = Rendering(template, *answers), Rendering(template, '{"score": 1}')
+    raw = {"prompt": "1+1?", "answer": "2", "tools": [LOOK], "chat_template_kwargs": {"mood": "calm"}}
+    run_variables = {"mood": "of the run"}
+    task = Task(workflow, raw, 1, workflow == "evaluation", {}, arguments, chat_template_kwargs=run_variables)
+    runner = WorkflowRunner(ExplorerConfig(), policy, [judge])
+    status, _ = asyncio.run(runner.run_task(task))
+    assert status.ok, status.message
+    assert [prompt.partition("<|im_start|>")[0] for prompt in policy.prompts] == shown
+    assert [prompt.partition("<|im_start|>")[0] for prompt in judge.prompts] == [""] * auxiliary
+
+
+def test_variables_of_the_run_are_for_entries_that_have_none() -> None:
+    policy = Rendering("{{ mood }}", "2")
+    task = Task("simple", {"prompt": "1+1?"}, chat_template_kwargs={"mood": "calm"})
+    asyncio.run(WorkflowRunner(ExplorerConfig(), policy).run_task(task))
+    assert policy.prompts[0].startswith("calm<|im_start|>user")
 
 
 def test_a_runner_needs_no_auxiliary_models() -> None:

@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 
 from support.tiny_model import logprobs, tiny_model
 from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.driver import Driver
@@ -74,6 +75,18 @@ class EnginePromises:
                 assert engine.tokenizer.decode(completion.prompt_token_ids) == prompt
                 assert 1 <= len(completion.token_ids) == len(completion.logprobs) <= 2 + i % 7
                 assert completion.text == as_written(engine, completion)
+
+    def test_a_conversation_brings_tools_and_variables_to_the_chat_template(
+        self, engine: Engine, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        driver.run(engine.load())
+        template = "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ mood }}" + engine.tokenizer.chat_template
+        monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+        tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+        conversation = Conversation([{"role": "user", "content": "hi"}], [tool], {"mood": "calm"})
+        (completion,) = driver.run(engine.chat(conversation, max_tokens=1, seed=0))
+        prompt = "lookcalm<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        assert engine.tokenizer.decode(completion.prompt_token_ids) == prompt
 
     def test_a_text_is_tokenized(self, engine: Engine, driver: Driver) -> None:
         completion = driver.run(engine.generate("1+1=", max_tokens=1, seed=0))[0]

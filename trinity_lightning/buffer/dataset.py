@@ -5,25 +5,30 @@ them is measured while a run goes on.
 """
 
 import hashlib
-import json
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from inspect import signature
+from functools import partial
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
+from trinity_lightning.common.messages import (
+    check_media,
+    check_roles,
+    read_messages,
+    read_template_variables,
+    read_tools,
+)
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.rows import check_rows
 from trinity_lightning.config.models import load_generation_config, load_tokenizer
-from trinity_lightning.config.schema import BufferConfig, TrainConfig
-from trinity_lightning.config.values import unknown_name
+from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.imitation import Imitation
 from trinity_lightning.explorer.models.turns import common_length, encode_text
@@ -38,16 +43,11 @@ JOINED_WORDS = (
     "the prompt's last token goes on in the response, so that rollouts have another prompt: begin responses with the "
     "space, instead of ending prompts with it"
 )
-MOST_NAMED = 5  # entries that a message names
 
 # -- one entry ---------------------------------------------------------------------------------------------------------
 
-_LISTS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
+_LISTS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")  # some of them may be text
 _FORMS = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))  # of responses; the first counts
-# Roles that every chat template may be given; others it has to name.
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# Arguments of rendering itself, which are no variables of a chat template.
-_RESERVED = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 
 
 class Example:
@@ -56,12 +56,12 @@ class Example:
     Args:
         tokenizer: the policy's.
         entry: columns that are None count as absent, as a dataset has them for entries of several kinds.
+        template_variables: of the chat template; those of the entry (`chat_template_kwargs`) win.
         generation_config: the policy's, for its end tokens.
         report: is told what makes the trained tokens other than was given, or than rollouts have.
 
     Raises:
-        ConfigError: a message is none, has an unknown role or lacks its content, or `chat_template_kwargs` has an
-            argument of rendering itself.
+        ConfigError: the entry has pictures, or its conversations, tools or `chat_template_kwargs` cannot be read.
     """
 
     def __init__(
@@ -69,23 +69,22 @@ class Example:
         tokenizer: Any,
         entry: Entry,
         *,
+        template_variables: Mapping[str, Any] | None = None,
         generation_config: Any = None,
         report: Callable[[str], object] = logger.warning,
     ) -> None:
+        check_media(entry)
         self._tokenizer = tokenizer
         self._fields = {name: value for name, value in entry.items() if value is not None}
         self._absent = sorted(entry.keys() - self._fields.keys())
-        for name in _LISTS:
-            if isinstance(self._fields.get(name), list):
-                self._fields[name] = [_message(each) for each in self._fields[name]]
-                self._check_messages(name)
-        tools = self._fields.get("tools")
-        self._tools = _without_none(json.loads(tools) if isinstance(tools, str) else tools) or None
-        self._settings = _without_none(self._fields.get("chat_template_kwargs", {}))
-        if taken := sorted(_RESERVED & set(self._settings)):
-            raise ConfigError(f"chat_template_kwargs has {taken[0]}, which is no variable of the chat template.")
+        for name in (name for name in _LISTS if name in self._fields):
+            messages = self._fields[name] = read_messages(name, self._fields[name])
+            if isinstance(messages, list):
+                check_roles(f" of {name}", messages, tokenizer.chat_template)
+        tools = read_tools(self._fields) or None
+        variables = {**(template_variables or {}), **read_template_variables(self._fields)}
         self._report = report
-        self._imitation = Imitation(tokenizer, self._tools, self._settings, generation_config, report)
+        self._imitation = Imitation(tokenizer, tools, variables, generation_config, report)
 
     def pair(self) -> Experience:
         """The preference pair of prompt, chosen and rejected.
@@ -152,19 +151,6 @@ class Example:
             f"{self._columns()}."
         )
 
-    def _check_messages(self, name: str) -> None:
-        """Refuse a role that is neither common nor one that the chat template names, and a turn without its content."""
-        template = str(self._tokenizer.chat_template)
-        for turn, message in enumerate(self._fields[name]):
-            role = message.get("role", "user")  # without one it is refused when it is rendered
-            if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
-                raise ConfigError(
-                    f"turn {turn} of {name}: {unknown_name('role', str(role), _ROLES)} Others are those that the chat "
-                    "template names."
-                )
-            if role in ("system", "developer", "user") and "content" not in message:
-                raise ConfigError(f"turn {turn} of {name}, of role '{role}', has no content: give it.")
-
     def _check_learned(self, name: str, value: Any) -> None:
         """Refuse a column that is empty, or has an empty turn of the assistant; an empty `rejected` may be meant."""
         if isinstance(value, str | list) and not value:
@@ -208,21 +194,6 @@ class Example:
         return begin, both
 
 
-def _message(message: Any) -> Any:
-    """A message by OpenAI's names, where it has others, and without what a dataset fills in."""
-    if not isinstance(message, Mapping):
-        raise ConfigError(f"a message is {{role, content}}, not {message!r}.")
-    names = {"from": "role", "value": "content"}
-    return {names.get(name, name): value for name, value in _without_none(message).items()}
-
-
-def _without_none(value: Any) -> Any:
-    """Without the keys of mappings, however deep, that a dataset has added for other entries' sake."""
-    if isinstance(value, Mapping):
-        return {name: _without_none(each) for name, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list) else value
-
-
 # -- all entries -------------------------------------------------------------------------------------------------------
 
 
@@ -238,46 +209,38 @@ def read_examples(
         overlong: `refuse`, `drop` or `truncate` a longer one; how many is logged.
 
     Raises:
-        ConfigError: an entry is no example, or too long (the message names the first few, and counts them); or none is
-            left.
+        ConfigError: entries are no examples, or too long (the message names the first five, and counts them); or none
+            is left.
     """
     examples: list[Experience] = []
-    wrong: list[str] = []
-    reason: Exception | None = None  # of the first of them
-    found = 0
-    for index, entry in enumerate(entries):
+    longer = 0
+
+    def read(index: int) -> None:
+        nonlocal longer
         try:
-            one = example(entry)
-            if (length := _length(one)) > most and overlong == "refuse":
+            one = example(entries[index])
+        except ExperienceError as error:
+            raise ConfigError(str(error)) from error
+        one.eid = EID(suffix=f"{index}")
+        if (length := _length(one)) > most:
+            if overlong == "refuse":
                 raise ConfigError(
                     f"{length} tokens, more than {most} (buffer.dataset.max_length): give more, or set "
                     "buffer.dataset.overlong=drop or truncate."
                 )
-        except (ConfigError, ExperienceError, json.JSONDecodeError) as error:
-            wrong.append(place_of(entries, index))
-            reason = reason or error
-            continue
-        one.eid = EID(suffix=f"{index}")
-        if length > most:
-            found += 1
+            longer += 1
             if overlong == "drop" or not _cut(one, most):
-                continue
+                return
         examples.append(one)
-    if wrong:
-        count = f" {len(wrong)} of {len(entries)} entries are refused: {some_of(wrong)}." if len(wrong) > 1 else ""
-        raise ConfigError(f"{where}, {wrong[0]}: {reason}{count}") from reason
-    if found:
-        kept = found - (len(entries) - len(examples))
+
+    check_rows(where, len(entries), read, partial(place_of, entries))
+    if longer:
+        cut = longer - (len(entries) - len(examples))
         logger.warning("%s: %d of %d examples have more than %d tokens; %d of them are cut off, the others left out.",
-                       where, found, len(entries), most, kept)  # fmt: skip
+                       where, longer, len(entries), most, cut)  # fmt: skip
     if not examples:
         raise ConfigError(f"{where} has no examples of at most {most} tokens.")
     return examples
-
-
-def some_of(places: Sequence[str]) -> str:
-    """The first few of several places, for a message."""
-    return ", ".join(places[:MOST_NAMED]) + ", ..." * (len(places) > MOST_NAMED)
 
 
 def _length(example: Experience) -> int:
@@ -339,21 +302,22 @@ class ExampleReader(CursorReader):
         return [Item(self._examples[index], (place,)) for place, index in places]
 
 
-def examples_of(buffer: BufferConfig, path: str, split: str, model: str, pairs: bool) -> list[Experience]:
-    """The examples of a dataset for a model, `pairs` or responses; errors as `read_examples`."""
-    tokenizer = load_tokenizer(model)
+def examples_of(config: TrainConfig, path: str, split: str, pairs: bool) -> list[Experience]:
+    """The examples of a dataset for a run's model, `pairs` or responses; errors as `read_examples`."""
+    buffer, tokenizer = config.buffer, load_tokenizer(config.model.name)
     kind = Example.pair if pairs else Example.response
     entries: Any = dataset_entries(path, split, buffer.dataset.subset, as_text=True)
     most = buffer.dataset.max_length or tokenizer.model_max_length
     where = f"dataset '{path}'"
     if not pairs:
         _warn_of_unused(entries, where)
-    generation_config = load_generation_config(model)
+    generation_config = load_generation_config(config.model.name)
     habits: Counter[str] = Counter()
 
     def example(entry: Entry) -> Experience:
         reported: set[str] = set()
-        made = kind(Example(tokenizer, entry, generation_config=generation_config, report=reported.add))
+        settings = {"template_variables": config.model.chat_template_kwargs, "generation_config": generation_config}
+        made = kind(Example(tokenizer, entry, **settings, report=reported.add))
         habits.update(reported)
         return made
 
@@ -404,7 +368,7 @@ def held_out_of_run(
         # A slice is of the dataset that is trained on; another is measured whole.
         split = settings.split or "+".join(names_of(config.buffer.dataset.split))
         path = settings.path or str(config.buffer.path)
-        trained, held_out = examples, examples_of(config.buffer, path, split, config.model.name, pairs)
+        trained, held_out = examples, examples_of(config, path, split, pairs)
     else:
         count = round(settings.share * len(examples))
         if not 0 < count < len(examples):

@@ -1,8 +1,6 @@
 """Training on experiences out of a reader: without an explorer (SFT, DPO, offline RL), or beside its rollouts."""
 
 import copy
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +15,7 @@ import torch
 from trinity_lightning.buffer.datamodule import UnmovedDataModule
 from trinity_lightning.buffer.reader import BufferReader, create_reader
 from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.messages import Conversation, check_roles
 from trinity_lightning.common.optimizer_batch import IS_EXPERT, OptimizerBatch
 from trinity_lightning.config.checkpoints import resume_command
 from trinity_lightning.config.models import load_generation_config, load_tokenizer
@@ -26,7 +25,7 @@ from trinity_lightning.errors import ConfigError, StorageError
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.models.imitation import Imitation
 from trinity_lightning.explorer.models.turns import common_length
-from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
+from trinity_lightning.explorer.tasks.task import Task, conversation_of, prompt_text_of
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ def offline_data_module(
         from trinity_lightning.buffer.dataset import ExampleReader, examples_of, held_out_of_run
 
         settings = config.buffer.dataset
-        examples = examples_of(config.buffer, str(config.buffer.path), settings.split, config.model.name, pairs)
+        examples = examples_of(config, str(config.buffer.path), settings.split, pairs)
         if settings.held_out.given:
             examples, held_out = held_out_of_run(config, examples, pairs)
         reader = ExampleReader.of_run(config, examples)
@@ -355,9 +354,14 @@ def expert_data(config: TrainConfig) -> ExpertData:
     """
     expert = config.buffer.expert
     if expert.storage == "dataset":
-        taskset = Taskset.from_config(expert.dataset)
-        tokenizer, generation = load_tokenizer(config.model.name), load_generation_config(config.model.name)
-        reader: BufferReader = AnswerReader(taskset, tokenizer, config.workflow.args, generation)
+        taskset = Taskset.from_config(expert.dataset, answered=True)
+        reader: BufferReader = AnswerReader(
+            taskset,
+            load_tokenizer(config.model.name),
+            config.workflow.args,
+            load_generation_config(config.model.name),
+            config.model.chat_template_kwargs,
+        )
     else:
         reader = create_reader(BufferConfig(storage=expert.storage, path=expert.path, url=expert.url))
     return ExpertData(reader, expert.per_step)
@@ -366,8 +370,8 @@ def expert_data(config: TrainConfig) -> ExpertData:
 class AnswerReader(BufferReader):
     """A dataset's answers as the responses of an expert, in the taskset's order, without end.
 
-    The prompt is rendered as single-turn workflows render it. The response is the entry's answer, or, if a
-    conversation ends with the assistant, that message, as the chat template shows it; its last token ends it, for the
+    The prompt is rendered as single-turn workflows render it. The response is the last message of a conversation that
+    ends with the assistant, or else the entry's answer, as the chat template shows it; its last token ends it, for the
     policy to learn where to stop.
 
     Args:
@@ -375,9 +379,10 @@ class AnswerReader(BufferReader):
         tokenizer: the policy's.
         workflow_args: of the run's workflow, for its system prompt.
         generation_config: the policy's, for its end tokens.
+        template_variables: of the chat template; those of an entry win.
 
     Raises:
-        ConfigError: entries have no answer; the message names the first of them.
+        ConfigError: entries have no answer; the message names the first five.
     """
 
     def __init__(
@@ -386,52 +391,46 @@ class AnswerReader(BufferReader):
         tokenizer: Any,
         workflow_args: Mapping[str, Any] | None = None,
         generation_config: Any = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> None:
         self._taskset, self._tokenizer, self._generation_config = taskset, tokenizer, generation_config
         self._reported: set[str] = set()
         self._workflow_args = dict(workflow_args or {})
-        missing, content = [], hashlib.sha256()
-        for i, raw in enumerate(taskset):
-            messages, answer = self._conversation(raw)
-            if not messages or not answer.strip():
-                missing.append(taskset.place(i))
-            # The entry itself: the system prompt may change. What is no JSON counts by its type alone, as its text may
-            # be an address in memory.
-            said = [raw.get(key) for key in ("messages", "prompt", "answer")]
-            content.update(json.dumps(said, skipkeys=True, default=lambda value: type(value).__name__).encode())
-        self._source = content.hexdigest()[:16]
-        if missing:  # which shows now, not in the middle of a run
-            from trinity_lightning.buffer.dataset import some_of
+        self._template_variables = dict(template_variables or {})
+        taskset.check_entries(self._check)  # what is wrong shows now, not in the middle of a run
 
+    def _check(self, raw: dict[str, Any]) -> None:
+        conversation, answer = self._conversation(raw)
+        check_roles(" of the conversation", conversation, self._tokenizer.chat_template)
+        if not conversation or not answer["content"].strip():
             raise ConfigError(
-                f"expert data '{taskset.name}', {some_of(missing)}: no answer ({len(missing)} of {len(taskset)} "
-                "entries). Set buffer.expert.dataset.answer_field to the field with the response, end `messages` with "
+                "no answer: set buffer.expert.dataset.answer_field to the field with the response, end `messages` with "
                 "it, or leave such entries out."
             )
 
     def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
         return [self._experience(raw) for raw in self._taskset.next_batch(count)]
 
-    def _conversation(self, raw: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """The prompt's messages, and the answer: empty if there is none."""
-        messages = messages_of(Task("simple", raw, workflow_args=self._workflow_args))
+    def _conversation(self, raw: dict[str, Any]) -> tuple[Conversation, dict[str, Any]]:
+        """The prompt, and the assistant's message, whose content is empty if there is none."""
+        arguments, variables = self._workflow_args, self._template_variables
+        conversation = conversation_of(Task("simple", raw, workflow_args=arguments, chat_template_kwargs=variables))
+        if conversation[-1]["role"] == "assistant":
+            return conversation.without_last(), {"content": "", **conversation[-1]}
         answer = raw.get("answer")
-        if answer is None and messages[-1]["role"] == "assistant":
-            *messages, last = messages
-            answer = last.get("content")
-        return messages, "" if answer is None else str(answer)
+        return conversation, {"role": "assistant", "content": "" if answer is None else str(answer)}
 
     def _experience(self, raw: dict[str, Any]) -> Experience:
-        messages, answer = self._conversation(raw)
-        imitation = Imitation(self._tokenizer, generation_config=self._generation_config, report=self._report)
-        prompt, tokens = imitation.completion(messages, [{"role": "assistant", "content": answer}])
+        conversation, answer = self._conversation(raw)
+        rendering = conversation.tools, conversation.template_variables, self._generation_config
+        prompt, tokens = Imitation(self._tokenizer, *rendering, self._report).completion(conversation, [answer])
         return Experience(
             eid=EID(suffix=f"{self._taskset.name}-{raw['task_index']['index']}"),
             tokens=tokens,
             prompt_length=common_length(prompt, tokens),
             info={"task_index": raw["task_index"]},
-            prompt_text=prompt_text_of(messages),
-            response_text=answer,
+            prompt_text=prompt_text_of(conversation),
+            response_text=answer["content"],
         )
 
     def _report(self, habit: str) -> None:
@@ -441,17 +440,12 @@ class AnswerReader(BufferReader):
             logger.warning("expert data '%s': %s (said once).", self._taskset.name, habit)
 
     def state_dict(self) -> dict[str, Any]:
-        """The taskset's cursor, and whose it is."""
-        return self._taskset.state_dict() | {"source": self._source}
+        """The taskset's cursor."""
+        return self._taskset.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; a ConfigError if that was of other data."""
-        cursor = dict(state)
-        if cursor.pop("source", self._source) != self._source:  # which not every earlier version had
-            raise ConfigError(
-                "buffer.expert.dataset: its prompts and answers are not those that the checkpoint was trained on: give "
-                "the path it was saved with, or begin a new run."
-            )
+        cursor = {name: value for name, value in state.items() if name != "source"}  # which earlier versions had
         try:
             self._taskset.load_state_dict(cursor)
         except ConfigError as error:

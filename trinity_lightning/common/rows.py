@@ -1,5 +1,6 @@
 """Rows of data that cannot be used: refused together, the first few by place and reason."""
 
+import itertools
 from collections.abc import Callable
 
 from trinity_lightning.errors import ConfigError
@@ -19,17 +20,20 @@ def check_rows(where: str, count: int, check: Callable[[int], object], place: Ca
     Raises:
         ConfigError: some rows are bad; it names the first five by place and reason, and counts them.
     """
-    reasons: dict[int, ConfigError] = {}
+    errors: dict[int, ConfigError] = {}
     for index in range(count):
         try:
             check(index)
         except ConfigError as error:
-            reasons[index] = error
-    if not reasons:
+            errors[index] = error
+    if not errors:
         return
-    named = [f"{place(index)}: {reasons[index]}" for index in list(reasons)[:MOST_NAMED]]
-    first = next(iter(reasons.values()))
-    if len(reasons) == 1:
-        raise ConfigError(f"{where}, {named[0]}") from first
-    more = f" And {len(reasons) - MOST_NAMED} more." if len(reasons) > MOST_NAMED else ""
-    raise ConfigError(f"{where}: {len(reasons)} of {count} entries are refused. {' '.join(named)}{more}") from first
+    places: dict[str, list[str]] = {}  # by reason
+    for index, error in itertools.islice(errors.items(), MOST_NAMED):
+        places.setdefault(str(error), []).append(place(index))
+    named = " ".join(f"{', '.join(which)}: {reason}" for reason, which in places.items())
+    first = next(iter(errors.values()))
+    if len(errors) == 1:
+        raise ConfigError(f"{where}, {named}") from first
+    more = f" And {len(errors) - MOST_NAMED} more." if len(errors) > MOST_NAMED else ""
+    raise ConfigError(f"{where}: {len(errors)} of {count} entries are refused. {named}{more}") from first

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from trinity_lightning import config as late
+from trinity_lightning.config.chat_template import check_template_variables
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked, part_config
 from trinity_lightning.config.values import AUTO, number, one_of, text, whole_number
@@ -95,6 +96,9 @@ class ModelConfig(Section, key="model"):
         thoughts: [opening, closing] marker of the model's thoughts, where they are none of the field's, such as <think>
             and </think>: what stands before the last closing marker is no answer, and a response that is cut off in its
             thoughts has given none. Given, they replace the field's; null: those, and what the tokenizer has.
+        chat_template_kwargs: variables of the chat template, such as {enable_thinking: false}, for rollouts,
+            evaluations, expert data and examples of a dataset; a `chat_template_kwargs` of an entry wins, key by key.
+            Judges and teachers are not given them.
     """
 
     name: str = MISSING
@@ -105,6 +109,7 @@ class ModelConfig(Section, key="model"):
     attn_implementation: str = "sdpa"
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     thoughts: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,6 +118,7 @@ class ModelConfig(Section, key="model"):
                 f"model.thoughts is {self.thoughts!r}; give [opening, closing], two different texts, such as "
                 "['<think>', '</think>']."
             )
+        self.chat_template_kwargs = check_template_variables("model.chat_template_kwargs", self.chat_template_kwargs)
 
 
 @dataclass

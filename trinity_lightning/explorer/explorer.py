@@ -77,6 +77,7 @@ class TaskSource:
         workflow_args: the workflow's settings.
         repeat_times: rollouts a task; an `Explorer` trains with its `explorer.repeat_times` instead.
         reward_solved: as `Task.reward_solved`, for pass@k and for the order `by_difficulty`.
+        chat_template_kwargs: variables of the chat template, as `Task.chat_template_kwargs`.
 
     Raises:
         ConfigError: no taskset, an unknown workflow or reward, an argument that the workflow refuses, or entries
@@ -90,6 +91,7 @@ class TaskSource:
     workflow_args: Mapping[str, Any] = field(default_factory=dict)
     repeat_times: int = 1
     reward_solved: Mapping[str, float] | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.taskset, TaskSelection):
@@ -100,18 +102,19 @@ class TaskSource:
         reward_fn = getattr(workflow, "default_reward", None) if self.reward_fn is None else self.reward_fn
         rewards = resolve_rewards(reward_fn)
         reads_answer = workflow.__module__.startswith(f"{__package__}.")  # one's own may find the answer elsewhere
-        self._check_entries(rewards, reads_answer)
+        self._check_entries(workflow, rewards, reads_answer)
 
-    def _check_entries(self, rewards: Sequence[Reward], reads_answer: bool) -> None:
-        """Refuse entries that a reward function cannot judge by, all of them in one message for each taskset.
+    def _check_entries(self, workflow: type[Workflow], rewards: Sequence[Reward], reads_answer: bool) -> None:
+        """Refuse entries that the workflow cannot try, or a reward function cannot judge by, together for each taskset.
 
-        A reward function says so itself, by an attribute `check_task`: a function that raises a ConfigError for a raw
-        task. One that compares with the answer (an attribute `reads_answer`) needs one, unless a workflow of one's own
-        may find it elsewhere.
+        Either says so itself, by an attribute `check_task`: a function that raises a ConfigError for a raw task. A
+        reward function that compares with the answer (an attribute `reads_answer`) needs one, unless a workflow of
+        one's own may find it elsewhere.
         """
         judging = [reward for reward in rewards if reads_answer or not _compares(reward)]
         comparing = [reward.name for reward in judging if _compares(reward)]
-        checks = [check for reward in judging if (check := getattr(reward.function, "check_task", None))]
+        parts = [workflow, *(reward.function for reward in judging)]
+        checks = [check for part in parts if (check := getattr(part, "check_task", None))]
 
         def check_entry(raw_task: dict[str, Any]) -> None:
             if comparing and ANSWER not in raw_task:
@@ -138,6 +141,14 @@ class TaskSource:
         """Every task once, to evaluate on."""
         return [self._task(raw, self.repeat_times, is_eval=True) for raw in self.taskset]
 
+    def forget_failed(self, tasks: Sequence[Task], experiences: Sequence[Experience]) -> None:
+        """Let the tasksets forget tasks that gave no experience: their entries may be repaired before a resume."""
+        gave = {_place(experience.info) for experience in experiences}
+        for place in {_place(task.raw_task) for task in tasks} - gave:
+            if place is not None:
+                taskset, index = place
+                self.taskset.tasksets[taskset].forget(index)
+
     def _task(self, raw_task: dict[str, Any], repeat_times: int, is_eval: bool) -> Task:
         return Task(
             workflow=self.workflow,
@@ -148,7 +159,14 @@ class TaskSource:
             workflow_args=self.workflow_args,
             reward_fn=self.reward_fn,
             reward_solved=self.reward_solved,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
+
+
+def _place(info: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Taskset and index of the task that a raw task or an experience is of; None if that is not known."""
+    origin = info.get("task_index")
+    return None if origin is None else (origin["taskset_id"], origin["index"])
 
 
 @dataclass(eq=False)
@@ -208,6 +226,7 @@ class StepRollouts:
         statuses, experiences = await self.run(tasks, self.step)
         self._seconds += time.perf_counter() - start
         self.source.taskset.update(pass_rates(experiences, self.reward_solved))
+        self.source.forget_failed(tasks, experiences)
         self._unshaped += map(copy.copy, experiences)
         self._statuses += statuses
         self._tried += len(tasks)

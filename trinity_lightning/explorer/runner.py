@@ -17,7 +17,7 @@ from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.config.values import as_float
 from trinity_lightning.errors import RewardError, RolloutError
 from trinity_lightning.explorer.models.bound import BoundModel
-from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.tasks.task import Task, template_variables_of
 from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow, resolve_workflow
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,13 @@ class _BoundWorkflow:
         self.task = task
         self.run = run
         workflow_class = resolve_workflow(task.workflow)
-        self.view = self._bind(runner, runner.model, sampling=task.rollout_args, trained=not task.is_eval)
+        self.view = self._bind(
+            runner,
+            runner.model,
+            sampling=task.rollout_args,
+            trained=not task.is_eval,
+            template_variables=template_variables_of(task),
+        )
         self.views: list[Any] = [self.view, *(self._bind(runner, model) for model in runner.auxiliary_models or ())]
         self.is_blocking = not inspect.iscoroutinefunction(workflow_class.run)
         if self.is_blocking:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.config.schema import DEFAULT_TEMPERATURE, check_trained_sampling
 
@@ -29,6 +30,8 @@ class BoundModel:
         batch, task, run: which run this is; seeds follow from them and from the number of calls before.
         sampling: settings that a call does not give itself; None values leave the engine's default.
         trained: whether its samples are trained on, so that they must come from the policy's whole distribution.
+        template_variables: what the chat template is given of every conversation, which may have others; None: of none,
+            as the variables of a task's conversation are the policy's alone.
     """
 
     enable_history = True
@@ -43,9 +46,11 @@ class BoundModel:
         run: int,
         sampling: Mapping[str, Any] | None = None,
         trained: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> None:
         self._model, self.max_model_len = model, model.max_model_len
         self._trained = trained
+        self._template_variables = template_variables
         self._temperatures: set[float] = set()
         self._identity = (run_seed, batch, task)
         self._run = run
@@ -78,12 +83,20 @@ class BoundModel:
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
     ) -> list[Completion]:
-        return await self._model.chat(messages, tools=tools, n=n, **self._next_call(sampling))
+        return await self._model.chat(self._conversation(messages), tools=tools, n=n, **self._next_call(sampling))
 
     async def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
     ) -> list[int]:
-        return await self._model.render(messages, tools, so_far)
+        return await self._model.render(self._conversation(messages), tools, so_far)
+
+    def _conversation(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with the variables of the chat template that the run's conversations have."""
+        conversation = Conversation.of(messages)
+        if self._template_variables is None:
+            return Conversation(conversation, conversation.tools)
+        variables = {**self._template_variables, **conversation.template_variables}
+        return Conversation(conversation, conversation.tools, variables)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return await self._model.logprobs(token_ids)

@@ -6,6 +6,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from trinity_lightning.common.messages import Conversation, check_roles
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import call_of_message, format_tool_call
 from trinity_lightning.explorer.models.turns import PLACEHOLDER, QUESTION, in_parts, takes_parts, turn_end
@@ -26,17 +27,23 @@ def render_chat(
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        messages: as OpenAI's API has them, content as text.
-        tools: functions on offer, as OpenAI's API describes them.
+        messages: as OpenAI's API has them, content as text; a `Conversation` has tools and variables of the template.
+        tools: functions on offer, as OpenAI's API describes them, in place of the conversation's.
         so_far: token ids of the conversation before `messages`, which end with a response; the result begins with them.
         generation_config: the model's, for its end tokens.
 
     Raises:
-        ConfigError: the template refuses the messages, or a content is no text.
+        ConfigError: the template refuses the messages, a role is unknown, or a content is no text.
     """
+    conversation = Conversation.of(messages, tools)
+    check_roles("", conversation, getattr(tokenizer, "chat_template", None))
     if so_far:
-        return continued(tokenizer, messages, tools, so_far, generation_config)
-    return apply_template(tokenizer, messages, tools, add_generation_prompt=True)
+        return continued(
+            tokenizer, messages, conversation.tools, so_far, generation_config, **conversation.template_variables
+        )
+    return apply_template(
+        tokenizer, messages, conversation.tools, add_generation_prompt=True, **conversation.template_variables
+    )
 
 
 def apply_template(

@@ -14,7 +14,9 @@ from typing import Any, NoReturn
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.messages import TEMPLATE_VARIABLES, Conversation
 from trinity_lightning.common.thoughts import answer_part
+from trinity_lightning.config.chat_template import check_template_variables
 from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.schema import NEUTRAL_SAMPLING
 from trinity_lightning.config.values import unknown_name
@@ -35,7 +37,7 @@ MODEL_ID = "policy"  # there is one model, which answers to any `model=`
 # Passed to the engine by the same name, unless they have the value that changes nothing.
 _TEXT = ("skip_special_tokens", "include_stop_str_in_output")  # vLLM's: how tokens become text
 _SAMPLING: dict[str, Any] = {**dict.fromkeys(("temperature", "stop", "seed", *_TEXT)), **NEUTRAL_SAMPLING}
-_OWN = ("messages", "model", "tools", "n", "max_tokens", "max_completion_tokens", "logprobs")
+_OWN = ("messages", "model", "tools", "n", "max_tokens", "max_completion_tokens", "logprobs", TEMPLATE_VARIABLES)
 # Understood, with these values only.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "stream": (False, None),
@@ -50,6 +52,7 @@ _IGNORED = ("user", "metadata", "store", "parallel_tool_calls", "return_token_id
 class ChatCompletions:
     """Answers requests of OpenAI's chat completions API with a model.
 
+    As vLLM's server does, it takes variables of the chat template: `extra_body={"chat_template_kwargs": {...}}`.
     A response also carries the exact tokens, which OpenAI's API does not: `response.prompt_token_ids`, and for each
     choice `choice.token_ids`, `choice.token_logprobs` and `choice.answer`: what stands behind its thoughts, null if it
     was cut off in them.
@@ -89,7 +92,8 @@ class ChatCompletions:
         _check(body)
         messages, n = body["messages"], body.get("n") or 1
         tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
-        prompt = await self._model.render(messages, tools)
+        variables = check_template_variables(TEMPLATE_VARIABLES, body.get(TEMPLATE_VARIABLES) or {})
+        prompt = await self._model.render(Conversation(messages, tools, variables), tools)
         settings = {name: body[name] for name, neutral in _SAMPLING.items() if body.get(name) not in (None, neutral)}
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or self._sampling.get("max_tokens")
         # As in OpenAI's API: without a limit, up to the end of the context.

@@ -78,10 +78,6 @@ class FileEntries:
             row = {name: cell if name in self._text else _value(cell) for name, cell in row.items()}
         return dict.fromkeys(self._columns) | row
 
-    @property
-    def checksum(self) -> int:
-        return zlib.crc32(self._places[:, 4].tobytes())
-
     def place(self, index: int) -> str:
         """Where a row is, for messages."""
         number, _, _, line, _ = map(int, self._places[index])

@@ -187,15 +187,15 @@ NAME_OF_EARLIER_VERSIONS = "addition"
 
 def check_state(name: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """ConfigError if a saved state is not of this taskset, whose `own` state is given; it says what differs."""
-    state = {"content": own["content"], **state}  # older checkpoints have none
     if state.get("name") == NAME_OF_EARLIER_VERSIONS:
-        state["name"] = own["name"]
-    if state.keys() != own.keys():
+        state = {**state, "name": own["name"]}
+    expected = own.keys() - {"seen"}  # which earlier versions lack: they had a checksum of everything, `content`
+    if state.keys() - {"seen", "content"} != expected:
         raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(own)}.")
     different = [
-        "content (entries have changed)" if key == "content" else f"{key} {state[key]!r} -> {own[key]!r}"
+        f"{key} {state[key]!r} -> {own[key]!r}"
         for key in own
-        if key not in ("position", "difficulty") and state[key] != own[key]
+        if key not in ("position", "difficulty", "seen") and state[key] != own[key]
     ]
     if different:
         raise ConfigError(

@@ -16,6 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trinity_lightning.common.messages import (
+    check_asks,
+    check_media,
+    read_messages,
+    read_template_variables,
+    read_tools,
+)
 from trinity_lightning.config.stored import FILE_FORMATS, check_dataset_path
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
@@ -76,12 +83,10 @@ class ReasoningGymEntries:
         self._seed = seed
         self._config = config
 
-    @property
-    def checksum(self) -> int | None:
-        """Of what makes the entries, if they may be others in the process that resumes a run; else None."""
-        if self._name not in BY_HASH_SEED:
-            return None
-        return zlib.crc32(json.dumps([self._name, self._config], sort_keys=True, default=str).encode())
+    def checksum(self, index: int) -> int:
+        """Checksum of an entry, or of what makes it if it may be another in the process that resumes a run."""
+        made_of = [self._name, self._config, self._seed + index] if self._name in BY_HASH_SEED else self[index]
+        return zlib.crc32(json.dumps(made_of, sort_keys=True, default=str).encode())
 
     def __len__(self) -> int:
         return self._size
@@ -337,6 +342,9 @@ def check_files(tasksets: Iterable["TasksetConfig"]) -> None:
 # -- what of an entry is the prompt, the answer and the conversation ---------------------------------------------------
 
 
+CONVERSATIONS = "conversations"  # what some datasets call messages
+
+
 @dataclass(frozen=True)
 class Formatter:
     """Turns an entry into a raw task: its other fields as they are, and these three.
@@ -346,30 +354,36 @@ class Formatter:
     - `answer`: the reference answer, if there is one.
 
     A field named here (other than by the default) has to be there; `reward_model.ground_truth` is one within a field.
-    Where neither the prompt's nor the messages' field is named, `prompt` is taken before `messages`. A prompt that is a
-    list is a conversation.
+    Where neither the prompt's nor the messages' field is named, `prompt` is taken before `messages`, and this before
+    `conversations`. A prompt that is a list, or JSON text of one, is a conversation.
 
     Attributes:
         prompt_field, answer_field, messages_field: names of an entry's fields.
         system_prompt: first message of every conversation, in place of the entry's own; None changes nothing.
+        answered: whether a conversation may end with the assistant, as one of an expert does.
     """
 
     prompt_field: str = PROMPT
     answer_field: str = ANSWER
     messages_field: str = MESSAGES
     system_prompt: str | None = None
+    answered: bool = True
 
     def __call__(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """The raw task of one entry; the entry is left as it is.
 
         Raises:
-            ConfigError: a field is missing, empty, or neither text nor a conversation.
+            ConfigError: a field is missing, empty, or neither text nor a conversation; the entry has pictures; or its
+                tools or chat_template_kwargs cannot be read.
         """
         fields = dict(entry)
         for default in (PROMPT, ANSWER, MESSAGES):
             field = getattr(self, f"{default}_field")
             if field != default and field not in entry:
                 fields[field] = _nested_field(entry, field, f"{default}_field")
+        check_media(entry)
+        read_tools(entry)
+        read_template_variables(entry)
         task = {key: value for key, value in entry.items() if key not in (PROMPT, ANSWER, MESSAGES)}
         task |= self._conversation(fields)
         if fields.get(self.answer_field) is not None:
@@ -379,22 +393,34 @@ class Formatter:
     def _conversation(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """`prompt` if it is text, `messages` if it is not or a system prompt comes before it."""
         field = self._conversation_field(entry)
-        if isinstance(entry[field], str):
-            task: dict[str, Any] = {PROMPT: entry[field]}
+        conversation = read_messages(field, entry[field])
+        task: dict[str, Any] = {}
+        if isinstance(conversation, str):
+            task[PROMPT] = conversation
             if self.system_prompt is None:
                 return task
-            messages = [{"role": "user", "content": entry[field]}]
-        else:
-            task = {}
-            messages = _checked_messages(field, entry[field])
+            conversation = [{"role": "user", "content": conversation}]
+        self._check(field, conversation)
         if self.system_prompt is not None:
-            rest = messages[1:] if messages[0]["role"] == "system" else messages
-            messages = [{"role": "system", "content": self.system_prompt}, *rest]
-        return task | {MESSAGES: messages}
+            rest = conversation[1:] if conversation[0]["role"] == "system" else conversation
+            conversation = [{"role": "system", "content": self.system_prompt}, *rest]
+        return task | {MESSAGES: conversation}
+
+    def _check(self, field: str, conversation: object) -> None:
+        """Refuse what is no conversation, and one that does not end where the policy goes on."""
+        if not isinstance(conversation, list):
+            raise ConfigError(
+                f"field '{field}' holds {type(conversation).__name__}: a prompt is text, or a list of "
+                '{"role": ..., "content": ...} messages.'
+            )
+        if not any(message.get("content", "").strip() for message in conversation):
+            raise ConfigError(f"field '{field}' is empty: every entry needs a prompt or messages.")
+        if not self.answered:
+            check_asks(field, conversation)
 
     def _conversation_field(self, entry: Mapping[str, Any]) -> str:
         defaults = ((self.prompt_field, PROMPT), (self.messages_field, MESSAGES))
-        candidates = [field for field, default in defaults if field != default] or [PROMPT, MESSAGES]
+        candidates = [field for field, default in defaults if field != default] or [PROMPT, MESSAGES, CONVERSATIONS]
         present = [field for field in candidates if field in entry]
         if not present:
             fields, match = ", ".join(sorted(map(str, entry))), nearest(candidates[0], map(str, entry))
@@ -403,7 +429,8 @@ class Formatter:
                 f"prompt_field={match or 'NAME'}, or of a conversation, messages_field=NAME."
             )
         for name in present:
-            if entry[name]:
+            value = entry[name]
+            if value.strip() if isinstance(value, str) else value:
                 return name
         raise ConfigError(f"field '{present[0]}' is empty: every entry needs a prompt or messages.")
 
@@ -423,14 +450,3 @@ def _nested_field(entry: Mapping[str, Any], name: str, key: str) -> Any:
             raise ConfigError(f"{hint} Correct {key}.")
         value = value[part]
     return value
-
-
-def _checked_messages(field: str, source: object) -> list[dict[str, Any]]:
-    if not isinstance(source, list) or not all(
-        isinstance(message, Mapping) and "role" in message for message in source
-    ):
-        raise ConfigError(
-            f"field '{field}' holds {type(source).__name__}: a prompt is text, or a list of "
-            '{"role": ..., "content": ...} messages.'
-        )
-    return [dict(message) for message in source]

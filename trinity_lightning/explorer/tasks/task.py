@@ -6,6 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trinity_lightning.common.messages import (
+    Conversation,
+    check_asks,
+    read_messages,
+    read_template_variables,
+    read_tools,
+)
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +43,7 @@ class Task:
             None: see `common.solved.criterion_of`.
         batch_id: the explore step ("<step>/<taskset>" in an evaluation); set by the scheduler.
         task_id: position in the batch; set by the scheduler.
+        chat_template_kwargs: variables of the chat template; those of the entry (a field of the same name) win.
 
     Raises:
         ConfigError: repeat_times below 1, arguments that are no mappings, or a sampling setting that is not the task's.
@@ -51,11 +59,12 @@ class Task:
     reward_solved: Mapping[str, float] | None = field(default=None, kw_only=True)
     batch_id: int | str = ""
     task_id: int | str = ""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.repeat_times, int) or self.repeat_times < 1:
             raise ConfigError(f"Task.repeat_times must be an integer of at least 1, not {self.repeat_times!r}.")
-        for name in ("raw_task", "rollout_args", "workflow_args"):
+        for name in ("raw_task", "rollout_args", "workflow_args", "chat_template_kwargs"):
             value = getattr(self, name)
             if not isinstance(value, Mapping):
                 raise ConfigError(f"Task.{name} must be a mapping, not {type(value).__name__}.")
@@ -67,24 +76,38 @@ class Task:
 # -- its conversation -------------------------------------------------------------------------------------------------
 
 
-def messages_of(task: Task) -> list[dict[str, Any]]:
-    """The conversation that a task's entry begins.
+def messages_of(task: Task) -> Conversation:
+    """The conversation that a task's entry begins, with its tools and the variables of the chat template.
 
     Raises:
-        ConfigError: the entry has neither "messages" nor "prompt".
+        ConfigError: the entry has neither "messages" nor "prompt", they cannot be read, or they end with the assistant.
     """
-    messages, prompt = task.raw_task.get("messages"), task.raw_task.get("prompt")
-    if messages:
-        return [dict(message) for message in messages]
-    if not isinstance(prompt, str):
+    conversation = conversation_of(task)
+    check_asks(MESSAGES, conversation)
+    return conversation
+
+
+def conversation_of(task: Task) -> Conversation:
+    """As `messages_of`, of an entry that may end with the assistant's answer."""
+    conversation = read_messages(MESSAGES, task.raw_task.get(MESSAGES)) or read_messages(
+        PROMPT, task.raw_task.get(PROMPT)
+    )
+    if isinstance(conversation, str):
+        system = task.workflow_args.get("system_prompt")
+        opening = [{"role": "system", "content": system}] if system else []
+        conversation = [*opening, {"role": "user", "content": conversation}]
+    if not isinstance(conversation, list):
         fields = ", ".join(task.raw_task) or "none"
         raise ConfigError(
             f"a task's entry needs 'messages' or a 'prompt' text; it has: {fields}. "
             "Set the taskset's prompt_field or messages_field."
         )
-    system = task.workflow_args.get("system_prompt")
-    opening = [{"role": "system", "content": system}] if system else []
-    return [*opening, {"role": "user", "content": prompt}]
+    return Conversation(conversation, read_tools(task.raw_task), template_variables_of(task))
+
+
+def template_variables_of(task: Task) -> dict[str, Any]:
+    """The variables of the chat template that a task's conversations are rendered with."""
+    return {**task.chat_template_kwargs, **read_template_variables(task.raw_task)}
 
 
 def prompt_text_of(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import logging
 import random
 import zlib
 from abc import ABC, abstractmethod
@@ -13,17 +14,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trinity_lightning.common.rows import check_rows
+from trinity_lightning.common.messages import without_none
+from trinity_lightning.common.rows import MOST_NAMED, check_rows
 from trinity_lightning.config.schema import TASK_ORDERS, TasksetConfig
 from trinity_lightning.config.values import one_of, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, PROMPT
+
+logger = logging.getLogger(__name__)
 
 Format = Callable[[Mapping[str, Any]], dict[str, Any]]  # from an entry to a raw task
 
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
+MOST_GENERATED = 64  # of generated entries that are made again when a run is resumed
 # Of the split between train and held-out sums, and of nothing else: no other seed may move a sum across it.
 _SPLIT_SEED = 0
 
@@ -31,7 +36,8 @@ _SPLIT_SEED = 0
 class Entries(Protocol):
     """Entries by position: a list of dicts, a Hugging Face dataset, or a generator of entries by index.
 
-    A generator has an attribute `generated` that is true: only its first entry is looked at before a run begins.
+    A generator has an attribute `generated` that is true: only its first entry is looked at before a run begins. One
+    whose entries differ between processes has a method `checksum(index)` of what makes them.
     """
 
     def __len__(self) -> int: ...
@@ -189,6 +195,7 @@ class Taskset(TaskSelection):
             formatter = Formatter()
         self._formatter = formatter
         self._position = 0  # raw tasks handed out since the first epoch began
+        self._seen: dict[int, int] = {}  # checksum of each entry that was handed out, by its index
         self.check_entries(lambda _: None)  # what is wrong shows now, not in the middle of a run
         if order in ("sequential", "shuffled"):
             self._order = Order(len(entries), seed if order == "shuffled" else None)
@@ -220,8 +227,13 @@ class Taskset(TaskSelection):
         return cls(addition_entries(split, low, high, heldout), name=name, seed=seed, **{"formatter": dict, **options})
 
     @classmethod
-    def from_config(cls, config: TasksetConfig, epochs: int | None = None) -> Taskset:
+    def from_config(cls, config: TasksetConfig, epochs: int | None = None, answered: bool = False) -> Taskset:
         """The taskset that a configuration describes.
+
+        Args:
+            config: of the taskset.
+            epochs: how often the entries are handed out; None for without end.
+            answered: whether its conversations may end with the assistant's answer; see `Formatter`.
 
         Raises:
             ConfigError: an unknown source or argument, a path or size that is missing, or as the source says.
@@ -232,10 +244,10 @@ class Taskset(TaskSelection):
                 raise ConfigError(unknown_name(f"argument of source '{config.source}'", key, known))
         settings: dict[str, Any] = {"order": config.order, "seed": config.seed, "epochs": epochs}
         fields = (config.prompt_field, config.answer_field, config.messages_field, config.system_prompt)
-        if fields != (PROMPT, ANSWER, MESSAGES, None):
+        if config.source != "addition" or fields != (PROMPT, ANSWER, MESSAGES, None):
             from trinity_lightning.explorer.tasks.sources import Formatter
 
-            settings["formatter"] = Formatter(*fields)
+            settings["formatter"] = Formatter(*fields, answered)
         if config.source == "addition":
             return cls.addition(config.split, name=config.name, **settings, **config.args)
         from trinity_lightning.explorer.tasks.sources import taskset_of
@@ -273,14 +285,30 @@ class Taskset(TaskSelection):
         count = 1 if getattr(self._entries, "generated", False) else len(self)
         check_rows(f"taskset '{self.name}'", count, lambda index: check(self._raw_task(index)), self.place)
 
-    @functools.cached_property
-    def _content(self) -> int:
-        """A checksum: the entries' own if they have one, or else of some 64 of them, evenly spread."""
-        if (own := getattr(self._entries, "checksum", None)) is not None:
-            return own
-        entries = (self._entries[index] for index in range(0, len(self), max(len(self) // 64, 1)))
-        said = ([value for value in each.values() if isinstance(value, str | int | float | list)] for each in entries)
-        return zlib.crc32(json.dumps([*said], default=lambda value: type(value).__name__, skipkeys=True).encode())
+    def _checksum(self, index: int) -> int:
+        """Checksum of an entry: its own, if it has one, or of its values that are not null, those of columns as text.
+
+        A column that only other entries have, or whose type in CSV another entry decides, changes nothing.
+        """
+        if (checksum := getattr(self._entries, "checksum", None)) is not None:
+            return checksum(index)
+        entry = without_none(self._entries[index])
+        values = {name: str(value) if isinstance(value, int | float) else value for name, value in entry.items()}
+        return zlib.crc32(json.dumps(values, default=lambda value: type(value).__name__, skipkeys=True).encode())
+
+    def _check_seen(self, seen: Mapping[int, int]) -> None:
+        """Compare entries with those that a saved run was handed; of generated ones a few, evenly spread."""
+        indices = sorted(index for index in seen if self._seen.get(index) != seen[index])
+        if getattr(self._entries, "generated", False):
+            indices = indices[:: max(len(indices) // MOST_GENERATED, 1)]
+        changed = [index for index in indices if self._checksum(index) != seen[index]]
+        if changed:
+            places = ", ".join(map(self.place, changed[:MOST_NAMED])) + ", ..." * (len(changed) > MOST_NAMED)
+            raise ConfigError(
+                f"taskset '{self.name}' is not the one that was saved: of the entries that were tried {len(changed)} "
+                f"have changed ({places}), so that its cursor would point at other tasks. Resume with these entries as "
+                "they were (others may change), or start a new run."
+            )
 
     def place(self, index: int) -> str:
         """Where entry `index` is, for messages; see `place_of`."""
@@ -299,27 +327,33 @@ class Taskset(TaskSelection):
         end = self._position + n
         if self.epochs is not None:
             end = min(end, self.epochs * len(self))
-        batch = [self[index] for index in self._order.indices(self._position, end)]
+        indices = self._order.indices(self._position, end)
+        batch = [self[index] for index in indices]
+        self._seen |= {index: self._checksum(index) for index in indices}
         self._position = end
         return batch
+
+    def forget(self, index: int) -> None:
+        """Forget that an entry was handed out, as it gave nothing: a resumed run may have it repaired."""
+        self._seen.pop(index, None)
 
     def update(self, pass_rates: Mapping[str, Mapping[int, tuple[float, int]]]) -> None:
         self._order.update(pass_rates.get(self.name, {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and what it is a cursor of."""
+        """The cursor, and what it is a cursor of: of the entries themselves those that were handed out."""
         return {
             "name": self.name,
             "size": len(self),
             "seed": self.seed,
             "order": self.order,
-            "content": self._content,
             "position": self._position,
+            "seen": [list(self._seen), list(self._seen.values())],
             "difficulty": self._order.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the saved taskset stood.
+        """Go on where the saved taskset stood. Entries that were not handed out, or gave nothing, may have changed.
 
         Raises:
             ConfigError: the state is that of another taskset; the message says what differs.
@@ -327,5 +361,14 @@ class Taskset(TaskSelection):
         from trinity_lightning.explorer.tasks.selection import check_state
 
         check_state(self.name, state, self.state_dict())
+        if "seen" in state:
+            self._check_seen(seen := dict(zip(*state["seen"], strict=True)))
+            self._seen = seen
+        elif state["position"]:
+            logger.warning(
+                "taskset '%s': the checkpoint is of an earlier version and does not say which entries it was trained "
+                "on, so that they may have changed since.",
+                self.name,
+            )
         self._position = state["position"]
         self._order.load_state_dict(state["difficulty"])

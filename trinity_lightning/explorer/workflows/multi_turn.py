@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import Registry
@@ -75,6 +76,8 @@ class Exclusively:
 
 def as_messages(observation: Any) -> list[dict[str, Any]]:
     """An observation as messages; RolloutError: it is none."""
+    if isinstance(observation, Conversation):
+        return observation
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     if isinstance(observation, Mapping):
@@ -139,9 +142,14 @@ async def play(
     max_turns: int,
     tools: list[dict[str, Any]] | None = None,
 ) -> Episode:
-    """Play an episode: until the environment ends it, `max_turns` responses are made, or the context is full."""
-    episode = Episode(tools)
+    """Play an episode: until the environment ends it, `max_turns` responses are made, or the context is full.
+
+    Args:
+        tools: functions on offer; None: those of the environment's first observation, such as a task's conversation.
+    """
     asked = as_messages(await environment.call("reset", task))
+    tools = tools or Conversation.of(asked).tools or None
+    episode = Episode(tools)
     prompt = await model.render(asked, tools)
     while True:
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+from trinity_lightning.common.messages import read_tools
 from trinity_lightning.common.thoughts import split_thoughts
 from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import import_object
@@ -212,6 +213,15 @@ class ToolUseWorkflow(EpisodeWorkflow):
     name = "tool_use"
     arguments_class = ToolUseArguments
     default_reward = "math"
+
+    @classmethod
+    def check_task(cls, raw_task: Mapping[str, Any]) -> None:
+        """Refuse an entry with tools of its own, which could not be called."""
+        if read_tools(raw_task):
+            raise ConfigError(
+                "column 'tools' is not shown by workflow tool_use, which offers those of workflow.args.tools: leave "
+                "the column out, or rename it."
+            )
 
     def reset(self, task: Task) -> None:
         super().reset(task)

@@ -1,0 +1,233 @@
+"""One reader of conversations: what tasks, expert data and examples of a dataset are refused and read alike."""
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from trinity_lightning.buffer.dataset import Example
+from trinity_lightning.buffer.offline import AnswerReader
+from trinity_lightning.common.messages import Conversation, check_roles, read_messages
+from trinity_lightning.config.chat_template import RENDERING_ARGUMENTS
+from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.schema import TasksetConfig
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.models.chat import render_chat
+from trinity_lightning.explorer.tasks.task import Task, messages_of
+from trinity_lightning.explorer.tasks.taskset import Taskset
+
+ASK = {"role": "user", "content": "Name a bird."}
+TELL = {"role": "assistant", "content": "Wren."}
+TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ mood }}{% for m in messages %}"
+    "<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ ending }}{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    tokenizer = load_tokenizer("tiny")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def task_prompt(tokenizer: Any, entry: dict[str, Any], folder: Path) -> str:
+    """The prompt of a taskset's only row; its conversations end before the answer."""
+    entry = entry | {"messages": entry["messages"][:-1]}
+    (folder / "tasks.jsonl").write_text(json.dumps(entry))
+    taskset = Taskset.from_config(TasksetConfig(name="t", source="dataset", path=str(folder / "tasks.jsonl")))
+    return tokenizer.decode(render_chat(tokenizer, messages_of(Task("simple", taskset[0]))))
+
+
+def expert_prompt(tokenizer: Any, entry: dict[str, Any], folder: Path) -> str:
+    (experience,) = AnswerReader(Taskset([entry]), tokenizer).read(1)
+    return tokenizer.decode(experience.tokens[: experience.prompt_length])
+
+
+def sft_prompt(tokenizer: Any, entry: dict[str, Any], folder: Path) -> str:
+    example = Example(tokenizer, entry).response()
+    return tokenizer.decode(example.tokens[: example.prompt_length])
+
+
+def dpo_prompt(tokenizer: Any, entry: dict[str, Any], folder: Path) -> str:
+    *asked, answer = entry["messages"]
+    pair = {"prompt": asked, "chosen": [answer], "rejected": [{"role": "assistant", "content": "Bat."}]}
+    columns = {name: value for name, value in entry.items() if name != "messages"}
+    example = Example(tokenizer, pair | columns).pair()
+    return tokenizer.decode(example.tokens)
+
+
+READERS = pytest.mark.parametrize("prompt_of", [task_prompt, expert_prompt, sft_prompt, dpo_prompt])
+Reader = Callable[[Any, dict[str, Any], Path], str]
+
+
+@READERS
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_and_variables_reach_the_template_of_every_reader(
+    prompt_of: Reader, as_json: bool, tokenizer: Any, tmp_path: Path
+) -> None:
+    columns: dict[str, Any] = {"tools": [TOOL], "chat_template_kwargs": {"mood": "calm", "other": None}}
+    if as_json:
+        columns = {name: json.dumps(value) for name, value in columns.items()}
+    prompt = prompt_of(tokenizer, {"messages": [ASK, TELL], "answer": None, **columns}, tmp_path)
+    assert prompt == "[look]calm<user>Name a bird.<|im_end|><assistant>"
+
+
+@READERS
+def test_columns_that_are_null_or_empty_count_as_absent(prompt_of: Reader, tokenizer: Any, tmp_path: Path) -> None:
+    absent = {"tools": None, "chat_template_kwargs": None, "images": [], "image": None, "audio": ""}
+    prompt = prompt_of(tokenizer, {"messages": [ASK, TELL], **absent}, tmp_path)
+    assert prompt == "<user>Name a bird.<|im_end|><assistant>"
+
+
+@READERS
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"from": "human", "value": "Name a bird."}, {"from": "gpt", "value": "Wren."}],
+        [{"from": "user", "value": "Name a bird."}, {"from": "assistant", "value": "Wren."}],
+        [{**ASK, "content": [{"type": "text", "text": "Name "}, {"type": "text", "text": "a bird.", "x": None}]}, TELL],
+        [{**ASK, "name": None, "tool_calls": None}, TELL],
+    ],
+    ids=["sharegpt", "from and value", "parts", "nulls"],
+)
+def test_a_conversation_in_any_form_is_the_same(
+    messages: Any, prompt_of: Reader, tokenizer: Any, tmp_path: Path
+) -> None:
+    assert prompt_of(tokenizer, {"messages": messages}, tmp_path) == "<user>Name a bird.<|im_end|><assistant>"
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no mapping": ({"messages": ["hello", TELL]}, "turn 0 of .*: a message is {role, content}, not 'hello'"),
+    "no role": ({"messages": [{"content": "a"}, TELL]}, "turn 0 of .*: a message is .* has no role"),
+    "a number as role": ({"messages": [{"role": 3, "content": "a"}, TELL]}, "turn 0 of .* has no role"),
+    "no content": ({"messages": [ASK, {"role": "user"}, TELL]}, "turn 1 of .*, of role 'user', has no content"),
+    "content is null": ({"messages": [ASK, {"role": "user", "content": None}, TELL]}, "turn 1 of .* has no content"),
+    "a number as content": ({"messages": [{"role": "user", "content": 5}, TELL]}, "turn 0 of .* content is 5"),
+    "a misspelt role": ({"messages": [{"role": "usr", "content": "a"}, TELL]}, "turn 0.*role 'usr'.*mean 'user'"),
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}, TELL]},
+        "turn 0 of .* a part of type 'image', and only text is trained on",
+    ),
+    "a picture by url": (
+        {"messages": [ASK, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, TELL]},
+        "turn 1 of .* a part of type 'image_url'",
+    ),
+    "images": ({"messages": [ASK, TELL], "images": ["a.png"]}, "column 'images' is not empty, and only text"),
+    "image": ({"messages": [ASK, TELL], "image": "a.png"}, "column 'image' is not empty"),
+    "videos": ({"messages": [ASK, TELL], "videos": [{"path": "a.mp4"}]}, "column 'videos' is not empty"),
+    "audio": ({"messages": [ASK, TELL], "audio": {"array": [0.0]}}, "column 'audio' is not empty"),
+    "tools that are names": ({"messages": [ASK, TELL], "tools": ["look"]}, "column 'tools' is .* list of functions"),
+    "tools that are no JSON": ({"messages": [ASK, TELL], "tools": "[{'a': 1}]"}, "'tools' is text that is no JSON"),
+    "rendering itself": (
+        {"messages": [ASK, TELL], "chat_template_kwargs": {"add_generation_prompt": False}},
+        "chat_template_kwargs has add_generation_prompt, which is no variable",
+    ),
+    "variables in a list": ({"messages": [ASK, TELL], "chat_template_kwargs": ["mood"]}, "chat_template_kwargs is"),
+}  # fmt: skip
+
+
+@READERS
+@pytest.mark.parametrize(("entry", "message"), BAD.values(), ids=BAD)
+def test_what_is_no_conversation_of_text_is_refused_alike(
+    entry: dict[str, Any], message: str, prompt_of: Reader, tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prompt_of(tokenizer, entry, tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "jsonl"])
+@pytest.mark.parametrize("column", ["prompt", "messages", "conversations"])
+def test_a_conversation_may_be_json_text_in_a_column(suffix: str, column: str, tokenizer: Any, tmp_path: Path) -> None:
+    rows = {column: [json.dumps([ASK])], "tools": [json.dumps([TOOL])], "answer": ["Wren"]}
+    table, file = datasets.Dataset.from_dict(rows), tmp_path / f"tasks.{suffix}"
+    {"csv": table.to_csv, "parquet": table.to_parquet, "jsonl": table.to_json}[suffix](file)
+    taskset = Taskset.from_config(TasksetConfig(name="t", source="dataset", path=str(file)))
+    prompt = tokenizer.decode(render_chat(tokenizer, messages_of(Task("simple", taskset[0]))))
+    assert prompt == "[look]<user>Name a bird.<|im_end|><assistant>"
+
+
+def test_text_that_only_looks_like_a_conversation_stays_text() -> None:
+    for text in ("[1, 2]", "[INST] hi", '[{"a": 1}]', "[]", '{"role": "user"}', " plain"):
+        assert read_messages("prompt", text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (str([ASK]), "Python's str.. writes it: write it by json.dumps"),
+        (json.dumps([ASK])[:-1], "prompt is a conversation that is no JSON"),
+    ],
+)
+def test_broken_text_of_a_conversation_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_messages("prompt", text)
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_a_task_that_ends_with_the_assistant_is_refused_by_its_row(column: str, tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps({column: row}) + "\n" for row in ([ASK], [ASK, TELL], [ASK, TELL, ASK])))
+    with pytest.raises(ConfigError, match=rf"line 2 of .*{column} ends with a turn of the assistant.*answer_field"):
+        Taskset.from_config(TasksetConfig(name="t", source="dataset", path=str(file)))
+    with pytest.raises(ConfigError, match="ends with a turn of the assistant"):
+        messages_of(Task("simple", {column: [ASK, TELL]}))
+
+
+def test_an_experts_last_turn_is_the_response_beside_an_answer_for_rewards(tokenizer: Any) -> None:
+    (experience,) = AnswerReader(Taskset([{"messages": [ASK, TELL], "answer": "wren"}]), tokenizer).read(1)
+    assert tokenizer.decode(experience.tokens[: experience.prompt_length]) == "<user>Name a bird.<|im_end|><assistant>"
+    assert experience.response_text == "Wren."
+
+
+def test_variables_of_the_run_hold_unless_an_entry_has_its_own(tokenizer: Any) -> None:
+    variables = {"mood": "calm", "other": 1}
+    plain, own = {"messages": [ASK, TELL]}, {"messages": [ASK, TELL], "chat_template_kwargs": {"mood": "loud"}}
+    for entry, mood in ((plain, "calm"), (own, "loud")):
+        (expert,) = AnswerReader(Taskset([entry]), tokenizer, template_variables=variables).read(1)
+        example = Example(tokenizer, entry, template_variables=variables).response()
+        task = Task("simple", {**entry, "messages": [ASK]}, chat_template_kwargs=variables)
+        prompts: list[Any] = [each.tokens[: each.prompt_length] for each in (expert, example)]
+        prompts.append(render_chat(tokenizer, messages_of(task)))
+        expected = f"{mood}<user>Name a bird.<|im_end|><assistant>"
+        assert [tokenizer.decode(prompt) for prompt in prompts] == [expected] * 3
+
+
+def test_later_turns_are_rendered_with_the_same_variables(tokenizer: Any) -> None:
+    so_far = [*render_chat(tokenizer, [ASK]), *tokenizer.encode("Wren.<|im_end|>")]
+    ids = render_chat(tokenizer, Conversation([ASK], template_variables={"ending": "calm"}), so_far=so_far)
+    assert tokenizer.decode(ids[len(so_far) :]) == "<user>Name a bird.<|im_end|><assistant>calm"
+
+
+def test_a_role_that_the_chat_template_names_is_known(tokenizer: Any) -> None:
+    robot = [{"role": "robot", "content": "x"}]
+    check_roles("", robot, "{% if m.role == 'robot' %}")
+    with pytest.raises(ConfigError, match="turn 0: unknown role 'robot'"):
+        render_chat(tokenizer, robot)
+    tokenizer.chat_template += "{# 'robot' #}"
+    assert tokenizer.decode(render_chat(tokenizer, robot)) == "<robot>x<|im_end|><assistant>"
+
+
+def test_a_conversation_is_copied_whole() -> None:
+    conversation = Conversation([ASK], [TOOL], {"mood": "calm"})
+    for copied in (
+        copy.deepcopy(conversation),
+        pickle.loads(pickle.dumps(conversation)),  # noqa: S301 - as Ray does
+        Conversation.of(conversation),
+    ):
+        assert copied == [ASK]
+        assert (copied.tools, copied.template_variables) == ([TOOL], {"mood": "calm"})
+
+
+def test_every_argument_of_rendering_is_known() -> None:
+    parameters = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    assert set(RENDERING_ARGUMENTS) >= parameters.keys()

@@ -1,0 +1,210 @@
+"""Reads conversations of datasets: one set of rules for tasks, evaluations, expert data, SFT and DPO.
+
+A conversation is a list of {role, content} messages, or JSON text of one. Beside it an entry may have `tools`, a list
+of functions as OpenAI's API describes them, and `chat_template_kwargs`, variables of the chat template; both may be
+JSON text too, as CSV and parquet files have them.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from trinity_lightning.config.chat_template import check_template_variables
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError
+
+TOOLS, TEMPLATE_VARIABLES = "tools", "chat_template_kwargs"  # columns
+# Columns with what is not trained on yet.
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+# Roles that every chat template may be given; others it has to name.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+_OPENAI_NAMES = {"from": "role", "value": "content"}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # of messages that have `from`
+_JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(?:role|content|from|value)"\s*:')
+_PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(?:role|content|from|value)'\s*:")
+
+
+class Conversation(list[dict[str, Any]]):
+    """Messages, and how an entry wants them to be rendered.
+
+    Args:
+        messages: by OpenAI's names.
+        tools: functions on offer, which the chat template is shown.
+        template_variables: of the chat template.
+    """
+
+    def __init__(
+        self,
+        messages: Iterable[Any],
+        tools: Sequence[Any] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(messages)
+        self.tools: list[dict[str, Any]] = list(tools or [])
+        self.template_variables = dict(template_variables or {})
+
+    @classmethod
+    def of(cls, messages: Iterable[Any], tools: Sequence[Any] | None = None) -> Self:
+        """The conversation of messages, which may be one already; tools that are given take the place of its own."""
+        if not isinstance(messages, cls):
+            return cls(messages, tools)
+        return cls(messages, tools or messages.tools, messages.template_variables)
+
+    def without_last(self) -> Self:
+        """All messages but the last, with the same tools and variables."""
+        return type(self)(self[:-1], self.tools, self.template_variables)
+
+
+# -- an entry ----------------------------------------------------------------------------------------------------------
+
+
+def check_media(entry: Mapping[str, Any]) -> None:
+    """Refuse an entry with pictures, sound or film; columns that are null or empty count as absent."""
+    for name in MEDIA:
+        value = entry.get(name)
+        if value is not None and not (isinstance(value, Sequence | Mapping) and len(value) == 0):
+            raise ConfigError(
+                f"column '{name}' is not empty, and only text is trained on yet: leave such entries or the column out "
+                "(rename it if it has no pictures, sound or film)."
+            )
+
+
+def read_tools(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tools of an entry; none if it has no such column.
+
+    Raises:
+        ConfigError: the column is no list of functions, nor JSON text of one.
+    """
+    tools = _json_value(TOOLS, entry.get(TOOLS))
+    if tools is None:
+        return []
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ConfigError(
+            f"column '{TOOLS}' is {tools!r:.80}: give a list of functions as OpenAI's API describes them, or JSON text "
+            "of one; rename the column if it is none."
+        )
+    return without_none(list(tools))
+
+
+def read_template_variables(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The `chat_template_kwargs` of an entry; none if it has no such column.
+
+    Raises:
+        ConfigError: the column is no mapping, nor JSON text of one, or has an argument of rendering itself.
+    """
+    variables = _json_value(TEMPLATE_VARIABLES, entry.get(TEMPLATE_VARIABLES))
+    return {} if variables is None else check_template_variables(TEMPLATE_VARIABLES, without_none(variables))
+
+
+def _json_value(column: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ConfigError(f"column '{column}' is text that is no JSON: {error}.") from error
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def read_messages(column: str, value: Any) -> Any:
+    """The messages of a column that holds a conversation, or JSON text of one; any other value as it is.
+
+    Each has `role` and `content` (of `from` and `value`; text in parts is joined), and no key whose value is null.
+
+    Raises:
+        ConfigError: an element is no message, has no role, lacks its content, or has parts that are no text; or text
+            that would be a conversation is no JSON.
+    """
+    if isinstance(value, str):
+        value = _conversation_in(column, value)
+    if not isinstance(value, list):
+        return value
+    return [_read_message(f"turn {turn} of {column}", message) for turn, message in enumerate(value)]
+
+
+def _conversation_in(column: str, text: str) -> Any:
+    """The conversation that a text is in JSON, or the text itself."""
+    if not text.lstrip().startswith("["):
+        return text
+    if _PYTHON_MESSAGES.match(text):
+        raise ConfigError(f"{column} is a conversation as Python's str() writes it: write it by json.dumps.")
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        if _JSON_MESSAGES.match(text):
+            raise ConfigError(f"{column} is a conversation that is no JSON: {error}.") from error
+        return text
+    is_conversation = value and all(isinstance(each, Mapping) and each.keys() & {"role", "from"} for each in value)
+    return value if is_conversation else text
+
+
+def _read_message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ConfigError(f"{where}: a message is {{role, content}}, not {message!r:.80}.")
+    read = {str(_OPENAI_NAMES.get(name, name)): value for name, value in without_none(message).items()}
+    role = read.get("role")
+    if not role or not isinstance(role, str):
+        raise ConfigError(f"{where}: a message is {{role, content}}; this one has no role: {message!r:.80}.")
+    if "from" in message:
+        role = read["role"] = _SHAREGPT_ROLES.get(role, role)
+    if role in ("system", "developer", "user") and "content" not in read:
+        raise ConfigError(f"{where}, of role '{role}', has no content: give it.")
+    if "content" in read:
+        read["content"] = _read_content(where, read["content"])
+    return read
+
+
+def _read_content(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ConfigError(f"{where}: its content is {content!r:.80}; give text, or parts of type 'text'.")
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            named = f"a part of type '{kind}'" if kind else f"the part {part!r:.80}"
+            raise ConfigError(f"{where} has {named}, and only text is trained on yet: leave such entries out.")
+    return "".join(part["text"] for part in content)
+
+
+def check_asks(column: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a conversation that ends with the assistant, where the policy is to go on."""
+    if messages and messages[-1].get("role") == "assistant":
+        raise ConfigError(
+            f"{column} ends with a turn of the assistant, which the policy would be shown before it answers: end the "
+            "conversation before it, and give the turn as the answer (answer_field) if it is one."
+        )
+
+
+def check_roles(where: str, messages: Iterable[Mapping[str, Any]], chat_template: object) -> None:
+    """Refuse a role that is neither common nor one that the chat template names.
+
+    Args:
+        where: what messages call the conversation, with a space before it; or nothing.
+        messages: read ones; one without a role is refused when it is rendered.
+        chat_template: the tokenizer's.
+
+    Raises:
+        ConfigError: a role is unknown.
+    """
+    for turn, message in enumerate(messages):
+        role = message.get("role")
+        if role is None or role in ROLES or f"'{role}'" in str(chat_template) or f'"{role}"' in str(chat_template):
+            continue
+        raise ConfigError(
+            f"turn {turn}{where}: {unknown_name('role', str(role), ROLES)} Others are those that the chat template "
+            "names."
+        )
+
+
+def without_none(value: Any) -> Any:
+    """The value without the keys of mappings, however deep, that a dataset has added for other entries' sake."""
+    if isinstance(value, Mapping):
+        return {name: without_none(inner) for name, inner in value.items() if inner is not None}
+    return [without_none(inner) for inner in value] if isinstance(value, list) else value
