@@ -218,6 +218,80 @@ def test_accuracy(response: str, answer: Any, reward: float) -> None:
     assert accuracy(response, a_task(answer)) == reward
 
 
+WORDS, SUMS = " and so on and on" * 200, " and then 3 + 4 = 7 is right, as 12 times 5 is 60" * 60
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("The answer is 42." + WORDS, "42", 1.0),
+        ("It is 42." + WORDS, "42", 1.0),
+        (r"It is $\frac{1}{2}$." + WORDS, "1/2", 1.0),
+        ("x" * 3000 + " 42 " + "y" * 5000, "42", 1.0),
+        ("It is 1234." + " x" * 2998, "1234", 1.0),
+        ("It is 1234." + " x" * 2998, "4", 0.0),
+        ("The answer is 42. Let me check:" + SUMS, "42", 1.0),
+        ("The answer is 43. Let me check:" + SUMS, "42", 0.0),
+        ("The final answer is $42$. I hope it is correct." + SUMS * 5, "42", 1.0),
+        ("Answer: 42\n" + SUMS, "42", 1.0),
+        ("the answer is 4." + " So" * 50_000, "4", 1.0),
+        ("12 " * 20_000, "12", 1.0),
+        (r"\[ x " * 5_000, "4", 0.0),
+    ],
+)
+def test_an_answer_is_found_however_much_follows_it(response: str, answer: str, reward: float) -> None:
+    assert accuracy(response, a_task(answer)) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("The answer is A.", "A", 1.0),
+        ("The answer is (B) because A is wrong.", "A", 0.0),
+        ("The answer is (B) because A is wrong.", "B", 1.0),
+        ("The correct answer is option C", "C", 1.0),
+        ("The answer is: **(C)**", "C", 1.0),
+        ("<answer>(A) 5</answer>", "A", 1.0),
+        ("<answer>(A) 5</answer>", "B", 0.0),
+        ("The answer is not A. So B.", "A", 0.0),
+        ("The answer is Paris, the capital.", "Paris", 1.0),
+        ("The answer is not Paris.", "Paris", 0.0),
+        ("The answer is London.", "Paris", 0.0),
+        ("**Final Answer**: Paris", "Paris", 1.0),
+        ("The answer is no solution.", "no solution", 1.0),
+        ("The answer is at least 5.", "5", 0.0),
+        ("The answer is at least 5.", "at least 5", 1.0),
+        ("<answer>at least 5</answer>", "5", 0.0),
+        ("I get more than 5", "5", 0.0),
+        ("It is not 5.", "5", 0.0),
+        ("It isn't 5", "5", 0.0),
+        ("It's not 4 but 5.", "5", 1.0),
+        ("The answer is > 5.", "5", 0.0),
+        ("The answer is about 5", "5", 1.0),
+        ("The answer is 5 or 6.", "6", 0.0),
+        ("The answer is 5 or 6.", "5, 6", 1.0),
+        ("The answer is 5 m, as it is long.", "5 cm", 0.0),
+        ("The answer is 500 cm.", "5 m", 1.0),
+        ("<answer>The answer is 5 m</answer>", "5 cm", 0.0),
+        ("I get 5 m.", "5 cm", 0.0),
+        ("I get 5 cm in this way.", "5 cm", 1.0),
+        ("I get 12 in total.", "12 apples", 1.0),
+        ("The answer is 3 hours 30 minutes.", "3.5 hours", 1.0),
+        ("It is 50%.", "0.5", 1.0),
+        ("The answer is $5.", "5 euros", 0.0),
+        ("The answer is $5$.", "5 euros", 1.0),
+        ("It is 1011_2.", "1011_3", 0.0),
+        ("It is 1011_2.", "11", 1.0),
+        ("The answer is 13. To check: the result is 12.", "12", 0.0),
+        ("The answer is 12 (as 3 times 4 is 12).", "12", 1.0),
+        ("The answer to question 3 is 12.", "12", 1.0),
+        (r"Therefore, the answer is" + "\n\n$$42$$", "42", 1.0),
+    ],
+)
+def test_an_answer_in_a_sentence_is_read_with_what_qualifies_it(response: str, answer: str, reward: float) -> None:
+    assert accuracy(response, a_task(answer)) == reward
+
+
 @pytest.mark.parametrize(
     ("answer", "truth", "reward"),
     [

@@ -1,6 +1,7 @@
 """Rewards that read a response as text: its last number, its form, and the answer in words or in tags (accuracy)."""
 
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 
 from trinity_lightning.errors import ConfigError
@@ -16,8 +17,10 @@ from trinity_lightning.explorer.rewards.answers import (
     judges_answer,
     reads_answer,
 )
+from trinity_lightning.explorer.rewards.math_verifier import VERIFIER
 from trinity_lightning.explorer.rewards.numerals import as_number
 from trinity_lightning.explorer.rewards.spelling import IDLE_SPACE
+from trinity_lightning.explorer.rewards.units import read_unit
 from trinity_lightning.explorer.tasks.task import Task
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -82,16 +85,33 @@ def contains_digits(response: str, task: Task) -> float:
 
 
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2}")  # and no command of LaTeX
-# Within tags: what introduces the answer, what denies it, a formula, and the exponent of a unit (m^2).
-_INTRODUCTION = re.compile(r"\b(?:answer|result|solution)\b[^.,;:\n]*?(?:\b(?:is|are|equals)\b|[=:])", re.IGNORECASE)
+# What introduces the answer, what ends it, what denies it, a formula, and the exponent of a unit (m^2).
+_INTRODUCTION = re.compile(
+    r"\b(?:answer|result|solution)\b[^.,;:\n]{0,100}?(?:\b(?:is|are|equals)\b|[=:])", re.IGNORECASE
+)
+_SENTENCE_END = re.compile(r"[.;!\n](?!\d)\s*\S?.*", re.DOTALL)
+_CLAUSE_END = re.compile(r"[;:(!\n].*|[.,](?!\d).*|\s+(?:because|since|as|so|which)\s.*", re.DOTALL)
 _DENIAL = re.compile(r"\b(?:not|nor|neither|never)\b|n['’]t\b", re.IGNORECASE)
 _FORMULA = re.compile(r"\$([^$]+)\$")
+_EXPONENT = re.compile(r"(?<=[a-zA-Z])\^\{?-?\d+\}?")
 # Of a longer term: a number behind an operand and an operator, or before an operator and an operand, or before x.
 _OPERATOR = r"[ \t]*(?:[-+*/^×·÷]|\\(?:times|cdot|div|pm)(?![a-zA-Z]))[ \t]*"
 _TERM_BEFORE = re.compile(rf"(?:(?<![a-zA-Z\\])[a-zA-Z]|[\d)\]}}]){_OPERATOR}$")
 _TERM_AFTER = re.compile(rf"[ \t]?[xyz](?![a-zA-Z])|{_OPERATOR}(?:[a-zA-Z](?!\s*[a-zA-Z])|[\d(\[{{\\])")
-_EXPONENT = re.compile(r"(?<=[a-zA-Z])\^\{?-?\d+\}?")
-_END = 2000  # characters of a response in which an answer without tags and box is looked for
+# Around a number: what makes it another answer, what makes it one of several, a currency, and a unit or base.
+_QUALIFIER = re.compile(
+    r"(?:\b((?:at\s+(?:least|most)|(?:no\s+|not\s+)?(?:more|less|fewer|greater)\s+than|over|under|above|below|up\s+to)"
+    r"|not|nearly|almost)(?:\s+(?:be|exactly|equal(?:\s+to)?))?|(n['’]t)|([<>≤≥]|\\[lg]eq?(?![a-zA-Z])))[\s$(\\*]*$",
+    re.IGNORECASE,
+)
+_OR_BEFORE, _OR_AFTER = re.compile(r"\d[$\\)*]*\s+or\s+[$\\(*]*$"), re.compile(r"[$\\)*]*\s+or\s+[$\\(*-]*\d")
+_CURRENCY = re.compile(r"(\\?\$|[€£¥₹])\s*$")
+_UNIT = re.compile(r"_\{?\d+\}?|\s*(?:\\?%|°|\^\{?\\circ\}?)|(?:\s*/?\s*[a-zA-Z]+[²³]?(?:\^\{?\d\}?)?){1,4}")
+# Characters that math-verify reads at once: for some texts its time grows with the square of their length.
+_PART = 2000
+_EXCERPT = 300  # characters around an introduction further up
+_EXCERPTS = 4
+_MENTION = re.compile(r"\b(?:final )?answer\b", re.IGNORECASE)
 
 
 @reads_answer(expected_answers)
@@ -100,11 +120,12 @@ def accuracy(response: str, task: Task) -> float:
     """1 when the response's answer is the task's, else 0; for responses whose answer need be in no box.
 
     Read is what stands in the last `<answer>...</answer>`, or else all of the response. The answer is what its last
-    boxes hold, or else all that stands between the tags, or else, among words, the mathematics that math-verify finds
-    in the last 2,000 characters. Between tags that must be the only number or formula behind "the answer is" (or
-    "result", "solution"; without such words, the only one at all), and nothing denied: "12 or 13" and "not 12, but 13"
-    are no answers; nor is a number within a longer term, as in "the answer is x + 3". Boxes, thoughts and the task's
-    answer as for `math`.
+    boxes hold, or else all that stands between the tags, or what follows "the answer is" (or "result", "solution"), or
+    else, among words, the mathematics that math-verify finds: behind the last mentions of an answer, or else the last
+    in the response. A number is read with its unit, and "at least" or "not" before it make it another answer. A number
+    within a longer term, as in "the answer is x + 3", and one of two, as in "12 or 13", is no answer. Between tags it
+    must be the only number or formula behind "the answer is" (without such words, the only one at all), and nothing
+    denied: "not 12, but 13" is no answer. Boxes, thoughts and the task's answer as for `math`.
 
     Raises:
         ConfigError: the task has no answer, or one that is neither text nor number.
@@ -120,14 +141,32 @@ def accuracy(response: str, task: Task) -> float:
             return 1.0
         if not _WORD.search(tagged):  # mathematics throughout: a number in it is not the answer
             return 0.0
-        text = _INTRODUCTION.split(tagged)[-1]
-    from trinity_lightning.explorer.rewards.math_verifier import VERIFIER  # what stands in a box may do without it
+    introduced = _introduced(text)
+    if introduced is not None:
+        if any(is_any(said, expected) for said in ([introduced] if tagged else _phrases(introduced))):
+            return 1.0
+        if tagged:
+            text = introduced
+    for part in _parts(text):
+        if (found := VERIFIER.find(part)) is not None:
+            answer = None if tagged and _hedges(text, found) else _in_context(part, found)
+            return float(answer is not None and is_any(answer, expected))
+    return 0.0
 
-    end = _end_of(text)
-    found = VERIFIER.find(end)
-    if found is None or _is_part_of_a_term(end, found) or (tagged is not None and _hedges(text, found)):
-        return 0.0
-    return float(is_any(found, expected))
+
+def _introduced(text: str) -> str | None:
+    """What follows the last "the answer is", or else "the result is" or the like; None if there is no such."""
+    introductions = list(_INTRODUCTION.finditer(text))
+    answers = [match for match in introductions if match.group()[0] in "aA"]
+    last = next(reversed(answers or introductions), None)
+    return None if last is None else text[last.end() :]
+
+
+def _phrases(introduced: str) -> list[str]:
+    """The sentence and the clause that an introduction begins."""
+    opening = introduced[:_EXCERPT].lstrip("*:_ \n\t")
+    phrases = (_SENTENCE_END.sub("", opening), _CLAUSE_END.sub("", opening))
+    return [phrase for phrase in dict.fromkeys(phrases) if phrase.strip()]
 
 
 def _hedges(text: str, found: str) -> bool:
@@ -137,20 +176,65 @@ def _hedges(text: str, found: str) -> bool:
     return bool(_DENIAL.search(text) or others or len(formulas) > 1)
 
 
-def _is_part_of_a_term(text: str, found: str) -> bool:
-    """Whether the number that was found in a text is not all of the answer there; an expression is, or nothing."""
+def _in_context(text: str, found: str) -> str | None:
+    """The number that was found in a text, with what qualifies it there; an expression, as it is.
+
+    None if it is part of a longer term, or one of several.
+    """
     if as_number(found) is None:
-        return False
-    before, *introduced = _INTRODUCTION.split(text)
-    said = introduced[-1] if introduced else before
+        return found
+    introduced = _introduced(text)
+    said = text if introduced is None else introduced
     places = list(re.finditer(rf"(?<![\d.]){re.escape(found.lstrip('+-'))}(?!\d)", said))
     if not places:
-        return False
-    place = places[0] if introduced else places[-1]
-    return bool(_TERM_BEFORE.search(said[: place.start()]) or _TERM_AFTER.match(said, place.end()))
+        return found
+    place = places[-1] if introduced is None else places[0]
+    before, after = said[: place.start()].removesuffix("-"), said[place.end() :]
+    if _TERM_BEFORE.search(said[: place.start()]) or _TERM_AFTER.match(after):
+        return None
+    if _OR_BEFORE.search(before) or _OR_AFTER.match(after):
+        return None
+    qualifier, currency = _QUALIFIER.search(before), _CURRENCY.search(before)
+    sign = currency[1] if currency and not after.startswith("$") else ""
+    return f"{_word_of(qualifier)} {sign}{found}{_unit_of(after)}".strip()
 
 
-def _end_of(text: str) -> str:
-    """Its last characters, from the beginning of a word, with the minus that math-verify knows."""
-    text = text.replace("−", "-")
-    return text if len(text) <= _END else re.split(r"\s", text[-_END:], maxsplit=1)[-1]
+def _word_of(qualifier: re.Match[str] | None) -> str:
+    """The word or sign before a number that changes it."""
+    if qualifier is None:
+        return ""
+    return "not" if qualifier[2] else qualifier[1] or qualifier[3]
+
+
+def _unit_of(after: str) -> str:
+    """The unit, or the base, that follows a number; the word "in" is none."""
+    match = _UNIT.match(after)
+    if match is None or not match.group()[-1].isalpha():
+        return match.group() if match else ""
+    words = match.group().split()
+    texts = (" ".join(words[:count]) for count in range(len(words), 0, -1) if words[count - 1] != "in")
+    return next((f" {text}" for text in texts if read_unit(text)), "")
+
+
+def _parts(text: str) -> Iterator[str]:
+    """What math-verify is to read, one after the other until it finds something: never too much at once.
+
+    First the end, with excerpts from where the answer is spoken of before; then what stands before, from its end.
+    """
+    text = text.replace("−", "-")  # the minus that math-verify knows
+    begin = _word_begin(text, len(text) - _PART)
+    places = [match.start() for match in _MENTION.finditer(text, 0, begin)][-_EXCERPTS:]
+    excerpts = [text[place : _word_begin(text, place + _EXCERPT)] for place in places]
+    yield "\n\n".join((*excerpts, text[begin:]))
+    while begin:
+        end = begin
+        begin = _word_begin(text, end - _PART)
+        yield text[begin:end]
+
+
+def _word_begin(text: str, place: int) -> int:
+    """The beginning of the first word at or behind a place; the place itself if there are no words nearby."""
+    if place <= 0:
+        return 0
+    space = re.compile(r"\s").search(text, place, place + _EXCERPT)
+    return min(place, len(text)) if space is None else space.end()
