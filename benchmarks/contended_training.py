@@ -6,7 +6,8 @@ Steps in bfloat16 by `PolicyModule` under Lightning's Trainer, in processes that
 itself up, one with the default of libgomp, and one with a single thread, which never waits; `--turns` adds some whose
 threads wait for so many turns. Beside them run as many single-threaded busy processes as said: 0, 1 and 2. Seconds are
 medians, without busy processes of three times as many rounds. Prints one JSON line: `quiet_cost` is the package's time
-divided by the default's, `gain` the default's divided by the package's.
+divided by the default's, `gain` the default's divided by the package's, `fewer_threads_gain` the package's divided by
+that of the single thread, which is what a run begins with on two cores of which others use one.
 """
 
 import argparse
@@ -125,6 +126,9 @@ def main() -> None:
         "seconds": {count: {name: round(value, 3) for name, value in by.items()} for count, by in seconds.items()},
         "quiet_cost": {count: round(by["package"] / by["libgomp"], 3) for count, by in seconds.items() if not count},
         "gain": {count: round(by["libgomp"] / by["package"], 2) for count, by in seconds.items() if count},
+        "fewer_threads_gain": {
+            count: round(by["package"] / by["one_thread"], 2) for count, by in seconds.items() if count
+        },
     }
     print(json.dumps(result))
 

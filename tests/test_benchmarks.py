@@ -51,7 +51,7 @@ def test_experience_measures_every_size(run_benchmark: RunBenchmark) -> None:
 def test_contended_training_measures_every_setting(run_benchmark: RunBenchmark) -> None:
     arguments = ("--model", "tiny", "--rounds", "1", "--busy", "0", "1", "--turns", "7")
     found = run_benchmark("contended_training.py", *arguments)
-    assert set(found) == {"benchmark", "model", "rows", "cores", "seconds", "quiet_cost", "gain"}
+    assert set(found) == {"benchmark", "model", "rows", "cores", "seconds", "quiet_cost", "gain", "fewer_threads_gain"}
     assert {count: set(by_setting) for count, by_setting in found["seconds"].items()} == {
         "0": {"package", "libgomp", "one_thread", "7"},
         "1": {"package", "libgomp", "one_thread", "7"},

@@ -39,6 +39,7 @@ from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.monitor.machine import CPULoad
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.report import write_report
@@ -164,8 +165,11 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
 
 
-def build(config: DictConfig) -> Run:
-    """The parts of a run, connected; a ConfigError, ValueError or TypeError: a name or argument that no part knows."""
+def build(config: DictConfig, load: CPULoad | None = None) -> Run:
+    """The parts of a run, connected; a ConfigError, ValueError or TypeError: a name or argument that no part knows.
+
+    `load` was started with the run, whose number of threads it decides.
+    """
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     quiet_lightning()
@@ -183,7 +187,7 @@ def build(config: DictConfig) -> Run:
         typed, plan = with_memory_plan(typed, checkpoint, folder / "config.yaml")
     L.seed_everything(typed.seed, verbose=False)
     policy = _policy(typed, plan)
-    monitor = RunMonitor(folder, typed.steps)
+    monitor = RunMonitor(folder, typed.steps, load)
     data: L.LightningDataModule
     callbacks: list[L.Callback]
     if not online:

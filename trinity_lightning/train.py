@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
 def train(config: DictConfig) -> "L.Trainer":
     """Run a whole training: fit, then write the trained policy."""
+    from trinity_lightning.monitor.machine import CPULoad
+
+    load = CPULoad()
+    load.start()  # what others take of the cores while this run imports and loads
     from trinity_lightning.build import build, given
 
     try:
-        run = build(config)
+        run = build(config, load)
     except (ValueError, TypeError) as error:  # an argument that a part does not have: the part's own words say it best
         raise ConfigError(str(error)) from error
     run.announce()

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
+import torch
 
 from trinity_lightning.monitor import machine
-from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, advice, resident_gb
+from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, TrainingThreads, fitting_threads, resident_gb
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -177,18 +178,89 @@ def test_where_cores_cannot_be_read_there_is_no_number(monkeypatch, tmp_path, co
 @pytest.mark.parametrize(
     ("others", "threads", "cores", "fitting"),
     [
-        (0.1, 2, 2, None),  # next to nothing
+        (0.1, 2, 2, 2),  # next to nothing
         (0.7, 2, 2, 1),  # a busy process beside two threads on two cores gets less than a core
         (1.9, 2, 2, 1),
-        (1.0, 1, 2, None),  # both have a core
-        (1.0, 1, 1, None),  # no less than one thread
+        (1.0, 1, 2, 1),  # both have a core
+        (1.0, 1, 1, 1),  # no less than one thread
         (3.2, 16, 16, 12),
-        (3.2, 8, 16, None),
-        (30.0, 2, 64, None),  # few cores of many, by a quota
+        (3.2, 8, 16, 8),
+        (30.0, 2, 64, 2),  # few cores of many, by a quota
     ],
 )
-def test_advice_where_threads_and_others_do_not_fit(
-    others: float, threads: int, cores: int, fitting: int | None
+def test_threads_that_have_a_core_each_beside_others(others: float, threads: int, cores: int, fitting: int) -> None:
+    assert fitting_threads(others, threads, cores) == fitting
+
+
+class Seen(CPULoad):
+    """A load of which it is known what was seen."""
+
+    def __init__(self, others: float | None) -> None:
+        super().__init__()
+        self._seen = others
+
+    def take(self) -> float | None:
+        return self._seen
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of torch's threads, in the order in which they were set: of a machine with 16 cores, as many."""
+    numbers = [16]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: numbers[-1])
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    return numbers
+
+
+def test_a_run_beside_others_begins_with_fewer_threads_and_gives_them_back(
+    threads: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = advice(others, threads, cores)
-    assert found is None if fitting is None else f"OMP_NUM_THREADS={fitting} " in str(found)
+    chosen = TrainingThreads(Seen(3.2))
+    chosen.choose()
+    assert threads == [16, 12]
+    [record] = caplog.records
+    assert "OMP_NUM_THREADS=16" in record.getMessage()
+    chosen.give_back()
+    chosen.give_back()
+    assert threads == [16, 12, 16]
+
+
+@pytest.mark.parametrize("others", [None, 0.2])
+def test_a_run_that_is_alone_or_began_too_fast_to_tell_has_all_threads(
+    others: float | None, threads: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = TrainingThreads(Seen(others))
+    chosen.choose()
+    chosen.give_back()
+    assert (threads, caplog.records) == ([16], [])
+
+
+def test_the_users_own_number_of_threads_stays(threads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    TrainingThreads(Seen(3.2)).choose()
+    assert threads == [16]
+
+
+@pytest.mark.parametrize(
+    ("at_start", "later", "advised"),
+    [
+        (0.0, [0.3, 3.2, 9.0], 12),  # once, by the first that does not fit
+        (3.2, [3.2, 3.9, 2.9, 0.2], 13),  # by others that have gone, in part
+        (3.2, [0.2, 9.0], 16),
+        (3.2, [3.2, 3.5], None),
+        (0.0, [0.0, 0.4], None),
+    ],
+)
+def test_a_restart_is_advised_once_when_others_come_or_go(
+    at_start: float, later: list[float], advised: int | None, threads: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = TrainingThreads(Seen(at_start))
+    chosen.choose()
+    caplog.clear()
+    for others in later:
+        chosen.advise(others)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (advised is not None)
+    assert all(f"restart with OMP_NUM_THREADS={advised} and ckpt_path=last" in message for message in messages)

@@ -444,6 +444,23 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(dtype, precision
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+def test_a_resume_with_another_number_of_threads_says_that_its_bits_differ(tmp_path, caplog, monkeypatch):
+    batches = [batch_of(make_experiences(seed=seed)) for seed in range(2)]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    fit(make_policy(), batches, SaveAfter(1, tmp_path / "it.ckpt"), plugins=[AtomicCheckpointIO()])
+    fit(make_policy(), batches, ckpt_path=tmp_path / "it.ckpt")
+    assert "threads" not in caplog.text
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    fit(make_policy(), batches, ckpt_path=tmp_path / "it.ckpt")
+    assert "OMP_NUM_THREADS=3 keeps it so" in caplog.text
+    caplog.clear()
+    checkpoint = torch.load(tmp_path / "it.ckpt", weights_only=True)
+    del checkpoint["policy"]["threads"]  # as earlier versions saved it
+    torch.save(checkpoint, tmp_path / "it.ckpt")
+    fit(make_policy(), batches, ckpt_path=tmp_path / "it.ckpt")
+    assert "threads" not in caplog.text
+
+
 def test_the_algorithm_is_the_policys_own_and_its_sections_are_checked():
     algorithm = AlgorithmConfig(policy_loss={"name": "ppo", "args": {"clip_range_low": 0.1}})
     policy = PolicyModule("tiny", algorithm)

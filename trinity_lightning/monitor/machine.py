@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
@@ -17,6 +18,8 @@ import torch
 from trinity_lightning import __version__
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.hardware import SHAPE, timed_product
+
+logger = logging.getLogger(__name__)
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
@@ -120,6 +123,7 @@ def describe_environment() -> dict[str, str]:
         "CPU": f"{_processor()}, {len(os.sched_getaffinity(0))} cores usable",
         "memory": f"{psutil.virtual_memory().total / GB:.0f} GB",
         "GPU": ", ".join(devices) or "none",
+        "threads": str(torch.get_num_threads()),
         "matrix product": _product(),
     }
 
@@ -170,18 +174,14 @@ def _read() -> tuple[float, float, float] | None:
     return time.perf_counter(), busy, own
 
 
-def advice(others: float, threads: int, cores: int) -> str | None:
-    """What to do if so many training threads and others (in cores) do not fit on the usable cores; None if they do.
+def fitting_threads(others: float, threads: int, cores: int) -> int:
+    """Threads, of so many, that have cores of their own on the usable cores beside others (in cores); one at least.
 
     The threads of an operation wait for its slowest: one that others hold back holds back all.
     """
-    fitting = max(cores - math.ceil(others), 1)
-    if others < NOTABLE or threads + others <= cores or fitting >= threads:
-        return None
-    return (
-        f"other programs use {others:.1f} of {cores} cores while {threads} threads train, which wait for each other at "
-        f"every operation: if that lasts, restart with OMP_NUM_THREADS={fitting} and ckpt_path=last, which is faster."
-    )
+    if others < NOTABLE or threads + others <= cores:
+        return threads
+    return min(threads, max(cores - math.ceil(others), 1))
 
 
 class CPULoad:
@@ -208,3 +208,57 @@ class CPULoad:
         seconds, others = self._seconds, self._others
         self._seconds = self._others = 0.0
         return max(others / seconds, 0.0) if seconds >= ENOUGH_SECONDS else None
+
+
+class TrainingThreads:
+    """The number of torch's threads in a run that computes on a CPU: fewer where other programs use the cores.
+
+    It is chosen once, before an engine is loaded, which makes room for that many; then there is advice.
+
+    Args:
+        load: started with the run, so that it has seen the others by the time that it trains.
+    """
+
+    def __init__(self, load: CPULoad | None = None) -> None:
+        self._load = load or CPULoad()
+        self._before: int | None = None  # if it was changed
+        self._advised = False
+
+    def choose(self) -> None:
+        """Begin with the threads that have a core each, unless OMP_NUM_THREADS is set."""
+        self._load.stop()
+        others = self._load.take()
+        if others is None or "OMP_NUM_THREADS" in os.environ:
+            return
+        threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        fitting = fitting_threads(others, threads, cores)
+        if fitting < threads:
+            logger.warning(
+                "other programs use %.1f of %d cores: this run computes with %d of %d threads, which is faster beside "
+                "them; OMP_NUM_THREADS=%d would have it use all.",
+                *(others, cores, fitting, threads, threads),
+            )
+            self._before = threads
+            torch.set_num_threads(fitting)
+
+    def advise(self, others: float) -> None:
+        """Once, say with how many threads a restart is faster, beside others that use so many cores while it trains."""
+        threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        most = self._before or threads
+        fitting = fitting_threads(others, most, cores)
+        if self._advised or fitting == threads:
+            return
+        self._advised = True
+        restart = f"if that lasts, restart with OMP_NUM_THREADS={fitting} and ckpt_path=last, which is faster."
+        if fitting < threads:
+            told = f"{threads} threads train, which wait for each other at every operation"
+            logger.warning("other programs use %.1f of %d cores while %s: %s", others, cores, told, restart)
+        else:
+            told = f"this run began with {threads} of {most} threads, when they used more"
+            logger.warning("other programs use %.1f of %d cores, and %s: %s", others, cores, told, restart)
+
+    def give_back(self) -> None:
+        """Set what was set before: another job of a sweep may follow in this process."""
+        if self._before is not None:
+            torch.set_num_threads(self._before)
+            self._before = None

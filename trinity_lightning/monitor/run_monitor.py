@@ -3,14 +3,12 @@
 import json
 import logging
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 import wandb
 from lightning.pytorch.loggers import WandbLogger
 from tqdm import tqdm
@@ -19,7 +17,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import UNTRAINED, written_tokens
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, MetricsCSVLogger, last_row, log_row, next_row, step_of
-from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, advice, write_environment
+from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, TrainingThreads, write_environment
 from trinity_lightning.monitor.presentation import format_evaluation, format_step_line, metric_globs
 
 LOGPROB_DIFF = "actor/logprob_diff/mean"
@@ -43,12 +41,13 @@ class RunMonitor(L.Callback):
     Args:
         folder: of the run.
         total_steps: explore steps of the run.
+        load: started with the run, for `TrainingThreads`.
 
     Attributes:
         memory: peak of the process tree, by part of the work.
     """
 
-    def __init__(self, folder: str | Path, total_steps: int) -> None:
+    def __init__(self, folder: str | Path, total_steps: int, load: CPULoad | None = None) -> None:
         self.memory = MemoryMeter()
         self._total_steps = total_steps
         self._explored: dict[str, float] = {}  # the explorer's metrics of the step under way
@@ -57,7 +56,7 @@ class RunMonitor(L.Callback):
         self._bar: tqdm[Any] | None = None
         self._trained_at = -1  # global_step at the end of the last explore step
         self._load = CPULoad()
-        self._advised = False
+        self._threads = TrainingThreads(load)
         self._warned_of_engine = False
 
     # -- shown by the explorer ----------------------------------------------------------------------------------------
@@ -96,7 +95,9 @@ class RunMonitor(L.Callback):
     # -- Lightning's hooks --------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Set up W&B's axis."""
+        """Choose the number of threads, and set up W&B's axis."""
+        if trainer.strategy.root_device.type == "cpu" and trainer.world_size == 1:  # several share the cores already
+            self._threads.choose()
         self.memory.start()
         self.memory.mark("load")
         self._wandb = next((each for each in trainer.loggers if isinstance(each, WandbLogger)), None)
@@ -156,15 +157,14 @@ class RunMonitor(L.Callback):
         others = self._load.take()
         if others is None:
             return {}
-        if not self._advised and (advised := advice(others, torch.get_num_threads(), len(os.sched_getaffinity(0)))):
-            self._advised = True
-            logger.warning("%s", advised)
+        self._threads.advise(others)
         return {"perf/other_cores": others}
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Stop measuring."""
+        """Stop measuring, and give threads back."""
         self._close_bar()
         self.memory.stop()
+        self._threads.give_back()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """The same if training ends with an error."""

@@ -29,7 +29,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, reuse_large_buffers
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.common.random_state import random_state, restore_random_state
+from trinity_lightning.common.random_state import random_state
 from trinity_lightning.config.models import generation_file, load_tokenizer, resolve_model
 from trinity_lightning.config.sections import plain, section_of
 from trinity_lightning.config.training import (
@@ -509,8 +509,9 @@ class PolicyModule(L.LightningModule):
         return generation_file(self.model_name)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add counters and random states."""
-        checkpoint["policy"] = {name: getattr(self, name) for name in (*COUNTERS, BUDGET)} | {"rng": random_state()}
+        """Add counters, random states, and the number of threads."""
+        process = {"rng": random_state(), "threads": torch.get_num_threads()}
+        checkpoint["policy"] = {name: getattr(self, name) for name in (*COUNTERS, BUDGET)} | process
         if self.adapter is not None:
             self.adapter.leave_base_out(checkpoint)
 
@@ -570,7 +571,7 @@ class PolicyModule(L.LightningModule):
                 if model is not None:
                     compile_layers_of(model)
         if self._resumption is not None:
-            restore_random_state(self._resumption.random_state)
+            self._resumption.begin(self.device)
 
     def on_train_start(self) -> None:
         """Give a resumed run's optimizer what is configured, once it has the checkpoint's state."""

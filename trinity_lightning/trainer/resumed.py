@@ -1,16 +1,22 @@
 """Resuming a policy from a checkpoint: what of the checkpoint does not fit it, and a changed schedule."""
 
+import logging
 import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from trinity_lightning.common.random_state import restore_random_state
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import OFFLOADED, LoRAConfig, OptimizerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.optim import learning_rate_schedule, peak_learning_rates, schedule_settings
 from trinity_lightning.trainer.policy import BUDGET, COUNTERS, PolicyModule
+
+logger = logging.getLogger(__name__)
 
 SCHEDULED = ("lr", "betas", "momentum")  # which schedules of torch change
 
@@ -25,7 +31,6 @@ class Resumption:
 
     Attributes:
         max_tokens: most computed tokens of a micro-batch, as it was.
-        random_state: as it was, for `restore_random_state`.
 
     Raises:
         ConfigError: the checkpoint is of an earlier version: it lacks a counter, or let all parameters decay, as one
@@ -46,8 +51,20 @@ class Resumption:
         for name in COUNTERS:
             setattr(policy, name, state[name])
         self._policy = policy
-        self.random_state: dict[str, Any] = state["rng"]
+        self._random_state: dict[str, Any] = state["rng"]
         self.max_tokens: int = state[BUDGET]
+        self._threads: int | None = state.get("threads")  # earlier versions did not save it
+
+    def begin(self, device: torch.device) -> None:
+        """Restore the random states; say so if sums on a CPU are rounded in another order than before."""
+        restore_random_state(self._random_state)
+        threads = torch.get_num_threads()
+        if device.type == "cpu" and self._threads not in (None, threads):
+            logger.warning(
+                "the checkpoint was computed with %d threads of torch, and this process has %d: sums are rounded "
+                "otherwise, so that the run is not to the bit what it would have been. OMP_NUM_THREADS=%d keeps it so.",
+                *(self._threads, threads, self._threads),
+            )
 
     def configure(self, made: list[dict[str, Any]], peak_rates: list[Any]) -> None:
         """Give the optimizer, which has the checkpoint's state, what is configured; its schedule too, if that changed.
