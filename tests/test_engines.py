@@ -1,5 +1,6 @@
 """What engines of a run may use of the machine: memory, cores and threads."""
 
+import asyncio
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,16 +10,43 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from support.compose import composed
+from support.tiny_model import tiny_model
 
 from trinity_lightning import engines, servers
+from trinity_lightning.build import explorer_callback
 from trinity_lightning.common import devices
 from trinity_lightning.common.hardware import GIB
+from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.config.engines import EngineConfig
-from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
+from trinity_lightning.config.schema import ExplorerConfig, TrainConfig, typed_config
 from trinity_lightning.config.training import ModelConfig
 from trinity_lightning.engines import check_room
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_server import server_cores
+from trinity_lightning.monitor.run_monitor import RunMonitor
+
+
+@pytest.mark.parametrize("thoughts", [["[T]"], ["[T]", "[T]"], ["", "[/T]"], ["[T]", "x", "[/T]"], []])
+def test_markers_of_thoughts_are_two_different_texts(thoughts: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.thoughts"):
+        ModelConfig("tiny", thoughts=thoughts)
+
+
+def test_every_engine_of_the_policy_knows_the_markers_of_its_thoughts(tmp_path: Path) -> None:
+    own = ("model=tiny", "engine=transformers", "model.thoughts=['[T]','[/T]']")
+    config = typed_config(composed("+recipe=grpo", *own))
+    callback = explorer_callback(config, tmp_path, {}, RunMonitor(tmp_path, 1), offload=False)
+    [engine] = callback.explorer.engines.models
+    engine.bind(tiny_model())
+
+    async def answers() -> list[str | None]:
+        prompts = ("Sum?[T]\n", "Sum?<think>\n")
+        return [answer_part((await engine.generate(prompt, seed=0, max_tokens=8))[0].text) for prompt in prompts]
+
+    opened, other = asyncio.run(answers())
+    assert opened is None
+    assert other is not None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from support.judge_server import JudgeServer, judge_server
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.random_state import rollout_seed
+from trinity_lightning.common.thoughts import Response
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError
 from trinity_lightning.explorer.models.bound import BoundModel
@@ -114,6 +115,26 @@ def test_without_tools_a_call_is_text(offered: dict[str, Any]) -> None:
 def test_a_malformed_call_is_text() -> None:
     message = ask(FakeModel(lambda seed: "<tool_call>{</tool_call>"), tools=[TOOL], seed=1).choices[0].message
     assert (message.content, message.tool_calls) == ("<tool_call>{</tool_call>", None)
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        (f"<think>{CALL}? No.</think>None.", "None."),
+        (f"<think>{CALL}", None),
+        (Response(CALL, opened=True), None),
+    ],
+)
+def test_a_call_in_thoughts_is_text_and_the_answer_stands_beside_it(written: str, answer: str | None) -> None:
+    choice = ask(FakeModel(lambda seed: written), tools=[TOOL], seed=1).choices[0]
+    assert (choice.message.content, choice.message.tool_calls, choice.answer) == (written, None, answer)
+
+
+def test_how_tokens_become_text_can_be_asked_for() -> None:
+    model = FakeModel()
+    shown = {"skip_special_tokens": True, "include_stop_str_in_output": False}
+    ask(model, seed=1, extra_body=shown)
+    assert model.calls[0].items() >= shown.items()
 
 
 def tiny_engine() -> Any:

@@ -60,8 +60,9 @@ class SamplingConfig(Section, key="sampling"):
         temperature: logits are divided by it; 0 is greedy.
         max_tokens: longest response in tokens.
         stop: strings that end a response.
-        skip_special_tokens: leave the model's own markers (of thoughts, tool calls, ...) out of the text that rewards,
-            environments and tool parsers read. Null: no, all that the policy wrote is judged but end tokens.
+        skip_special_tokens: leave special tokens, such as markers of tool calls, out of the text that rewards,
+            environments and tool parsers read; thoughts whose markers they are can then not be told from the answer.
+            Null: no, all that the policy wrote is judged but end tokens.
         include_stop_str_in_output: leave the string of `stop` that ended a response in that text. Null: yes, the policy
             wrote it, and is trained on it.
         top_p: sample from the most likely tokens that make up this probability.

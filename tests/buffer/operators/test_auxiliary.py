@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from support.fake_model import FakeModel
 from support.judge_server import judge_server
 from support.operators import make, rewards
 
@@ -18,6 +19,7 @@ from trinity_lightning.buffer.operators.auxiliary import JudgeOperator, TeacherT
 from trinity_lightning.buffer.operators.experience_operator import OperatorChain
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.runs import Untrained
+from trinity_lightning.common.thoughts import Response
 from trinity_lightning.errors import ConfigError, OperatorError, RolloutError
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
 
@@ -129,6 +131,21 @@ def test_failed_items_keep_their_reward_and_are_counted_and_logged(answer, reaso
     assert len(server.requests) == 4
     assert "judge 'judge': 2 of 2 items failed" in caplog.text
     assert reason in caplog.text
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_judge_of_the_run_that_was_cut_off_in_its_thoughts_gave_no_score(opened):
+    """Its prompt had opened them: the text that OpenAI's API gives does not say so."""
+    exps = answered("4")
+
+    async def judged():
+        client = FakeModel(lambda seed: Response('Say {"score": 0.5}. Or', opened=opened)).get_openai_async_client()
+        args = {"model": "judge", "prompt": "{response}", "max_retries": 0, "sampling": {"seed": 1}}
+        (operator,) = create_operators([OperatorConfig("judge", args)], {"judge": [client]})
+        return await operator.process(exps)
+
+    _, metrics = asyncio.run(judged())
+    assert (metrics["failed_count"], exps[0].reward) == ((1, 1.0) if opened else (0, 1.5))
 
 
 def test_one_failed_item_leaves_the_others():
