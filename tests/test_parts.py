@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -31,6 +32,21 @@ def test_a_resumed_run_says_what_has_changed(tmp_path: Path, caplog: pytest.LogC
         "resuming with steps = 9; it was 5",
     ]
     assert OmegaConf.load(file) == config
+
+
+def test_a_run_of_an_earlier_version_is_resumed_with_a_warning_of_what_is_judged_now(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "config.yaml"
+    config = composed("+recipe=grpo", "model=tiny", "logger=csv", "ckpt_path=last")
+    record_config(config, file)
+    record_config(config, file)
+    assert "an earlier version" not in caplog.text
+    earlier: Any = OmegaConf.load(file)
+    del earlier.model.thoughts
+    OmegaConf.save(earlier, file)
+    record_config(config, file)
+    assert "an earlier version" in caplog.text
 
 
 def test_a_record_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,8 +167,14 @@ def dtype_of(checkpoint: str | Path) -> WeightDtype:
 
 
 def log_changes(config: DictConfig, file: Path) -> None:
-    """Warn of what is no longer as the run's `config.yaml` has it."""
+    """Warn of what is no longer as the run's `config.yaml` has it, and of rules that are later than that file."""
     before, now = (_flat(OmegaConf.to_container(each, resolve=True)) for each in (OmegaConf.load(file), config))
+    if "model.thoughts" not in before and now.get("buffer.storage") == "memory":
+        logger.warning(
+            "the run was begun by an earlier version. From here on responses also end at the end tokens of the chat "
+            "template, rewards judge all that was written but the thoughts (docs/config/reward.md), and lengths of "
+            "several turns leave out what the environment wrote."
+        )
     for key in sorted((before.keys() | now.keys()) - {"ckpt_path", "output_dir"}):
         if before.get(key) != now.get(key):
             logger.warning("resuming with %s = %s; it was %s", key, now.get(key), before.get(key))

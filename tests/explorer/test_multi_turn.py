@@ -6,6 +6,7 @@ import pytest
 from support.fake_model import FakeModel
 
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.thoughts import Response
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer import runner
@@ -55,6 +56,26 @@ def codes(text: str) -> list[int]:
 
 
 # -- experiences ------------------------------------------------------------------------------------------------------
+
+
+def test_an_environment_is_given_what_is_known_of_the_thoughts_and_a_record_is_plain_text() -> None:
+    """The prompt opened the thoughts, in which the number is named: no guess, whose answer would be higher or lower."""
+    model = FakeModel(lambda seed: Response("7", opened=True), max_model_len=500)
+    task = Task("multi_turn", {"secret": 7}, workflow_args={"environment": GuessNumber, "max_turns": 2})
+    _, (one,) = played(model, task)
+    assert [message["content"] for message in one.messages[1:]] == ["7", "Reply with a whole number.", "7"]
+    assert {type(message["content"]) for message in one.messages} == {str}
+    assert (one.reward, type(one.response_text)) == (0.0, str)
+    assert one.action_mask.sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("response", "said"), [("<think>7?</think>8", "Lower."), ("<think>8?</think>7", "Right."), ("<think>7", "Reply")]
+)
+def test_a_guess_is_what_stands_behind_the_thoughts(response: str, said: str) -> None:
+    game = GuessNumber()
+    game.reset(Task("multi_turn", {"secret": 7}))
+    assert str(game.step(response)[0]).startswith(said)
 
 
 def test_an_episode_is_one_experience_in_which_the_policys_tokens_are_trained() -> None:
