@@ -1,6 +1,7 @@
 """From messages to token ids, by the model's chat template: also behind turns whose tokens are known, and tools."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from trinity_lightning.common.messages import Conversation, check_roles
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import call_of_message, format_tool_call
 from trinity_lightning.explorer.models.turns import PLACEHOLDER, QUESTION, in_parts, takes_parts, turn_end
+
+# Fields of a message with its reasoning, by the names that templates read.
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -51,11 +55,11 @@ def apply_template(
 ) -> Any:
     """Token ids of a conversation, or what `settings` of `apply_chat_template` ask for; errors as `render_chat`."""
     try:
-        plain = [_plain(message) for message in messages]
+        template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else ""
+        plain = [_plain(message, template) for message in messages]
         shown = None
         if tools or any("tool_calls" in message for message in plain):
             plain, shown = _for_template(tokenizer, plain, tools)
-        template = getattr(tokenizer, "chat_template", None) and tokenizer.get_chat_template()
         if template and takes_parts(tokenizer, template):
             plain = [in_parts(message) for message in plain]
         rendered = tokenizer.apply_chat_template(plain, tools=shown, **{"return_dict": False, **settings})
@@ -81,11 +85,17 @@ def _begun_once(tokenizer: Any, rendered: Any) -> Any:
     return rendered
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with text as its content, and tool calls only if it has any. ConfigError: it has no role."""
+def _plain(message: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """The message with text as its content, and tool calls only if it has any. ConfigError: it has no role.
+
+    A reasoning has the name that the template reads.
+    """
     if not message.get("role"):
         raise ConfigError(f"a message is {{role, content}}; this one has no role: {message!r}.")
     kept = {name: value for name, value in message.items() if name != "tool_calls" or value}
+    read = next((name for name in REASONING if re.search(rf"[.'\"]{name}\b", template)), None)
+    if read and not kept.get(read) and (given := next((name for name in REASONING if kept.get(name)), None)):
+        kept[read] = kept.pop(given)
     return kept | {"content": text_of(message.get("content"))}
 
 

@@ -8,30 +8,36 @@ from typing import Any
 
 from trinity_lightning.common.thoughts import Markers, Response, markers_of, split_thoughts
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.chat import Messages, apply_template, continued, text_of
+from trinity_lightning.explorer.models.chat import REASONING, Messages, apply_template, continued, text_of
 from trinity_lightning.explorer.models.tool_calls import call_of_message
 from trinity_lightning.explorer.models.turns import common_length, encode_text, is_space, turn_end
 
 logger = logging.getLogger(__name__)
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # around what the assistant writes, in a chat template
-# Fields of a message with its reasoning, by the names that templates read.
-REASONING = ("reasoning_content", "reasoning", "thinking")
+_MARKER = re.compile(r"[^\w\s](?:\S{0,60}[^\w\s])$")  # at the end of a prompt, as <think> is
 
 # Habits of chat templates that are warned of, once a run with the number of examples.
-BARE_TURN = (
-    "the chat template has rollouts begin in open thoughts, and the turn has none: it is trained as the template shows "
-    "it, behind another prompt than rollouts have"
+OTHER_PROMPT = (
+    "the chat template shows turns behind another beginning than the prompt of rollouts ends with (thoughts that it "
+    "opens or skips there): they are trained as it shows them; a variable of the template such as enable_thinking, in "
+    "chat_template_kwargs, may make both alike"
 )
 OTHER_TURNS = (
     "the chat template shows earlier turns otherwise than the last one: the conversation is put together turn by turn, "
     "as rollouts are"
+)
+UNENDED = "the chat template writes no end token between turns: the tokenizer's is added, with which rollouts end, too"
+UNLISTED = (
+    "the chat template ends turns with the marker of the next one, which is no eos_token_id of generation_config.json: "
+    "rollouts end with it, but other programs would not stop there; add it to that file"
 )
 CUT_BESIDE_CALLS = "the chat template leaves out the text beside tool calls"
 MARKED_OTHERWISE = (
     "the template's {% generation %} marks are of another text than was given (a reasoning is cut), leave out the end "
     "of turns, or follow another prompt than rollouts have"
 )
+HABITS = (OTHER_PROMPT, OTHER_TURNS, UNENDED, UNLISTED, CUT_BESIDE_CALLS, MARKED_OTHERWISE)
 
 
 @dataclass(frozen=True)
@@ -115,15 +121,15 @@ class Imitation:
         tokens, mask = list(rendered["input_ids"]), [bool(marked) for marked in rendered["assistant_masks"]]
         if True not in mask:
             return tokens, mask
-        answers = [message for message in messages if message.get("role") == "assistant"]
-        text = self._text(messages)
-        amiss = any(lacking(message, text) for message in answers) or self._other_context(messages, tokens)
-        if not self._end_marks(tokens, mask, len(answers)) or amiss:
-            learned = [token for token, marked in zip(tokens, mask, strict=True) if marked]
-            written = _squeezed(self._tokenizer.decode(learned, skip_special_tokens=False))
-            if all(_squeezed(_answer_of(message)) in written for message in answers):
-                return None  # all turns are trained on: they are found without marks
-            self._report(MARKED_OTHERWISE)
+        answers = {place: message for place, message in enumerate(messages) if message.get("role") == "assistant"}
+        written = _squeezed(self._tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]))
+        learned = [place for place, message in answers.items() if _squeezed(_answer_of(message)) in written]
+        fit = [self._begin_marks(messages[:place], self._turn(messages, place), tokens, mask) for place in learned]
+        if self._end_marks(tokens, mask, len(answers)) and all(fit):
+            return tokens, mask
+        if len(learned) == len(answers):
+            return None  # all turns are trained on: they are found without marks
+        self._report(MARKED_OTHERWISE)
         return tokens, mask
 
     def context(self, messages: Messages) -> list[int]:
@@ -136,14 +142,15 @@ class Imitation:
         message = messages[place]
         asked, shown = self._text(messages[:place], add_generation_prompt=True), self._text(messages[: place + 1])
         context, whole = self._encode(asked), self._encode(shown)
+        behind = _remainder(shown, asked)
+        response = None if behind is None else self._encode(behind)
         if whole[: len(context)] == context:
-            response: list[int] | None = whole[len(context) :]
-        else:
-            response = self._encode(shown[len(asked) :]) if shown.startswith(asked) else None
-        lacks = lacking(message, shown.removeprefix(asked))
-        if response is not None and not lacks:
+            response = whole[len(context) :]
+        lacks = lacking(message, self._begun(asked) + (shown if behind is None else behind))
+        if response is not None and not lacks and not self._opens_twice(asked, behind):
             return Turn(context, *self._ended(response))
-        if not message.get("tool_calls") and (written := self._written(asked, message)) is not None:
+        written = None if message.get("tool_calls") else self._written(asked, message)
+        if written is not None:
             return Turn(context, self._closed(self._encode(written)), True)
         if lacks == "content" and message.get("tool_calls"):
             self._report(CUT_BESIDE_CALLS)
@@ -155,30 +162,41 @@ class Imitation:
         if response is not None:
             return Turn(context, *self._ended(response))
         begin = common_length(context, whole)
-        self._report(BARE_TURN)
+        self._report(OTHER_PROMPT)
         return Turn(whole[:begin], *self._ended(whole[begin:]), bare=len(context) - begin)
 
     def _written(self, asked: str, message: Mapping[str, Any]) -> str | None:
-        """What the assistant writes behind a prompt; None if the way that it writes its thoughts is not known."""
-        content = text_of(message.get("content"))
+        """What the assistant writes behind a prompt; None if its thoughts do not fit those that the prompt begins."""
+        content, opened = text_of(message.get("content")), self._opened(asked)
         reasoning = next((str(message[name]) for name in REASONING if message.get(name)), None)
-        if reasoning is None:
-            return self._behind(asked, content)
-        opened = self._opened(asked)
-        return f"{reasoning.strip()}\n{opened.closing}\n\n{content}" if opened else None
-
-    def _behind(self, asked: str, content: str) -> str | None:
-        """The content without the opening marker that the prompt ends with; None if it has no such thoughts."""
-        end, begin, opened = asked.rstrip(), content.lstrip(), self._opened(asked)
-        if opened and begin.startswith(opened.opening):
-            return begin.removeprefix(opened.opening).removeprefix(asked[len(end) :])
-        if opened and split_thoughts(Response(content, [opened], opened=True))[1] is None:
-            return None
-        return content
+        if reasoning is not None:
+            return f"{reasoning.strip()}\n{opened.closing}\n\n{content}" if opened else None
+        end, begin = asked.rstrip(), content.lstrip()
+        opening = opened.opening if opened else _shared_marker(end, begin)
+        if opening and begin.startswith(opening):
+            return begin.removeprefix(opening).removeprefix(asked[len(end) :])
+        if opened:
+            return None if split_thoughts(Response(content, [opened], opened=True))[1] is None else content
+        return None if self._skips_thoughts(end) and split_thoughts(content)[0] else content
 
     def _opened(self, asked: str) -> Markers | None:
         """The markers of the thoughts that a prompt leaves open."""
         return next((pair for pair in markers_of(self._tokenizer) if asked.rstrip().endswith(pair.opening)), None)
+
+    def _begun(self, asked: str) -> str:
+        """What a prompt has of the turn already: the opening marker of its thoughts."""
+        opened = self._opened(asked)
+        return opened.opening if opened else ""
+
+    def _opens_twice(self, asked: str, behind: str | None) -> bool:
+        """True if the template opens thoughts behind a prompt that has opened them."""
+        opened = self._opened(asked)
+        return opened is not None and behind is not None and opened.opening in behind
+
+    def _skips_thoughts(self, end: str) -> bool:
+        """True if a prompt ends with thoughts that are empty, as templates have it with enable_thinking=False."""
+        ended = (pair for pair in markers_of(self._tokenizer) if end.endswith(pair.closing))
+        return any(end.removesuffix(pair.closing).rstrip().endswith(pair.opening) for pair in ended)
 
     def _ended(self, response: list[int]) -> tuple[list[int], bool]:
         """The response up to the end token that closes it, and True; without one as it is, and False."""
@@ -205,7 +223,11 @@ class Imitation:
         """How many tokens behind a turn reach to one that ends it, such as the marker of the next turn; 0: none."""
         places = (place for place, token in enumerate(behind) if not is_space(self._tokenizer, token))
         place = next(places, len(behind))
-        return place + 1 if place < len(behind) and behind[place] in self._end.tokens else 0
+        if place == len(behind) or behind[place] not in self._end.tokens:
+            return 0
+        if behind[place] in self._end.unlisted and self._generation_config is not None:
+            self._report(UNLISTED)
+        return place + 1
 
     # -- a conversation ------------------------------------------------------------------------------------------------
 
@@ -220,9 +242,12 @@ class Imitation:
                     self._report(OTHER_TURNS)
                 return None
             if not turn.ended:
-                stop += self._end_of_next(tokens[stop:])
-                if stop == begin + len(turn.response):
+                marker = self._end_of_next(tokens[stop:])
+                if not marker:
+                    if place != len(messages) - 1:
+                        self._report(UNENDED)
                     return None
+                stop += marker
             mask[begin:stop] = [True] * (stop - begin)
         return tokens, mask
 
@@ -258,12 +283,14 @@ class Imitation:
 
     # -- the template's marks ------------------------------------------------------------------------------------------
 
-    def _other_context(self, messages: Messages, tokens: list[int]) -> bool:
-        """True if the last turn is the assistant's and follows another prompt than rollouts have."""
-        if messages[-1].get("role") != "assistant":
+    def _begin_marks(self, before: Messages, turn: Turn, tokens: list[int], mask: list[bool]) -> bool:
+        """Have a marked turn begin behind the prompt of rollouts, in place; False if the tokens have another turn."""
+        both = [*turn.context, *turn.response]
+        if tokens[: len(both)] != both:
             return False
-        context = self.context(messages[:-1])
-        return tokens[: len(context)] != context
+        begin = common_length(self._whole(before), turn.context) if before else 0
+        mask[begin : len(turn.context)] = [False] * (len(turn.context) - begin)
+        return True
 
     def _end_marks(self, tokens: list[int], mask: list[bool], turns: int) -> bool:
         """Have marked turns end with their end token, in place; False if some do not."""
@@ -295,6 +322,22 @@ class Imitation:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _remainder(shown: str, asked: str) -> str | None:
+    """What a rendering has behind a prompt, whose last whitespace may be another; None if it begins otherwise."""
+    if shown.startswith(asked):
+        return shown[len(asked) :]
+    end = asked.rstrip()
+    return shown[len(end) :].lstrip() if shown.startswith(end) and end != asked else None
+
+
+def _shared_marker(end: str, begin: str) -> str | None:
+    """A marker that a prompt ends with and a content begins with, too."""
+    marker = _MARKER.search(end)
+    places = range(len(marker[0])) if marker else ()
+    parts = (marker[0][place:] for place in places if marker)
+    return next((part for part in parts if len(part) > 2 and not part[0].isalnum() and begin.startswith(part)), None)
 
 
 def lacking(message: Mapping[str, Any], text: str) -> str | None:

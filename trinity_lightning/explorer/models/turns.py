@@ -42,12 +42,14 @@ class TurnEnd:
             writes none, the marker of the user's turn if generation_config.json has it, else the tokenizer's end token.
         closing_calls: as `closing`, behind an answer that calls tools.
         markers: tokens that begin the next turn and thereby end this one, as in the GLM family; usually none.
+        unlisted: those of them that the model's files do not name as end tokens.
     """
 
     tokens: frozenset[int]
     closing: tuple[int, ...]
     closing_calls: tuple[int, ...]
     markers: frozenset[int] = field(default=frozenset())
+    unlisted: frozenset[int] = field(default=frozenset())
 
     def written(self, tokenizer: Any, last: int, behind: Sequence[int]) -> int:
         """How many of the tokens that a template writes behind a turn are left out, as the turn has ended itself.
@@ -98,7 +100,7 @@ def _turn_end(tokenizer: Any, template: str | None, eos: int | None, listed: fro
     user, tool = _first_control(tokenizer, question), _first_control(tokenizer, result)
     markers = frozenset({user, tool} - {None})
     closing = (user,) if user in listed else default
-    return TurnEnd(known | markers, closing, (tool,) if tool in listed else closing, markers)
+    return TurnEnd(known | markers, closing, (tool,) if tool in listed else closing, markers, markers - known)
 
 
 def _behind_answer(tokenizer: Any, following: dict[str, Any] | None) -> tuple[int, ...]:
