@@ -122,8 +122,7 @@ class Imitation:
         if True not in mask:
             return tokens, mask
         answers = {place: message for place, message in enumerate(messages) if message.get("role") == "assistant"}
-        written = _squeezed(self._tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]))
-        learned = [place for place, message in answers.items() if _squeezed(_answer_of(message)) in written]
+        learned = [place for place in answers if self._is_marked(messages, place, tokens, mask)]
         fit = [self._begin_marks(messages[:place], self._turn(messages, place), tokens, mask) for place in learned]
         if self._end_marks(tokens, mask, len(answers)) and all(fit):
             return tokens, mask
@@ -283,6 +282,16 @@ class Imitation:
 
     # -- the template's marks ------------------------------------------------------------------------------------------
 
+    def _is_marked(self, messages: Messages, place: int, tokens: list[int], mask: list[bool]) -> bool:
+        """True if something of a turn is trained on: tokens where it stands, or its text wherever that is."""
+        spans = (messages[:place], messages[: place + 1])
+        begin, end = (common_length(self._whole(span), tokens) if span else 0 for span in spans)
+        marked = [token for token, is_marked in zip(tokens, mask, strict=True) if is_marked]
+        written = _squeezed(self._tokenizer.decode(marked, skip_special_tokens=False))
+        content = text_of(messages[place].get("content"))
+        answer = _squeezed(split_thoughts(content)[1] or content)
+        return any(mask[begin:end]) or (bool(answer) and answer in written)
+
     def _begin_marks(self, before: Messages, turn: Turn, tokens: list[int], mask: list[bool]) -> bool:
         """Have a marked turn begin behind the prompt of rollouts, in place; False if the tokens have another turn."""
         both = [*turn.context, *turn.response]
@@ -349,12 +358,6 @@ def lacking(message: Mapping[str, Any], text: str) -> str | None:
     calls = [call_of_message(entry) for entry in message.get("tool_calls") or ()]
     words = [word for call in calls if call for word in (call.name, *call.arguments)]
     return None if all(_squeezed(word) in shown for word in words) else "tool_calls"
-
-
-def _answer_of(message: Mapping[str, Any]) -> str:
-    """The content of a message without its thoughts."""
-    content = text_of(message.get("content"))
-    return split_thoughts(content)[1] or content
 
 
 def _squeezed(text: str) -> str:
