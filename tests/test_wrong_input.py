@@ -70,6 +70,11 @@ BY_THE_COMMAND = {
         ["+recipe=grpo", "engine=3"],
         ["engine=3: give the group the name of a choice, engine=NAME.", "Known: transformers, vllm, vllm_server."],
     ),
+    "a list of numbers for a group": (
+        ["+recipe=grpo", "algorithm=[1]"],
+        ["algorithm=[1]: give the group the name of a choice, algorithm=NAME."],
+    ),
+    "an empty list for a group": (["+recipe=grpo", "model=[]"], ["model=[] chooses nothing: give model=NAME."]),
     "null for a group": (
         ["+recipe=grpo", "callbacks=null"],
         ["callbacks=NAME, or '~callbacks' for none. Known: default"],
@@ -795,6 +800,8 @@ def test_another_number_of_processes_than_was_started_is_refused(
         (["+recipe=sft", "reward=math", "++sampling.temperature=0.7"], "reward, sampling.temperature"),
         (["+recipe=sft", "add_strategy=rloo", "explorer.batch_size=4"], "add_strategy, explorer.batch_size"),
         (["+recipe=sft", "sampling.max_tokens=8", "engine.max_model_len=64"], "sampling.max_tokens"),
+        (["+recipe=sft", "engine=transformers"], ""),  # the engine that there is on this machine
+        (["+recipe=offline", "engine=transformers", "engine.max_num_seqs=8"], "engine.max_num_seqs"),
         (["+recipe=sft", "taskset=addition", "synchronizer.lora=adapter"], "taskset, synchronizer.lora"),
         (["+recipe=dpo", "algorithm.rollout_correction={level: sequence}"], "algorithm.rollout_correction.level"),
         (["+recipe=sft", "sampling={max_tokens: 8, temperature: 1}"], "sampling.max_tokens, sampling.temperature"),

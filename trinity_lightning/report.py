@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trinity_lightning.config.output import end_unread
 from trinity_lightning.errors import ConfigError, TrinityError
 
 FILE = "report.html"
@@ -33,6 +34,8 @@ def write_report(folder: str | Path) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Console entry point: a folder that is none is one message and exit code 2."""
+    if arguments is None:
+        end_unread()
     parser = argparse.ArgumentParser(prog="trinity-lightning-report", description="Write report.html for runs.")
     parser.add_argument("folder", nargs="+", type=Path, help="a run's folder, such as outputs/grpo/TIME")
     for folder in parser.parse_args(arguments).folder:

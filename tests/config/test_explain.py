@@ -191,3 +191,68 @@ def test_a_plugin_of_hydra_that_is_missing_names_its_extra(plugin: str) -> None:
     assert explain(error) == (
         f"hydra/{plugin.replace('/', '=')} is a plugin that is not installed: pip install 'trinity-lightning[sweep]'."
     )
+
+
+# -- groups chosen by something else than a name -----------------------------------------------------------------------
+
+GROUPS = ("model", "engine", "taskset", "workflow", "operators", "add_strategy", "algorithm", "buffer", "synchronizer")
+GROUPS += ("trainer", "logger", "callbacks", "+recipe")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("value", ["[1]", "[null]", "[[grpo]]", "[grpo,2]", "[{a: 1}]", "3", "1.5", "true", "null"])
+def test_a_group_that_is_given_no_name_is_refused_by_its_name(group: str, value: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as refused:
+        composed(f"{group}={value}")
+    said = str(explain_composition(refused.value))
+    assert said.startswith(f"{group}={value}: give the group the name of a choice, {group}=NAME")
+
+
+NO_LIST_OF_CHOICES = "recipe/mine.yaml: `defaults` is a list of"
+ENTRIES = ("override /algorithm: [1]", "override /algorithm: 3", "override /engine: {a: 1}", "/logger: [[csv]]")
+ENTRIES += ("override /operators: [judge, null]", "override /buffer: true", "3", "null", "[grpo]", "{a: 1, b: 2}")
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_entry_of_a_recipes_defaults_that_is_no_choice(entry: str, tmp_path: Path) -> None:
+    assert said_of(tmp_path, f"{GLOBAL}defaults:\n  - {entry}\n").startswith(NO_LIST_OF_CHOICES)
+
+
+@pytest.mark.parametrize("defaults", ["3", "grpo", "{a: 1}", "null", "true"])
+def test_defaults_that_are_no_list(defaults: str, tmp_path: Path) -> None:
+    assert said_of(tmp_path, f"{GLOBAL}defaults: {defaults}\n").startswith(NO_LIST_OF_CHOICES)
+
+
+def test_a_recipe_that_is_a_number(tmp_path: Path) -> None:
+    assert said_of(tmp_path, "3\n") == "recipe/mine.yaml holds no keys: give KEY: VALUE, one a line."
+
+
+def said_of(folder: Path, text: str) -> str:
+    """The sentence for what Hydra raises of a recipe `mine` of that text."""
+    (folder / "recipe").mkdir()
+    (folder / "recipe" / "mine.yaml").write_text(text)
+    with pytest.raises((TypeError, ValueError, OSError)) as refused:
+        composed(f"hydra.searchpath=[{folder}]", "+recipe=mine")
+    return str(explain_composition(refused.value))
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("lr=1e-5", "'optimizer.lr'"),
+        ("+lr=1e-5", "'optimizer.lr'"),
+        ("batch_size=4", "'explorer.batch_size' or 'buffer.batch_size'"),
+        ("temperature=1", "'sampling.temperature' or 'eval_sampling.temperature'"),
+        ("batchsize=4", "'explorer.batch_size' or 'buffer.batch_size'"),
+        ("eval_intervall=4", "'explorer.eval_interval'"),
+        ("learnin_rate=1", "'optimizer.lr'"),
+        ("kl=1", "'algorithm.kl'"),
+        ("model.r=8", "'model.lora.r'"),
+        ("explorer.lr=1", "'optimizer.lr'"),
+        ("+explorer.temperature=1", "'sampling.temperature' or 'eval_sampling.temperature'"),
+        ("seeds=3", "'seed'"),
+        ("+recipe={a: 1}", "+recipe=NAME"),
+    ],
+)
+def test_a_key_is_suggested_by_the_last_part_of_its_name(given: str, meant: str) -> None:
+    assert f" Did you mean {meant}?" in refusal(given)

@@ -9,10 +9,11 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import yaml
@@ -80,6 +81,12 @@ def explain_composition(error: Exception) -> str | None:
         return None
     if str(error).startswith("Config group override must be a string or a list"):  # engine=3, and =3
         return _explain_group(frames[-1].f_locals["override"])
+    if isinstance(error, TypeError):  # engine=[3]
+        override = _no_choice(frames)
+        return None if override is None else _explain_group(override)
+    files = [f"{frame.f_locals['config_path']}.yaml" for frame in frames if "config_path" in frame.f_locals]
+    if files and (sentence := _explain_defaults(files[-1], str(error))) is not None:
+        return sentence
     if isinstance(error, RecursionError):
         return "the `defaults` of a recipe lead back to the recipe itself: leave out the entry that does."
     if isinstance(error, UnicodeDecodeError):
@@ -114,11 +121,36 @@ def _explain_grammar(override: str) -> str:
     return f"cannot read the override '{override}': close every bracket and quote, and {hint}."
 
 
+def _no_choice(frames: Sequence[FrameType]) -> Override | None:
+    """The override of a group by something else than the name of a choice, or a list of some, if there is one."""
+    given = next((frame.f_locals["parsed_overrides"] for frame in frames if "parsed_overrides" in frame.f_locals), [])
+    for override in given:
+        value = override.value()
+        is_list = isinstance(value, list) and override.key_or_group in {*_groups(), "recipe"}
+        if is_list and not all(isinstance(name, str) for name in value):
+            return override
+    return None
+
+
+def _explain_defaults(file: str, problem: str) -> str | None:
+    """What to write if Hydra cannot read the `defaults` of a file, or the file; None if it is another problem."""
+    if problem.startswith("Invalid loaded object type"):
+        return f"{file} holds no keys: give KEY: VALUE, one a line."
+    if "defaults" in problem or "default item" in problem:
+        return (
+            f"{file}: `defaults` is a list of recipes to build on (- grpo), of choices in groups "
+            "(- override /engine: transformers), and of _self_, the file's own keys; every choice is a name, or a list "
+            "of names."
+        )
+    return None
+
+
 def _explain_group(override: Override) -> str:
     if not (group := override.key_or_group):
         return _explain_grammar(str(override.input_line))
     none = f", or '~{group}' for none" if override.value() is None and group in ("callbacks", "logger") else ""
-    choice = f"give the group the name of a choice, {group}=NAME{none}"
+    plus = "+" if group == "recipe" else ""
+    choice = f"give the group the name of a choice, {plus}{group}=NAME{none}"
     return f"{override.input_line}: {choice}. Known: {', '.join(options(group))}."
 
 
@@ -302,7 +334,7 @@ def _not_there(key: str, parent: Any) -> str:
             return f"{key} {NOT_OF_A_RUN[name]}."
         if name in SET_INSTEAD:
             return f"{key}: {SET_INSTEAD[name][1]}."
-    if key in RENAMED or nearest(name, siblings):
+    if key in RENAMED or nearest(name, siblings) or (not prefix and _keys_meant(prefix, name, siblings)):
         return unknown_key(key, siblings)
     if name == "args":
         return f"'{prefix}' is a bare name, which has no arguments: give {prefix}.name=NAME as well as {key}."
@@ -334,15 +366,44 @@ def unknown_key(key: str, siblings: Iterable[str]) -> str:
     """A message for a key that is not there: what it is called, or the nearest of its siblings."""
     if key in RENAMED:
         return f"unknown key '{key}'. It is called {RENAMED[key]}."
-    prefix, dot, name = key.rpartition(".")
+    prefix, _, name = key.rpartition(".")
     if name == "name" and prefix in _groups():
         return f"unknown key '{key}'. Choose by {prefix}=NAME or, in a recipe's defaults, '- override /{prefix}: NAME'."
     names = sorted(siblings)
-    match = nearest(name, names)
-    hint = f" Did you mean '{prefix}{dot}{match}'?" if match else ""
-    if not dot and match is None and nearest(name, ["recipe"]):
-        hint = " Did you mean +recipe=NAME?"
+    meant = [each if each == _RECIPE else f"'{each}'" for each in _keys_meant(prefix, name, names)]
+    hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
     return f"unknown key '{key}'.{hint} Known here: {', '.join(names) or 'none'}."
+
+
+_MOST_SUGGESTED = 3
+_RECIPE = "+recipe=NAME"
+
+
+def _keys_meant(prefix: str, name: str, siblings: Sequence[str]) -> list[str]:
+    """The keys that a name in a section may stand for: those of the same last part elsewhere, or else the nearest.
+
+    A top-level name is compared with its siblings and with the last parts of all keys: `lr` is optimizer.lr.
+    """
+    places = {key: [new] for key, new in RENAMED.items() if "." not in key} | {"recipe": [_RECIPE]}
+    for key in _dotted_keys(schema_of(TrainConfig)):
+        places.setdefault(key.rpartition(".")[2], []).append(key)
+    meant = places.get(name, [])
+    if (
+        not meant
+        and (match := nearest(name, siblings if prefix else {**dict.fromkeys(siblings), **places})) is not None
+    ):
+        meant = [f"{prefix}.{match}".removeprefix(".")] if match in siblings else places[match]
+    within = [key for key in meant if prefix and key.startswith(f"{prefix}.")]
+    return (within or meant)[:_MOST_SUGGESTED]
+
+
+def _dotted_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """The keys of a schema, dotted, those of sections too."""
+    for key in map(str, node):
+        yield f"{prefix}{key}"
+        inner = node._get_node(key)
+        if isinstance(inner, DictConfig) and not inner._is_none() and not inner._is_missing():
+            yield from _dotted_keys(inner, f"{prefix}{key}.")
 
 
 def choice_of(group: str) -> str:

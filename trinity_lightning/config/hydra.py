@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trinity_lightning import config as late
+from trinity_lightning.config.output import end_unread, only_shows, outlive_readers
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import NAMED_PARTS, TasksetConfig, TrainConfig, config_dir, options
 from trinity_lightning.config.sections import schema_of
@@ -126,9 +126,15 @@ def _group(name: str, mode: Any, sweep_dir: str) -> str:
 
 
 def check_overrides(config: DictConfig) -> None:
-    """Refuse `NAME={}` of a mapping that is not empty, which changes nothing: Hydra merges mappings; a ConfigError."""
+    """Refuse `GROUP=[]` of a section, and `NAME={}` of a mapping that is not empty: Hydra changes nothing by them.
+
+    A ConfigError.
+    """
     for override in HydraConfig.get().overrides.task:
         name, _, value = override.partition("=")
+        group = name.lstrip("+")
+        if re.fullmatch(r"\[\s*\]", value) and group not in NAMED_PARTS and (choices := options(group)):
+            raise ConfigError(f"{override} chooses nothing: give {name}=NAME. Known: {', '.join(choices)}.")
         if re.fullmatch(r"\{\s*\}", value) and (entries := OmegaConf.select(config, name)):
             raise ConfigError(
                 f"{override} changes nothing, since Hydra merges mappings: leave out an entry by "
@@ -176,12 +182,14 @@ def run_command(command: Callable[[], None], within: str | None = "") -> None:
     """Run Hydra's main function: errors of the configuration are one message and exit code 2; `within`: `register`."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us here; all but those of the configuration go on
     sys.path.insert(0, str(Path.cwd()))  # a reward or workflow of your own lies in the folder you start from
-    if {"--help", "-h", "--cfg", "-c", "--info"} & {*sys.argv}:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # what is only shown ends in silence if nobody reads on: `| head`
+    if within is None or only_shows(sys.argv[1:]):
+        end_unread()
+    else:
+        outlive_readers()
     try:
         register(within)
         command()
-    except (*CONFIG_ERRORS, ValueError, OSError, RecursionError) as error:
+    except (*CONFIG_ERRORS, ValueError, TypeError, OSError, RecursionError) as error:
         late.explain.end_command(error)
         raise
     except (KeyboardInterrupt, SystemExit) as stop:

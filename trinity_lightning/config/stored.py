@@ -72,13 +72,16 @@ def check_composed(storage: str, hydra: HydraConf) -> None:
 
 
 def check_given(storage: str, keys: Iterable[str], where: str = "") -> None:
-    """Refuse keys, given at one place, that training which reads from this storage does not read; a ConfigError."""
+    """Refuse keys, given at one place, that training which reads from this storage does not read; a ConfigError.
+
+    The choice of an engine is not refused: on a machine without vLLM it belongs to every command.
+    """
     if storage not in BUFFER_STORAGES:
         return  # which is refused by name
     examples = storage == "dataset"
     read = READ_BY_ALL if examples else (*READ_BY_ALL, *OF_STORED)
     others = (*OF_ROLLOUTS, *OF_STORED) if examples else OF_ROLLOUTS
-    unread = [key for key in keys if _is_within(key, others) and not _is_within(key, read)]
+    unread = [key for key in keys if key != "engine" and _is_within(key, others) and not _is_within(key, read)]
     if unread:
         raise ConfigError(
             f"{where}{', '.join(unread)}: without rollouts (buffer.storage={storage}) this has no effect, leave it out."

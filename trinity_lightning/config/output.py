@@ -1,0 +1,54 @@
+"""What a command prints, and what follows if nobody reads it."""
+
+import io
+import os
+import re
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+# Arguments of a command that only shows something.
+_SHOWS = re.compile(r"-h|(-c|-i|-sc)\w*|--(help|hydra-help|cfg|info|shell-completion|version)(=.*)?")
+_FOLDERS = ("-cd", "-cn", "-cp")  # of Hydra, too, and of runs
+
+
+def only_shows(arguments: Iterable[str]) -> bool:
+    """Whether a command with these arguments only shows something, such as its help or its configuration."""
+    return any(_SHOWS.fullmatch(each) and each not in _FOLDERS for each in arguments)
+
+
+def end_unread() -> None:
+    """End a program that only shows something in silence once nobody reads it: `... --help | head`."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+class Output(io.TextIOWrapper):
+    """Standard output or error that goes nowhere once nobody reads it: a run goes on, and has its log."""
+
+    def write(self, text: str) -> int:
+        return self._or_nowhere(lambda: super(Output, self).write(text))
+
+    def flush(self) -> None:
+        self._or_nowhere(super().flush)
+
+    def _or_nowhere(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return action()
+
+
+def outlive_readers() -> None:
+    """Let a run go on if what it prints to is closed, such as by `| head` or a `tee` that was killed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+            stream.flush()
+            file = io.BufferedWriter(io.FileIO(stream.fileno(), "wb", closefd=False))
+            line_buffering, errors = stream.line_buffering, stream.errors
+            setattr(sys, name, Output(file, stream.encoding, errors, line_buffering=line_buffering))
