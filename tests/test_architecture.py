@@ -21,7 +21,9 @@ from trinity_lightning.config.explain import explain
 from trinity_lightning.config.hydra import CONFIG_ERRORS, register
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.schema import typed_config
+from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.rewards import REWARDS
+from trinity_lightning.explorer.tasks import Taskset
 from trinity_lightning.explorer.workflows import WORKFLOWS
 from trinity_lightning.explorer.workflows.multi_turn import ENVIRONMENTS
 from trinity_lightning.train import check
@@ -49,7 +51,7 @@ def write_examples(folder: Path) -> None:
 
 
 def test_the_table_has_a_row_of_every_kind_with_an_example() -> None:
-    assert {row[1] for row in PART_ROWS} == set(EXAMPLES)
+    assert {row[1] for row in PART_ROWS} == set(EXAMPLES) - {"my_schedule.py", "my_tasks.py"}
     assert {row[0] for row in PART_ROWS} == PARTS.keys() - {"KL estimate", "optimizer", "schedule"}
 
 
@@ -57,6 +59,8 @@ def test_parts_of_ones_own_train_together(run_train: RunTrain, tmp_path: Path) -
     """Two steps; the workflow is that of the evaluation, as the environment needs another to train with."""
     write_examples(tmp_path)
     own = [word.replace("workflow.name=", "eval_workflow=") for row in PART_ROWS for word in shlex.split(row[2])]
+    own = [word for word in own if "workflow.args.hint" not in word]  # an evaluation has no arguments of its own
+    own.append("optimizer.lr_scheduler={name: my_schedule.warm, args: {steps: 2}}")
     small = ["explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=8", "eval_sampling.max_tokens=2"]
     quiet = ["logger=csv", "save_model=false", "explorer.eval_interval=9", "workflow.args.max_turns=2"]
     done = run_train(tmp_path, "+recipe=grpo", "model=tiny", "steps=2", *own, *small, *quiet)
@@ -71,8 +75,8 @@ def test_parts_of_ones_own_train_together(run_train: RunTrain, tmp_path: Path) -
     for step in steps:
         assert float(step["actor/trained_rows"]) > 0
         assert float(step["actor/logprob_diff/mean"]) < 1e-4
-        assert step["experience_pipeline/my_operator.DropEmpty/dropped"] != ""
-        assert step["reward/digits/mean"] != ""
+        assert step["experience_pipeline/my_operator.DropShort/dropped"] != ""
+        assert step["reward/Digits/mean"] != ""
     assert float(steps[1]["sample/lag/mean"]) == 0
     completions = [json.loads(line) for line in (run / "completions" / "step_1.jsonl").read_text().splitlines()]
     assert all(each["prompt"].endswith("Say 3.") for each in completions)
@@ -92,6 +96,38 @@ def test_a_knob_of_ones_own_loss_is_checked(tmp_path: Path, monkeypatch: pytest.
     assert "argument 'tau' of policy loss 'my_loss.tempered' is 'hot'; give a number" in refused(
         loss.replace("2.0", "hot")
     )
+
+
+KEYS = {"add strategy": "add_strategy.sign", "experience operator": "operators.drop_short", "engine": "engine"}
+KEYS |= {"policy loss": "algorithm.policy_loss", "environment": "workflow.args.environment", "workflow": "workflow"}
+
+
+@pytest.mark.slow
+@BY_KIND
+def test_a_misspelt_argument_of_ones_own_part_is_refused_by_its_key(
+    row: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_examples(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kind, *_ = row
+    *others, last = shlex.split(row[2])
+    key = KEYS.get(kind, "reward")
+    check(composed("+recipe=grpo", "model=tiny", *others, last))
+    misspelt = re.sub(r"(args\.\w+|most)(?=[=:])", r"\1x", last)
+    assert re.match(rf"{re.escape(key)}\.args\.\w+x: unknown argument .* Did you mean", refused(*others, misspelt))
+
+
+def test_a_selection_of_ones_own_hands_out_tasks_and_goes_on_from_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_examples(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made: Any = import_object("my_tasks.Repeated")
+    source, resumed = (TaskSource(made(Taskset.addition(), times=3), "math") for _ in range(2))
+    before = source.next_tasks(4)
+    assert len({str(task.raw_task) for task in before}) == 2
+    resumed.taskset.load_state_dict(source.taskset.state_dict())
+    assert resumed.next_tasks(5) == source.next_tasks(5)
 
 
 # -- built in ----------------------------------------------------------------------------------------------------------

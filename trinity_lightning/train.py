@@ -53,7 +53,7 @@ def check(config: DictConfig, here: bool = True) -> None:
 
         check_files(tasksets)
     check_models(run)
-    from trinity_lightning.explorer.workflows import resolve_workflow
+    from trinity_lightning.explorer.workflows.workflow import check_workflow
     from trinity_lightning.trainer.objective import Objective
 
     try:
@@ -63,7 +63,29 @@ def check(config: DictConfig, here: bool = True) -> None:
     check_targets(config)
     if run.buffer.has_rollouts:
         arguments = workflow_arguments(run.workflow.name, run.workflow.args, list(run.auxiliary_models))
-        resolve_workflow(run.workflow.name).check_args(arguments)
+        check_workflow(run.workflow.name, arguments)
+        if run.eval_workflow is not None:
+            check_workflow(run.eval_workflow, {})
+        check_weighing(run)
+
+
+def check_weighing(run: TrainConfig) -> None:
+    """Refuse strategies and operators that are none, or have other arguments than they are given; a ConfigError."""
+    from trinity_lightning.algorithm.add_strategy.add_strategy import check_strategy
+
+    try:
+        for label, strategy in run.add_strategy.items():
+            check_strategy(strategy.name, strategy.args, f"add_strategy.{label}.args")
+        if run.operators:
+            from trinity_lightning.buffer.operators.experience_operator import operator_class
+
+            for label, each in run.operators.items():
+                what, key = f"operator '{label}'", f"operators.{label}.args"
+                late.signatures.check_arguments(what, operator_class(each.name), each.args, key)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_models(run: TrainConfig) -> None:

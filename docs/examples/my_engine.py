@@ -1,6 +1,7 @@
 """An engine of your own: a plain Hugging Face model that answers one request after the other.
 
-To train with it: `engine.name=my_engine.PlainEngine`, in the folder of this file.
+To train with it: `engine.name=my_engine.PlainEngine`, in the folder of this file; its argument is
+`+engine.args.attn_implementation=eager`.
 """
 
 from typing import Any
@@ -19,14 +20,15 @@ from trinity_lightning.sync.stream import Shape, WeightStream
 class PlainEngine(Engine):
     """Holds weights of its own, in float32, and does one forward pass for each token."""
 
-    def __init__(self, model: str, config: EngineConfig) -> None:
+    def __init__(self, model: str, config: EngineConfig, attn_implementation: str = "sdpa") -> None:
         super().__init__(config.max_model_len)
         self._name = model
+        self._settings = {"dtype": torch.float32, "attn_implementation": attn_implementation}
         self._held: Any = None
 
     async def load(self) -> None:
         if self._held is None:
-            held: Any = AutoModelForCausalLM.from_pretrained(resolve_model(self._name), dtype=torch.float32)
+            held: Any = AutoModelForCausalLM.from_pretrained(resolve_model(self._name), **self._settings)
             self._held = held.eval().requires_grad_(False)
 
     async def shutdown(self) -> None:

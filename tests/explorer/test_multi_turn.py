@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from support.fake_model import FakeModel
+from support.places import without_places
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.thoughts import Response
@@ -319,7 +320,7 @@ def test_an_environment_that_raises_fails_its_run() -> None:
             raise OSError("no disk")
 
     status, _ = played(FakeModel(), environment=Failing)
-    assert status.message == "1 of 1 runs failed: OSError: no disk"
+    assert without_places(status.message) == "1 of 1 runs failed: OSError: no disk"
 
 
 def test_guess_number() -> None:

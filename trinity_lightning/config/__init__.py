@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from trinity_lightning.config import own_models as own_models
     from trinity_lightning.config import parts as parts
     from trinity_lightning.config import servers as servers
+    from trinity_lightning.config import signatures as signatures
     from trinity_lightning.config import stored as stored
     from trinity_lightning.config import trainer as trainer
 
 _LATE = (
     *("auxiliary_models", "built_in_models", "checkpoints", "explain", "objectives", "optimization", "own_models"),
-    *("parts", "servers", "stored", "trainer"),
+    *("parts", "servers", "signatures", "stored", "trainer"),
 )
 
 

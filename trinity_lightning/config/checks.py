@@ -185,6 +185,9 @@ def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any], here: bool) ->
 def _check_engine(run: TrainConfig, can: Capabilities, here: bool) -> None:
     """Refuse settings of the policy's engine that have no effect, contradict each other, or ask for too much."""
     engine, label = run.engine, f"engine={run.engine.name}"
+    if "." in engine.name:
+        own: Any = import_object(engine.name)
+        late.parts.engine_arguments(own, run.model.name, engine)
     if given := engine.changed(*(key for key in ENGINE_KEYS if key not in can.keys)):
         raise ConfigError(late.explain.unread_key(given[0], label))
     if run.explorer.samples_older_weights:

@@ -47,8 +47,11 @@ def described(error: BaseException) -> str:
 
 
 def keep_place(error: BaseException) -> None:
-    """Note on an error where it was raised and its frames, for other processes, which do not get its traceback."""
-    if frames := own_frames(error):
+    """Note on an error where it was raised and its frames, for other processes, which do not get its traceback.
+
+    An error of ours says enough; that of a reward function has its frames.
+    """
+    if not isinstance(error, TrinityError) and (frames := own_frames(error)):
         setattr(error, _PLACE, place_of(error))
         error.add_note("".join(traceback.format_list(frames)).rstrip())
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
-from trinity_lightning.config.engines import Capabilities
+from trinity_lightning.config.engines import Capabilities, EngineConfig
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.sections import PartConfig, part_config
+from trinity_lightning.config.signatures import check_arguments, check_methods, parameters_beside
 from trinity_lightning.config.values import one_of, unknown_name
 from trinity_lightning.errors import ConfigError, UnfinishedClassError
 
@@ -132,4 +133,32 @@ def own_capabilities(name: str) -> Capabilities:
         )
     if getattr(engine, "__abstractmethods__", None):
         refuse_unfinished("engine.name:", engine)
+    check_methods("engine", cast("type", engine))
     return found
+
+
+ENGINE_ARGS = "engine.args"
+
+
+def engine_arguments(kind: type[Any], model: str, config: EngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an engine's constructor is given by name (the model's name and the section), and its own arguments.
+
+    It has some if the user's constructor takes more than these two, which stand first or are called `model` and
+    `config`.
+
+    Raises:
+        ArgumentError: an argument that it does not have, or lacks.
+        ConfigError: a constructor that does not take these two.
+    """
+    what = f"engine '{config.name}'"
+    parameters = inspect.signature(kind).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][:2]
+    if {"model", "config"} <= {each.name for each in parameters}:
+        names = ["model", "config"]
+    if len(names) < 2:
+        raise ConfigError(f"{what} is made as {kind.__name__}(model, config), and takes ({', '.join(names)}).")
+    [owner] = [each for each in kind.__mro__ if "__init__" in vars(each)][:1]
+    own = parameters_beside(kind, names) if not owner.__module__.startswith("trinity_lightning.") else []
+    args = dict(config.args) if own else {}
+    check_arguments(what, kind, args, ENGINE_ARGS, names)
+    return dict(zip(names, (model, config), strict=True)), args

@@ -196,12 +196,15 @@ class Registry(Generic[T]):
     def resolve(self, part: object) -> object:
         """What is registered under a name, or is at a dotted path; what is no text is the part itself.
 
-        Errors as `get`, or as `import_object`; an UnfinishedClassError: it is an abstract class.
+        Errors as `get`, or as `import_object`; an UnfinishedClassError: it is an abstract class; a ConfigError: a
+        method of a class of the user's own is not called as the one that it overrides.
         """
         if isinstance(part, str):
             part = import_object(part) if "." in part and part not in self else self.get(part)
         if getattr(part, "__abstractmethods__", None):
             late.parts.refuse_unfinished(self.kind, part)
+        if isinstance(part, type) and not part.__module__.startswith("trinity_lightning."):
+            late.signatures.check_methods(self.kind, part)
         return part
 
     def __contains__(self, name: object) -> bool:

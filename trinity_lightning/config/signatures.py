@@ -1,8 +1,9 @@
 """How parts of your own are called and made: what their parameters mean by their names, and what they may be given."""
 
+import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from trinity_lightning.errors import ArgumentError, ConfigError
 T = TypeVar("T")
 Parameter = inspect.Parameter
 POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 PACKAGE = __name__.partition(".")[0]
 
 # -- how a function of your own is called ------------------------------------------------------------------------------
@@ -104,13 +106,14 @@ def _hints(signature: inspect.Signature, names: Sequence[str]) -> str:
     return f" ({found})" if found else ""
 
 
+@functools.cache
 def check_methods(kind: str, part: type[Any]) -> None:
     """Refuse a class of the user's with a method that is not called as the method of the library that it overrides.
 
     Raises:
         ConfigError: names the method, and says how it is called.
     """
-    theirs = [each for each in part.__mro__ if each.__module__.partition(".")[0] == PACKAGE]
+    theirs = [each for each in part.__mro__ if _is_of_the_library(each)]
     for own in part.__mro__:
         if own in theirs or own is object:
             continue
@@ -130,6 +133,8 @@ def check_arguments(
 ) -> None:
     """Refuse arguments that a class or a function does not take, or lacks.
 
+    Further keywords (`**others`) of a class that names arguments are those of its bases; of one that names none, any.
+
     Args:
         what: the part, for messages.
         make: the class, or the function that makes one.
@@ -140,18 +145,35 @@ def check_arguments(
     Raises:
         ArgumentError: names the key, and lists what there is.
     """
-    parameters = inspect.signature(make).parameters
-    named = [each for each in parameters.values() if each.kind in (*POSITIONAL, Parameter.KEYWORD_ONLY)]
-    known = [each.name for each in named if each.name not in given and each.kind is not Parameter.POSITIONAL_ONLY]
-    takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
-    for name in args if not takes_any else ():
+    parameters = inspect.signature(make).parameters.values()
+    named = [each for each in parameters if each.kind in NAMED and each.name not in given]
+    known = [each.name for each in named]
+    if _takes_any(parameters):
+        known = [*known, *_handed_on(make, given)] if known or _is_of_the_library(make) else [*args]
+    for name in args:
         if name not in known:
             raise ArgumentError(f"{key}.{name}: {unknown_name(f'argument of {what}', name, known)}")
     for each in named:
-        if each.default is each.empty and each.name not in (*args, *given):
+        if each.default is each.empty and each.name not in args:
             raise ArgumentError(
-                f"{key}.{each.name} is missing: {what} has no default for it, give {key}.{each.name}=VALUE."
+                f"{key}.{each.name} is missing: {what} has no default for it. It takes {', '.join(map(str, named))}."
             )
+
+
+def _takes_any(parameters: Iterable[Parameter]) -> bool:
+    return any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
+
+
+def _is_of_the_library(part: Any) -> bool:
+    return str(getattr(part, "__module__", "")).partition(".")[0] == PACKAGE
+
+
+def _handed_on(make: Any, given: Sequence[str]) -> list[str]:
+    """Names that the bases of a class take, which names arguments of its own and hands further ones on to them."""
+    bases = make.__mro__[1:] if isinstance(make, type) else ()
+    signatures = [inspect.signature(vars(each)["__init__"]) for each in bases[:-1] if "__init__" in vars(each)]
+    named = [each.name for signature in signatures for each in signature.parameters.values() if each.kind in NAMED]
+    return [name for name in named if name not in (*given, "self")]
 
 
 def has_method(kind: type[Any], name: str) -> bool:
@@ -159,7 +181,9 @@ def has_method(kind: type[Any], name: str) -> bool:
     return any(name in vars(each) for each in kind.__mro__)
 
 
-def made(what: str, kind: type[T], args: Mapping[str, Any], key: str = "args", **given: Any) -> T:
+def made(
+    what: str, kind: type[T], args: Mapping[str, Any], key: str = "args", given: Mapping[str, Any] | None = None
+) -> T:
     """A part made of the user's arguments, and of what the library gives it.
 
     A constructor takes of the latter what it has parameters for. The rest is set on the instance before the constructor
@@ -172,17 +196,35 @@ def made(what: str, kind: type[T], args: Mapping[str, Any], key: str = "args", *
 
     Raises:
         ArgumentError: as `check_arguments`.
-        ConfigError: the constructor raised; names the user's file and line.
+        Exception: whatever the constructor raises.
     """
+    given = given or {}
     check_arguments(what, kind, args, key, tuple(given))
     parameters = inspect.signature(kind).parameters
-    takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+    takes_any = _takes_any(parameters.values())
     passed = {name: value for name, value in given.items() if takes_any or name in parameters}
-    with raised_by(what, ConfigError):
-        instance = kind.__new__(kind)
-        for name, value in given.items():
-            if name not in parameters:
-                with suppress(AttributeError):  # a property of the user's own
-                    object.__setattr__(instance, name, value)
-        instance.__init__(**passed, **args)
+    instance = kind.__new__(kind)
+    for name, value in given.items():
+        if name not in parameters:
+            with suppress(AttributeError):  # a property of the user's own
+                object.__setattr__(instance, name, value)
+    instance.__init__(**passed, **args)
     return instance
+
+
+def made_at_start(
+    what: str, kind: type[T], args: Mapping[str, Any], key: str = "args", given: Mapping[str, Any] | None = None
+) -> T:
+    """`made`, where a run is put together.
+
+    Raises:
+        ConfigError: as `made`, also of what the user's code raised, with its file and line.
+    """
+    with raised_by(what, ConfigError):
+        return made(what, kind, args, key, given)
+
+
+def parameters_beside(kind: type[Any], given: Sequence[str]) -> list[str]:
+    """Names of what a class of the user's takes beside what the library gives it: the part's arguments."""
+    parameters = inspect.signature(kind).parameters.values()
+    return [each.name for each in parameters if each.kind in NAMED and each.name not in given]

@@ -26,7 +26,8 @@ from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.scheduler import Scheduler
 from trinity_lightning.explorer.tasks.task import ANSWER, Task
 from trinity_lightning.explorer.tasks.taskset import TaskSelection
-from trinity_lightning.explorer.workflows import Workflow, resolve_workflow
+from trinity_lightning.explorer.workflows import Workflow
+from trinity_lightning.explorer.workflows.workflow import check_workflow
 from trinity_lightning.sync.stream import PolicyEngines, WeightStream
 
 logger = logging.getLogger(__name__)
@@ -97,8 +98,7 @@ class TaskSource:
         if not isinstance(self.taskset, TaskSelection):
             raise ConfigError(f"the taskset of a TaskSource is a {type(self.taskset).__name__}; give a TaskSelection.")
         self.sampling = section_of("sampling", SamplingConfig, self.sampling)
-        workflow = resolve_workflow(self.workflow)
-        workflow.check_args(self.workflow_args)
+        workflow = check_workflow(self.workflow, self.workflow_args)
         reward_fn = getattr(workflow, "default_reward", None) if self.reward_fn is None else self.reward_fn
         rewards = resolve_rewards(reward_fn)
         reads_answer = workflow.__module__.startswith(f"{__package__}.")  # one's own may find the answer elsewhere

@@ -74,7 +74,7 @@ def _cause(texts: Sequence[str]) -> str:
 
 
 def note(task: Task, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
-    """Log what is new of why an attempt at a task failed, with the traceback of a reward function's own code.
+    """Log what is new of why an attempt at a task failed, with the traceback of the user's own code.
 
     Returns:
         whether others will fail so, too: a reward function has raised the same at every answer, to several tasks.
@@ -85,7 +85,7 @@ def note(task: Task, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
         if not outcomes.succeeded:
             comes_again = isinstance(error, RewardError) and not error.may_pass
             outcomes.failed[name, run] = kind_of(text) if comes_again else None
-        own_traceback = "\n".join(getattr(error, "__notes__", [])) if isinstance(error, RewardError) else ""
+        own_traceback = "\n".join(getattr(error, "__notes__", []))
         if is_new(outcomes, own_traceback or kind_of(text)):
             level, where = (logging.WARNING, ". It was raised at\n") if own_traceback else (logging.INFO, "")
             logger.log(level, "task %s, attempt %d: %s%s%s", name, number, text, where, own_traceback)

@@ -13,12 +13,13 @@ from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.config.own_code import described, keep_place
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.config.values import as_float
 from trinity_lightning.errors import RewardError, RolloutError
 from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.tasks.task import Task, template_variables_of
-from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow, resolve_workflow
+from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow, resolve_workflow, workflow_of
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class WorkflowRunner:
         try:
             instances = self._start(task, runs)
         except (Exception, SystemExit) as error:
+            keep_place(error)
             return Attempt([], dict.fromkeys(runs, error), clock() - start)
         try:
             done, _ = await asyncio.wait(instances, timeout=limit)
@@ -146,6 +148,7 @@ class WorkflowRunner:
             return await bound.attempt(runs)
         except (Exception, SystemExit) as error:
             logger.debug("run %s of task %s/%s failed", runs, task.batch_id, task.task_id, exc_info=True)
+            keep_place(error)
             return Attempt([], dict.fromkeys(runs, error))
 
 
@@ -155,7 +158,6 @@ class _BoundWorkflow:
     def __init__(self, runner: WorkflowRunner, task: Task, run: int) -> None:
         self.task = task
         self.run = run
-        workflow_class = resolve_workflow(task.workflow)
         self.view = self._bind(
             runner,
             runner.model,
@@ -164,12 +166,12 @@ class _BoundWorkflow:
             template_variables=template_variables_of(task),
         )
         self.views: list[Any] = [self.view, *(self._bind(runner, model) for model in runner.auxiliary_models or ())]
-        self.is_blocking = not inspect.iscoroutinefunction(workflow_class.run)
+        self.is_blocking = not inspect.iscoroutinefunction(resolve_workflow(task.workflow).run)
         if self.is_blocking:
             from trinity_lightning.explorer.models.blocking import BlockingModel
 
             self.views = [BlockingModel(view) for view in self.views]
-        self.workflow: Workflow = workflow_class(task=task, model=self.views[0], auxiliary_models=self.views[1:])
+        self.workflow: Workflow = workflow_of(task, self.views[0], self.views[1:])
 
     def _bind(self, runner: WorkflowRunner, model: InferenceModel, **settings: Any) -> BoundModel:
         identity = {"batch": self.task.batch_id, "task": self.task.task_id, "run": self.run}
@@ -294,8 +296,8 @@ def mean_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 
 
 def describe(errors: Mapping[int, BaseException]) -> list[str]:
-    """Type and text of each run's error, by run."""
-    return [f"{type(errors[run]).__name__}: {errors[run]}" for run in sorted(errors)]
+    """Type and text of each run's error, by run, and the user's line that raised it."""
+    return [described(errors[run]) for run in sorted(errors)]
 
 
 def kind_of(error: str) -> str:

@@ -12,7 +12,7 @@ from trinity_lightning.algorithm.add_strategy import (
 )
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.writer import ListWriter
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, PartError
 
 
 def experiences(*groups):
@@ -110,7 +110,7 @@ def test_empty_input():
 def test_a_step_that_failed_leaves_nothing_to_the_next():
     writer = ListWriter()
     strategy = create_add_strategy([(f"{Failing.__module__}.Failing", {}), ("grpo", {})], writer)
-    with pytest.raises(RuntimeError, match="first step"):
+    with pytest.raises(PartError, match=r"RuntimeError: first step \(.*test_compose\.py:\d+ in add\)"):
         asyncio.run(strategy.add(experiences([0, 1]), 1))
     count, _ = asyncio.run(strategy.add(experiences([0, 1]), 2))
     assert (count, len(writer.calls)) == (2, 1)

@@ -219,7 +219,7 @@ def test_a_subclass_may_define_the_advantage_of_a_group_itself():
 
 
 def test_base_classes_are_abstract_and_group_by_is_re_exported():
-    assert AddStrategy.__abstractmethods__ == {"add", "default_args"}
+    assert AddStrategy.__abstractmethods__ == {"add"}
     assert {"group_experiences", "calculate_group_advantage"} <= GroupAdvantageStrategy.__abstractmethods__
     assert list(group_by(step_of([0], [1]), "task")) == ["1/0", "1/1"]
 

@@ -118,7 +118,12 @@ def test_only_process_is_abstract():
             f"operator '{HERE}.Plain': write `async def process`.*list of experiences, dict",
         ),
         ("reward_filter", {"treshold": 1}, TypeError, "operator 'reward_filter'.*'treshold'.*Did you mean 'threshold'"),
-        ("overlong_penalty", {"max_length": 4}, TypeError, "'overlong_penalty': .*'cache_length'.*max_length: int"),
+        (
+            "overlong_penalty",
+            {"max_length": 4},
+            TypeError,
+            r"args\.cache_length is missing: operator 'overlong_penalty'.*max_length: int",
+        ),
         ("reward_filter", {"threshold": "high"}, ConfigError, "operator 'reward_filter': threshold is 'high'; give"),
         ("reward_std_filter", {"threshold": None}, ConfigError, "threshold is None; give a finite number"),
         ("reward_std_filter", {"metric": 1}, ConfigError, "metric is 1; give some text"),

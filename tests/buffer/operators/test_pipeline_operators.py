@@ -180,7 +180,10 @@ def test_without_a_folder_the_error_says_that_nothing_was_saved():
 def test_a_step_that_cannot_be_saved_is_told_with_the_operator_s_error(tmp_path):
     (tmp_path / "rejected").write_text("in the way")
     pipeline = pipeline_of(own("Fails"), folder=tmp_path)
-    with pytest.raises(OperatorError, match=r"no process today\n.*could not be saved: (FileExists|NotADirectory)Error"):
+    with pytest.raises(
+        OperatorError,
+        match=r"no process today \(.*py:\d+ in _at\)\n.*could not be saved: (FileExists|NotADirectory)Error",
+    ):
         process(pipeline, step_of([0]))
     exps = step_of([0])
     exps[0].info["odd"] = {1, 2}

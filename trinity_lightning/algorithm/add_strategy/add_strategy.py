@@ -23,9 +23,11 @@ from trinity_lightning.common.runs import (
     spread_of_each,
 )
 from trinity_lightning.common.writer import BufferWriter, ListWriter
+from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.config.registry import PARTS, Registry, import_object
+from trinity_lightning.config.signatures import check_arguments, made_at_start, parameters_beside
 from trinity_lightning.config.values import number, numbered, one_of, unknown_name
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ArgumentError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -121,27 +123,31 @@ def by_group(metrics: Mapping[str, Tensor], count: int) -> list[Metrics]:
 
 # -- The strategies ----------------------------------------------------------------------------------------------------
 
+GIVEN = ("writer",)  # what a strategy is given beside its arguments
 ADD_STRATEGY: Registry[type["AddStrategy"]] = Registry("add strategy")
 
 
 class AddStrategy(ABC):
     """Sets the advantages of an explore step's experiences (its groups are complete), and writes what is to be trained.
 
-    The mathematics is in `group_advantages.py` and `functional.py`; experiences go to the `writer`.
+    The mathematics is in `group_advantages.py` and `functional.py`; experiences go to the `writer`. The constructor of
+    a subclass takes its arguments, and the writer if it wants: it has that already.
 
     Raises:
-        TypeError: an argument the strategy does not have; the message lists those it has.
+        ArgumentError: an argument the strategy does not have; the message lists those it has.
     """
 
-    def __init__(self, writer: BufferWriter, **unknown: Any) -> None:
+    writer: BufferWriter
+
+    def __init__(self, writer: BufferWriter | None = None, **unknown: Any) -> None:
         self._refuse(unknown)
-        self.writer = writer
+        if writer is not None:
+            self.writer = writer
 
     def _refuse(self, unknown: dict[str, Any]) -> None:
         if unknown:
-            parameters = inspect.signature(type(self)).parameters.values()
-            known = [p.name for p in parameters if p.name != "writer" and p.kind is not p.VAR_KEYWORD]
-            raise TypeError(unknown_name(f"argument of {type(self).__name__}", next(iter(unknown)), known))
+            known = parameters_beside(type(self), GIVEN)
+            raise ArgumentError(unknown_name(f"argument of {type(self).__name__}", next(iter(unknown)), known))
 
     @abstractmethod
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
@@ -152,9 +158,14 @@ class AddStrategy(ABC):
         """
 
     @classmethod
-    @abstractmethod
     def default_args(cls) -> dict[str, Any]:
-        """The strategy's arguments and their defaults."""
+        """The strategy's arguments that have a default, and these: by its constructor, unless a subclass says."""
+        parameters = inspect.signature(cls).parameters
+        return {
+            name: parameters[name].default
+            for name in parameters_beside(cls, GIVEN)
+            if parameters[name].default is not inspect.Parameter.empty
+        }
 
     # Whether a step that `survivors` leaves short is to be filled up with new tasks.
     refills = False
@@ -306,7 +317,7 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
 
     def __init__(
         self,
-        writer: BufferWriter,
+        writer: BufferWriter | None = None,
         epsilon: float = 1e-6,
         std_level: str = "group",
         std_threshold: float | None = None,
@@ -364,7 +375,8 @@ class ComposedAddStrategy(AddStrategy):
         count, metrics = 0, {}
         for label, strategy, writer in zip(self._labels, self.strategies, self._writers, strict=True):
             writer.calls = []
-            returned: Any = await strategy.add(experiences, step)
+            with raised_by(f"add strategy '{label}'"):
+                returned: Any = await strategy.add(experiences, step)
             check_returned(strategy, "add", returned, Integral, "number of experiences written, metrics by name")
             count, added = returned
             self.stages[label] = experiences = writer.experiences
@@ -404,13 +416,28 @@ def _check_specs(specs: Any) -> None:
         raise ConfigError(f"add_strategy is {specs!r}; give a name, or in order [(name, {{argument: value}}), ...].")
 
 
-def _create(name: str, args: Mapping[str, Any], writer: BufferWriter) -> AddStrategy:
+def check_strategy(name: str, args: Mapping[str, Any], key: str = "args") -> type[AddStrategy]:
+    """The class of the strategy of that name, which takes these arguments; `key` is where they stand.
+
+    Raises:
+        ConfigError: as `create_add_strategy`, but for values that are out of range.
+    """
     strategy = ADD_STRATEGY.resolve(name)
     if not (isinstance(strategy, type) and issubclass(strategy, AddStrategy)):
         raise TypeError(f"'{name}' is no AddStrategy class, but {strategy!r}.")
     if not isinstance(args, Mapping):
         raise ConfigError(f"the arguments of add strategy '{name}' must be {{name: value}}, not {args!r}.")
-    return strategy(writer, **args)
+    check_arguments(_title(name), strategy, args, key, GIVEN)
+    return strategy
+
+
+def _title(name: Any) -> str:
+    return f"add strategy '{name if isinstance(name, str) else name.__name__}'"
+
+
+def _create(name: str, args: Mapping[str, Any], writer: BufferWriter) -> AddStrategy:
+    strategy = check_strategy(name, args)
+    return made_at_start(_title(name), strategy, args, given={"writer": writer})
 
 
 def __getattr__(name: str) -> Any:

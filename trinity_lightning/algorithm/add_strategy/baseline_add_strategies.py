@@ -72,7 +72,7 @@ class ASYMREAddStrategy(BaselineAddStrategy):
         baseline_shift: added to the mean; below 0, good responses count for more than bad ones.
     """
 
-    def __init__(self, writer: BufferWriter, baseline_shift: float = -0.1, **unknown: Any) -> None:
+    def __init__(self, writer: BufferWriter | None = None, baseline_shift: float = -0.1, **unknown: Any) -> None:
         super().__init__(writer, **unknown)
         self.baseline_shift = number("baseline_shift", baseline_shift)
 
@@ -92,7 +92,9 @@ class OPMDAddStrategy(TaskAdvantageStrategy):
         tau: temperature of "logavgexp", above 0.
     """
 
-    def __init__(self, writer: BufferWriter, opmd_baseline: str = "mean", tau: float = 1.0, **unknown: Any) -> None:
+    def __init__(
+        self, writer: BufferWriter | None = None, opmd_baseline: str = "mean", tau: float = 1.0, **unknown: Any
+    ) -> None:
         super().__init__(writer, **unknown)
         self.opmd_baseline = one_of("opmd_baseline", opmd_baseline, functional.OPMD_BASELINES)
         self.tau = number("tau", tau, above=0)
@@ -135,7 +137,7 @@ class OnPolicyDistillAddStrategy(GroupAdvantageStrategy):
         kl_coef: weight of the difference, above 0: below it, the policy would move away from the teacher.
     """
 
-    def __init__(self, writer: BufferWriter, kl_coef: float = 1.0, **unknown: Any) -> None:
+    def __init__(self, writer: BufferWriter | None = None, kl_coef: float = 1.0, **unknown: Any) -> None:
         super().__init__(writer, **unknown)
         self.kl_coef = number("kl_coef", kl_coef, above=0)
 

@@ -25,7 +25,9 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
         rank_penalty: share of its reward that the likeliest response of a large group loses.
     """
 
-    def __init__(self, writer: BufferWriter, epsilon: float = 1e-6, rank_penalty: float = 0.25, **unknown: Any) -> None:
+    def __init__(
+        self, writer: BufferWriter | None = None, epsilon: float = 1e-6, rank_penalty: float = 0.25, **unknown: Any
+    ) -> None:
         self._refuse(unknown)
         super().__init__(writer, epsilon)
         self.rank_penalty = number("rank_penalty", rank_penalty, least=0)

@@ -30,7 +30,7 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
 
     def __init__(
         self,
-        writer: BufferWriter,
+        writer: BufferWriter | None = None,
         variance_threshold: float = 0.0,
         seed: int = 0,
         metric: str | None = None,

@@ -37,7 +37,11 @@ class RewardVarianceAddStrategy(AddStrategy):
     """
 
     def __init__(
-        self, writer: BufferWriter, variance_threshold: float = 0.0, metric: str | None = None, **unknown: Any
+        self,
+        writer: BufferWriter | None = None,
+        variance_threshold: float = 0.0,
+        metric: str | None = None,
+        **unknown: Any,
     ) -> None:
         super().__init__(writer, **unknown)
         self.variance_threshold = number("variance_threshold", variance_threshold, least=0)

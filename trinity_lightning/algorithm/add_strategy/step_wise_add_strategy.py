@@ -78,7 +78,7 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
 
     def __init__(
         self,
-        writer: BufferWriter,
+        writer: BufferWriter | None = None,
         epsilon: float = 1e-6,
         enable_step_norm: bool = False,
         std_level: str = "group",
@@ -156,7 +156,7 @@ class GiGPOAddStrategy(RunAdvantageStrategy):
 
     def __init__(
         self,
-        writer: BufferWriter,
+        writer: BufferWriter | None = None,
         epsilon: float = 1e-6,
         step_weight: float = 1.0,
         gamma: float = 0.95,

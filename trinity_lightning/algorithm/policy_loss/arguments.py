@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.config.signatures import POSITIONAL, has_method, made
+from trinity_lightning.config.signatures import POSITIONAL, has_method, made_at_start
 from trinity_lightning.config.training import LOSS_AGG_MODES
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ArgumentError, ConfigError
@@ -236,7 +236,7 @@ def instance_of(name: str, kind: type[Any], args: Mapping[str, Any]) -> tuple[Ca
     of_call = {each for each in inspect.signature(getattr(kind, method)).parameters if each in args}
     of_call -= inspect.signature(kind).parameters.keys()
     its_own = {arg: value for arg, value in args.items() if arg not in of_call}
-    instance: Any = made(f"policy loss '{name}'", kind, its_own, ARGS)
+    instance: Any = made_at_start(f"policy loss '{name}'", kind, its_own, ARGS)
     return getattr(instance, method), {arg: args[arg] for arg in of_call}
 
 

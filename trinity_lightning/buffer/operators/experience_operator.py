@@ -19,10 +19,12 @@ from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import RAW_REWARD, Untrained, is_valid_reward
+from trinity_lightning.config.own_code import described
 from trinity_lightning.config.parts import OnError, OperatorConfig, on_error_of
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.values import as_float, numbered, unknown_name
-from trinity_lightning.errors import ConfigError, OperatorError
+from trinity_lightning.config.signatures import made_at_start
+from trinity_lightning.config.values import as_float, numbered
+from trinity_lightning.errors import ArgumentError, ConfigError, OperatorError
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -120,19 +122,21 @@ def create_operators(
 
     Raises:
         ValueError: an unknown name (the message lists the known ones), or nothing to import at that path.
-        TypeError: a path that is no operator class; or wrong arguments: the message names operator and arguments.
+        TypeError: a path that is no operator class.
+        ArgumentError: an argument that the operator does not have, or lacks; the message names operator and argument.
         ConfigError: an argument's value is out of range.
     """
     operators = []
     for config in operator_configs:
-        built = _create(_operator_class(config.name), config)
+        built = _create(operator_class(config.name), config)
         operator = LegacyOperator(built) if isinstance(built, ExperienceOperator) else built
         operator.set_auxiliary_model(auxiliary_models)
         operators.append(operator)
     return operators
 
 
-def _operator_class(name: str) -> OperatorClass:
+def operator_class(name: str) -> OperatorClass:
+    """The operator class of that name, or at that dotted path; errors as `create_operators`."""
     found = EXPERIENCE_OPERATORS.resolve(name)
     if not (isinstance(found, type) and issubclass(found, ExperienceOperator | ExperienceOperatorV1)):
         raise TypeError(
@@ -149,19 +153,10 @@ def _operator_class(name: str) -> OperatorClass:
 
 
 def _create(cls: OperatorClass, config: OperatorConfig) -> ExperienceOperator | ExperienceOperatorV1:
-    signature = inspect.signature(cls)
-    known = signature.parameters
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
-        for name in config.args:
-            if name not in known:
-                raise TypeError(unknown_name(f"argument of operator '{config.name}'", name, known))
     try:
-        signature.bind(**config.args)
-    except TypeError as error:
-        takes = ", ".join(map(str, known.values())) or "none"
-        raise TypeError(f"operator '{config.name}': {error}. Its arguments are: {takes}.") from error
-    try:
-        return cls(**config.args)
+        return made_at_start(f"operator '{config.name}'", cls, config.args)
+    except ArgumentError:
+        raise
     except ConfigError as error:
         raise ConfigError(f"operator '{config.name}': {error}") from error
 
@@ -218,7 +213,7 @@ class OperatorChain:
                     await self.close()
                 except OperatorError as another:
                     logger.warning("%s", another)  # the first failure is the one to act on
-                raise OperatorError(f"{stage.title} could not be prepared: {_described(error)}") from error
+                raise OperatorError(f"{stage.title} could not be prepared: {described(error)}") from error
             self._prepared.append(stage)
 
     async def close(self) -> None:
@@ -235,7 +230,7 @@ class OperatorChain:
             except Exception as error:
                 failures.append((stage, error))
         if failures:
-            causes = "; ".join(f"{stage.title} could not be closed: {_described(error)}" for stage, error in failures)
+            causes = "; ".join(f"{stage.title} could not be closed: {described(error)}" for stage, error in failures)
             raise OperatorError(causes) from failures[0][1]
 
     def end(self, after_error: bool = False) -> None:
@@ -329,9 +324,9 @@ class OperatorChain:
                 write_atomically(path, data)
                 fate = f"The step's experiences are in {path} (Experience.deserialize_many reads them)."
             except (OSError, ExperienceError) as failure:
-                fate = f"The step's experiences could not be saved: {_described(failure)}."
+                fate = f"The step's experiences could not be saved: {described(failure)}."
         return OperatorError(
-            f"{stage.title} failed at explore step {step}: {_described(error)}\n{fate} {stage.operator.advice}"
+            f"{stage.title} failed at explore step {step}: {described(error)}\n{fate} {stage.operator.advice}"
         )
 
 
@@ -378,7 +373,3 @@ def _kind(result: Any) -> str:
         return f"({', '.join(map(_kind, result))})"
     others = [each for each in result if not isinstance(each, Experience)] if isinstance(result, list) else []
     return f"list with {type(others[0]).__name__}" if others else type(result).__name__
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

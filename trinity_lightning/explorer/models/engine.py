@@ -17,7 +17,9 @@ from torch import Tensor
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.thoughts import Markers, Response, markers_of, opens_thoughts
 from trinity_lightning.config.engines import Capabilities
+from trinity_lightning.config.parts import ENGINE_ARGS, engine_arguments
 from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.signatures import made_at_start
 from trinity_lightning.errors import PromptTooLongError, RolloutError
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.models.turns import encode_text, end_tokens
@@ -30,8 +32,9 @@ class Engine(ABC):
     """Base of the engines that hold the policy: an `InferenceModel` that takes weights.
 
     One of your own is a subclass in a module that Python finds, chosen by engine.name=my_module.MyEngine. It is made
-    as `MyEngine(model, config)`, of the policy's name and the run's `EngineConfig`, whose `args` are the engine's own;
-    what is heavy waits for `load`. It implements
+    as `MyEngine(model, config)`, of the policy's name and the run's `EngineConfig`. What its constructor takes beside
+    these are arguments of its own, `engine.args`; if it takes none, it may read them in `config.args`. What is heavy
+    waits for `load`. It implements
 
     - `load` and `shutdown`, and has a `tokenizer` and a `dtype`;
     - `_completions`: n responses with their exact tokens, each token with its log-probability in the distribution that
@@ -77,13 +80,18 @@ class Engine(ABC):
             config: the run's.
             folder: the run's.
         """
-        make: Any = cls
-        return [make(config.model.name, config.engine)]
+        given, args = engine_arguments(cls, config.model.name, config.engine)
+        engine = made_at_start(f"engine '{config.engine.name}'", cls, args, ENGINE_ARGS, given)
+        if not hasattr(engine, "_max_model_len"):  # it does not call `Engine.__init__`, as a dataclass does not
+            engine._max_model_len = config.engine.max_model_len
+        return [engine]
+
+    _max_model_len: int
+    _warned_of_room = False
+    _model_version = 0
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
-        self._warned_of_room = False
-        self._model_version = 0
 
     # -- what workflows see, of which `InferenceModel` says more -------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.signatures import check_arguments, check_call, has_method, made
+from trinity_lightning.config.signatures import check_arguments, check_call, has_method, made_at_start
 from trinity_lightning.config.values import FLOAT32_MOST, as_float, number, unknown_name
 from trinity_lightning.errors import ConfigError, RewardError
 from trinity_lightning.explorer.tasks.task import Task
@@ -153,7 +153,7 @@ def with_arguments(entry: Any, source: Any, args: Mapping[str, Any]) -> RewardFu
     if isinstance(source, type):
         if not has_method(source, "__call__"):
             raise ConfigError(f"{what} is a class: give a function {SHOWN}, or a class with a method __call__{SHOWN}.")
-        source, args = made(what, source, args, "reward.args"), {}
+        source, args = made_at_start(what, source, args, "reward.args"), {}
     if not callable(source):
         raise ConfigError(f"{what} cannot be called: give a registered name, a path, or a function.")
     check_call(what, partial(source, **args) if args else source, ("response", "task"), SHOWN, "reward.args")

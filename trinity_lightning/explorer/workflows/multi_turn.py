@@ -16,6 +16,7 @@ from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.sections import part_config
+from trinity_lightning.config.signatures import check_arguments, check_call, has_method
 from trinity_lightning.config.values import one_of, whole_number
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer.rewards import resolve_rewards, score
@@ -302,10 +303,12 @@ class MultiTurnArguments(EpisodeArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         make = self.make
-        try:
-            inspect.signature(make.func).bind(**make.keywords)
-        except TypeError as error:
-            raise ConfigError(f"environment {self.environment!r}: {error}.") from error
+        what, part = f"environment {self.environment!r}", cast("Any", make.func)
+        check_arguments(what, part, make.keywords, "workflow.args.environment.args")
+        for method, name in (("reset", "task"), ("step", "response")) if isinstance(part, type) else ():
+            if not has_method(part, method):
+                raise ConfigError(f"{what} has no method {method}({name}): see docs/architecture.md.")
+            check_call(f"{what}: its {method}", getattr(part, method), ("self", name), f"{method}({name})")
 
     @property
     def make(self) -> partial[Environment]:

@@ -1,6 +1,7 @@
 """How a task is tried: workflows, what the built-in ones share, and the plain ones: one question, one answer."""
 
 import asyncio
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.config.registry import Registry
+from trinity_lightning.config.signatures import check_arguments, made, parameters_beside
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import resolve_rewards, score
@@ -20,6 +22,9 @@ class Workflow(ABC):
     An instance lives for one run of a task, or for all of them if it is `repeatable`. Its constructor runs on the
     event loop: it must be quick, and the model is called in `run` only.
 
+    What the constructor of a subclass takes beside the three arguments below are the workflow's own (`workflow.args`).
+    It need not take these three: they are set before it runs (`workflow_of`).
+
     Args:
         task: what to try.
         model: the rollout model; each call gets the run's seed and the task's sampling settings.
@@ -28,6 +33,8 @@ class Workflow(ABC):
 
     # Whether one instance makes all the runs of a task at once: one request with n samples, say.
     repeatable: bool = False
+    repeat_times: int = 1
+    run_id_base: int = 0
 
     def __init__(
         self, task: Task, model: InferenceModel, auxiliary_models: Sequence[InferenceModel] | None = None
@@ -35,8 +42,6 @@ class Workflow(ABC):
         self.task = task
         self.model = model
         self.auxiliary_models = list(auxiliary_models or [])
-        self.repeat_times = 1
-        self.run_id_base = 0
 
     @classmethod  # noqa: B027 - nothing to refuse, unless a subclass knows better
     def check_args(cls, workflow_args: Mapping[str, Any]) -> None:
@@ -144,9 +149,12 @@ class RewardedWorkflow(Workflow):
             return None
         from trinity_lightning.config.parts import arguments_of
 
-        return arguments_of(cls.name, cls.arguments_class, workflow_args)
+        own = own_arguments(cls)
+        others = {name: value for name, value in workflow_args.items() if name not in own}
+        return arguments_of(cls.name, cls.arguments_class, others)
 
 
+ARGS = "workflow.args"
 WORKFLOWS: Registry[type[Workflow]] = Registry("workflow")
 
 
@@ -160,6 +168,49 @@ def resolve_workflow(workflow: str | type[Workflow]) -> type[Workflow]:
     if not (isinstance(found, type) and issubclass(found, Workflow)):
         raise ConfigError(f"workflow {workflow!r} is no subclass of {Workflow.__module__}.{Workflow.__name__}.")
     return found
+
+
+GIVEN: tuple[str, ...] = ("task", "model", "auxiliary_models")  # what every workflow is given beside its arguments
+SYSTEM_PROMPT = "system_prompt"  # an argument that `messages_of` reads
+
+
+def own_arguments(workflow: type[Workflow]) -> list[str]:
+    """Names of the arguments that a workflow's constructor takes; those of others are read from the task."""
+    return parameters_beside(workflow, GIVEN)
+
+
+def check_workflow(workflow: str | type[Workflow], args: Mapping[str, Any]) -> type[Workflow]:
+    """The class that `Task.workflow` means, which takes these arguments.
+
+    Raises:
+        ConfigError: as `resolve_workflow`; or an argument that it does not have, or lacks, or of a wrong value.
+    """
+    found = resolve_workflow(workflow)
+    found.check_args(args)
+    if own_arguments(found):
+        check_arguments(f"workflow '{found.__name__}'", found, _of_constructor(found, args), ARGS, GIVEN)
+    return found
+
+
+def workflow_of(task: Task, model: InferenceModel, auxiliary_models: Sequence[InferenceModel]) -> Workflow:
+    """An instance of the task's workflow; raises what `check_workflow` or its constructor does."""
+    kind = resolve_workflow(task.workflow)
+    given = dict(zip(GIVEN, (task, model, list(auxiliary_models)), strict=True))
+    made_of = made(f"workflow '{kind.__name__}'", kind, _of_constructor(kind, task.workflow_args), ARGS, given)
+    if not {*GIVEN} <= inspect.signature(kind).parameters.keys():  # nor has it called a base's constructor, perhaps
+        made_of.reset(task)
+    return made_of
+
+
+def _of_constructor(workflow: type[Workflow], args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are the constructor's: none if it has none, else all that nothing else reads."""
+    own = own_arguments(workflow)
+    read_elsewhere = issubclass(workflow, RewardedWorkflow) and workflow.arguments_class is not None
+    return {
+        name: value
+        for name, value in args.items()
+        if name in own or (own and name != SYSTEM_PROMPT and not read_elsewhere)
+    }
 
 
 # -- one question, one answer ------------------------------------------------------------------------------------------

@@ -1,0 +1,157 @@
+"""Strategies of one's own: the natural class works, and what cannot work is refused by its key."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from support.strategies import scores, step_of
+
+from trinity_lightning.algorithm.add_strategy import (
+    AddStrategy,
+    GRPOAddStrategy,
+    TaskAdvantageStrategy,
+    create_add_strategy,
+)
+from trinity_lightning.common.writer import ListWriter
+from trinity_lightning.errors import ArgumentError, ConfigError, PartError
+
+
+class Scaled(TaskAdvantageStrategy):
+    power: Any
+
+    def score(self, rewards, groups, runs):
+        return rewards * self.power, {}
+
+
+class Plain(Scaled):
+    def __init__(self, power=1.0):
+        self.power = power
+
+
+class Super(Scaled):
+    def __init__(self, power):
+        super().__init__()
+        self.power = power
+
+
+class Keyword(Scaled):
+    def __init__(self, *, power: float = 1.0, **others: Any):
+        super().__init__(**others)
+        self.power = power
+
+
+class Reference(Scaled):
+    """As the specification has it."""
+
+    def __init__(self, writer, **kwargs):
+        super().__init__(writer)
+        self.power = kwargs.get("power", 1.0)
+
+    @classmethod
+    def default_args(cls):
+        return {"power": 1.0}
+
+
+class WithWriter(Scaled):
+    def __init__(self, writer, power=1.0):
+        super().__init__(writer)
+        self.power = power
+
+
+@dataclass
+class Data(Scaled):
+    power: float = 1.0
+
+
+@dataclass(frozen=True)
+class Frozen(Scaled):
+    power: float
+
+
+class OfGRPO(GRPOAddStrategy):
+    def __init__(self, power=1.0):
+        super().__init__(std_level="group")
+        self.power = power
+
+    def score(self, rewards, groups, runs):
+        return rewards * self.power, {}
+
+
+NATURAL = [Plain, Super, Keyword, Reference, WithWriter, Data, Frozen, OfGRPO]
+
+
+@pytest.mark.parametrize("cls", NATURAL)
+def test_the_natural_class_with_one_argument_works(cls):
+    writer, exps = ListWriter(), step_of([1.0, 2.0])
+    strategy: Any = create_add_strategy([(f"{__name__}.{cls.__name__}", {"power": 3.0})], writer)
+    count, _ = asyncio.run(strategy.add(exps, 1))
+    assert count == len(writer.experiences) == 2
+    assert scores(writer.experiences) == [3.0, 6.0]
+    assert strategy.writer is writer
+
+
+@pytest.mark.parametrize("cls", [Plain, Keyword, WithWriter, Data, Reference])
+def test_default_args_follow_from_the_constructor_or_are_those_that_are_given(cls):
+    assert cls.default_args() == {"power": 1.0}
+    assert Super.default_args() == Frozen.default_args() == {}  # it has no default
+
+
+@pytest.mark.parametrize("cls", [each for each in NATURAL if each is not Reference])
+def test_a_wrong_or_a_missing_argument_is_refused_by_its_key(cls: Any):
+    with pytest.raises(ArgumentError, match=r"'powr'.*Did you mean 'power'"):
+        create_add_strategy([(cls, {"powr": 1.0})], ListWriter())
+    if cls in (Super, Frozen):
+        with pytest.raises(ArgumentError, match=r"args\.power is missing"):
+            create_add_strategy([(cls, {})], ListWriter())
+
+
+class Swapped(TaskAdvantageStrategy):
+    def score(self, groups, rewards, runs):  # type: ignore[override]
+        return rewards, {}
+
+
+class Fewer(TaskAdvantageStrategy):
+    def score(self, rewards, groups):  # type: ignore[override]
+        return rewards, {}
+
+
+class OfVerl(TaskAdvantageStrategy):
+    def score(self, index, token_level_rewards, runs):  # type: ignore[override]
+        return token_level_rewards, {}
+
+
+class StepFirst(AddStrategy):
+    async def add(self, step, exps):  # type: ignore[override]
+        return 0, {}
+
+
+class Fails(Plain):
+    def __init__(self, power=1.0):
+        self.power = {}[power]
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Swapped, r"score takes 'groups' in the place of rewards: .*score\(rewards, groups, runs\), in this order"),
+        (Fewer, r"score cannot be called as score\(rewards, groups, runs\)"),
+        (OfVerl, r"score takes 'index' in the place of rewards"),
+        (StepFirst, r"add takes 'step' in the place of experiences"),
+        (Fails, r"raised KeyError: 1\.0 \(.*test_own_strategies\.py:\d+ in __init__\)"),
+    ],
+)
+def test_methods_that_are_called_otherwise_and_constructors_that_fail_are_refused(cls, message):
+    with pytest.raises(ConfigError, match=message):
+        create_add_strategy([(cls, {})], ListWriter())
+
+
+class Raises(Plain):
+    def score(self, rewards, groups, runs):
+        return {}["nothing"], {}
+
+
+def test_an_error_while_it_weighs_names_its_line():
+    strategy = create_add_strategy([("reward_variance", {}), (f"{__name__}.Raises", {})], ListWriter())
+    with pytest.raises(PartError, match=r"Raises' raised KeyError: 'nothing' \(.*test_own_strategies\.py:\d+ in score"):
+        asyncio.run(strategy.add(step_of([0.0, 1.0]), 1))
