@@ -88,8 +88,8 @@ markers out, `sampling.include_stop_str_in_output=false` the stop string.
 Thoughts are no answer. The rewards below judge what stands behind the last thought that was closed, and a response that
 was cut off in its thoughts is worth 0, also where the chat template opened them (`format` looks at the thoughts, and
 `contains_digits` at all of the text). So do tool calls, the environments of this package and the scores of judges. The
-markers of the field's models are known (`common/thoughts.py` lists them), and tokens of a tokenizer that are named
-after thoughts; give others by `model.thoughts='["[T]", "[/T]"]'`.
+markers of the field's models are known (`common/thoughts.py` lists them), and so are pairs of tokens, or of tags in the
+chat template, that are named after thoughts; give others by `model.thoughts='["[T]", "[/T]"]'`.
 
 A function of your own gets all of the text. What counts in it as the answer is
 

@@ -1,14 +1,17 @@
 """What of a response counts: the answer behind its thoughts, of every model of the field."""
 
 import pickle
+from pathlib import Path
 
 import pytest
+from support.chat_tokenizers import byte_tokenizer
 
 from trinity_lightning.common.thoughts import (
     MARKERS,
     Markers,
     Response,
     answer_part,
+    markers_of,
     named_markers,
     opens_thoughts,
     split_thoughts,
@@ -29,6 +32,7 @@ WRITTEN = {
     "gpt-oss without thoughts": "<|channel|>final<|message|>8",
     "Gemma 4": "<|channel>thought\nIs it 9?<channel|>8",
     "Command A": "<|START_THINKING|>9?<|END_THINKING|><|START_RESPONSE|>8<|END_RESPONSE|>",
+    "Command A, its template opens the answer": "8<|END_RESPONSE|>",
     "OpenThinker": "<|begin_of_thought|>9?<|end_of_thought|>\n\n<|begin_of_solution|>8<|end_of_solution|>",
     "Kimi-K3": "<|open|>think<|sep|>9?<|close|>think<|sep|><|open|>response<|sep|>8<|close|>response<|sep|>",
     "Apertus": "<|inner_prefix|>9?<|inner_suffix|>8",
@@ -95,6 +99,33 @@ def test_tokens_named_after_thoughts_are_paired() -> None:
         Markers("<|think_start|>", "<|think_end|>"),
         Markers("<ifm|think>", "</ifm|think>"),
     }
+
+
+def test_markers_are_found_in_the_tokenizer_and_in_the_chat_template() -> None:
+    template = "{{ message['reasoning'] }}<cot:thoughts>{{ thinking }}</cot:thoughts> Here is my thought process: "
+    found = set(markers_of(byte_tokenizer(template, ["[REASON]", "[/REASON]", "[T]", "[/T]"], "<end>"))) - {*MARKERS}
+    assert found == {
+        Markers("[REASON]", "[/REASON]"),
+        Markers("<cot:thoughts>", "</cot:thoughts>"),
+        Markers("Here is my thought process:", "Here is my response:"),
+    }
+    assert set(markers_of(byte_tokenizer(None, ["[T]", "[/T]"], "<end>"))) == {*MARKERS}
+
+
+TEMPLATES = {
+    **dict.fromkeys(("deepseek_r1_distill", "nemotron_3_super", "qwen3_5_think", "qwen3_8"), True),
+    **dict.fromkeys(("qwen3", "qwen3_5_nothink", "glm4moe", "gptoss", "gemma4", "cohere2", "llama3_2"), False),
+}
+
+
+@pytest.mark.parametrize(("name", "opens"), TEMPLATES.items())
+def test_whether_the_templates_of_the_field_open_thoughts(name: str, opens: bool) -> None:
+    trl = pytest.importorskip("trl")
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    tokenizer = byte_tokenizer(template, [], "<end>", "<s>")
+    messages = [{"role": "user", "content": "Write <think> first."}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert opens_thoughts(str(prompt), markers_of(tokenizer)) is opens
 
 
 def test_a_response_is_its_text_and_keeps_what_is_known_of_it_in_other_processes() -> None:

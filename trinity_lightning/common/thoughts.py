@@ -103,7 +103,7 @@ def answer_part(response: str) -> str | None:
         return None
     for opening, closing in FRAMES:
         bare = answer.strip()
-        if bare.startswith(opening):
+        if bare.startswith(opening) or bare.endswith(closing):  # the prompt may have written the first
             answer = bare.removeprefix(opening).removesuffix(closing)
     return answer
 
@@ -112,12 +112,13 @@ def answer_part(response: str) -> str | None:
 
 
 _NAMED = re.compile(r"think|thought|reason", re.IGNORECASE)
+_TAG = re.compile(r"<[^<>\s'\"]+>|\[[^\[\]\s'\"]+\]")
 # How the closing marker follows from the opening one.
 _CLOSING = (("<", "</"), ("[", "[/"), ("<|", "<|/"), ("begin", "end"), ("start", "end"), ("START", "END"))
 
 
 def named_markers(tokens: Iterable[str]) -> tuple[Markers, ...]:
-    """The pairs among a tokenizer's tokens that are named after thoughts, such as <|think_start|> and <|think_end|>."""
+    """The pairs among tokens or tags that are named after thoughts, such as <|think_start|> and <|think_end|>."""
     names = {token for token in tokens if _NAMED.search(token)}
     return tuple(
         Markers(opening, closing)
@@ -129,11 +130,12 @@ def named_markers(tokens: Iterable[str]) -> tuple[Markers, ...]:
 
 @lru_cache(maxsize=16)
 def markers_of(tokenizer: Any) -> tuple[Markers, ...]:
-    """The field's markers, and what else a tokenizer or its chat template has of thoughts."""
+    """The field's markers, and what else is named after thoughts in a tokenizer or its chat template."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     phrases = tuple(markers for markers in PHRASES if markers.opening in template)
     added = getattr(tokenizer, "get_added_vocab", dict)()
-    return tuple(dict.fromkeys((*MARKERS, *named_markers(added), *phrases)))
+    named = named_markers((*added, *_TAG.findall(template)))
+    return tuple(dict.fromkeys((*MARKERS, *named, *phrases)))
 
 
 def opens_thoughts(prompt: str, markers: Sequence[Markers]) -> bool:
