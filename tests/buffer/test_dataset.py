@@ -212,6 +212,22 @@ def test_a_template_that_changes_earlier_turns_is_warned_of_and_they_are_as_roll
     assert parts(tokenizer, example) == ("1" + before[0], "b<|im_end|>d<|im_end|>")
 
 
+def test_a_checkpoint_of_an_earlier_version_goes_on_and_is_warned_of_where_tokens_differ(tokenizer, caplog):
+    entries = [{"prompt": [user("hi")], "completion": [assistant(word)]} for word in ("a", "b", "c")]
+    made = [Example(tokenizer, entry).response() for entry in entries]
+    reader = ExampleReader(made, "data", seed=1)
+    reader.read(2)
+    state = reader.state_dict()
+    earlier = {**state, "source": state["source"].split("-")[1]}
+    ExampleReader(made, "data", seed=1).load_state_dict(earlier)
+    assert not caplog.text
+    other = ExampleReader(made[:2], "data", seed=1)
+    with pytest.raises(StorageError):
+        other.load_state_dict(state)
+    other.load_state_dict(earlier)
+    assert "of an earlier version, whose examples had other tokens" in caplog.text
+
+
 # -- lengths -----------------------------------------------------------------------------------------------------------
 
 

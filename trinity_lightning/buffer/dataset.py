@@ -39,6 +39,7 @@ from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
 logger = logging.getLogger(__name__)
 
 Entry = Mapping[str, Any]
+RENDERING = 2  # how conversations become tokens; raised when they become others, for checkpoints of earlier versions
 JOINED_WORDS = (
     "the prompt's last token goes on in the response, so that rollouts have another prompt: begin responses with the "
     "space, instead of ending prompts with it"
@@ -276,7 +277,7 @@ class ExampleReader(CursorReader):
         digest = hashlib.sha256(str(seed).encode())
         for each in examples:
             digest.update(_content_of(each))
-        super().__init__(digest.hexdigest()[:16], where)
+        super().__init__(f"{RENDERING}-{digest.hexdigest()[:16]}", where)
         self._examples, self._repeat = examples, repeat
         self._order = Order(len(examples), seed)
 
@@ -294,6 +295,24 @@ class ExampleReader(CursorReader):
         if buffer.repeat and len(examples) < buffer.batch_size:
             logger.warning("buffer.batch_size=%d repeats some of %d examples.", buffer.batch_size, len(examples))
         return cls(examples, f"dataset '{buffer.path}'", config.seed if buffer.dataset.shuffle else None, buffer.repeat)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; a warning if an earlier version made other tokens of the entries.
+
+        Raises:
+            ForeignPositionError: the state is of other examples.
+        """
+        source = str(state["source"])
+        if "-" not in source:  # of a version that did not say how it rendered
+            if source != self._source.split("-")[1]:
+                logger.warning(
+                    "%s: the checkpoint is of an earlier version, whose examples had other tokens (turns end with an "
+                    "end token now, without the newline behind it, and follow the prompt of rollouts), or of other "
+                    "data, which cannot be told apart: the run goes on with those that there are now.",
+                    self._where,
+                )
+            state = state | {"source": self._source}
+        super().load_state_dict(state)
 
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         (start,) = cursor

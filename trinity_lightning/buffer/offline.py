@@ -24,7 +24,7 @@ from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, StorageError
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.models.imitation import Imitation
-from trinity_lightning.explorer.models.turns import common_length
+from trinity_lightning.explorer.models.turns import common_length, turn_end
 from trinity_lightning.explorer.tasks.task import Task, conversation_of, prompt_text_of
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
@@ -446,6 +446,13 @@ class AnswerReader(BufferReader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; a ConfigError if that was of other data."""
         cursor = {name: value for name, value in state.items() if name != "source"}  # which earlier versions had
+        closing = turn_end(self._tokenizer, self._generation_config).closing
+        if cursor != state and closing != (self._tokenizer.eos_token_id,):
+            logger.warning(
+                "expert data '%s': the checkpoint is of an earlier version, whose responses ended with %s; they end "
+                "with %s now, as the chat template's turns do.",
+                *(self._taskset.name, self._tokenizer.eos_token, self._tokenizer.decode(closing)),
+            )
         try:
             self._taskset.load_state_dict(cursor)
         except ConfigError as error:
