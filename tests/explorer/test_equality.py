@@ -605,6 +605,183 @@ Answer: C ≡ C
 C and D ≢ C
 A ≢ a
 E ≢ e
+# Of all kinds: forms of AIME, OlympiadBench, SciBench and MMLU answers.
+A. A. A. ≢ B
+not not 5 ≢ 5
+\dfrac{3}{4} ≡ 0.75
+3/4 ≡ \frac{3}{4}
+0.75 ≡ 3/4
+75\% ≡ 3/4
+-0.75 ≢ 3/4
+\frac{-3}{4} ≡ -0.75
+-\dfrac34 ≡ -0.75
+1.50 ≡ 1.5
+1{,}500 ≡ 1500
+1,500.00 ≡ 1500
+$1,500 ≡ 1500
+\$1{,}500 ≡ 1,500 dollars
+1.5k ≢ 1500
+15 minutes ≡ 15
+15 min ≡ 15 minutes
+15 minutes ≡ 0.25 hours
+15 minutes ≢ 15 seconds
+120 seconds ≡ 2 minutes
+3 ft ≡ 36 in
+3 ft ≡ 1 yard
+1 mile ≡ 5280 feet
+1 kg ≢ 1 lb
+2 km ≢ 2 miles
+2000 m ≡ 2 km
+2000 m ≢ 2
+2.5 L ≡ 2500 ml
+10 cm^3 ≡ 10 mL
+30 m/s ≢ 30 m
+30 m/s ≢ 30 km/h
+30 \frac{m}{s} ≡ 30 m/s
+30 \text{ m/s} ≡ 30
+30\ \mathrm{m\,s^{-1}} ≡ 30 m/s
+\frac{3}{2}\pi ≡ 1.5\pi
+5\pi\text{ cm}^2 ≡ 5\pi
+25\pi ≢ 25
+100 J ≡ 0.1 kJ
+180^\circ ≢ \pi
+60° ≢ \frac{\pi}{3}
+60^\circ ≢ 60 radians
+(2, 3) ≡ (2.0, 3.0)
+(2; 3) ≡ (2, 3)
+(2,3) ≢ [2,3]
+(-\infty, 3) ≡ x < 3
+(-\infty, 3] ≢ x < 3
+x < 3 ≡ x \lt 3
+3 > x ≡ x < 3
+2 < x < 5 ≡ (2,5)
+2 \le x < 5 ≡ [2,5)
+2 \le x < 5 ≢ (2,5)
+x \ne 2 ≡ x \neq 2
+x \ne 2 ≢ x = 2
+x \ne 2 ≢ 2
+x \geq 5 ≡ \geq 5
+at least 5 ≡ \geq 5
+at least 5 ≡ x \ge 5
+5 or more ≡ at least 5
+no more than 5 ≡ at most 5
+more than 5 ≢ at least 5
+fewer than 5 ≡ less than 5
+exactly 5 ≢ at least 5
+1, 2, 3 ≡ 3, 2, 1
+1, 2, 3 ≢ 1, 2, 3, 4
+1 and 2 ≡ 1, 2
+\{1, 2\} ≡ \{1, 2, 2\}
+1, 2 and 3 ≡ 1, 2, 3
+2,4 ≢ 24
+24 ≢ 2,4
+1;2 ≡ 1,2
+x=1 \text{ or } x=2 ≡ 1, 2
+x=1 or 2 ≡ 1,2
+x = 1, 2 ≡ 1,2
+\pm\sqrt{3} ≡ \sqrt{3}, -\sqrt{3}
+\pm\sqrt{3} ≢ \sqrt{3}
+1 \pm \sqrt{2} ≡ 1 - \sqrt{2}, 1+\sqrt{2}
+\begin{bmatrix}1&2\\3&4\end{bmatrix} ≢ [[1,2],[3,4]]
+yes ≢ no
+Yes ≡ YES
+True ≡ true
+True ≢ False
+\text{True} ≡ True
+true ≢ yes
+even ≢ odd
+red ≡ Red
+The red ball ≢ red ball
+Newton's method ≡ Newton’s method
+Saint-Denis ≡ Saint Denis
+X ≢ x
+(x) ≡ x
+B ≡ (B)
+\mathbf{B} ≡ B
+[B] ≡ B
+$B$ ≡ B
+\text{(B) } 12 ≡ B
+B) 12 ≡ B
+(B) ≢ (C)
+b) ≡ B
+B, C ≢ BC
+D. All of the above ≡ D
+D. All of the above ≡ All of the above
+D. All of the above ≢ None of the above
+0xFF ≡ 255
+0b11 ≡ 3
+11_{10} ≡ 11
+1010_2 ≡ 10
+1010_2 ≢ 11
+A5_{16} ≡ 165
+777_8 ≡ 777_{8}
+2^3 ≡ 8
+2^3 ≢ 3^2
+8^{1/3} ≡ 2
+10^6 ≡ 1,000,000
+10^6 ≡ 1 million
+1e6 ≡ 10^6
+3.0 \times 10^8 ≡ 300000000
+3.0e8 ≡ 3 \times 10^8
+3.0 \times 10^8 ≢ 3.0 \times 10^9
+1.6 \times 10^{-19} ≡ 1.6e-19
+1.6\times10^{-19}\text{ C} ≡ 1.6e-19
+9.81 ≢ 9.8
+2.718 ≢ e
+\ln(e^2) ≡ 2
+n^2 + n ≡ n(n+1)
+n^2 + n ≢ n^2 - n
+x + y ≡ y + x
+2xy ≡ 2yx
+a/b ≡ \frac{a}{b}
+a/b ≢ b/a
+\frac{a+b}{c} ≢ a+b/c
+x^{2} ≡ x^2
+x_{1} ≡ x_1
+f(x) = x^2 ≡ x^2
+f(x) = x^2 ≢ f(x) = x^3
+y = x^2 ≡ x^2
+y - 1 = 2(x-3) ≡ y = 2x - 5
+2x + 3y = 6 ≡ 3y + 2x = 6
+2x + 3y = 6 ≡ 4x + 6y = 12
+2x+3y=6 ≢ 2x+3y=7
+-x ≢ x
+\sqrt{x^2} ≢ x
+\text{undefined} ≡ undefined
+DNE ≡ dne
+\infty ≢ -\infty
++\infty ≡ \infty
+5 \times 4 = 20 ≡ 20
+4 \times 5 ≡ 20
+20 = 4 \times 5 ≡ 20
+12:00 ≡ 12:00 PM
+3:30 PM ≡ 3:30 p.m.
+3:30 PM ≢ 3:30 AM
+3:30 ≢ 3:35
+3:30 ≢ 3.5
+2024-01-05 ≡ 2024-01-05
+January 5 ≢ 5 January
+July 4, 1776 ≡ July 4, 1776
+July 4 ≢ July 5
+1776 AD ≡ 1776
+21st ≡ 21
+2nd ≢ 3rd
+third ≢ 3rd
+\frac{1}{3} ≢ 0.33
+one ≡ 1
+Ten ≡ 10
+zero ≡ 0
+twelve dollars ≡ $12
+minus three ≡ -3
+negative \frac{1}{2} ≡ -1/2
+- \frac{1}{2} ≡ -0.5
+(−1, 2) ≡ (-1, 2)
+π/4 ≡ \frac{\pi}{4}
+3√2 ≡ 3\sqrt{2}
+x ≥ 2 ≡ x \geq 2
+5 × 10³ ≡ 5000
+x³ ≡ x^3
+∅ ≡ \emptyset
 """
 ROWS = [line for line in TABLE.splitlines() if line and not line.startswith("# ")]
 

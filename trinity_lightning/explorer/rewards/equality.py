@@ -11,6 +11,7 @@ For `math` and `accuracy`, where graders differ, or math-verify takes different 
 - One letter alone is a variable, large or small, unless something marks it as a choice: (A), A), "Option A". A choice
   may be followed by its text, and then either is the answer.
 - Words are the same in small and large letters, in quotes and bold type, with and without a plural s.
+- An answer of more than 1,000 characters is compared as text.
 """
 
 import re
@@ -28,6 +29,8 @@ def same_answer(given: str, expected: str) -> bool:
     given, expected = bare(given), bare(expected)
     if (same := _same_number(given, expected)) is not None:
         return same
+    if max(len(given), len(expected)) > LONGEST_ANSWER:
+        return IDLE_SPACE.sub("", given) == IDLE_SPACE.sub("", expected)
     given, expected = written(given), written(expected)
     if IDLE_SPACE.sub("", given) == IDLE_SPACE.sub("", expected):
         return True
@@ -39,7 +42,7 @@ def same_answer(given: str, expected: str) -> bool:
     return _same_words(given, expected) or _same_mathematics(given, expected)
 
 
-# Of the kinds of answers, each: True or False if it decides, None if the answers are of no such kind.
+# Each function knows one kind of answers, and returns None for others.
 
 
 def _same_number(given: str, expected: str) -> bool | None:
@@ -63,7 +66,8 @@ def _same_based(given: str, expected: str) -> bool | None:
 
 _CHOICE = re.compile(
     r"(?:(?i:option|choice)\s*)?"
-    r"(?:\((?P<marked>[A-Ja-j])\)|(?P<letter>[A-J])[).:]|(?P<alone>[A-J])(?=$))\s*(?P<text>.*)",
+    r"(?:\((?P<marked>[A-Ja-j])\)|(?P<letter>[A-J](?=[).:])|[a-j](?=\)))[).:]|(?P<alone>[A-J])(?=$))\s*"
+    r"(?P<text>(?!\(?[A-Ja-j][).:]).*)",
     re.DOTALL,
 )
 
@@ -122,10 +126,11 @@ def _same_relation(given: str, expected: str) -> bool | None:
 
 
 def _relation(answer: str) -> tuple[str, str] | None:
-    """The relation and the bound of "at least 5" or "5 or more"; None of a plain answer."""
+    """The relation and the bound of "at least 5" or "5 or more"; None of a plain answer, or of several relations."""
     for words, relation in _BEFORE.items():
         if match := words.match(answer):
-            return relation, answer[match.end() :]
+            bound = answer[match.end() :]
+            return None if any(other.match(bound) for other in _BEFORE) else (relation, bound)
     for words, relation in _BEHIND.items():
         if match := words.search(answer):
             return relation, answer[: match.start()]
@@ -215,7 +220,7 @@ def _plain_words(answer: str) -> str:
 
 
 def _same_mathematics(given: str, expected: str) -> bool:
-    if _WORDS.fullmatch(expected) or max(len(given), len(expected)) > LONGEST_ANSWER:
+    if _WORDS.fullmatch(expected):
         return False
     if "," in given and {_bracket(given), _bracket(expected)} in ({"{", "("}, {"{", "["}):
         return False  # math-verify takes a set of two for a point, and for an interval

@@ -10,7 +10,9 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?![\d/ ])|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
 _NUMBER = re.compile(rf"([-+]?)\s*(?:(\d+)\s+(?=.*/))?([-+]?{_DECIMAL})(?:\s*/\s*([-+]?{_DECIMAL}))?")
 _FRACTION = re.compile(r"([-+]?\s*(?:\d+\s*)?)\\frac\s*(?:\{([^{}]+)\}|(\d))\s*(?:\{([^{}]+)\}|(\d))")
-_POWER_OF_TEN = re.compile(r"\s*(?:\\times|\\cdot|[x×·*])\s*10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3}))$")
+_POWER_OF_TEN = re.compile(
+    r"(?:\s*(?:\\times|\\cdot|[x×·*])\s*|^([-+]?)\s*)10\s*\^\s*(?:\{\s*([-+]?\d{1,3})\s*\}|([-+]?\d{1,3}))$"
+)
 _REPEATING = re.compile(r"(-?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 _BASED = re.compile(
     r"(-?)\(?\s*(?:0x(?P<hex>[0-9a-fA-F]+)|0b(?P<binary>[01]+)|(?P<digits>[0-9A-Fa-f]*[0-9][0-9A-Fa-f]*|[A-F]+)\s*\)?\s*"
@@ -27,7 +29,9 @@ _WORDS = {word: value for value, word in enumerate(_ONES)} | {
     for one in range(10)
     for joint in "- "
 }
-_FIRST_WORD = re.compile(rf"(?:{'|'.join(sorted(_WORDS, key=len, reverse=True))})(?![\w-])", re.IGNORECASE)
+_FIRST_WORD = re.compile(
+    rf"(?:(minus|negative)\s+)?({'|'.join(sorted(_WORDS, key=len, reverse=True))})(?![\w-])", re.IGNORECASE
+)
 
 
 def as_number(answer: str) -> Fraction | None:
@@ -35,8 +39,8 @@ def as_number(answer: str) -> Fraction | None:
     if len(answer) > LONGEST_ANSWER:
         return None
     if power := _POWER_OF_TEN.search(answer):
-        factor = as_number(answer[: power.start()])
-        return None if factor is None else factor * Fraction(10) ** int(power[1] or power[2])
+        factor = as_number(answer[: power.start()] or f"{power[1]}1")
+        return None if factor is None else factor * Fraction(10) ** int(power[2] or power[3])
     if fraction := _FRACTION.fullmatch(answer):
         answer = f"{fraction[1]} {fraction[2] or fraction[3]}/{fraction[4] or fraction[5]}".strip()
     match = _NUMBER.fullmatch(answer)
@@ -75,4 +79,6 @@ def as_based(answer: str) -> tuple[str, int] | None:
 def with_digits(answer: str) -> str:
     """An answer whose first word is a number below a hundred with that in digits."""
     word = _FIRST_WORD.match(answer)
-    return answer if word is None else f"{_WORDS[word.group().lower()]}{answer[word.end() :]}"
+    if word is None:
+        return answer
+    return f"{'-' if word[1] else ''}{_WORDS[word[2].lower()]}{answer[word.end() :]}"

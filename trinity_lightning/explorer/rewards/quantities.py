@@ -11,8 +11,9 @@ _CURRENCY = re.compile(
     r"([-+]?)\s*(?:US\s*)?(?:\\?(\$)|([€£¥₹])|\\(pounds)(?![a-zA-Z])|(USD|EUR|GBP|INR|Rs)(?![a-zA-Z])\.?)\s*(?=[\d.\\(])"
 )
 _LETTERS = r"[^\W\d_]++(?:['-][^\W\d_]++)*+\.?"
-_UNIT = rf"(?:\\?%|\\?\$|[€£¥₹¢]|{_LETTERS}(?:\s*\^\s*\{{?\s*-?\d\s*\}}?)?)"
-_TAIL = re.compile(rf"(?<![\\a-zA-Z])(?:/\s*)?{_UNIT}(?:\s*(?:/|\\cdot(?![a-zA-Z])|\*)?\s*{_UNIT})*$")
+_UNIT = rf"(?:\\?%|\\?\$|[€£¥₹¢]|{_LETTERS}(?:\s*+\^\s*+\{{?\s*+-?\d\s*+\}}?)?+)"
+_GAP = r"\s*+(?:(?:/|\\cdot(?![a-zA-Z])|\*)\s*+)?+"
+_TAIL = re.compile(rf"(?<![\\a-zA-Z])(?:/\s*+)?{_UNIT}(?:{_GAP}{_UNIT})*+$")
 _AMOUNT_END = re.compile(r"(?:[\d)}\]!.]|\\pi|(?<![\\a-zA-Z])[a-zA-Z])\s*$")
 _HAS_NUMBER = re.compile(r"\d|\\pi")
 _FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}

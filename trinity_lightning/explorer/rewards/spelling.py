@@ -23,7 +23,7 @@ _SYMBOLS = str.maketrans(
 _DASH = re.compile(r"^[–—](?=\s*[\d.\\])")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\s?\{\s?,\s?\}\s?|,?\\[!,])(?=\d{3}(?!\d))")
 _DELIMITERS = re.compile(r"(?<!\\)(\$+)((?:\\.|[^$\\])*)\1")
-_TEXT = re.compile(r"((?<=[\w})]))?\\(?:text|math|mbox)(?:rm|bf|it|sf|tt|up|normal)?\s*\{([^{}]*)\}")
+_TEXT = re.compile(r"((?<=[\w})]))?\\(?:text|math|mbox)(?:rm|bf|it|sf|tt|up|normal)?\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _SPACING = re.compile(r"(?<!\\)\\(?:[,;!: ]|q?quad(?![a-zA-Z]))|~")  # and no row's end \\ before a space
 # Other spellings of the same, in order.
 _USUAL = [
@@ -39,7 +39,8 @@ _USUAL = [
         r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])": "^",
         r"<=": r"\\le ",
         r">=": r"\\ge ",
-        r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})": " degree ",
+        r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})(?=\s*(?:$|[,;]|(?:C|F|and|or)(?![a-zA-Z])))": " degree ",
+        r"(?<=\d)\s*\\frac\{([a-zA-Z]+)\}\{([a-zA-Z]+(?:\^\{?\d\}?)?)\}$": r" \1/\2",
         r"degrees?\s*C(?:elsius)?(?![a-zA-Z])": "celsius",
         r"degrees?\s*F(?:ahrenheit)?(?![a-zA-Z])": "fahrenheit",
         r"(?<=\d)\s*\^?\s*\{?\s*(?:st|nd|rd|th)\s*\}?(?![a-zA-Z])": "",

@@ -106,7 +106,7 @@ _QUALIFIER = re.compile(
 )
 _OR_BEFORE, _OR_AFTER = re.compile(r"\d[$\\)*]*\s+or\s+[$\\(*]*$"), re.compile(r"[$\\)*]*\s+or\s+[$\\(*-]*\d")
 _CURRENCY = re.compile(r"(\\?\$|[€£¥₹])\s*$")
-_UNIT = re.compile(r"_\{?\d+\}?|\s*(?:\\?%|°|\^\{?\\circ\}?)|(?:\s*/?\s*[a-zA-Z]+[²³]?(?:\^\{?\d\}?)?){1,4}")
+_UNIT = re.compile(r"_\{?\d+\}?|\s*(?:\\?%|°|\^\{?\\circ\}?)|(?:\s*+(?:/\s*+)?[a-zA-Z]++[²³]?(?:\^\{?\d\}?)?){1,4}")
 # Characters that math-verify reads at once: for some texts its time grows with the square of their length.
 _PART = 2000
 _EXCERPT = 300  # characters around an introduction further up

@@ -18,19 +18,30 @@ _METRIC = {
     "gram": ("g", "gram"),
     "liter": ("l L", "liter litre"),
     "second": ("s", "second"),
-    "watt": ("W", "watt"),
-    "joule": ("J", "joule"),
-    "newton": ("N", "newton"),
-    "volt": ("V", "volt"),
+    "ampere": ("A", "ampere amp"),
+    "kelvin": ("K", "kelvin"),
+    "mole": ("mol", "mole"),
     "hertz": ("Hz", "hertz"),
+    "newton": ("N", "newton"),
+    "pascal": ("Pa", "pascal"),
+    "joule": ("J", "joule"),
+    "watt": ("W", "watt"),
+    "coulomb": ("C", "coulomb"),
+    "volt": ("V", "volt"),
+    "ohm": ("Ω", "ohm"),
+    "electronvolt": ("eV", "electronvolt"),
 }
 _PREFIXES = {
     ("", ""): "1",
+    ("M", "mega"): "1000000",
     ("k", "kilo"): "1000",
     ("d", "deci"): "0.1",
     ("c", "centi"): "0.01",
     ("m", "milli"): "0.001",
+    ("μ", "micro"): "0.000001",
+    ("n", "nano"): "0.000000001",
 }
+_VOLUMES = {"liter": "0.001", "gallon": "0.003785411784"}  # in cubic meters
 # By base unit: other names, and their size in it. A name in several lines, such as pound, is of several units.
 _OTHERS = {
     "meter": {"in": "0.0254", "inch": "0.0254", "ft": "0.3048", "foot": "0.3048", "feet": "0.3048", "yd": "0.9144",
@@ -48,8 +59,8 @@ _OTHERS = {
     "INR": {"INR": "1", "rupee": "1", "Rs": "1", "₹": "1"},
     "%": {"%": "1", "percent": "1", "percentage": "1", "pct": "1"},
     "angle": {"degree": "1", "deg": "1"},
-    "celsius": {"degree": "1", "deg": "1", "celsius": "1"},
-    "fahrenheit": {"degree": "1", "deg": "1", "fahrenheit": "1"},
+    "celsius": {"degree": "1", "deg": "1", "celsius": "1", "C": "1"},
+    "fahrenheit": {"degree": "1", "deg": "1", "fahrenheit": "1", "F": "1"},
     "radian": {"radian": "1", "rad": "1"},
     "acre": {"acre": "1"},
 }  # fmt: skip
@@ -68,7 +79,9 @@ def _units() -> dict[str, tuple[Unit, ...]]:
                 sizes += [(base, prefix + name, size) for name in names.split()]
     units: dict[str, tuple[Unit, ...]] = {}
     for base, name, size in sizes:
-        units[name] = (*units.get(name, ()), Unit(frozenset({(base, 1)}), Fraction(size)))
+        power = ("meter", 3) if base in _VOLUMES else (base, 1)
+        unit = Unit(frozenset({power}), Fraction(size) * Fraction(_VOLUMES.get(base, 1)))
+        units[name] = (*units.get(name, ()), unit)
     return units
 
 
