@@ -180,8 +180,12 @@ chat template names. Values of JSON and CSV files, also on the hub, are those of
 text.
 
 Messages are rendered by the chat template, to which a column `tools` is shown, and `chat_template_kwargs`, such as
-{"enable_thinking": false}. Plain text stays as it is, with the end token behind what is learned. What is
-learned must not be empty; a `rejected` that is empty text is the end token alone.
+{"enable_thinking": false}. What is learned follows the prompt that rollouts have, and its last token ends the
+turn: a newline that the template writes behind it is not learned, unlike in TRL. [What is learned with the chat
+templates of the field](../chat_templates.md) shows it, and what is refused or warned of.
+
+Plain text stays as it is, with the end token behind what is learned. What is learned must not be empty; a
+`rejected` that is empty text is the end token alone.
 
 Examples that are not trained on are a second file, another split, or a share of the examples:
 
