@@ -3,6 +3,7 @@
 The configuration is composed and validated before torch is imported, so that a misspelt key is refused at once.
 """
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -48,7 +49,8 @@ def check(config: DictConfig, here: bool = True) -> None:
     if here and config.ckpt_path is not None:
         late.checkpoints.check_checkpoint(config)
     tasksets = [*(run.tasksets or {"": run.taskset}).values(), *run.eval_tasksets.values()]
-    if here and run.buffer.has_rollouts and any(each.source == "dataset" for each in tasksets):
+    reads = here and run.buffer.has_rollouts and any(each.source == "dataset" for each in tasksets)
+    if reads and late.trainer.STARTED_BY not in os.environ:  # the process that starts others has checked for them
         from trinity_lightning.explorer.tasks.sources import check_files
 
         check_files(tasksets)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 from support.hub import hub_of
 from support.runs import environment
 
+from trinity_lightning.config.schema import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks import files
 from trinity_lightning.explorer.tasks.files import FileEntries
-from trinity_lightning.explorer.tasks.sources import dataset_entries
+from trinity_lightning.explorer.tasks.sources import check_files, dataset_entries
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 MIXED = ["1.50", "true", "null", '{"a":1}', 3, "007", "1e3", "x", "2024-01-01", None, 0.1, True, 10**39]
@@ -240,3 +242,29 @@ def test_a_file_that_changes_while_it_is_used(tmp_path, monkeypatch):
     assert (len(entries), entries[0]) == (2, {"a": 1})
     with pytest.raises(ConfigError, match=r"line 2 of .* has changed"):
         entries[1]
+
+
+def test_rows_that_cannot_be_read_are_named_together(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"a": {row}}}\n' if row % 3 else '{"a": \n' for row in range(20)))
+    with pytest.raises(ConfigError) as refused:
+        FileEntries([file])
+    text = str(refused.value)
+    assert text.startswith("7 of 20 rows cannot be read. line 1 of ")
+    assert [int(line) for line in re.findall(r"line (\d+) of", text)] == [1, 4, 7, 10, 13]
+    assert text.endswith("And 2 more.")
+
+
+def test_a_file_is_read_once_for_the_check_and_for_the_run(tmp_path, monkeypatch):
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"prompt": "a"}\n')
+    config = TasksetConfig(name="t", source="dataset", path=str(file))
+    check_files([config])
+    read = []
+    scan = files._rows
+    monkeypatch.setattr(files, "_rows", lambda path: read.append(path) or scan(path))
+    assert Taskset.from_config(config)[0]["prompt"] == "a"
+    assert read == []
+    file.write_text('{"prompt": "changed"}\n')
+    assert Taskset.from_config(config)[0]["prompt"] == "changed"
+    assert read == [file]

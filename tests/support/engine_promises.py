@@ -18,6 +18,7 @@ from support.tiny_model import logprobs, tiny_model
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.thoughts import answer_part
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.engine import Engine
@@ -80,13 +81,14 @@ class EnginePromises:
         self, engine: Engine, driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         driver.run(engine.load())
-        template = "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ mood }}" + engine.tokenizer.chat_template
-        monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+        tokenizer: Any = load_tokenizer("tiny")  # vLLM's own is a pool of copies
+        tokenizer.chat_template = "{{ (tools or [])[0].function.name }}{{ mood }}" + tokenizer.chat_template
+        monkeypatch.setattr(type(engine), "tokenizer", property(lambda _: tokenizer))
         tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
         conversation = Conversation([{"role": "user", "content": "hi"}], [tool], {"mood": "calm"})
         (completion,) = driver.run(engine.chat(conversation, max_tokens=1, seed=0))
         prompt = "lookcalm<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-        assert engine.tokenizer.decode(completion.prompt_token_ids) == prompt
+        assert tokenizer.decode(completion.prompt_token_ids) == prompt
 
     def test_a_text_is_tokenized(self, engine: Engine, driver: Driver) -> None:
         completion = driver.run(engine.generate("1+1=", max_tokens=1, seed=0))[0]

@@ -16,6 +16,8 @@ from trinity_lightning.config.training import MIXED, SHARDS, check_trainer_setti
 from trinity_lightning.config.values import AUTO, number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
+STARTED_BY = "TRINITY_LIGHTNING_STARTED_BY"  # environment: the process that starts the others of its machine
+
 _SET_BY_THE_RUN = "is set by the run itself: use the groups `callbacks` and `logger`"
 _SHORTER = "would end or thin out the run's training, which `steps` counts: set steps, and leave it out"
 _EVALUATION = "is about Lightning's validation, which a run has none of: set explorer.eval_interval and eval_tasksets"

@@ -32,6 +32,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.failures import how_it_ended
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.ranks import Ranks, add_up_gradients
+from trinity_lightning.config.trainer import STARTED_BY
 from trinity_lightning.config.training import Layout
 from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.trainer.layout import (
@@ -48,7 +49,6 @@ from trinity_lightning.trainer.placement import WHOLE, Whole
 
 POLL_SECONDS, CONNECT_SECONDS = 0.02, 5.0
 LOOPBACK = "127.0.0.1"
-STARTED_BY = "TRINITY_LIGHTNING_STARTED_BY"  # the process that starts the others of its machine
 _MEETINGS = itertools.count()  # counts the Trainers of this process, alike on all ranks
 
 

@@ -1,5 +1,6 @@
 """Rows of JSON lines, JSON and CSV files: every value as the file has it, and each row parsed when it is used."""
 
+import copy
 import csv
 import io
 import itertools
@@ -8,12 +9,13 @@ import sys
 import zlib
 from array import array
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trinity_lightning.common.rows import MOST_NAMED
 from trinity_lightning.errors import ConfigError
 
 SUFFIXES = (".jsonl", ".json", ".csv")
@@ -35,7 +37,7 @@ class FileEntries:
         as_text: leave every cell of CSV text.
 
     Raises:
-        ConfigError: a row that cannot be read, by its line and file.
+        ConfigError: rows that cannot be read, the first five by line, file and reason.
     """
 
     def __init__(self, files: Sequence[Path], as_text: bool = False) -> None:
@@ -46,14 +48,16 @@ class FileEntries:
         self._headers = [_header(file) if file.suffix == ".csv" else None for file in files]
         self._columns: dict[str, None] = {}
         self._text: set[str] = set()  # columns of CSV that are text
-        places = array("q")
+        places, errors = array("q"), list[ConfigError]()
         for number, file in enumerate(files):
             for start, content, line in _rows(file):
-                row = self._parsed(content, number, line)
-                self._columns |= dict.fromkeys(row)
-                if self._headers[number] is not None:
-                    self._text |= {name for name, cell in row.items() if as_text or isinstance(_value(cell), str)}
+                try:
+                    self._note_columns(self._parsed(content, number, line), number, as_text)
+                except ConfigError as error:
+                    errors.append(error)
                 places.extend((number, start, len(content), line, zlib.crc32(content)))
+        if errors:
+            raise _refused(errors, len(places) // 5)
         self._places = np.array(places, np.int64).reshape(-1, 5)
         self.counts: list[int] = np.bincount(self._places[:, 0], minlength=len(files)).tolist()  # rows of each file
 
@@ -84,14 +88,29 @@ class FileEntries:
         return _place(self._files[number], line)
 
     def chosen(self, slices: Sequence[slice]) -> "FileEntries":
-        """Itself, with the rows of these slices only."""
-        self._places = np.concatenate([self._places[each] for each in slices])
-        return self
+        """A copy with the rows of these slices only."""
+        entries = copy.copy(self)
+        entries._places = np.concatenate([self._places[rows] for rows in slices])
+        return entries
+
+    def _note_columns(self, row: Mapping[str, Any], number: int, as_text: bool) -> None:
+        """Keep the row's columns, and which of CSV are text."""
+        self._columns |= dict.fromkeys(row)
+        if self._headers[number] is not None:
+            self._text |= {name for name, cell in row.items() if as_text or isinstance(_value(cell), str)}
 
     def _parsed(self, content: bytes, number: int, line: int) -> dict[str, Any]:
         header, where = self._headers[number], _place(self._files[number], line)
         text = _decoded(content, where)
         return _json_row(text, where) if header is None else _csv_row(text, header, where)
+
+
+def _refused(errors: Sequence[ConfigError], rows: int) -> ConfigError:
+    if len(errors) == 1:
+        return errors[0]
+    named = " ".join(map(str, errors[:MOST_NAMED]))
+    more = f" And {len(errors) - MOST_NAMED} more." if len(errors) > MOST_NAMED else ""
+    return ConfigError(f"{len(errors)} of {rows} rows cannot be read. {named}{more}")
 
 
 def _place(file: Path, line: int) -> str:

@@ -26,7 +26,7 @@ from trinity_lightning.common.messages import (
 from trinity_lightning.config.stored import FILE_FORMATS, check_dataset_path
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.tasks.files import HELD_BYTES, SUFFIXES, FileEntries
+from trinity_lightning.explorer.tasks.files import SUFFIXES, FileEntries
 from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, PROMPT
 
 if TYPE_CHECKING:
@@ -263,12 +263,19 @@ def _rows_of(files: dict[str, list[Path]], split: str, as_text: bool) -> FileEnt
 
     names = names_of(split)
     used = {name: paths for name, paths in files.items() if name in names}
-    entries = FileEntries([file for paths in used.values() for file in paths], as_text)
+    paths = [file for paths in used.values() for file in paths]
+    entries = _read(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in paths), as_text)
     counts = iter(entries.counts)
     sizes = {name: sum(itertools.islice(counts, len(paths))) for name, paths in used.items()}
     starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
     parts = ReadInstruction.from_spec(split).to_absolute(dict.fromkeys(files, 0) | sizes)
     return entries.chosen([slice(starts[one.splitname] + one.from_, starts[one.splitname] + one.to) for one in parts])
+
+
+@functools.lru_cache(maxsize=4)
+def _read(files: tuple[tuple[Path, int, int], ...], as_text: bool) -> FileEntries:
+    """The rows of files, by path, size and time of their last change: read once for the check and for the run."""
+    return FileEntries([file for file, _, _ in files], as_text)
 
 
 def names_of(split: str) -> list[str]:
@@ -329,13 +336,12 @@ def taskset_of(config: "TasksetConfig", settings: Mapping[str, Any]) -> "Taskset
 
 
 def check_files(tasksets: Iterable["TasksetConfig"]) -> None:
-    """Refuse files of rows as their tasksets would; one too large to be read twice waits for its taskset to be made."""
+    """Refuse files of rows as their tasksets would: before anything heavy is imported."""
     from trinity_lightning.explorer.tasks.taskset import Taskset
 
     for each in tasksets:
         file = Path(each.path or "").expanduser()
-        is_read_here = each.source == "dataset" and file.suffix in SUFFIXES
-        if is_read_here and file.is_file() and file.stat().st_size <= HELD_BYTES:
+        if each.source == "dataset" and file.suffix in SUFFIXES and file.is_file():
             Taskset.from_config(each)
 
 
