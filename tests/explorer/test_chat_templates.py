@@ -58,6 +58,18 @@ def test_a_trained_turn_follows_the_prompt_of_rollouts_has_its_text_and_ends_or_
     assert accepted >= 3
 
 
+def test_results_of_tools_follow_a_turn_of_gpt_oss_that_called_one():
+    tokenizer, generation_config = tokenizer_of("gptoss")
+    messages = KINDS["call and result"]
+    whole = tokenizer.decode(render_chat(tokenizer, messages[:3], [TOOL]))
+    so_far = [
+        *render_chat(tokenizer, messages[:1], [TOOL]),
+        *trained(tokenizer, generation_config, messages[:2]).completed,
+    ]
+    tokens = render_chat(tokenizer, messages[2:3], [TOOL], so_far, generation_config)
+    assert tokenizer.decode(tokens) == whole
+
+
 def test_the_page_is_up_to_date():
     assert PAGE.read_text() == page(), "python scripts/chat_templates_docs.py"
     assert len(NAMES) == 41

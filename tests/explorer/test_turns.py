@@ -79,6 +79,7 @@ HARMONY = (
     "{% if m.role == 'assistant' and loop.last %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+LAST = MARKED.replace("m.content", "m.content + ('<|end|>' if loop.last and m.role == 'assistant' else '')")
 LLAMA = (
     "{% for m in messages %}{% if m.role == 'user' %}<s>[{{ m.content }}]{% else %} {{ m.content }} </s>{% endif %}"
     "{% endfor %}"
@@ -103,6 +104,7 @@ LLAMA = (
         (MARKED, "yo", "<|user|>more<|assistant|>"),
         (HARMONY, "yo<|return|>", "<|start|>user<|message|>more<|end|><|start|>assistant"),
         (LLAMA, "yo </s>", "<s>[more]"),
+        (LAST, "yo<|end|>", "<|user|>more<|assistant|>"),
     ],
 )
 def test_a_turn_ends_once_whichever_token_ended_it(template, written, behind):

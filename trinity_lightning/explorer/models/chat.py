@@ -124,15 +124,33 @@ def continued(
     **variables: Any,
 ) -> list[int]:
     """`render_chat` of what follows `so_far`, which ends with a response."""
-    opening = [QUESTION, {"role": "assistant", "content": PLACEHOLDER}]
-    text = apply_template(
-        tokenizer, [*opening, *messages], tools, add_generation_prompt=True, tokenize=False, **variables
-    )
-    _, found, tail = text.rpartition(PLACEHOLDER)
+
+    def shown(answer: Mapping[str, Any], following: Messages, asks: bool) -> str:
+        turns = [QUESTION, answer, *following]
+        return apply_template(tokenizer, turns, tools, add_generation_prompt=asks, tokenize=False, **variables)
+
+    end = turn_end(tokenizer, generation_config)
+    try:
+        _, found, tail = shown({"role": "assistant", "content": PLACEHOLDER}, messages, True).rpartition(PLACEHOLDER)
+    except ConfigError:
+        calls = [_call_for(message) for message in messages if message.get("role") == "tool"]
+        if not calls:
+            raise
+        # A template that shows results of tools behind their calls alone: behind the end of such a turn.
+        calling = {"role": "assistant", "content": "", "tool_calls": calls}
+        opening, whole = shown(calling, [], False), shown(calling, messages, True)
+        closing = () if so_far[-1] in end.tokens else end.closing_calls
+        return [*so_far, *closing, *tokenizer.encode(whole.removeprefix(opening), add_special_tokens=False)]
     if not found:
         raise ConfigError("the chat template drops earlier responses: it cannot carry a conversation of several turns.")
     added = tokenizer.encode(tail, add_special_tokens=False)
-    return [*so_far, *added[turn_end(tokenizer, generation_config).written(tokenizer, so_far[-1], added) :]]
+    return [*so_far, *added[end.written(so_far[-1], added) :]]
+
+
+def _call_for(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of the tool whose result the message is."""
+    function = {"name": message.get("name") or "tool", "arguments": {}}
+    return {"id": message.get("tool_call_id") or "0", "type": "function", "function": function}
 
 
 # -- tools for chat templates ------------------------------------------------------------------------------------------

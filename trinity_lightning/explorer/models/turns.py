@@ -43,6 +43,7 @@ class TurnEnd:
         closing_calls: as `closing`, behind an answer that calls tools.
         markers: tokens that begin the next turn and thereby end this one, as in the GLM family; usually none.
         unlisted: those of them that the model's files do not name as end tokens.
+        earlier: what the template writes behind turns before the last, in place of `closing`, as that of gpt-oss does.
     """
 
     tokens: frozenset[int]
@@ -50,20 +51,20 @@ class TurnEnd:
     closing_calls: tuple[int, ...]
     markers: frozenset[int] = field(default=frozenset())
     unlisted: frozenset[int] = field(default=frozenset())
+    earlier: int | None = None
 
-    def written(self, tokenizer: Any, last: int, behind: Sequence[int]) -> int:
+    def written(self, last: int, behind: Sequence[int]) -> int:
         """How many of the tokens that a template writes behind a turn are left out, as the turn has ended itself.
 
         Args:
-            tokenizer: the model's.
             last: the turn's last token. Of a turn that was cut off it is no end token: the template closes it.
             behind: what the template writes behind the turn and before the model's next one.
         """
         if last in self.tokens:
             if tuple(behind[: len(self.closing)]) == self.closing:
                 return len(self.closing)
-            if not self.markers and behind and is_control(tokenizer, behind[0]):
-                return 1  # of a template that ends earlier turns by another token than the last, as gpt-oss's does
+            if behind and behind[0] == self.earlier:
+                return 1
         return int(list(behind[:1]) == [last])
 
 
@@ -96,7 +97,8 @@ def _turn_end(tokenizer: Any, template: str | None, eos: int | None, listed: fro
     shared = last[: common_length(last, question or last)]
     for tokens in (shared, last):
         if closing := _closing(tokenizer, tokens, known):
-            return TurnEnd(known | {closing[-1]}, closing, closing)
+            earlier = question[0] if question[:1] and question[0] == _last_token(tokenizer) else None
+            return TurnEnd(known | {closing[-1]}, closing, closing, earlier=earlier)
     user, tool = _first_control(tokenizer, question), _first_control(tokenizer, result)
     markers = frozenset({user, tool} - {None})
     closing = (user,) if user in listed else default
@@ -106,10 +108,15 @@ def _turn_end(tokenizer: Any, template: str | None, eos: int | None, listed: fro
 def _behind_answer(tokenizer: Any, following: dict[str, Any] | None) -> tuple[int, ...]:
     """What the chat template writes behind an answer, with the next message if there is one; () if it refuses it."""
     messages = [QUESTION, {"role": "assistant", "content": PLACEHOLDER}, *([following] if following else [])]
-    if takes_parts(tokenizer, tokenizer.get_chat_template()):
-        messages = [in_parts(message) for message in messages]
-    _, answer, behind = _tried(tokenizer, messages).rpartition(PLACEHOLDER)
+    text = _tried(tokenizer, [_taken(tokenizer, message) for message in messages])
+    _, answer, behind = text.rpartition(PLACEHOLDER)
     return tuple(tokenizer.encode(behind, add_special_tokens=False)) if answer else ()
+
+
+def _last_token(tokenizer: Any) -> int | None:
+    """The control token with which the chat template ends the turn of a user; None without one."""
+    tokens = tokenizer.encode(_tried(tokenizer, [_taken(tokenizer, QUESTION)]).rstrip(), add_special_tokens=False)
+    return tokens[-1] if tokens and is_control(tokenizer, tokens[-1]) else None
 
 
 def _closing(tokenizer: Any, tokens: tuple[int, ...], known: frozenset[int]) -> tuple[int, ...]:
@@ -152,6 +159,10 @@ def takes_parts(tokenizer: Any, template: str) -> bool:
     message = {"role": "user", "content": PLACEHOLDER}
     texts = [_tried(tokenizer, [form], chat_template=template) for form in (message, in_parts(message))]
     return [PLACEHOLDER in text for text in texts] == [False, True]
+
+
+def _taken(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
+    return in_parts(message) if takes_parts(tokenizer, tokenizer.get_chat_template()) else message
 
 
 def in_parts(message: dict[str, Any]) -> dict[str, Any]:
