@@ -59,7 +59,7 @@ def test_a_run_on_a_full_disk_names_its_folder(tmp_path, monkeypatch):
             file.write(b"a table, say")
 
     run = SimpleNamespace(folder=tmp_path, announce=lambda: None, trainer=SimpleNamespace(loggers=[]), fit=fit)
-    monkeypatch.setattr("trinity_lightning.build.build", lambda config: run)
+    monkeypatch.setattr("trinity_lightning.build.build", lambda *_: run)
     with pytest.raises(DiskFullError, match=tmp_path.name):
         train(OmegaConf.create())
 
