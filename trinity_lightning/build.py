@@ -23,6 +23,7 @@ from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
+from trinity_lightning.config.own_code import where
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig, typed_config
 from trinity_lightning.config.training import trains_together
@@ -436,7 +437,8 @@ def instantiate(node: Any, **arguments: Any) -> Any:
         if isinstance(error.__cause__, TrinityError):
             raise error.__cause__ from None
         _, named, key = str(error).rpartition("full_key: ")
-        raise ConfigError(f"{key if named else 'a node'}: {error.__cause__ or error}") from error
+        cause = error.__cause__ or error
+        raise ConfigError(f"{key if named else 'a node'}: {cause}{where(cause)}") from error
 
 
 def instances_of(nodes: DictConfig | None) -> list[Any]:

@@ -27,7 +27,7 @@ from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RewardError
 from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper, failures
 from trinity_lightning.explorer.rewards import resolve_rewards, score
-from trinity_lightning.explorer.runner import Outcomes
+from trinity_lightning.explorer.runner import Attempt, Outcomes, WorkflowRunner
 from trinity_lightning.explorer.scheduler import enough_of
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows import PartialFailure
@@ -479,6 +479,53 @@ def test_the_last_attempt_ends_within_the_default_time_out() -> None:
         assert tids(experiences) == [(1, 0)]
 
     running(body, loop=asyncio.SelectorEventLoop, runner_per_model=1, max_timeout=0.02, max_retry_times=1)
+
+
+@pytest.mark.parametrize("min_num", [None, 1, 2])
+def test_a_task_that_needed_all_attempts_is_there_at_the_default_time_out(min_num: int | None) -> None:
+    """Of runs that go on after they were cancelled, each attempt takes its limit, and the grace for its end."""
+
+    async def body(scheduler: Scheduler) -> None:
+        tries = Counter[int]()
+
+        async def ignores_cancellation(workflow: Any) -> list[Experience]:
+            tries[workflow.task.task_id] += 1
+            if tries[workflow.task.task_id] == 3:
+                return [an_experience()]
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1000)
+            await asyncio.sleep(1000)
+            return []
+
+        scheduler.schedule([scripted(ignores_cancellation), scripted(ignores_cancellation)], 1)
+        statuses, experiences = await scheduler.get_results(1, min_num)
+        assert len(statuses) >= (min_num or 2)
+        assert all(status.ok for status in statuses)
+        assert len(experiences) == len(statuses)
+
+    running(body, max_timeout=5.0, max_retry_times=2)
+
+
+@pytest.mark.parametrize("min_num", [None, 1])
+def test_the_default_time_out_waits_for_runners_that_answer_late(
+    min_num: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ray's are that replace a worker which does not answer."""
+
+    async def late(runner: WorkflowRunner, task: Task, runs: Any, limit: float | None = None) -> Attempt:
+        await asyncio.sleep((limit or 0) + 15.0)
+        return Attempt([], {run: TimeoutError("nor did its worker answer") for run in runs})
+
+    async def body(scheduler: Scheduler) -> None:
+        scheduler.schedule([scripted(succeed)], 1)
+        statuses, _ = await scheduler.get_results(1, min_num)
+        assert [without_places(status.message) for status in statuses] == [
+            "1 of 1 runs failed: TimeoutError: nor did its worker answer"
+        ]
+
+    monkeypatch.setattr(WorkflowRunner, "attempt", late)
+    monkeypatch.setattr(WorkflowRunner, "overrun", 20.0)
+    running(body, max_timeout=5.0, max_retry_times=2)
 
 
 def test_what_a_time_out_gives_up_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trinity_lightning.config.training import OptimizerConfig
-from trinity_lightning.trainer.host import HostMasters, HostMemory, kept_of
+from trinity_lightning.trainer.host import PORTABLE, HostBlock, HostMasters, HostMemory, kept_of
 from trinity_lightning.trainer.optim import MasterWeights, make_optimizer, optimizer_factory
 
 LR = 1e-2
@@ -128,6 +128,85 @@ def test_nothing_is_read_before_it_has_arrived_nor_overwritten_before_it_has_lef
     assert stream.waits == [2, *4 * [3 + 2]]  # once a step: for weights of the last one, and for gradients
     stream.wait()
     same(offloaded, plain)
+
+
+# -- memory of the host: as large as what lies in it -------------------------------------------------------------------
+
+
+class Driver:
+    """Stands in for CUDA's: what is page-locked, by address."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.registered = code, dict[int, int]()
+        self.waits = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        assert flags == PORTABLE
+        assert not self.registered.keys() & range(address, address + size)
+        if not self.code:
+            self.registered[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        assert self.waits  # for copies that go on
+        del self.registered[address]
+        return 0
+
+    def wait(self, *_: Any) -> None:
+        self.waits += 1
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    stand_in = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: stand_in)
+    monkeypatch.setattr(torch.cuda, "synchronize", stand_in.wait)
+    return stand_in
+
+
+def test_pinned_memory_is_as_large_as_what_lies_in_it_and_is_given_back(driver: Driver) -> None:
+    size = 4 * (2**20 + 3)  # torch's own would be 8 MiB
+    block = HostBlock(size, pinned=True)
+    assert driver.registered == {block.bytes.data_ptr(): size}
+    view = block.bytes[:4].view(torch.float32).fill_(7.0)
+    other = HostBlock(12, pinned=True)
+    assert sorted(driver.registered.values()) == [12, size]
+    del block, other
+    assert driver.registered == {}
+    assert view.item() == 7.0  # the memory is there as long as a tensor in it
+
+
+def test_nothing_is_pinned_without_a_gpu(driver: Driver) -> None:
+    parameters, optimizer = made("adamw_offload", ROUNDED)
+    memory = HostMemory(MasterWeights(make_parameters(), adamw))
+    memory.leave()
+    assert (len(parameters), driver.registered) == (3, {})
+    assert sum(each.numel() for each in optimizer._slots) == sum(each.numel() for each in parameters)
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_said(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.code = 2
+    assert len(HostBlock(100, pinned=True).bytes) == 100
+    assert "100 bytes of the host could not be pinned (CUDA error 2)" in caplog.text
+
+
+def test_what_leaves_lies_in_one_block_and_comes_back_bit_for_bit() -> None:
+    weights = [nn.Parameter(torch.randn(7, 3).t()), nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(()))]
+    optimizer = MasterWeights(weights, adamw)
+    set_gradients(weights, 0)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    memory = HostMemory(optimizer)
+    for _ in range(2):
+        memory.leave()
+        kept = kept_of(optimizer)
+        assert {each.untyped_storage().data_ptr() for each in kept} == {memory._block.bytes.data_ptr()}
+        assert len(memory._block.bytes) == sum(-(-4 * each.numel() // 64) * 64 for each in kept)
+        same(optimizer.state_dict(), before)
+        memory.come_back()
+        same(optimizer.state_dict(), before)
 
 
 # -- a policy, and a run -----------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ WORKSPACES = CUDA_CONTEXT // 2  # of these, what the trainer allocates besides t
 CUDA_GRAPHS = GIB  # vLLM's
 FRAGMENTS = 0.04  # of the device, which allocators lose between blocks
 FIRST_SHARDS = 8  # devices that a trainer of one device is advised to have
-PINNED = 2  # times a size at most: torch and vLLM pin host memory tensor by tensor, each as a power of two
+PINNED = 2  # times a size at most: vLLM pins host memory tensor by tensor, each as a power of two
 MOST_DOUBLED = 8  # how often that number is, if it is not enough
 SERVER_SHARE = 0.92  # of a GPU of its own, which vLLM takes by default
 
@@ -189,13 +189,9 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
 
 
 def states_on_host(shape: ModelShape, training: Training) -> dict[str, int]:
-    """Bytes that all processes of a machine keep in its memory of what they train (`trainer.host`), if they do.
-
-    Copies of gradients are pinned for a GPU: torch makes such memory as large as the next power of two.
-    """
+    """Bytes that all processes of a machine keep in its memory of what they train (`trainer.host`), if they do."""
     trained = (training.adapters or shape.parameters) + getattr(training.value_model, "parameters", 0)
-    copies = FLOAT * trained if training.on_cpu else 1 << (FLOAT * trained - 1).bit_length()
-    each = {MASTERS: FLOAT * trained, MOMENTS: training.moments * trained, COPIES: copies}
+    each = {MASTERS: FLOAT * trained, MOMENTS: training.moments * trained, COPIES: FLOAT * trained}
     return {name: training.on_host * size for name, size in each.items()} if training.on_host else {}
 
 
@@ -266,7 +262,7 @@ class _Asked:
         states = weight_states(self.shape, training)
         moved = states.get(MASTERS, 0) + states.get(MOMENTS, 0)
         for offload in (False, True) if moved else (False,):
-            needed = _asleep(self.shape, rollouts) + PINNED * (moved if offload else 0)
+            needed = _asleep(self.shape, rollouts) + (moved if offload else 0)
             if self.host >= needed or (rollouts.sleep and not offload):
                 free = self.device - sum(states.values()) - CUDA_GRAPHS - sum(self._others().values())
                 tokens = max(training.tokens or micro_batch_tokens(self.shape, training, free), training.longest_row)

@@ -24,6 +24,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from trinity_lightning.config.engines import CAPABILITIES
 from trinity_lightning.config.hydra import CONFIG_ERRORS, PROGRAMS, begun
+from trinity_lightning.config.own_code import described, place_of
 from trinity_lightning.config.schema import TrainConfig, config_dir, options
 from trinity_lightning.config.sections import S, schema_of
 from trinity_lightning.config.trainer import NOT_OF_A_RUN
@@ -226,16 +227,31 @@ def end_run(error: BaseException, folder: str | Path | None) -> NoReturn:
         error = error.__context__  # Ctrl-C within fit, which Lightning makes an exit
     sentence = explain(error) if isinstance(error, OmegaConfBaseException) else str(error) or "interrupted."
     level, trace = (logging.WARNING, None) if isinstance(error, KeyboardInterrupt) else (logging.ERROR, sys.exc_info())
-    record = logging.LogRecord("trinity_lightning", level, "", 0, sentence, None, trace)
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.FileHandler):
-            handler.handle(record)
+    _log_to_file(level, sentence, trace)
     print(f"trinity-lightning: {sentence}", file=sys.stderr)
     if not isinstance(error, (*CONFIG_ERRORS, KeyboardInterrupt)):
         sys.exit(143 if isinstance(error, RankTerminatedError) else 1)
     if folder is not None:
         _discard_unused(Path(folder))
     sys.exit(130 if isinstance(error, KeyboardInterrupt) else 2)
+
+
+def _log_to_file(level: int, sentence: str, trace: Any) -> list[str]:
+    """Write an error with its traceback, as of `sys.exc_info`, to the run's log; the names of the files."""
+    record = logging.LogRecord("trinity_lightning", level, "", 0, sentence, None, trace)
+    files = [each for each in logging.getLogger().handlers if isinstance(each, logging.FileHandler)]
+    for handler in files:
+        handler.handle(record)
+    return [handler.baseFilename for handler in files]
+
+
+def end_by_own_code(error: Exception) -> None:
+    """Log an error that is none of ours; if the user's code raised it, say it with its file and line, and exit."""
+    logs = _log_to_file(logging.ERROR, described(error), sys.exc_info())
+    if place_of(error) is not None:
+        more = f" The traceback is in {logs[0]}." if logs else ""
+        print(f"trinity-lightning: {described(error)}.{more}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _discard_unused(folder: Path) -> None:

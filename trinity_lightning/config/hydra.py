@@ -167,8 +167,9 @@ def check_processes(config: DictConfig) -> None:
 def errors_as_sentences(folder: str | Path) -> Iterator[None]:
     """One message and an exit code: 2 for errors of the configuration, 130 for Ctrl-C, 143 for SIGTERM, else 1.
 
-    The traceback is in the run's log. A job of a sweep raises on, for the other jobs to be run. The folder is the
-    run's; it is removed if a wrong configuration or Ctrl-C left nothing in it.
+    An error in the user's code is one message too, with its file and line. The traceback of any error is in the run's
+    log. A job of a sweep raises on, for the other jobs to be run. The folder is the run's; it is removed if a wrong
+    configuration or Ctrl-C left nothing in it.
     """
     try:
         yield
@@ -176,6 +177,10 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise
         late.explain.end_run(error, folder if Path(folder).resolve() in begun else None)
+    except Exception as error:
+        if HydraConfig.get().mode != RunMode.MULTIRUN:
+            late.explain.end_by_own_code(error)
+        raise
 
 
 def run_command(command: Callable[[], None], within: str | None = "") -> None:

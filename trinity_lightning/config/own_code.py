@@ -41,9 +41,14 @@ def place(file: str, line: int | None, function: str) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Type and text of an error, and the user's line that raised it; an error of ours says enough without."""
-    where = None if isinstance(error, TrinityError) else place_of(error)
-    return f"{type(error).__name__}: {error}" + (f" ({where})" if where else "")
+    """Type and text of an error, and the user's line that raised it."""
+    return f"{type(error).__name__}: {error}{where(error)}"
+
+
+def where(error: BaseException) -> str:
+    """The user's line that raised an error, in brackets after a space; empty for one of ours, which says enough."""
+    line = None if isinstance(error, TrinityError) else place_of(error)
+    return f" ({line})" if line else ""
 
 
 def keep_place(error: BaseException) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.inference import HeldModel, InferenceModel
@@ -131,6 +131,8 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 300.0
 # How much longer than its limit (or its clean-up, when cancelled) a worker may take to answer before it is replaced.
 ANSWER_SECONDS = 10.0
+# For a worker that is killed to end.
+END_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -139,6 +141,9 @@ class RayRunner(WorkflowRunner):
 
     The actor works with copies of the models: requests go from there to the engine's server.
     """
+
+    # A worker that does not answer is replaced; its successor may have to start within the next attempt.
+    overrun: ClassVar[float] = ANSWER_SECONDS + END_SECONDS + START_SECONDS
 
     _actor: Any = field(default=None, init=False)
     _pid: int | None = field(default=None, init=False)  # of the actor, once it is ready
@@ -242,7 +247,9 @@ class RayRunner(WorkflowRunner):
         """Be rid of a worker that died or is to die; the next attempt starts another, wherever Ray finds a place."""
         logger.warning("runner %s: its worker (pid %s) is replaced.", self.runner_id, self._pid)
         self.kill()
-        await asyncio.wait([answer], timeout=1)  # it ends with the worker, and must not outlive this event loop
+        await asyncio.wait(
+            [answer], timeout=END_SECONDS
+        )  # it ends with the worker, and must not outlive this event loop
 
 
 @cache

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from trinity_lightning.common.experience import EID, Experience, ExperienceError, group_by
 from trinity_lightning.common.experience.experience import check_assigned
@@ -93,6 +93,7 @@ class WorkflowRunner:
     model: InferenceModel
     auxiliary_models: Sequence[InferenceModel] | None = None
     runner_id: int | None = None
+    overrun: ClassVar[float] = CANCEL_GRACE_SECONDS  # seconds that an attempt may take beyond its limit, at most
 
     def __post_init__(self) -> None:
         self.auxiliary_models = list(self.auxiliary_models or [])

@@ -379,8 +379,8 @@ class Scheduler:
         with suppress(TimeoutError):
             async with limit:
                 await self._until_enough(batch, min_num)
-        if timeout is None and min_num is None and running and limit.expired():
-            await asyncio.wait(running, timeout=CANCEL_GRACE_SECONDS * (self.config.max_retry_times + 2))
+        if timeout is None and limit.expired():
+            await self._last_attempts(batch, running, min_num)
         expired = batch.unfinished and (min_num is None or len(batch.finished) < min_num)
         statuses, experiences = batch.collect()
         if expired and clear_timeout_tasks:
@@ -484,6 +484,17 @@ class Scheduler:
             await self._until(batch, lambda: enough_of(len(batch), over.ratio))
         async with asyncio.timeout(over.wait_after_min if over_rolls else None):
             await self._until(batch, lambda: len(batch) if min_num is None else min_num)
+
+    async def _last_attempts(self, batch: Batch, running: set[_Work], min_num: int | None) -> None:
+        """Wait for runs that have all of their attempts behind them, each a little longer than it may take.
+
+        Until all of them, or `min_num` tasks of the batch, are finished.
+        """
+        clock = asyncio.get_running_loop().time
+        overrun = max(wrapper.runner.overrun for wrapper in self.runners)
+        end = clock() + overrun * (self.config.max_retry_times + 1) + CANCEL_GRACE_SECONDS
+        while running and clock() < end and (min_num is None or len(batch.finished) < min_num):
+            _, running = await asyncio.wait(running, timeout=end - clock(), return_when=asyncio.FIRST_COMPLETED)
 
     async def _until(self, batch: Batch, needed: Callable[[], int]) -> None:
         """Wait until that many tasks of a batch are finished, or there is no use in waiting for the others."""

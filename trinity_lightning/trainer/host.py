@@ -1,6 +1,9 @@
 """Masters and moments in the host's memory: `adamw_offload`, and the stay of any optimizer's while engines generate."""
 
-from collections.abc import Callable
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -8,6 +11,48 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trinity_lightning.trainer.optim import MasterWeights, are_rounded, hand_on_settings
+
+logger = logging.getLogger(__name__)
+
+# -- memory of the host ------------------------------------------------------------------------------------------------
+
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
+LINE = 64  # bytes of a cache line, which divide into elements of any dtype
+
+
+class HostBlock:
+    """Ordinary memory of exactly so many bytes, page-locked if it is `pinned`, until the block is let go.
+
+    torch's own pinned memory is as large as the next power of two, up to twice as much for each tensor
+    (`ATen/core/CachingHostAllocator.h`); what the driver registers is as large as it is. Whoever holds the block waits
+    for copies from and to it before it is freed: torch does not know of them.
+
+    Attributes:
+        bytes: uint8 [size].
+    """
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self.bytes = torch.empty(size, dtype=torch.uint8)
+        if not (pinned and size):
+            return
+        if code := int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, PORTABLE)):
+            logger.warning("%d bytes of the host could not be pinned (CUDA error %d): copies are slower.", size, code)
+            return
+        # The callback holds the tensor, so that its memory is not freed while it is registered.
+        weakref.finalize(self, _unpin, self.bytes).atexit = False
+
+
+def _unpin(block: Tensor) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+
+
+def laid_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Where each of several tensors begins in one block, in bytes, on a cache line of its own; and the block's size."""
+    sizes = [-(-tensor.numel() * tensor.element_size() // LINE) * LINE for tensor in tensors]
+    *begins, size = accumulate(sizes, initial=0)
+    return begins, size
+
 
 # -- where the optimizer takes its steps: `adamw_offload` --------------------------------------------------------------
 
@@ -24,9 +69,8 @@ class HostMasters(MasterWeights):
         super().__init__(params, factory, torch.device("cpu"))
         self._rounded = are_rounded(self.param_groups)
         sizes = [each.numel() for each in self.masters]
-        # One tensor: torch makes each that is pinned as large as the next power of two.
-        buffer = torch.empty(sum(sizes), dtype=torch.float32, pin_memory=any(each.is_cuda for each in self.weights))
-        self._slots = buffer.split(sizes)
+        self._block = HostBlock(4 * sum(sizes), pinned=any(each.is_cuda for each in self.weights))
+        self._slots = self._block.bytes.view(torch.float32).split(sizes)
 
     def state_dict(self) -> dict[str, Any]:
         """That of `MasterWeights`; of float32 weights that of the inner optimizer, with the settings of this one."""
@@ -76,6 +120,7 @@ class HostMemory:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self._block = HostBlock(0, pinned=False)
         self._buffers: list[Tensor] = []  # kept from one stay to the next: pinning memory takes longer than filling it
         self._device: torch.device | None = None  # where they came from, while they are away
 
@@ -85,14 +130,24 @@ class HostMemory:
         if self._device is not None or not tensors:
             return
         self._device = tensors[0].device
-        for i, tensor in enumerate(tensors):
-            if i == len(self._buffers) or self._buffers[i].shape != tensor.shape:
-                self._buffers[i:] = [torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)]
-            self._buffers[i].copy_(tensor.detach(), non_blocking=True)
+        if [_layout(each) for each in self._buffers] != [_layout(each) for each in tensors]:
+            self._make_room(tensors)
+        for tensor, buffer in zip(tensors, self._buffers, strict=True):
+            buffer.copy_(tensor.detach(), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # before the sources of the copies are freed
-        for tensor, buffer in zip(tensors, self._buffers, strict=False):
+        for tensor, buffer in zip(tensors, self._buffers, strict=True):
             tensor.data = buffer
+
+    def _make_room(self, tensors: Sequence[Tensor]) -> None:
+        """Lay out a buffer for each of the tensors in one block; the block before it is freed first."""
+        begins, size = laid_out(tensors)
+        self._buffers, self._block = [], HostBlock(0, pinned=False)
+        self._block = HostBlock(size, pinned=any(tensor.is_cuda for tensor in tensors))
+        for tensor, begin in zip(tensors, begins, strict=True):
+            length = tensor.numel() * tensor.element_size()
+            flat, (shape, dtype, stride) = self._block.bytes[begin : begin + length], _layout(tensor)
+            self._buffers.append(flat.view(dtype).as_strided(shape, stride, flat.storage_offset() // dtype.itemsize))
 
     def come_back(self) -> None:
         """Move to the device again, those of a checkpoint that was loaded meanwhile too."""
@@ -101,6 +156,11 @@ class HostMemory:
             return
         for tensor in [*kept_of(self._optimizer), *_counts(self._optimizer)]:
             tensor.data = tensor.detach().to(device, non_blocking=True, copy=True)
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:
+    """Shape, dtype and strides of a copy of a tensor."""
+    return tensor.shape, tensor.dtype, torch.empty_like(tensor, device="meta").stride()
 
 
 def kept_of(optimizer: Optimizer) -> list[Tensor]:

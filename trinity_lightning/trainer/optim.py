@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trinity_lightning.config.own_code import where
 from trinity_lightning.config.registry import PARTS, Registry
 from trinity_lightning.config.training import ADAM, OFFLOADED, OptimizerConfig
 from trinity_lightning.errors import ConfigError
@@ -110,7 +111,9 @@ def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig) -> Any
         return schedule(optimizer, **arguments)
     except Exception as error:  # whatever the user's code raises
         reason = str(error).rstrip(".")
-        raise ConfigError(f"optimizer.lr_scheduler={name} cannot be made of these args: {reason}.") from error
+        raise ConfigError(
+            f"optimizer.lr_scheduler={name} cannot be made of these args: {reason}{where(error)}."
+        ) from error
 
 
 def schedule_settings(config: OptimizerConfig) -> tuple[str, dict[str, Any]]:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
 from trinity_lightning.config.checks import check_arguments
+from trinity_lightning.config.own_code import where
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.training import ADAM, OptimizerConfig
 from trinity_lightning.errors import ConfigError
@@ -124,7 +125,9 @@ def try_out(config: OptimizerConfig, alone: bool) -> None:
         optimizer = make(_groups())
     except Exception as error:  # whatever the user's code raises
         of_args = f" of optimizer.args={config.args}" if config.args else ""
-        raise ConfigError(f"optimizer.name={config.name}{of_args} cannot train a policy: {error}") from error
+        raise ConfigError(
+            f"optimizer.name={config.name}{of_args} cannot train a policy: {error}{where(error)}"
+        ) from error
     schedule = learning_rate_schedule(optimizer, replace(config, total_steps=config.total_steps or 1))
     if isinstance(schedule, ReduceLROnPlateau) or not hasattr(schedule, "step"):
         raise ConfigError(
