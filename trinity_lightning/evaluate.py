@@ -100,7 +100,8 @@ def _main(config: DictConfig) -> None:
         compose.check_overrides(config)
         compose.check_folder(config)
         _without_training(config)
-        evaluate(config)
+        with compose.sole_writer(Path(config.output_dir)):
+            evaluate(config)
 
 
 def main() -> None:

@@ -5,7 +5,9 @@ The configuration is composed and validated before torch is imported, so that a 
 
 import os
 import sys
+from contextlib import nullcontext
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
@@ -19,6 +21,7 @@ from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import check_targets, validate, workflow_arguments
 from trinity_lightning.config.models import BUILT_IN_MODELS
 from trinity_lightning.config.schema import TrainConfig, config_dir
+from trinity_lightning.config.training import trains_together
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,6 +102,13 @@ def check_models(run: TrainConfig) -> None:
     resolve_rewards(run.reward)
 
 
+def _follows() -> bool:
+    """Whether this process is one of a run on several devices, and not its first."""
+    from trinity_lightning.trainer.ddp import follows
+
+    return follows()
+
+
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="train")
 def _main(config: DictConfig) -> float | None:
     compose.register()  # a sweep's launcher may have another process run this function alone
@@ -107,15 +117,18 @@ def _main(config: DictConfig) -> float | None:
         compose.check_folder(config)
         compose.check_read(config)
         compose.check_processes(config)
-        check(config)
-        try:
-            trainer = train(config)
-        except Exception as error:
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
-                from trinity_lightning.common.failures import release
+        leads = not (trains_together(config.trainer) and _follows())
+        with compose.sole_writer(Path(config.output_dir)) if leads else nullcontext():
+            late.checkpoints.settle_auto(config, leads)
+            check(config)
+            try:
+                trainer = train(config)
+            except Exception as error:
+                if HydraConfig.get().mode == RunMode.MULTIRUN:
+                    from trinity_lightning.common.failures import release
 
-                release(error)
-            raise
+                    release(error)
+                raise
     reward = trainer.callback_metrics.get("reward/mean")
     return None if reward is None else float(reward)  # what a sweeper such as optuna maximises
 

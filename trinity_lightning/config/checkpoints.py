@@ -6,12 +6,14 @@ import shlex
 import sys
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.config.schema import PACKAGE_DIR
+from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -107,6 +109,42 @@ def folder_to_resume(runs: Path) -> Path:
     if not found:
         raise ConfigError(f"ckpt_path=last: there is no checkpoint under {runs} to resume from.")
     return found[-1].parents[1]
+
+
+RECORD = Path(".hydra", "config.yaml")  # Hydra's own, of what was composed
+# What may differ between two parts of one run: where it writes, and what it is shown by.
+NOT_OF_THE_TRAINING = ("ckpt_path", "output_dir", "output_root", "logger", "hydra")
+
+
+def folder_of_same_run(runs: Path, config: DictConfig) -> Path | None:
+    """The folder of the run of this configuration, of those in a folder, whose checkpoint is the newest; None: none.
+
+    Configurations are compared as they were composed, in Hydra's own records, without NOT_OF_THE_TRAINING.
+    """
+    this = _compared(config)
+    folders = dict.fromkeys(path.parents[1] for path in reversed(checkpoints_in(runs, "*/checkpoints/*.ckpt")))
+    recorded = (folder for folder in folders if (folder / RECORD).is_file())
+    return next((folder for folder in recorded if _compared(OmegaConf.load(folder / RECORD)) == this), None)
+
+
+def _compared(config: Any) -> dict[str, Any]:
+    settings: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    return {key: value for key, value in settings.items() if key not in NOT_OF_THE_TRAINING}
+
+
+def settle_auto(config: DictConfig, leads: bool) -> None:
+    """Replace `ckpt_path=auto` by what it means in the run's folder: `last`, or null if there is no checkpoint.
+
+    What a run left that ended before its first checkpoint is begun again. Other ranks, which do not lead, remove
+    nothing.
+    """
+    if config.ckpt_path != AUTO:
+        return
+    folder = Path(config.output_dir)
+    config.ckpt_path = "last" if checkpoints_in(folder / "checkpoints") else None
+    if config.ckpt_path is None and leads:
+        for name in ("metrics.csv", "config.yaml"):  # the record last: without it nobody would know
+            (folder / name).unlink(missing_ok=True)
 
 
 def last_checkpoint(folder: str | Path) -> Path:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from trinity_lightning.config.engines import CAPABILITIES
-from trinity_lightning.config.hydra import CONFIG_ERRORS, PROGRAMS, begun
+from trinity_lightning.config.hydra import CONFIG_ERRORS, LOCK, PROGRAMS, begun
 from trinity_lightning.config.own_code import described, place_of
 from trinity_lightning.config.schema import TrainConfig, config_dir, options
 from trinity_lightning.config.sections import S, schema_of
@@ -257,7 +257,7 @@ def end_by_own_code(error: Exception) -> None:
 def _discard_unused(folder: Path) -> None:
     """Remove the folder of a run that ended before it wrote more than its log, and those made to hold it."""
     inside = [path for path in folder.rglob("*") if path.is_file()]
-    if all(path.parent.name == ".hydra" or path.suffix == ".log" for path in inside):
+    if all(path.parent.name == ".hydra" or path.suffix == ".log" or path.name == LOCK for path in inside):
         shutil.rmtree(folder, ignore_errors=True)
         for parent in (each for each in folder.resolve().parents if each in begun):
             with suppress(OSError):  # something else is in it

@@ -1,5 +1,6 @@
 """Hydra's side of the configuration: what is registered with it, folders of runs, and commands."""
 
+import logging
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
+from filelock import FileLock, Timeout
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -24,7 +26,10 @@ from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import NAMED_PARTS, TasksetConfig, TrainConfig, config_dir, options
 from trinity_lightning.config.sections import schema_of
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig, trains_together
+from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, TrinityError
+
+logger = logging.getLogger(__name__)
 
 PROGRAMS = ("plan", "evaluate", "report")
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
@@ -84,6 +89,9 @@ def _folder(within: str | None, root: str, name: str, ckpt_path: str | None, *, 
         with suppress(OSError):  # which Hydra will have, too, as it makes the folder
             _begin(Path(_root_.output_dir))
         return _root_.output_dir
+    if ckpt_path == AUTO and not within:
+        same = late.checkpoints.folder_of_same_run(Path(root, name), _root_)
+        return run_dir(root, name, None) if same is None else str(same)
     return run_dir(root, name, None if within else ckpt_path, within)
 
 
@@ -118,6 +126,35 @@ def _new_folder(folder: Path) -> Path:
                 raise ConfigError(f"output_root: cannot make the folder '{folder}': {error.strerror}.") from error
             number += 1
             folder = folder.with_name(f"{folder.name.partition('~')[0]}~{number}")
+
+
+LOCK = ".lock"
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold a run's folder against other processes, on other machines too if its file system has locks.
+
+    The system lets go of the lock of a process that has died. Where there are no locks, a warning says so.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise ConfigError(
+            f"another process is at work in '{folder}': wait for its end, or give this one another output_dir."
+        ) from error
+    except (OSError, NotImplementedError) as error:
+        logger.warning("'%s' could not be locked (%s): see to it that no other process writes to it.", folder, error)
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _group(name: str, mode: Any, sweep_dir: str) -> str:

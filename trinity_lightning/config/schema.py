@@ -356,7 +356,9 @@ class TrainConfig(Section):
         name: the experiment's name: its folder under `outputs/` and its group in W&B.
         steps: explore steps of the run; one is one Lightning epoch.
         seed: seed of everything random.
-        ckpt_path: a checkpoint to resume from; `last` goes on in the newest folder of this name that has one.
+        ckpt_path: a checkpoint to resume from; `last` goes on in the newest folder of this name that has one; `auto`
+            goes on from the last one in `output_dir` or, without that, of the newest run of this configuration, and
+            begins if there is none.
         output_root: where run folders are made.
         output_dir: this run's folder.
         taskset: what to train on,

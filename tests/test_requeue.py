@@ -1,0 +1,123 @@
+"""One command to submit and to requeue, ckpt_path=auto; one process in a folder."""
+
+import errno
+import logging
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from support.runs import SMALL, Commands, equal, only, rows, wait_for
+
+from trinity_lightning.config.hydra import sole_writer
+from trinity_lightning.errors import ConfigError
+
+STEPS = ("+recipe=grpo", *SMALL, "engine=transformers", "steps=20", "callbacks.checkpoint.every_n_epochs=1")
+AUTO = (*STEPS, "ckpt_path=auto")
+REFUSED = "another process is at work in"
+
+
+@pytest.fixture(scope="module")
+def whole(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = run_train(folder, *STEPS, "output_dir=run")
+    assert done.returncode == 0, done.stdout[-4000:]
+    return folder / "run"
+
+
+def stopped(run_train: Commands, where: Path, how: signal.Signals, *arguments: str, after: str) -> int:
+    """The exit code of the command, ended by a signal once there is such a file."""
+    process = run_train.start(where, *arguments)
+    wait_for(lambda: any(where.glob(after)), process)
+    process.send_signal(how)
+    return process.wait(120)
+
+
+def test_the_command_that_was_terminated_goes_on_when_it_is_submitted_again(
+    run_train: Commands, whole: Path, tmp_path: Path
+) -> None:
+    command = (*AUTO, "output_dir=run")
+    assert stopped(run_train, tmp_path, signal.SIGTERM, *command, after="run/completions/step_2.jsonl") == 143
+    assert len({row["explore_step"] for row in rows(tmp_path / "run")}) < 20
+    assert run_train(tmp_path, *command).returncode == 0
+    equal(tmp_path / "run", whole)
+    again = run_train(tmp_path, *command)  # as a requeued job that had finished
+    assert again.returncode == 0
+    assert "nothing is left to do" in again.stdout
+    equal(tmp_path / "run", whole)
+
+
+def test_a_killed_run_is_found_by_its_configuration(run_train: Commands, whole: Path, tmp_path: Path) -> None:
+    after = "outputs/grpo/*/checkpoints/*.ckpt"
+    assert stopped(run_train, tmp_path, signal.SIGKILL, *AUTO, after=after) == -signal.SIGKILL
+    killed = only(tmp_path, "outputs/grpo/*")
+    done = run_train(tmp_path, *AUTO, "optimizer.lr=1e-3", "steps=1")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert len(list(tmp_path.glob("outputs/grpo/*"))) == 2  # another configuration is another run
+    done = run_train(tmp_path, *AUTO, "logger.csv.dir=${output_dir}/.")  # loggers do not count
+    assert done.returncode == 0, done.stdout[-4000:]
+    equal(killed, whole)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
+    run_train: Commands, whole: Path, tmp_path: Path
+) -> None:
+    command = (*STEPS, "callbacks.checkpoint.every_n_epochs=100", "output_dir=run")
+    after = "run/completions/step_2.jsonl"
+    assert stopped(run_train, tmp_path, signal.SIGKILL, *command, after=after) == -signal.SIGKILL
+    assert (tmp_path / "run" / "metrics.csv").is_file()
+    assert "holds a run already" in run_train(tmp_path, *command).stdout
+    assert run_train(tmp_path, *AUTO, "output_dir=run").returncode == 0
+    equal(tmp_path / "run", whole)
+
+
+def test_a_second_process_in_a_folder_is_refused_and_the_first_goes_on(
+    run_train: Commands, whole: Path, tmp_path: Path
+) -> None:
+    command = (*AUTO, "output_dir=run")
+    process = run_train.start(tmp_path, *command)
+    wait_for((tmp_path / "run" / "completions" / "step_1.jsonl").is_file, process)
+    process.send_signal(signal.SIGSTOP)
+    second = run_train(tmp_path, *command)
+    evaluated = ("+recipe=grpo", "model=tiny", "output_dir=run")
+    evaluation = run_train(tmp_path, *evaluated, program="trinity_lightning.evaluate")
+    process.send_signal(signal.SIGCONT)
+    for done in (second, evaluation):
+        assert (done.returncode, REFUSED in done.stdout) == (2, True), done.stdout[-4000:]
+    assert process.wait(120) == 0
+    equal(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path: Path) -> None:
+    held = "from trinity_lightning.config.hydra import sole_writer\nfrom pathlib import Path\nimport sys, time\n"
+    held += "with sole_writer(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)\n"
+    holder = subprocess.Popen([sys.executable, "-c", held, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(ConfigError, match=REFUSED), sole_writer(tmp_path):
+        pass
+    holder.kill()
+    holder.communicate()
+    with sole_writer(tmp_path):
+        pass
+
+
+def test_a_folder_is_free_again_at_the_end_and_after_an_error(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=REFUSED), sole_writer(tmp_path), sole_writer(tmp_path):
+            pass
+
+
+def test_a_file_system_without_locks_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(lock: FileLock, **_: bool) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(FileLock, "acquire", refuse)
+    with caplog.at_level(logging.WARNING), sole_writer(tmp_path):
+        assert "could not be locked" in caplog.text
