@@ -198,6 +198,29 @@ metrics.csv, in the loggers, in the report and in the step's line. Of several de
 """
 
 
+LOGGERS = """## Weights & Biases
+
+`logger=wandb_offline`, the default, needs no account. `logger=wandb` uploads during the run: a machine without a login
+(`wandb login`, or `WANDB_API_KEY`) is refused before anything is loaded, and so is a logger whose package is not
+installed. TensorBoard is the extra `tensorboard`.
+
+A run is named by its recipe, the parts that the command chose and the values that it set (`grpo sort lr=1e-4 seed=1`);
+its tags are recipe, model, rewards and tasksets; the jobs of a sweep share a group. `logger.wandb.name`, `tags` and
+`group` are yours to set. The history has a row for each explore step, and if a step has several optimizer steps a row
+for each of them, as metrics.csv has. `explore_step` is the axis of all charts.
+
+**A resumed run** goes on in the same run of W&B: its id is in `wandb_run_id.txt` in the run's folder, and in the
+checkpoint. Resumed in another folder, from a checkpoint that lies in the folder of its run, it branches off, and gets
+a run of its own; `logger.wandb.id=ID` sets the id. Offline each part is a file of its own, `wandb/offline-run-*`, with
+the same id: `wandb sync` given all of them uploads them in order, as one run (W&B 0.31).
+
+Steps that had been logged after the checkpoint are computed again. W&B takes nothing back: these explore steps have
+two rows then, and the later one counts. (Rewinding a run, `resume_from`, is a preview that W&B opens to some accounts,
+and does not work offline.) metrics.csv and the report have each step once.
+
+"""
+
+
 LAYOUTS = """## Layouts
 
 A group's rollouts begin with the same prompt, and rows differ in length. How the rows of a micro-batch lie in memory
@@ -256,7 +279,7 @@ def _page(name: str, field: Any) -> str:
     if name == "algorithm":
         lines += ["## Critic", "", _summary(CriticConfig), "", *_knobs(CriticConfig, "algorithm.critic."), ""]
         lines += [LAYOUTS + "Losses, their formulas and arguments: [algorithms](../algorithms.md#losses).", ""]
-    lines += [EXAMPLES] if name == "buffer" else []
+    lines += [EXAMPLES] if name == "buffer" else [LOGGERS] if name == "logger" else []
     folder = config_dir("conf") / name
     if folder.is_dir():
         lines += ["## Choices", ""]

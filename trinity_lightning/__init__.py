@@ -25,7 +25,10 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 PRIMITIVE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 for _name, _value in PRIMITIVE_CACHES.items():
     os.environ.setdefault(_name, _value)
-# transformers imports torchao (extra `optim`) if it is there, and torch and it then warn of kernels that no run uses.
-for _name in ("torchao", "torch.utils._pytree"):
+# vLLM's CPU build warns of the memory node that it uses, at every start, by torch's log of C++.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# transformers imports torchao (extra `optim`) if it is there, and torch and it then warn of kernels that no run uses;
+# vLLM warns of a Triton that is there, as torch brings it, and has nothing for a CPU.
+for _name in ("torchao", "torch.utils._pytree", "vllm.triton_utils.importing"):
     if (_logger := logging.getLogger(_name)).level == logging.NOTSET:
         _logger.setLevel(logging.ERROR)

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import hydra.utils
 import lightning as L
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from hydra.errors import InstantiationException
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
+from transformers.utils.logging import disable_progress_bar
 
 from trinity_lightning import config as late
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
@@ -43,6 +45,7 @@ from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.machine import CPULoad
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
+from trinity_lightning.monitor.wandb_logger import RunLogger, run_id
 from trinity_lightning.report import write_report
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
@@ -173,7 +176,7 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
     """
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    quiet_lightning()
+    quiet_libraries()
     checkpoint = checkpoint_of(config, folder)
     settle_dtypes(config, checkpoint)
     typed, plan = replace(typed_config(config), trainer=config.trainer), None
@@ -208,7 +211,8 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
             on_train_start=lambda *_: _record(config, typed.engine, policy, folder),
         )
         callbacks.insert(0, record)
-    return Run(typed, folder, _trainer(config, callbacks), policy, data, monitor, checkpoint, plan)
+    trainer = _trainer(config, callbacks, run_id(folder, checkpoint))
+    return Run(typed, folder, trainer, policy, data, monitor, checkpoint, plan)
 
 
 def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:
@@ -253,8 +257,11 @@ def _policy(config: TrainConfig, plan: "MemoryPlan | None") -> PolicyModule:
     )
 
 
-def _trainer(config: DictConfig, callbacks: list[L.Callback]) -> L.Trainer:
+def _trainer(config: DictConfig, callbacks: list[L.Callback], wandb_id: str | None) -> L.Trainer:
     loggers = instances_of(config.logger)
+    for each in loggers:
+        if isinstance(each, RunLogger) and wandb_id is not None:
+            each.adopt(wandb_id)
     callbacks += instances_of(config.callbacks)
     return instantiate(
         config.trainer,
@@ -468,16 +475,23 @@ def finish(loggers: Collection[Logger], failed: bool = False) -> None:
 
             ends.callback(wandb.finish, exit_code=int(failed))  # not by the logger, which would begin one if none is
         for each in loggers:
-            ends.callback(each.save)
+            ends.callback(each.flush if isinstance(each, RunLogger) else each.save)
 
 
-def quiet_lightning() -> None:
-    """Leave Lightning's log to the run's own handlers, and only what matters: it would print everything twice."""
+def quiet_libraries() -> None:
+    """Leave Lightning's log to the run's own handlers, and only what matters: it would print everything twice.
+
+    Bars of transformers are for seconds of loading and saving; those of downloads stay.
+    """
     log = logging.getLogger("lightning.pytorch")
     log.handlers.clear()
     log.setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*LeafSpec.*")  # of torch's pytrees, which Lightning uses
     warnings.filterwarnings("ignore", "Checkpoint directory .* is not empty")  # at every resume
+    downloads = not are_progress_bars_disabled()
+    disable_progress_bar()
+    if downloads:
+        enable_progress_bars()
 
 
 def record_config(config: DictConfig, file: Path) -> None:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import check_whole, checkpoints_in, is_checkpoint, last_checkpoint
-from trinity_lightning.config.checks import check_targets, validate
+from trinity_lightning.config.checks import check_loggers, check_targets, validate
 from trinity_lightning.config.engines import SENT
 from trinity_lightning.config.schema import config_dir
 from trinity_lightning.errors import ConfigError
@@ -38,6 +38,7 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
     check_files(run.eval_tasksets.values())
     check_models(run)
     check_targets(config)
+    check_loggers(config)
     from trinity_lightning.build import given
     from trinity_lightning.evaluation import build_evaluation
 

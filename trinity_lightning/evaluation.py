@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
-from trinity_lightning.build import eval_sources, finish, instances_of, quiet_lightning, record_config
+from trinity_lightning.build import eval_sources, finish, instances_of, quiet_libraries, record_config
 from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.config.engines import TRAINER_GPU
 from trinity_lightning.config.models import resolve_model
@@ -98,7 +98,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     typed = typed_config(config)
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    quiet_lightning()
+    quiet_libraries()
     record_config(config, folder / "config.yaml")
     L.seed_everything(typed.seed, verbose=False)
     check_room(typed, sends=bool(checkpoints))

@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common.checkpoints import contents
-from trinity_lightning.config.checkpoints import last_checkpoint, recorded_run
+from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING, last_checkpoint, recorded_run
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.objectives import critic_config
 from trinity_lightning.config.schema import BufferConfig, TrainConfig
@@ -175,8 +175,8 @@ def log_changes(config: DictConfig, file: Path) -> None:
             "template, rewards judge all that was written but the thoughts (docs/config/reward.md), and lengths of "
             "several turns leave out what the environment wrote."
         )
-    for key in sorted((before.keys() | now.keys()) - {"ckpt_path", "output_dir"}):
-        if before.get(key) != now.get(key):
+    for key in sorted(before.keys() | now.keys()):
+        if key.partition(".")[0] not in NOT_OF_THE_TRAINING and before.get(key) != now.get(key):
             logger.warning("resuming with %s = %s; it was %s", key, now.get(key), before.get(key))
 
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from trinity_lightning import config as late
 from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.checks import check_targets, validate, workflow_arguments
+from trinity_lightning.config.checks import check_loggers, check_targets, validate, workflow_arguments
 from trinity_lightning.config.models import BUILT_IN_MODELS
 from trinity_lightning.config.schema import TrainConfig, config_dir
 from trinity_lightning.config.training import trains_together
@@ -66,6 +66,8 @@ def check(config: DictConfig, here: bool = True) -> None:
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
     check_targets(config)
+    if here:
+        check_loggers(config)
     if run.buffer.has_rollouts:
         arguments = workflow_arguments(run.workflow.name, run.workflow.args, list(run.auxiliary_models))
         check_workflow(run.workflow.name, arguments)

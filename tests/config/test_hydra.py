@@ -3,10 +3,11 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from support.compose import composed
 
 from trinity_lightning.config import hydra as compose
@@ -102,3 +103,41 @@ def test_a_folder_that_was_there_is_kept(tmp_path: Path) -> None:
     with pytest.raises(SystemExit), compose.errors_as_sentences("mine"):
         raise ConfigError("no")
     assert (tmp_path / "mine").is_dir()
+
+
+def logged(*overrides: str) -> Any:
+    config = begin("logger=wandb_offline", *overrides)
+    return OmegaConf.to_container(config.logger.wandb, resolve=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ((), "grpo"),
+        (("optimizer.lr=1e-4", "seed=1"), "grpo lr=1e-4 seed=1"),
+        (("seed=1", "taskset=reasoning_gym", "+optimizer.args.x=2"), "grpo reasoning_gym seed=1 x=2"),
+        (("model=custom", "model.name=/models/mine"), "grpo custom mine"),
+        (("name=first", "ckpt_path=a.ckpt", "output_root=elsewhere", "~callbacks.checkpoint"), "first"),
+        ((f"reward={'x' * 200}", "seed=1"), "grpo ..."),
+    ],
+)
+def test_a_run_of_wandb_is_named_by_what_the_command_says(overrides: tuple[str, ...], name: str) -> None:
+    assert logged(*overrides)["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tags"),
+    [
+        ((), ["grpo", "smollm2", "addition"]),
+        (("model=custom", "model.name=org/mine", "reward={format: 0.5, math: 1}"), ["grpo", "mine", "format", "math"]),
+        (("+tasksets={sums: {source: addition}, more: {source: addition}}",), ["grpo", "smollm2", "sums", "more"]),
+    ],
+)
+def test_a_run_of_wandb_has_tags_of_what_it_is_made_of(overrides: tuple[str, ...], tags: list[str]) -> None:
+    assert logged(*overrides)["tags"][: len(tags)] == tags
+
+
+def test_a_run_without_rollouts_has_no_tags_of_them() -> None:
+    HydraConfig.instance().set_config(composed("+recipe=sft", "buffer.path=x", hydra=True))
+    config = composed("+recipe=sft", "model=tiny", "buffer.path=x", "logger=wandb_offline")
+    assert list(config.logger.wandb.tags) == ["sft", "tiny"]

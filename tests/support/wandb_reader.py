@@ -36,8 +36,10 @@ class WandbRun:
     `exit_code` which end.
     """
 
+    id: str = ""
     group: str = ""
     name: str = ""
+    tags: list[str] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -71,6 +73,7 @@ def _parse(content: bytes) -> WandbRun:
         record = Record.FromString(payload)
         kind = record.WhichOneof("record_type")
         if kind == "run":
+            run.id, run.tags = record.run.run_id, list(record.run.tags)
             run.group, run.name = record.run.run_group, record.run.display_name
             _assign(run.config, record.run.config.update)
         elif kind == "config":

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.policy import fit, make_policy
 
-from trinity_lightning.build import quiet_lightning
+from trinity_lightning.build import quiet_libraries
 from trinity_lightning.config.checkpoints import check_whole
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
@@ -122,7 +122,7 @@ def test_a_resumed_runs_folder_of_checkpoints_is_nothing_to_warn_of(tmp_path, re
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     with pytest.warns(UserWarning, match="not empty"):  # Lightning's own way
         checkpoints.setup(trainer, L.LightningModule(), "fit")
-    quiet_lightning()
+    quiet_libraries()
     checkpoints.setup(trainer, L.LightningModule(), "fit")
     assert not [each for each in recwarn if "not empty" in str(each.message)]
 

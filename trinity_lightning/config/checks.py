@@ -4,6 +4,7 @@ After those, whether Lightning's own objects have the arguments that the configu
 """
 
 import dataclasses
+import importlib.util
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -221,6 +222,44 @@ def check_targets(config: DictConfig) -> None:
         _check_arguments(key, entry)
 
 
+# What Lightning's loggers need, and how it is installed; the first of several packages, one of which is enough.
+LOGGER_PACKAGES = {
+    "TensorBoardLogger": (("tensorboard", "tensorboardX"), "'trinity-lightning[tensorboard]'"),
+    "MLFlowLogger": (("mlflow",), "mlflow"),
+    "CometLogger": (("comet_ml",), "comet_ml"),
+    "NeptuneLogger": (("neptune",), "neptune"),
+}
+
+
+def check_loggers(config: DictConfig) -> None:
+    """Refuse loggers whose package is not installed, and W&B online without a login; a ConfigError."""
+    for key, node in (config.logger or {}).items():
+        kind = node["_target_"].rpartition(".")[2]
+        packages, install = LOGGER_PACKAGES.get(kind, ((), ""))
+        if packages and not any(importlib.util.find_spec(name) for name in packages):
+            raise ConfigError(
+                f"logger.{key} needs the package {packages[0]}, which is not installed: pip install {install}, or "
+                "choose logger=csv."
+            )
+        if kind in (*HANDED_ON, "RunLogger") and not node.get("offline"):
+            _check_login(f"logger.{key}")
+
+
+def _check_login(key: str) -> None:
+    """Refuse W&B online without a key of its API: asked for in the middle of a run, nobody may be there to answer."""
+    import wandb
+
+    try:
+        if wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False):
+            return
+        problem = "this machine has no login"
+    except wandb.Error as error:  # a key that can be none
+        problem = str(error).rstrip(".")
+    raise ConfigError(
+        f"{key} uploads to W&B, and {problem}: run `wandb login`, set WANDB_API_KEY, or choose logger=wandb_offline."
+    )
+
+
 def _lightning_objects(config: DictConfig) -> dict[str, Mapping[str, Any]]:
     """What `_target_` describes (trainer, callbacks, loggers), by key; a ConfigError: an entry that does not."""
     objects: dict[str, Any] = {}
@@ -264,5 +303,6 @@ def _arguments(part: Any) -> set[str]:
             return known
         if not part.__module__.startswith("trinity_lightning."):
             break
-    handed_on = HANDED_ON.get(getattr(part, "__name__", ""))
+    names = [each.__name__ for each in part.__mro__] if isinstance(part, type) else []
+    handed_on = next((HANDED_ON[name] for name in names if name in HANDED_ON), None)
     return known | _arguments(import_object(handed_on)) if handed_on else set()

@@ -4,7 +4,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -21,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trinity_lightning import config as late
+from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING
 from trinity_lightning.config.output import end_unread, only_shows, outlive_readers
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import NAMED_PARTS, TasksetConfig, TrainConfig, config_dir, options
@@ -71,6 +73,8 @@ def register(within: str | None = "") -> None:
             store.store(group=group, name=name, node=chosen(name))
     OmegaConf.register_new_resolver("trinity.run_dir", partial(_folder, within), replace=True)
     OmegaConf.register_new_resolver("trinity.group", _group, replace=True)
+    OmegaConf.register_new_resolver("trinity.run_name", _run_name, replace=True)
+    OmegaConf.register_new_resolver("trinity.tags", _tags, replace=True)
 
 
 begun: set[Path] = set()  # folders that this process made, or had Hydra make, for runs and evaluations
@@ -160,6 +164,41 @@ def sole_writer(folder: Path) -> Iterator[None]:
 def _group(name: str, mode: Any, sweep_dir: str) -> str:
     """W&B group of a run: the jobs of a sweep share one of their own."""
     return f"{name}/{Path(sweep_dir).name}" if str(mode).endswith("MULTIRUN") else name
+
+
+UNNAMED = ("recipe", "name", *NOT_OF_THE_TRAINING)  # overrides that a run's name leaves out
+LONGEST_NAME, LONGEST_TAG = 128, 64  # that W&B takes
+
+
+def _run_name(name: str, overrides: Sequence[str], job: str) -> str:
+    """W&B name of a run: its recipe, the parts that the command chose, and the values that it set.
+
+    Example: grpo sort lr=1e-4 seed=1
+    """
+    given = [override.lstrip("+").partition("=") for override in overrides if not override.startswith("~")]
+    words = [value for key, _, value in given if key in ("recipe", "name")][-1:] or [name]
+    words += ["evaluation"] if job == "evaluate" else []
+    groups = {path.name for path in config_dir("conf").iterdir() if path.is_dir()}
+    parts, values = [], []
+    for key, _, value in given:
+        if key.partition(".")[0] not in UNNAMED:
+            last, short = key.rpartition(".")[2], value.rpartition("/")[2]
+            if key in groups or last == "name":
+                parts.append(short)
+            else:
+                values.append(f"{last}={short}")
+    words += parts + values
+    return textwrap.shorten(" ".join(words), LONGEST_NAME, placeholder=" ...")
+
+
+def _tags(*, _root_: DictConfig) -> list[str]:
+    """W&B tags of a run: its recipe, model, rewards and tasksets."""
+    tags = [_root_.name, _root_.model.name.rpartition("/")[2]]
+    if OmegaConf.select(_root_, "buffer.storage") == "memory":
+        reward, several = _root_.reward, list(_root_.tasksets or {})
+        tags += [reward] if isinstance(reward, str) else list(reward or {})
+        tags += several or [_root_.taskset.name]
+    return list(dict.fromkeys(str(tag)[:LONGEST_TAG] for tag in tags))
 
 
 def check_overrides(config: DictConfig) -> None:

@@ -52,15 +52,27 @@ def log_row(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int, 
         logger.log_metrics({**metrics, STEP_METRIC: float(step)}, step=row)
 
 
+def belongs(cells: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether these metrics are part of the last row.
+
+    Metrics of the same `explore_step` are, and if either side carries none, metrics of the same trainer step. An
+    explore step with several optimizer steps has a row for each: a later trainer step begins the next row rather than
+    overwrite a measurement.
+    """
+    same_step = cells.get("step") == row.get("step")
+    if STEP_METRIC not in cells or STEP_METRIC not in row:
+        return bool(row) and same_step
+    overwrites = any(name in row for name in cells if name not in KEYS)
+    return cells[STEP_METRIC] == row[STEP_METRIC] and (same_step or not overwrites)
+
+
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
 class MetricsCSVLogger(Logger):
     """Writes `<dir>/metrics.csv`, one row for what belongs together, on disk as soon as it is logged.
 
-    What makes a row: metrics of the same `explore_step` are merged, and if either side carries none, metrics of the
-    same trainer step. An explore step with several optimizer steps has a row for each: a later trainer step begins the
-    next row rather than overwrite a measurement. A row's `step` is the trainer step of what was logged first.
+    What makes a row: `belongs`. A row's `step` is the trainer step of what was logged first.
 
     The last row is rewritten in place by one write, and a new column rewrites the file through a temporary one: a
     killed process leaves every metric logged so far, and at worst a torn last line, which is dropped at the next start.
@@ -102,7 +114,7 @@ class MetricsCSVLogger(Logger):
         values = metrics if step is None else {"step": step} | dict(metrics)
         # Keys are whole numbers, whatever type they were logged as: 3.0 and 3 are the same step.
         cells = {name: str(int(value)) if name in KEYS else str(value) for name, value in values.items()}
-        if self._belongs(cells):
+        if belongs(cells, self._row):
             first = {"step": self._row["step"]} if "step" in self._row else {}
             self._row = self._row | cells | first
         else:
@@ -138,15 +150,6 @@ class MetricsCSVLogger(Logger):
             raise damaged(self.path, error) from error
         if len(kept) < len(rows):
             self._write_all(kept, columns)
-
-    def _belongs(self, cells: Row) -> bool:
-        """Whether these metrics are part of the last row."""
-        row = self._row
-        same_step = cells.get("step") == row.get("step")
-        if STEP_METRIC not in cells or STEP_METRIC not in row:
-            return bool(row) and same_step
-        overwrites = any(name in row for name in cells if name not in KEYS)
-        return cells[STEP_METRIC] == row[STEP_METRIC] and (same_step or not overwrites)
 
     def _load(self) -> list[str]:
         """The columns so far; the first call reads what an earlier run left."""

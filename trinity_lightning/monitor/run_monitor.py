@@ -19,6 +19,7 @@ from trinity_lightning.common.runs import UNTRAINED, written_tokens
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, MetricsCSVLogger, last_row, log_row, next_row, step_of
 from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, TrainingThreads, write_environment
 from trinity_lightning.monitor.presentation import format_evaluation, format_step_line, metric_globs
+from trinity_lightning.monitor.wandb_logger import STATE, RunLogger, record_id
 
 LOGPROB_DIFF = "actor/logprob_diff/mean"
 MOST_LOGPROB_DIFF = 1.0  # rounding gives hundredths, weights of a few steps ago tenths; the mean weight is then e^-1
@@ -76,7 +77,8 @@ class RunMonitor(L.Callback):
         rows = write_completions(self._folder / "completions", step, experiences, taskset)
         if self._wandb is not None:
             name = "completions" if taskset is None else f"completions_{taskset}"
-            log_completions(self._wandb.experiment, rows, step, name)
+            into = self._wandb if isinstance(self._wandb, RunLogger) else self._wandb.experiment
+            log_completions(into, rows, step, name)
 
     def keep_metrics(self, metrics: dict[str, float]) -> None:
         """Keep what the explorer has measured of the step under way, for the step's line."""
@@ -111,8 +113,19 @@ class RunMonitor(L.Callback):
         for each in trainer.loggers:
             if isinstance(each, MetricsCSVLogger) and row > 0:
                 each.resume_at(step_of(trainer), row)
+        if isinstance(self._wandb, RunLogger):
+            record_id(self._folder, self._wandb.id)
         self._trained_at = trainer.global_step
         self.memory.mark("rollout")
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Send W&B all of the step before, while the next one rolls out."""
+        if isinstance(self._wandb, RunLogger):
+            self._wandb.flush(before=step_of(trainer))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The id of the run of W&B, in which a resumed run goes on."""
+        return {STATE: self._wandb.id} if isinstance(self._wandb, RunLogger) else {}
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -246,7 +259,7 @@ def define_metrics(run: wandb.Run) -> None:
 
 
 def log_completions(
-    run: wandb.Run, rows: Sequence[dict[str, Any]], explore_step: int, name: str = "completions"
+    run: wandb.Run | RunLogger, rows: Sequence[dict[str, Any]], explore_step: int, name: str = "completions"
 ) -> None:
     """Log the rows that `write_completions` returned as a table, of another name for each evaluation; unless empty."""
     if rows:

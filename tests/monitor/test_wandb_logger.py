@@ -1,0 +1,83 @@
+"""The history of a run of W&B, read back from its file, and the id by which a resumed run goes on in it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import wandb
+from support.wandb_reader import WandbRun, read_wandb_run
+
+from trinity_lightning.monitor.run_monitor import define_metrics, log_completions
+from trinity_lightning.monitor.wandb_logger import RunLogger, record_id, run_id
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLogger:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    return RunLogger(tmp_path, project="p", name="a name", tags=["grpo", "tiny"], offline=True, log_model=False)
+
+
+def recorded(logger: RunLogger, folder: Path) -> WandbRun:
+    logger.finalize("success")
+    wandb.finish()
+    return read_wandb_run(folder)
+
+
+@pytest.mark.slow  # W&B records in a process of its own
+def test_what_belongs_together_is_one_row(offline: RunLogger, tmp_path: Path) -> None:
+    define_metrics(offline.experiment)
+    for step in (1, 2, 3):
+        offline.log_metrics({"reward/mean": step / 4, "explore_step": float(step)}, step=step)
+        log_completions(offline, [{"completion": "a"}], explore_step=step)
+        offline.log_metrics({"actor/lr": 0.1}, step=step)
+        offline.log_metrics({"perf/peak_memory_gb": 1.0, "explore_step": float(step)}, step=step)
+    run = recorded(offline, tmp_path)
+    assert (run.id, run.name, sorted(run.tags)) == (offline.id, "a name", ["grpo", "tiny"])
+    assert [row["explore_step"] for row in run.history] == [1, 2, 3]
+    assert [row["trainer/global_step"] for row in run.history] == [1, 2, 3]
+    every = {"reward/mean", "completions", "actor/lr", "perf/peak_memory_gb"}
+    assert all(every <= row.keys() for row in run.history)
+
+
+@pytest.mark.slow
+def test_each_optimizer_step_of_an_explore_step_has_a_row(offline: RunLogger, tmp_path: Path) -> None:
+    for step in (0, 1):
+        offline.log_metrics({"actor/pg_loss": float(step), "explore_step": 1.0}, step=step)
+    offline.flush(before=1)  # of an earlier explore step there is none
+    offline.log_metrics({"eval/loss": 0.5, "explore_step": 1.0}, step=1)
+    run = recorded(offline, tmp_path)
+    assert [row.get("actor/pg_loss") for row in run.history] == [0, 1]
+    assert [row.get("eval/loss") for row in run.history] == [None, 0.5]
+
+
+def test_a_run_has_an_id_before_it_begins_or_that_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert RunLogger(tmp_path).id != RunLogger(tmp_path).id
+    assert RunLogger(tmp_path, id="mine").id == "mine"
+    monkeypatch.setenv("WANDB_RUN_ID", "of-a-sweep")
+    assert RunLogger(tmp_path).id == "of-a-sweep"
+
+
+def checkpoint(folder: Path, id: str) -> str:
+    path = folder / "checkpoints" / "final.ckpt"
+    path.parent.mkdir(parents=True)
+    torch.save({"callbacks": {"RunMonitor": {"wandb_run_id": id}, "Other": {}}}, path)
+    return str(path)
+
+
+def test_a_resumed_run_goes_on_in_the_run_of_its_folder_or_else_of_its_checkpoint(tmp_path: Path) -> None:
+    moved = checkpoint(tmp_path / "moved", "theirs")
+    new = tmp_path / "new"
+    assert run_id(new, None) is None
+    assert run_id(new, moved) == "theirs"
+    record_id(new, "mine")
+    assert run_id(new, moved) == "mine"
+    assert run_id(new, None) == "mine"  # begun again
+
+
+def test_a_run_that_branches_off_another_ones_folder_has_a_run_of_its_own(tmp_path: Path) -> None:
+    theirs = checkpoint(tmp_path / "theirs", "theirs")
+    record_id(tmp_path / "theirs", "theirs")
+    assert run_id(tmp_path / "new", theirs) is None
+    assert run_id(tmp_path / "theirs", theirs) == "theirs"

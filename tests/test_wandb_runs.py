@@ -1,0 +1,82 @@
+"""Whole runs that log to W&B: offline, their files are read back."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from support.runs import SMALL, Commands, only, rows, wait_for
+from support.wandb_reader import WandbRun, read_wandb_run
+
+STEPS = 20
+RUN = ("+recipe=grpo", "optimizer.lr=1e-4", f"steps={STEPS}", *SMALL[:-1], "engine=transformers", "ckpt_path=auto")
+RUN += ("output_dir=run", "callbacks.checkpoint.every_n_epochs=1")
+
+
+@pytest.fixture(scope="module")
+def resumed(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was terminated, and then resumed by the same command."""
+    folder = tmp_path_factory.mktemp("resumed")
+    process = run_train.start(folder, *RUN)
+    wait_for((folder / "run" / "completions" / "step_4.jsonl").is_file, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    done = run_train(folder, *RUN)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def parts(resumed: Path) -> list[WandbRun]:
+    """What W&B's two files have, the second of them of the resumed run."""
+    first, second = sorted(resumed.glob("wandb/offline-run-*"), key=lambda path: path.stat().st_mtime)
+    return [read_wandb_run(first), read_wandb_run(second)]
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(resumed: Path, parts: list[WandbRun]) -> None:
+    assert parts[0].id == parts[1].id == (resumed / "wandb_run_id.txt").read_text().strip()
+    assert [part.exit_code for part in parts] == [0, 0]
+
+
+def test_each_explore_step_of_a_part_is_one_row_as_in_the_table(resumed: Path, parts: list[WandbRun]) -> None:
+    before, after = ([row["explore_step"] for row in part.history] for part in parts)
+    assert before == list(range(1, len(before) + 1))
+    assert after == list(range(int(after[0]), STEPS + 1))
+    assert after[0] <= len(before) + 2  # no step is missing but one that was under way
+    table = {row["explore_step"]: row for row in rows(resumed)}
+    for row in parts[1].history:
+        assert row["reward/mean"] == float(table[str(int(row["explore_step"]))]["reward/mean"])
+        assert {"actor/lr", "perf/peak_memory_gb", "completions", "time/rollout"} <= row.keys()
+
+
+def test_a_run_is_named_by_what_the_command_set(parts: list[WandbRun]) -> None:
+    for part in parts:
+        assert part.name.startswith(f"grpo tiny transformers lr=1e-4 steps={STEPS} reward=contains_digits ")
+        assert sorted(part.tags) == ["addition", "contains_digits", "grpo", "tiny"]
+
+
+def test_wandb_says_nothing_at_the_start_of_an_offline_run(run_train: Commands, tmp_path: Path) -> None:
+    process = run_train.start(tmp_path, *RUN, "steps=1", WANDB_SILENT="false")
+    assert process.wait(120) == 0
+    assert "wandb:" not in (tmp_path / "stdout").read_text()
+
+
+@pytest.mark.parametrize(
+    ("logger", "variables", "sentence"),
+    [
+        ("wandb", {}, "logger.wandb uploads to W&B, and this machine has no login: run `wandb login`"),
+        ("wandb", {"WANDB_API_KEY": "short"}, "logger.wandb uploads to W&B, and WANDB_API_KEY invalid"),
+        ("tensorboard", {}, "logger.tensorboard needs the package tensorboard"),
+    ],
+)
+def test_a_logger_that_cannot_log_is_refused_before_anything_is_loaded(
+    logger: str, variables: dict[str, str], sentence: str, run_train: Commands, tmp_path: Path
+) -> None:
+    nobody = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_MODE": "online"}
+    arguments = ("+recipe=grpo", "model=tiny", f"logger={logger}")
+    process = run_train.start(tmp_path, *arguments, **nobody, **variables)
+    assert process.wait(60) == 2
+    printed = (tmp_path / "stdout").read_text()
+    assert printed.count("\n") == 1
+    assert printed.startswith(f"trinity-lightning: {sentence}")
+    assert not list(tmp_path.glob("outputs/*/*"))
+    assert only(tmp_path, "stdout").is_file()

@@ -1,0 +1,96 @@
+"""Weights & Biases: one history row for what belongs together, and one run of W&B for all parts of a run."""
+
+import math
+import os
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from trinity_lightning.common.checkpoints import contents
+from trinity_lightning.common.files import write_atomically
+from trinity_lightning.monitor.csv_logger import STEP_METRIC, belongs
+
+FILE = "wandb_run_id.txt"  # in a run's folder: the id of its run of W&B
+STATE = "wandb_run_id"  # of RunMonitor, in checkpoints: likewise
+
+
+class RunLogger(WandbLogger):
+    """Lightning's logger of W&B, with the rows of `metrics.csv` as its history, and an id that is known at once.
+
+    A row is sent when the next one begins, by `flush`, or at the end of the run.
+
+    Args:
+        save_dir: folder of the run.
+        tags: of the run of W&B.
+        settings: as of Lightning's WandbLogger and `wandb.init`.
+    """
+
+    def __init__(self, save_dir: str | Path = ".", tags: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(save_dir=save_dir, tags=tuple(tags), **settings)
+        self._wandb_init.pop("anonymous")  # which has no effect any more, and W&B warns of
+        if "weave" not in sys.modules:  # else W&B advises to install it if it finds, say, the package openai
+            os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
+        self._row: dict[str, Any] = {}
+        self.adopt(self._id or os.environ.get("WANDB_RUN_ID") or new_id())
+
+    @property
+    def id(self) -> str:
+        """That of the run of W&B."""
+        return str(self._id)
+
+    def adopt(self, id: str) -> None:
+        """Go on in the run of W&B with this id, or begin it; before anything is logged."""
+        self._id = self._wandb_init["id"] = id
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add metrics, tables or pictures to the row they belong to, or begin the next row."""
+        cells = ({} if step is None else {"step": step}) | dict(metrics)
+        if not belongs(cells, self._row):
+            self.flush()
+        self._row = self._row | cells | {key: self._row[key] for key in ("step",) if key in self._row}
+
+    def log(self, data: Mapping[str, Any]) -> None:
+        """The same, as a run of W&B calls it."""
+        self.log_metrics(data)
+
+    def flush(self, before: float = math.inf) -> None:
+        """Send the row, if it is of an earlier explore step than that."""
+        if self._row.get(STEP_METRIC, 0) >= before:
+            return
+        row, self._row = self._row, {}
+        if row:
+            super().log_metrics(row, row.pop("step", None))
+
+    def finalize(self, status: str) -> None:
+        """Send the last row."""
+        self.flush()
+        super().finalize(status)
+
+
+def new_id() -> str:
+    """An id as W&B gives them: eight letters and digits."""
+    return secrets.token_hex(4)
+
+
+def run_id(folder: Path, checkpoint: str | None) -> str | None:
+    """The id of the run of W&B that a run in this folder goes on in; None: it begins one.
+
+    It is that of the folder, or else of the checkpoint. A checkpoint in the folder of another run, which has an id
+    there, is where this one branches off: it gets a run of its own.
+    """
+    if (file := folder / FILE).is_file():
+        return file.read_text().strip()
+    if checkpoint is None or (Path(checkpoint).parents[1] / FILE).is_file():
+        return None
+    return next((state[STATE] for state in contents(checkpoint).get("callbacks", {}).values() if STATE in state), None)
+
+
+def record_id(folder: Path, id: str) -> None:
+    """Write the id into a run's folder."""
+    write_atomically(folder / FILE, f"{id}\n".encode())
