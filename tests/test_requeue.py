@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from support.runs import SMALL, Commands, equal, only, rows, wait_for
+from support.runs import SMALL, Commands, equal, only, rows, same_metrics, wait_for
 
 from trinity_lightning.config.hydra import sole_writer
 from trinity_lightning.errors import ConfigError
@@ -72,6 +72,18 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
     assert "holds a run already" in run_train(tmp_path, *command).stdout
     assert run_train(tmp_path, *AUTO, "output_dir=run").returncode == 0
     equal(tmp_path / "run", whole)
+
+
+def test_a_run_of_an_earlier_version_goes_on_from_a_checkpoint_named_by_lightnings_epoch(
+    run_train: Commands, whole: Path, tmp_path: Path
+) -> None:
+    names = ("callbacks.checkpoint._target_=lightning.pytorch.callbacks.ModelCheckpoint",)
+    names += ("callbacks.checkpoint.filename='{epoch:05d}'",)
+    assert run_train(tmp_path, *STEPS, *names, "output_dir=run", "steps=2").returncode == 0
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["epoch=00001.ckpt"]
+    assert run_train(tmp_path, *AUTO, "output_dir=run").returncode == 0
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00020.ckpt"]
+    same_metrics(tmp_path / "run", whole)
 
 
 def test_a_second_process_in_a_folder_is_refused_and_the_first_goes_on(

@@ -13,7 +13,7 @@ from support.policy import fit, make_policy
 from trinity_lightning.build import quiet_libraries
 from trinity_lightning.config.checkpoints import check_whole
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO, StepCheckpoint
 from trinity_lightning.trainer.ddp import ReplicaStrategy
 
 
@@ -131,3 +131,14 @@ def test_a_checkpoint_with_none_before_it(tmp_path):
     (tmp_path / "it.ckpt").write_bytes(b"PK")
     with pytest.raises(ConfigError, match=r"\): give another, or leave ckpt_path out to begin again\.$"):
         check_whole(tmp_path / "it.ckpt")
+
+
+def test_a_checkpoint_has_the_number_of_the_explore_step_that_is_done(tmp_path):
+    callback = StepCheckpoint(tmp_path, filename="step_{explore_step:05d}", auto_insert_metric_name=False)
+    assert callback.format_checkpoint_name({"epoch": torch.tensor(0)}) == f"{tmp_path}/step_00001.ckpt"
+    own = StepCheckpoint(tmp_path, filename="{epoch}-{loss:.2f}")
+    assert own.format_checkpoint_name({"epoch": 9, "loss": 0.5}) == f"{tmp_path}/epoch=9-loss=0.50.ckpt"
+
+
+def test_lightnings_own_callback_and_ours_have_the_same_state(tmp_path):
+    assert StepCheckpoint(tmp_path, every_n_epochs=3).state_key == ModelCheckpoint(tmp_path, every_n_epochs=3).state_key

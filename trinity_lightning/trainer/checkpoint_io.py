@@ -1,4 +1,4 @@
-"""Checkpoints written straight to disk and moved into place: whole or absent, and never twice in memory."""
+"""Checkpoints: named by explore steps, written straight to disk and moved into place; never twice in memory."""
 
 import re
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from trinity_lightning.common.files import new_file
@@ -16,6 +17,22 @@ def check_local(path: str | Path) -> None:
     """Refuse an address, which would be taken for the name of a local folder; a ConfigError."""
     if re.match(r"\w[\w+.-]*:/", str(path)):
         raise ConfigError(f"checkpoints go to local folders, and '{path}' is an address: give a local dirpath.")
+
+
+class StepCheckpoint(ModelCheckpoint):
+    """Lightning's callback, whose `filename` may have the number of the explore step: `{explore_step:05d}`, from 1.
+
+    Its state in a checkpoint is that of Lightning's own, for runs to be resumed with either.
+    """
+
+    @property
+    def state_key(self) -> str:
+        return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
+
+    def format_checkpoint_name(self, metrics: dict[str, Any], *args: Any, **settings: Any) -> str:
+        """As of ModelCheckpoint; an explore step is an epoch, and Lightning counts those from 0."""
+        step = {"explore_step": metrics["epoch"] + 1} if "epoch" in metrics else {}
+        return super().format_checkpoint_name(metrics | step, *args, **settings)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
