@@ -83,6 +83,7 @@ class Imitation:
         self._tokenizer, self._tools, self._variables = tokenizer, tools, dict(variables or {})
         self._generation_config, self._report = generation_config, report
         self._end = turn_end(tokenizer, generation_config)
+        self._encoded: dict[str, list[int]] = {}  # by text: an entry's prompts are looked at more than once
 
     def conversation(self, messages: Messages, first: int = 0) -> tuple[list[int], list[bool]]:
         """The tokens of a conversation, and which are trained on: the assistant's turns from message `first` on.
@@ -109,8 +110,10 @@ class Imitation:
 
     def text(self, text: str) -> list[int]:
         """The tokens of a plain text, with the tokenizer's end token unless it ends with one of the end tokens."""
-        tokens, has_ended = self._ended(encode_text(self._tokenizer, text))
-        return tokens if has_ended else encode_text(self._tokenizer, text + (self._tokenizer.eos_token or ""))
+        ends = tuple(self._tokenizer.convert_ids_to_tokens(list(self._end.tokens)))
+        if text.rstrip().endswith(ends):
+            return self._ended(encode_text(self._tokenizer, text))[0]
+        return encode_text(self._tokenizer, text + (self._tokenizer.eos_token or ""))
 
     def marked(self, messages: Messages) -> tuple[list[int], list[bool]] | None:
         """As `conversation`, by the template's {% generation %} marks; None if it has none, or marks amiss."""
@@ -330,7 +333,9 @@ class Imitation:
         return apply_template(self._tokenizer, messages, self._tools, tokenize=False, **settings, **self._variables)
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        if text not in self._encoded:
+            self._encoded[text] = self._tokenizer.encode(text, add_special_tokens=False)
+        return self._encoded[text]
 
 
 def _remainder(shown: str, asked: str) -> str | None:
