@@ -175,14 +175,19 @@ EXAMPLES = """## Examples of a dataset
 | `dpo` | `chosen`, `rejected` | the same: the prompt is what both begin with, less an answer that is in both |
 
 Of an entry with several of these, `prompt` and `completion` come first, then `messages`, then `text`, as in TRL; a
-warning names what has no effect. Roles are system, developer, user, assistant, tool and function, and others that the
-chat template names. Values of JSON and CSV files, also on the hub, are those of the file, and all cells of CSV are
-text.
+warning names what has no effect. Values of JSON and CSV files, also on the hub, are those of the file, and all cells of
+CSV are text.
+
+Conversations are read as those of tasks and of expert data are: roles are system, developer, user, assistant, tool and
+function, and others that the chat template names; a content is text, or parts of type `text`; `from` and `value` stand
+for role and content, with ShareGPT's human and gpt for user and assistant; a conversation may be JSON text, as in CSV
+and parquet files. Pictures, sound and film (columns `image`, `images`, `video`, `videos`, `audio`, `audios`, and such
+parts of a content) are refused until they are trained on.
 
 Messages are rendered by the chat template, to which a column `tools` is shown, and `chat_template_kwargs`, such as
-{"enable_thinking": false}. What is learned follows the prompt that rollouts have, and its last token ends the
-turn: a newline that the template writes behind it is not learned, unlike in TRL. [What is learned with the chat
-templates of the field](../chat_templates.md) shows it, and what is refused or warned of.
+{"enable_thinking": false}, on top of `model.chat_template_kwargs`. What is learned follows the prompt that rollouts
+have, and its last token ends the turn: a newline that the template writes behind it is not learned, unlike in TRL.
+[What is learned with the chat templates of the field](../chat_templates.md) shows it, and what is refused or warned of.
 
 Plain text stays as it is, with the end token behind what is learned. What is learned must not be empty; a
 `rejected` that is empty text is the end token alone.

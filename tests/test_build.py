@@ -3,8 +3,11 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import WandbLogger
 from omegaconf import OmegaConf
+from support.compose import composed
 
-from trinity_lightning.build import finish, given
+from trinity_lightning.build import eval_sources, finish, given, train_source
+from trinity_lightning.config.schema import typed_config
+from trinity_lightning.errors import ConfigError
 
 
 class FullDisk(WandbLogger):
@@ -43,3 +46,20 @@ def test_a_run_of_wandb_ends_though_another_logger_cannot_write(monkeypatch: pyt
     with pytest.raises(OSError, match="the disk is full"):
         finish([FullDisk()])
     assert codes == [1, 0]
+
+
+VARIABLES = "+model.chat_template_kwargs.mood=calm"
+
+
+def test_variables_of_the_chat_template_go_to_every_task(caplog: pytest.LogCaptureFixture) -> None:
+    config = typed_config(composed("+recipe=grpo", "model=tiny", VARIABLES))
+    sources = [train_source(config), *eval_sources(config)]
+    tasks = [sources[0].next_tasks(1)[0], *(source.all_tasks()[0] for source in sources[1:])]
+    assert len(tasks) > 1
+    assert all(task.chat_template_kwargs == {"mood": "calm"} for task in tasks)
+    assert "the model's chat template does not read mood" in caplog.text
+
+
+def test_a_variable_that_is_an_argument_of_rendering_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs has tokenize"):
+        typed_config(composed("+recipe=grpo", "model=tiny", "+model.chat_template_kwargs.tokenize=false"))

@@ -1,5 +1,6 @@
 """From a validated configuration to a training run: the only place where its parts are put together."""
 
+import functools
 import logging
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -25,6 +26,7 @@ from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checks import workflow_arguments
 from trinity_lightning.config.engines import EngineConfig, capabilities_of
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.own_code import where
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.schema import TrainConfig, typed_config
@@ -384,6 +386,7 @@ def train_source(config: TrainConfig) -> TaskSource:
         _arguments(config),
         reward_solved=config.reward_solved,
         chat_template_kwargs=config.model.chat_template_kwargs,
+        chat_template=_chat_template(config.model.name),
     )
 
 
@@ -391,8 +394,15 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
     """What is evaluated on."""
     workflow, args = config.eval_workflow or config.workflow.name, {} if config.eval_workflow else _arguments(config)
     how = (workflow, config.reward, config.eval_sampling, args, config.eval_repeat_times, config.reward_solved)
-    variables = config.model.chat_template_kwargs
-    return [TaskSource(Taskset.from_config(each), *how, variables) for each in config.eval_tasksets.values()]
+    rendering = (config.model.chat_template_kwargs, _chat_template(config.model.name))
+    return [TaskSource(Taskset.from_config(each), *how, *rendering) for each in config.eval_tasksets.values()]
+
+
+@functools.lru_cache(maxsize=1)
+def _chat_template(model: str) -> str | None:
+    """The chat template of a model; None if it has none, or several."""
+    template = load_tokenizer(model).chat_template
+    return template if isinstance(template, str) else None
 
 
 def _arguments(config: TrainConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -14,11 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from trinity_lightning.buffer.dataset import Example
 from trinity_lightning.buffer.offline import AnswerReader
-from trinity_lightning.common.messages import Conversation, check_roles, read_messages
+from trinity_lightning.common.messages import Conversation, check_roles, read_messages, warn_of_unread
 from trinity_lightning.config.chat_template import RENDERING_ARGUMENTS
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import TasksetConfig
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.tasks.task import Task, messages_of
 from trinity_lightning.explorer.tasks.taskset import Taskset
@@ -231,3 +233,36 @@ def test_a_conversation_is_copied_whole() -> None:
 def test_every_argument_of_rendering_is_known() -> None:
     parameters = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     assert set(RENDERING_ARGUMENTS) >= parameters.keys()
+
+
+@pytest.mark.parametrize(
+    ("names", "template", "words"),
+    [
+        (
+            {"enable_thinkin"},
+            "{% if enable_thinking is defined %}a{% endif %}",
+            "read enable_thinkin, .*'enable_thinking'",
+        ),
+        ({"mood"}, "{% generation %}{{ x }}{% endgeneration %}", "does not read mood"),
+        ({"mood"}, "{% for m in messages %}{% continue %}{% endfor %}{{ mood }}", None),
+        ({"mood"}, "{% if not mood is defined %}{% set mood = 1 %}{% endif %}{{ mood }}", None),
+        ({"mood"}, "{% broken", None),
+        ({"mood"}, None, None),
+        (set(), "{{ x }}", None),
+    ],
+)
+def test_a_variable_that_the_template_does_not_read_is_warned_of_once(
+    names: set[str], template: str | None, words: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_unread.cache_clear()
+    for _ in range(2):
+        warn_of_unread(frozenset(names), template)
+    assert len(caplog.messages) == (words is not None)
+    assert words is None or re.search(words, caplog.text)
+
+
+def test_roles_of_tasks_are_checked_before_a_run_by_the_policys_template() -> None:
+    taskset = Taskset([{"messages": [{"role": "robot", "content": "x"}]}], name="t")
+    with pytest.raises(ConfigError, match="taskset 't', entry 0: turn 0 of messages: unknown role 'robot'"):
+        TaskSource(taskset, "simple", chat_template=TEMPLATE)
+    TaskSource(taskset, "simple", chat_template=TEMPLATE + "{# 'robot' #}")

@@ -24,6 +24,7 @@ from trinity_lightning.common.messages import (
     read_messages,
     read_template_variables,
     read_tools,
+    warn_of_unread,
 )
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.rows import check_rows
@@ -332,15 +333,18 @@ def examples_of(config: TrainConfig, path: str, split: str, pairs: bool) -> list
         _warn_of_unused(entries, where)
     generation_config = load_generation_config(config.model.name)
     habits: Counter[str] = Counter()
+    variables = set(config.model.chat_template_kwargs)
 
     def example(entry: Entry) -> Experience:
         reported: set[str] = set()
         settings = {"template_variables": config.model.chat_template_kwargs, "generation_config": generation_config}
         made = kind(Example(tokenizer, entry, **settings, report=reported.add))
         habits.update(reported)
+        variables.update(read_template_variables(entry))
         return made
 
     examples = read_examples(entries, example, where, most, buffer.dataset.overlong)
+    warn_of_unread(frozenset(variables), tokenizer.chat_template)
     for habit, count in habits.items():
         logger.warning("%s, %d of %d examples: %s.", where, count, len(entries), habit)
     return examples

@@ -15,7 +15,7 @@ import torch
 from trinity_lightning.buffer.datamodule import UnmovedDataModule
 from trinity_lightning.buffer.reader import BufferReader, create_reader
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.messages import Conversation, check_roles
+from trinity_lightning.common.messages import Conversation, check_roles, warn_of_unread
 from trinity_lightning.common.optimizer_batch import IS_EXPERT, OptimizerBatch
 from trinity_lightning.config.checkpoints import resume_command
 from trinity_lightning.config.models import load_generation_config, load_tokenizer
@@ -397,11 +397,14 @@ class AnswerReader(BufferReader):
         self._reported: set[str] = set()
         self._workflow_args = dict(workflow_args or {})
         self._template_variables = dict(template_variables or {})
+        self._variables: set[str] = set()
         taskset.check_entries(self._check)  # what is wrong shows now, not in the middle of a run
+        warn_of_unread(frozenset(self._variables), tokenizer.chat_template)
 
     def _check(self, raw: dict[str, Any]) -> None:
         conversation, answer = self._conversation(raw)
         check_roles(" of the conversation", conversation, self._tokenizer.chat_template)
+        self._variables.update(conversation.template_variables)
         if not conversation or not answer["content"].strip():
             raise ConfigError(
                 "no answer: set buffer.expert.dataset.answer_field to the field with the response, end `messages` with "

@@ -5,14 +5,20 @@ of functions as OpenAI's API describes them, and `chat_template_kwargs`, variabl
 JSON text too, as CSV and parquet files have them.
 """
 
+import functools
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
+from jinja2 import Environment, TemplateError, meta
+
 from trinity_lightning.config.chat_template import check_template_variables
-from trinity_lightning.config.values import unknown_name
+from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 TOOLS, TEMPLATE_VARIABLES = "tools", "chat_template_kwargs"  # columns
 # Columns with what is not trained on yet.
@@ -23,6 +29,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _OPENAI_NAMES = {"from": "role", "value": "content"}
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # of messages that have `from`
 _JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(?:role|content|from|value)"\s*:')
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own tag
 _PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(?:role|content|from|value)'\s*:")
 
 
@@ -201,6 +208,28 @@ def check_roles(where: str, messages: Iterable[Mapping[str, Any]], chat_template
             f"turn {turn}{where}: {unknown_name('role', str(role), ROLES)} Others are those that the chat template "
             "names."
         )
+
+
+@functools.lru_cache(maxsize=64)
+def warn_of_unread(names: frozenset[str], chat_template: str | None) -> None:
+    """Warn, once, of variables that the chat template does not read."""
+    known = _variables_of(chat_template) if chat_template else None
+    if known is not None and (unread := sorted(names - known)):
+        match = nearest(unread[0], known)
+        logger.warning(
+            "chat_template_kwargs: the model's chat template does not read %s, so that it has no effect.%s",
+            ", ".join(unread),
+            f" Did you mean '{match}'?" if match else "",
+        )
+
+
+def _variables_of(chat_template: str) -> set[str] | None:
+    """The variables that a chat template reads; None if that cannot be seen."""
+    try:
+        syntax = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", chat_template))
+    except TemplateError:
+        return None
+    return meta.find_undeclared_variables(syntax)
 
 
 def without_none(value: Any) -> Any:

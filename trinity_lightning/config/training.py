@@ -97,8 +97,8 @@ class ModelConfig(Section, key="model"):
             and </think>: what stands before the last closing marker is no answer, and a response that is cut off in its
             thoughts has given none. Given, they replace the field's; null: those, and what the tokenizer has.
         chat_template_kwargs: variables of the chat template, such as {enable_thinking: false}, for rollouts,
-            evaluations, expert data and examples of a dataset; a `chat_template_kwargs` of an entry wins, key by key.
-            Judges and teachers are not given them.
+            evaluations, expert data and examples of a dataset (`+model.chat_template_kwargs.enable_thinking=false`); a
+            `chat_template_kwargs` of an entry wins, key by key. Judges and teachers are not given them.
     """
 
     name: str = MISSING

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import HeldModel
+from trinity_lightning.common.messages import check_roles, read_template_variables, warn_of_unread
 from trinity_lightning.common.solved import REWARD, USUAL, components, criterion_of, metrics_of
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, check_trained_sampling
 from trinity_lightning.config.sections import section_of
@@ -24,7 +25,7 @@ from trinity_lightning.explorer.rewards import Reward, resolve_rewards
 from trinity_lightning.explorer.rewards.answers import nested_answer
 from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.scheduler import Scheduler
-from trinity_lightning.explorer.tasks.task import ANSWER, Task
+from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, Task
 from trinity_lightning.explorer.tasks.taskset import TaskSelection
 from trinity_lightning.explorer.workflows import Workflow
 from trinity_lightning.explorer.workflows.workflow import check_workflow
@@ -79,6 +80,8 @@ class TaskSource:
         repeat_times: rollouts a task; an `Explorer` trains with its `explorer.repeat_times` instead.
         reward_solved: as `Task.reward_solved`, for pass@k and for the order `by_difficulty`.
         chat_template_kwargs: variables of the chat template, as `Task.chat_template_kwargs`.
+        chat_template: the policy's, which has to know the roles of conversations and should read the variables; None:
+            that shows when they are rendered.
 
     Raises:
         ConfigError: no taskset, an unknown workflow or reward, an argument that the workflow refuses, or entries
@@ -93,6 +96,7 @@ class TaskSource:
     repeat_times: int = 1
     reward_solved: Mapping[str, float] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.taskset, TaskSelection):
@@ -115,6 +119,14 @@ class TaskSource:
         comparing = [reward.name for reward in judging if _compares(reward)]
         parts = [workflow, *(reward.function for reward in judging)]
         checks = [check for part in parts if (check := getattr(part, "check_task", None))]
+        variables = set(self.chat_template_kwargs)
+
+        def check_rendering(raw_task: dict[str, Any]) -> None:
+            check_roles(f" of {MESSAGES}", raw_task.get(MESSAGES) or (), self.chat_template)
+            variables.update(read_template_variables(raw_task))
+
+        if self.chat_template is not None and reads_answer:
+            checks.append(check_rendering)
 
         def check_entry(raw_task: dict[str, Any]) -> None:
             if comparing and ANSWER not in raw_task:
@@ -128,6 +140,7 @@ class TaskSource:
         if checks or comparing:
             for taskset in self.taskset.tasksets.values():
                 taskset.check_entries(check_entry)
+        warn_of_unread(frozenset(variables), self.chat_template)
 
     @property
     def name(self) -> str:
