@@ -391,6 +391,12 @@ def test_answers_are_texts_numbers_or_lists_of_which_any_is_right(
     assert accuracy(f"<answer>{wrong}</answer>", a_task(answer)) == 0.0
 
 
+def test_a_json_list_of_texts_is_a_list_of_answers_and_one_of_numbers_is_not() -> None:
+    for answer, reward in (('["2", "two"]', 1.0), (r'["\\frac{4}{2}"]', 1.0), ('["3"]', 0.0), ("[2, 3]", 0.0)):
+        assert math_boxed_or_last(r"\boxed{2}", a_task(answer)) == reward
+    assert exact_match('["2", "two"]', a_task('["2", "two"]')) == 1.0
+
+
 def test_each_answer_of_a_list_is_read_out_of_its_solution() -> None:
     answers = [r"so it is $\boxed{4}$", "6 * 3 = 18 #### 18", "in all 5"]
     for number, reward in ((4, 1.0), (18, 1.0), (5, 0.0), (6, 0.0)):

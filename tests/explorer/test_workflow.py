@@ -227,6 +227,12 @@ def test_the_judges_score_is_the_reward() -> None:
     assert (judge.calls[0]["temperature"], judge.calls[0]["max_tokens"]) == (0.0, 256)
 
 
+def test_the_judge_is_shown_each_accepted_answer() -> None:
+    judge = a_judge('{"score": 1}')
+    asked(Task("judge", {"prompt": "2+2?", "answer": [4, "four"]}), [judge], 1)
+    assert "Reference answer:\n4 or four\n" in judge.calls[0]["prompt"]
+
+
 def test_it_is_weighed_and_added_to_other_rewards() -> None:
     task = Task(
         "judge",

@@ -1,5 +1,6 @@
 """The answer in a response against the task's, by value; rewards that read the response as plain text are in `text`."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -191,7 +192,7 @@ def expected_answers(entry: Entry) -> list[str]:
     Raises:
         ConfigError: see `accepted_answers`.
     """
-    return [_expected(answer) for answer in accepted_answers(entry)]
+    return [_expected(text) for answer in accepted_answers(entry) for text in _listed(answer)]
 
 
 @reads_answer(expected_answers)
@@ -239,12 +240,23 @@ def _boxes(text: str) -> list[_Box]:
     return boxes
 
 
+def _listed(answer: str) -> list[str]:
+    """The answers of a JSON list of texts, as which Skywork-OR1 has them; any other answer alone."""
+    if not answer.startswith('["'):
+        return [answer]
+    try:
+        return [str(text) for text in json.loads(answer)]
+    except ValueError:
+        return [answer]
+
+
 @lru_cache(maxsize=4096)
 def _expected(reference: str) -> str:
     """The answer in a reference, out of the solution around it."""
     expected = find_boxed(reference)
     if expected is None:
         expected = _BEFORE_ANSWER.split(reference)[-1]
-    if not written(bare(expected)):
+    plain = bare(expected)
+    if not plain.isalnum() and not written(plain):
         raise ConfigError(f"the task's answer {reference!r} is empty")
     return expected

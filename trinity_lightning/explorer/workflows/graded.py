@@ -86,9 +86,10 @@ class JudgeWorkflow(AskingWorkflow):
         self.rewards = [*self.rewards, Reward("judge", self._ask, float(self.arguments.judge_weight))]
 
     async def _ask(self, response: str, task: Task) -> float:
+        answer = task.raw_task.get("answer", "none")
         values = {
             "question": prompt_text_of(messages_of(task)),
-            "answer": str(task.raw_task.get("answer", "none")),
+            "answer": " or ".join(map(str, answer if isinstance(answer, list) else [answer])),
             "response": response,
         }
         text = filled(self.arguments.judge_prompt, values)
