@@ -8,6 +8,7 @@ from support.dataset import assistant, user
 from transformers import GenerationConfig
 
 from trinity_lightning.buffer.dataset import Example
+from trinity_lightning.buffer.offline import AnswerReader
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.models.imitation import (
@@ -18,6 +19,7 @@ from trinity_lightning.explorer.models.imitation import (
     UNENDED,
     UNLISTED,
 )
+from trinity_lightning.explorer.tasks.taskset import Taskset
 
 ASKED = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 OPENED = "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
@@ -207,3 +209,37 @@ def tiny_pieces() -> Any:
 
     backend = Tokenizer(models.BPE(vocab={"1": 0, "2": 1, "12": 2, "</s>": 3, "a": 4}, merges=[("1", "2")]))
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"text": "<s>A kite flies.</s>"},
+        {"text": "<s>A kite flies.</s>\n"},
+        {"text": "A kite flies."},
+        {"prompt": "<s>A kite", "completion": " flies.</s>"},
+        {"prompt": "A kite", "completion": " flies."},
+    ],
+)
+def test_plain_text_begins_once_and_ends_once(entry):
+    tokenizer = byte_tokenizer(None, [], "</s>", bos="<s>", adds=("<s>", "</s>"))
+    tokens = Example(tokenizer, entry).response().tokens.tolist()
+    assert tokenizer.decode(tokens) == "<s>A kite flies.</s>"
+
+
+def test_text_pairs_begin_and_end_once():
+    tokenizer = byte_tokenizer(None, [], "</s>", bos="<s>", adds=("<s>", "</s>"))
+    pair: Any = Example(tokenizer, {"prompt": "<s>Up?", "chosen": " Yes.", "rejected": " No.</s>"}).pair()
+    parts = [tokenizer.decode(part) for part in (pair.tokens, pair.chosen, pair.rejected)]
+    assert parts == ["<s>Up?", " Yes.</s>", " No.</s>"]
+
+
+def test_expert_data_of_an_earlier_version_end_with_another_token_and_that_is_said(caplog):
+    reader = AnswerReader(Taskset([{"prompt": "a", "answer": "b"}]), tokenizer_of(CHAT + ASKED, "<eos>"))
+    (experience,) = reader.read(1)
+    state = reader.state_dict()
+    reader.load_state_dict(state)
+    assert not caplog.text
+    assert tokenizer_of(CHAT + ASKED, "<eos>").decode(experience.tokens).endswith("b<|end|>")
+    reader.load_state_dict(state | {"source": "of an earlier version"})
+    assert "ended with <eos>; they end with <|end|> now" in caplog.text
