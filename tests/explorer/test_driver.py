@@ -186,7 +186,7 @@ def test_requests_of_the_same_moment_share_the_first_step_whichever_thread_is_qu
 
 def test_a_run_ends_as_soon_as_its_coroutine_does(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may wait for the clock: a wake-up lost between two looks would cost a whole interval each."""
-    monkeypatch.setattr(driver_module, "SIGNAL_CHECK_SECONDS", 5.0)
+    monkeypatch.setattr(driver_module, "SIGNAL_CHECK_SECONDS", 60.0)
 
     async def nothing() -> None:
         pass
@@ -194,7 +194,7 @@ def test_a_run_ends_as_soon_as_its_coroutine_does(driver: Driver, monkeypatch: p
     start = time.perf_counter()
     for _ in range(300):
         driver.run(nothing())
-    assert time.perf_counter() - start < 4.0
+    assert time.perf_counter() - start < 50.0
 
 
 def test_an_exception_of_the_coroutine_is_raised_here(driver: Driver) -> None:

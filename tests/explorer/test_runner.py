@@ -390,7 +390,7 @@ def test_a_plain_run_that_is_cut_off_aborts_its_request_and_gets_no_more() -> No
         model = FakeModel(latency=100)
         attempt = await WorkflowRunner(ExplorerConfig(), model).attempt(Task(Stubborn), [0], 0.5)
         assert isinstance(attempt.errors[0], TimeoutError)
-        assert await asyncio.to_thread(ended.wait, 5)
+        assert await asyncio.to_thread(ended.wait, 60)
         assert model.aborted == 1
         assert len(model.calls) == 1
 
@@ -404,7 +404,7 @@ def test_a_plain_run_that_hangs_holds_nothing_up() -> None:
 
     class Hanging(Workflow):
         def run(self) -> list[Experience]:  # type: ignore[override]
-            release.wait(20)
+            release.wait(60)
             return [an_experience()]
 
     async def main() -> Any:
@@ -412,7 +412,7 @@ def test_a_plain_run_that_hangs_holds_nothing_up() -> None:
 
     began = time.perf_counter()
     attempt = asyncio.run(main())
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 50
     assert len(attempt.errors) == 40
     release.set()
 

@@ -17,7 +17,7 @@ from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, TrainingThre
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError
