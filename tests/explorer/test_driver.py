@@ -5,7 +5,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -28,6 +28,24 @@ from trinity_lightning.explorer.workflows.workflow import Workflow
 from trinity_lightning.sync.stream import Shape, WeightStream
 
 
+class Letters:
+    """A tokenizer whose tokens are the numbers of letters, none of which ends a response."""
+
+    eos_token_id = pad_token_id = bos_token_id = chat_template = None
+
+    @staticmethod
+    def encode(text: str, **_: Any) -> list[int]:
+        return [ord(c) for c in text]
+
+    @staticmethod
+    def decode(tokens: Sequence[int], **_: Any) -> str:
+        return "".join(map(chr, tokens))
+
+    @staticmethod
+    def apply_chat_template(messages: Sequence[dict[str, str]], **_: Any) -> list[int]:
+        return [ord(c) for c in messages[0]["content"]]
+
+
 class CountingEngine(InProcessEngine):
     """Answers a request with its prompt after as many steps as `steps` says; notes on which thread it is driven."""
 
@@ -45,10 +63,7 @@ class CountingEngine(InProcessEngine):
 
     @property
     def tokenizer(self) -> Any:
-        return SimpleNamespace(
-            encode=lambda text, **_: [ord(c) for c in text],
-            apply_chat_template=lambda messages, **_: [ord(c) for c in messages[0]["content"]],
-        )
+        return Letters
 
     @property
     def dtype(self) -> torch.dtype:
