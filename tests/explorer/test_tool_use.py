@@ -10,9 +10,11 @@ from support.fake_model import FakeModel
 from trinity_lightning.common.thoughts import Response
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.explorer.workflows.tool_use import (
     ToolEnvironment,
     ToolError,
@@ -300,3 +302,11 @@ def test_the_calculator(expression: str, value: str) -> None:
 def test_the_calculator_refuses_all_else(expression: str) -> None:
     with pytest.raises(ToolError, match="calculate: "):
         asyncio.run(make_tool(calculate).call({"expression": expression}, 5.0))
+
+
+def test_entries_with_tools_of_their_own_are_refused_before_a_run() -> None:
+    """They would be described to nobody, and could not be called."""
+    entries = [{"prompt": "1+1?", "answer": "2"}, {"prompt": "2+2?", "answer": "4", "tools": [make_tool(PATH).schema]}]
+    with pytest.raises(ConfigError, match="taskset 'sums', entry 1: column 'tools' is not shown by workflow tool_use"):
+        TaskSource(Taskset(entries, name="sums"), "tool_use", workflow_args={"tools": [PATH]})
+    TaskSource(Taskset(entries, name="sums"), "math")
