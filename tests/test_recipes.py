@@ -103,6 +103,39 @@ def test_a_sweep_tries_learning_rates(run_train: RunTrain, tmp_path: Path) -> No
     assert rates[0] != rates[1]
 
 
+REWARD_THAT_FAILS_ONCE = """
+from hydra.core.hydra_config import HydraConfig
+
+def digits(response, task):
+    if HydraConfig.get().job.num == 0:
+        raise ValueError("of the first job")
+    return sum(map(str.isdigit, response)) / max(len(response), 1)
+"""
+
+
+def test_a_sweep_goes_on_after_a_job_that_failed_and_compares_by_the_held_out_score(
+    run_train: RunTrain, tmp_path: Path
+) -> None:
+    (tmp_path / "my_reward.py").write_text(REWARD_THAT_FAILS_ONCE)
+    small = [each for each in SMALL if not each.startswith(("reward=", "explorer.eval"))]
+    held = ("+eval_tasksets.addition_heldout.args.heldout=4", "eval_sampling.max_tokens=8", "save_model=false")
+    own = ("reward=my_reward.digits", "engine=transformers", "hydra.sweeper.n_trials=2", "steps=1")
+    done = run_train(tmp_path, "--multirun", "+recipe=sweep_lr", *small, *held, *own)
+    assert done.returncode == 0, done.stdout[-4000:]
+    [sweep] = tmp_path.glob("outputs/sweep_lr/*")
+    best = OmegaConf.load(sweep / "optimization_results.yaml")
+    assert best.best_params["optimizer.lr"] == OmegaConf.load(sweep / "1" / "config.yaml").optimizer.lr
+    with (sweep / "1" / "metrics.csv").open() as file:
+        scores = [row["eval/addition_heldout/mean@1"] for row in csv.DictReader(file)]
+    assert best.best_value == pytest.approx(float(scores[-1]))
+    report = run_train(tmp_path, str(sweep), program="trinity_lightning.report")
+    assert report.returncode == 0, report.stdout
+    assert "final and best eval/addition_heldout/mean@1" in report.stdout
+    assert "optimizer.lr" in report.stdout
+    assert "of the first job" in " ".join(report.stdout.split())
+    assert (sweep / "report.html").is_file()
+
+
 def composed_of_ones_own(folder: Path, text: str) -> DictConfig:
     """The configuration of a recipe of one's own with this text."""
     (folder / "recipe").mkdir()

@@ -343,6 +343,15 @@ REFUSED = {
         for key, value in (("save_model", 3), ("model.compile", 0), ("model.lora.rslora", 1), ("engine.per_rank", 2))
     },
     "a number for a switch in a text": (["+recipe=grpo", "save_model='1'"], ["save_model is '1'; give true or false."]),
+    "a score that no evaluation measures": (
+        ["+recipe=grpo", "sweep.metric=eval/sums/mean@1"],
+        ["sweep.metric is eval/sums/mean@1", "measure eval/addition_heldout/..."],
+    ),
+    "a score without evaluations": (
+        ["+recipe=grpo", "sweep.metric=eval/addition_heldout/mean@1", "explorer.eval_interval=0"],
+        ["the evaluations of this run measure nothing"],
+    ),
+    "a score that is no metric": (["+recipe=grpo", "sweep.metric=rewrad"], ["'rewrad' is no metric of a run"]),
     "a component without a threshold": (
         ["+recipe=grpo", "reward_solved=right"],
         ["reward_solved is 'right'; give {COMPONENT: LEAST VALUE}"],

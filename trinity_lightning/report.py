@@ -1,4 +1,4 @@
-"""`trinity-lightning-report FOLDER`: write the page of runs that have ended, or go on."""
+"""`trinity-lightning-report FOLDER`: write the page of runs that have ended, or go on, or of a sweep of them."""
 
 import argparse
 import sys
@@ -32,20 +32,39 @@ def write_report(folder: str | Path) -> Path:
     return folder / FILE
 
 
+def write_comparison(folder: str | Path) -> Path:
+    """Write `report.html` for a folder of runs, such as a sweep's, print its table, and return the page's path.
+
+    Raises:
+        ConfigError: it holds no runs.
+        StorageError: a run's metrics are damaged.
+    """
+    from trinity_lightning.common.files import write_atomically
+    from trinity_lightning.monitor.sweep import compare, comparison_page, comparison_table, jobs_of
+
+    folder = Path(folder)
+    jobs = jobs_of(folder) if folder.is_dir() else []
+    if not jobs:
+        raise ConfigError(
+            f"'{folder}' is no run's folder, and holds none: it has neither metrics.csv nor config.yaml. Give one like "
+            "outputs/grpo/2026-01-31_12-00-00, or the folder of a sweep."
+        )
+    comparison = compare(jobs)
+    print(comparison_table(comparison))
+    write_atomically(folder / FILE, comparison_page(folder.resolve(), comparison).encode(errors="replace"))
+    return folder / FILE
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Console entry point: a folder that is none is one message and exit code 2."""
     if arguments is None:
         end_unread()
     parser = argparse.ArgumentParser(prog="trinity-lightning-report", description="Write report.html for runs.")
-    parser.add_argument("folder", nargs="+", type=Path, help="a run's folder, such as outputs/grpo/TIME")
+    parser.add_argument("folder", nargs="+", type=Path, help="folder of a run or of a sweep, such as outputs/grpo/TIME")
     for folder in parser.parse_args(arguments).folder:
         try:
-            if not (folder / "metrics.csv").is_file() and not (folder / "config.yaml").is_file():
-                raise ConfigError(
-                    f"'{folder}' is no run's folder: it has neither metrics.csv nor config.yaml. Give one like "
-                    "outputs/grpo/2026-01-31_12-00-00."
-                )
-            print(write_report(folder))
+            of_run = (folder / "metrics.csv").is_file() or (folder / "config.yaml").is_file()
+            print(write_report(folder) if of_run else write_comparison(folder))
         except (TrinityError, OSError) as error:
             print(f"trinity-lightning-report: {error}", file=sys.stderr)
             sys.exit(2 if isinstance(error, ConfigError) else 1)

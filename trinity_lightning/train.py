@@ -3,6 +3,7 @@
 The configuration is composed and validated before torch is imported, so that a misspelt key is refused at once.
 """
 
+import math
 import os
 import sys
 from contextlib import nullcontext
@@ -20,8 +21,9 @@ from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import check_loggers, check_targets, validate, workflow_arguments
 from trinity_lightning.config.models import BUILT_IN_MODELS
-from trinity_lightning.config.schema import TrainConfig, config_dir
+from trinity_lightning.config.schema import TrainConfig, config_dir, typed_config
 from trinity_lightning.config.training import trains_together
+from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ def check(config: DictConfig, here: bool = True) -> None:
         Objective(run.algorithm)
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
+    if run.sweep.metric is not None:
+        check_metric(run.sweep.metric)
     check_targets(config)
     if here:
         check_loggers(config)
@@ -74,6 +78,14 @@ def check(config: DictConfig, here: bool = True) -> None:
         if run.eval_workflow is not None:
             check_workflow(run.eval_workflow, {})
         check_weighing(run)
+
+
+def check_metric(name: str) -> None:
+    """ConfigError unless sweep.metric is the name of a metric."""
+    from trinity_lightning.monitor.presentation import find_metric
+
+    if find_metric(name) is None:
+        raise ConfigError(f"sweep.metric: '{name}' is no metric of a run; docs/metrics.md has their names.")
 
 
 def check_weighing(run: TrainConfig) -> None:
@@ -131,8 +143,19 @@ def _main(config: DictConfig) -> float | None:
 
                     release(error)
                 raise
-    reward = trainer.callback_metrics.get("reward/mean")
-    return None if reward is None else float(reward)  # what a sweeper such as optuna maximises
+        in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+        return score(trainer, typed_config(config)) if in_sweep else None
+
+
+def score(trainer: "L.Trainer", run: TrainConfig) -> float | None:
+    """The last value of the metric that a sweep optimises; None if it is no finite number, which fails the trial.
+
+    ConfigError: sweep.metric names one that the run has not measured.
+    """
+    value = trainer.callback_metrics.get(run.score)
+    if value is None and run.sweep.metric is not None:
+        raise ConfigError(unknown_name("metric of sweep.metric", run.score, trainer.callback_metrics))
+    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def main() -> None:

@@ -61,6 +61,8 @@ def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> T
     if rollouts and (run.auxiliary_models or run.operators):
         late.auxiliary_models.check_teachers(run)
     _check_sampling(run, trains)
+    if trains:
+        _check_score(run)
     usual = OmegaConf.load(config_dir("conf") / "trainer" / "auto.yaml")
     own = not config.trainer or OmegaConf.to_container(config.trainer) != OmegaConf.to_container(usual)
     if own or run.engine.per_rank:
@@ -157,6 +159,23 @@ def _check_sampling(run: TrainConfig, trains: bool) -> None:
         raise ConfigError(
             f"eval_repeat_times is {run.eval_repeat_times}, and all are the same at eval_sampling.temperature=0: set "
             "eval_sampling.temperature=1, or eval_repeat_times=1."
+        )
+
+
+def _check_score(run: TrainConfig) -> None:
+    """Refuse a metric to compare the jobs of a sweep by that no evaluation of the run measures."""
+    if not run.score.startswith("eval/"):
+        return
+    if run.buffer.has_rollouts:
+        names = [taskset.name for taskset in run.eval_tasksets.values() if run.explorer.eval_interval != 0]
+        measured = [f"eval/{name}/" for name in names]
+    else:
+        measured = ["eval/loss", "eval/accuracy", "eval/margin"] if run.buffer.dataset.held_out.given else []
+    if not run.score.startswith(tuple(measured)):
+        given = ", ".join(f"{name}..." if name.endswith("/") else name for name in measured) or "nothing"
+        raise ConfigError(
+            f"sweep.metric is {run.score}, and the evaluations of this run measure {given}: choose another metric, or "
+            "set eval_tasksets and explorer.eval_interval."
         )
 
 

@@ -30,7 +30,7 @@ from trinity_lightning.config.sections import S, schema_of
 from trinity_lightning.config.trainer import NOT_OF_A_RUN
 from trinity_lightning.config.training import SET_INSTEAD
 from trinity_lightning.config.values import nearest, unknown_name
-from trinity_lightning.errors import ConfigError, RankTerminatedError
+from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
 
 _COMPOSING = ("hydra", "omegaconf", "antlr4", "yaml")
 _NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
@@ -76,6 +76,8 @@ def explain(error: BaseException) -> str:
 
 def explain_composition(error: Exception) -> str | None:
     """One sentence for what Python raised while Hydra composed, or made the run's folder; None if anybody else did."""
+    if str(error).startswith("No trials are completed yet"):  # Optuna's, which would tell the best one
+        return "no job of the sweep succeeded: see the train.log in each job's folder."
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [frame.f_globals["__name__"].partition(".")[0] for frame in frames]
     if next(name for name in reversed(packages) if name not in sys.stdlib_module_names) not in _COMPOSING:
@@ -225,15 +227,24 @@ def end_run(error: BaseException, folder: str | Path | None) -> NoReturn:
         if not isinstance(error.__context__, KeyboardInterrupt):
             raise error
         error = error.__context__  # Ctrl-C within fit, which Lightning makes an exit
-    sentence = explain(error) if isinstance(error, OmegaConfBaseException) else str(error) or "interrupted."
-    level, trace = (logging.WARNING, None) if isinstance(error, KeyboardInterrupt) else (logging.ERROR, sys.exc_info())
-    _log_to_file(level, sentence, trace)
+    sentence = log_end(error)
     print(f"trinity-lightning: {sentence}", file=sys.stderr)
     if not isinstance(error, (*CONFIG_ERRORS, KeyboardInterrupt)):
         sys.exit(143 if isinstance(error, RankTerminatedError) else 1)
     if folder is not None:
         _discard_unused(Path(folder))
     sys.exit(130 if isinstance(error, KeyboardInterrupt) else 2)
+
+
+def log_end(error: BaseException) -> str:
+    """Write what ended a run to its log, with the traceback; the sentence for it."""
+    own = isinstance(error, (TrinityError, OmegaConfBaseException, KeyboardInterrupt))
+    sentence = str(error) if own else described(error)
+    if isinstance(error, OmegaConfBaseException):
+        sentence = explain(error)
+    level, trace = (logging.WARNING, None) if isinstance(error, KeyboardInterrupt) else (logging.ERROR, sys.exc_info())
+    _log_to_file(level, sentence or "interrupted.", trace)
+    return sentence or "interrupted."
 
 
 def _log_to_file(level: int, sentence: str, trace: Any) -> list[str]:

@@ -247,14 +247,19 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
     log. A job of a sweep raises on, for the other jobs to be run. The folder is the run's; it is removed if a wrong
     configuration or Ctrl-C left nothing in it.
     """
+    in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
         yield
     except (TrinityError, OmegaConfBaseException, KeyboardInterrupt, SystemExit) as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise
-        late.explain.end_run(error, folder if Path(folder).resolve() in begun else None)
+        if not in_sweep:
+            late.explain.end_run(error, folder if Path(folder).resolve() in begun else None)
+        if isinstance(error, Exception):
+            late.explain.log_end(error)
+        raise
     except Exception as error:
-        if HydraConfig.get().mode != RunMode.MULTIRUN:
+        if in_sweep:
+            late.explain.log_end(error)
+        else:
             late.explain.end_by_own_code(error)
         raise
 

@@ -15,7 +15,7 @@ from trinity_lightning.config.engines import EngineConfig, SynchronizerConfig
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked, strategies
 from trinity_lightning.config.training import AlgorithmConfig, DatasetConfig, ModelConfig, OptimizerConfig
-from trinity_lightning.config.values import number, one_of, whole_number
+from trinity_lightning.config.values import number, one_of, text, whole_number
 from trinity_lightning.errors import ConfigError
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
@@ -342,6 +342,19 @@ class BufferConfig(Section, key="buffer"):
 
 
 @dataclass
+class SweepConfig(Section, key="sweep"):
+    """What the jobs of a sweep (`--multirun`) are compared by.
+
+    Attributes:
+        metric: the metric whose last value a sweeper such as Optuna optimises, by its name in metrics.csv. Null: the
+            held-out score, eval/<taskset>/mean@<k> of the first of `eval_tasksets`; without evaluations reward/mean, of
+            runs without rollouts eval/loss or actor/pg_loss, for hydra.sweeper.direction=minimize.
+    """
+
+    metric: str | None = checked(None, text, optional=True)
+
+
+@dataclass
 class TrainConfig(Section):
     """A whole training run.
 
@@ -379,6 +392,7 @@ class TrainConfig(Section):
         operators: what tidies experiences before they are weighed, in order: {name: {args: {...}, on_error}}; a key
             `name` overrides the name.
         add_strategy: how rewards become advantages, in order: {name: {args: {...}}}; a key `name` overrides the name.
+        sweep: what the jobs of a sweep are compared by.
         trainer, logger, callbacks: Lightning objects, as `_target_` nodes.
         save_model: whether the trained policy is written to `<output_dir>/model` at the end.
     """
@@ -409,6 +423,7 @@ class TrainConfig(Section):
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     synchronizer: SynchronizerConfig = field(default_factory=SynchronizerConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     trainer: Any = None
     logger: Any = None
     callbacks: Any = None
@@ -423,6 +438,18 @@ class TrainConfig(Section):
         check_solved(self.reward_solved)
         if self.auxiliary_models:
             self.auxiliary_models = late.auxiliary_models.auxiliary_configs(self)
+
+    @property
+    def score(self) -> str:
+        """The metric that a sweep optimises, `sweep.metric` or what its null stands for."""
+        if self.sweep.metric is not None:
+            return self.sweep.metric
+        if not self.buffer.has_rollouts:
+            return "eval/loss" if self.buffer.dataset.held_out.given else "actor/pg_loss"
+        evaluated = next(iter(self.eval_tasksets.values()), None)
+        if evaluated is None or self.explorer.eval_interval == 0:
+            return "reward/mean"
+        return f"eval/{evaluated.name}/mean@{self.eval_repeat_times}"
 
     @property
     def items(self) -> int:

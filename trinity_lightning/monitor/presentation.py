@@ -75,7 +75,7 @@ WAIT = "time/wait_for_rollout"
 ROLLOUT_TIMES = ("time/rollout", "time/operators", "time/add_strategy")
 STEP_TIMES = (*ROLLOUT_TIMES, WAIT, "time/train", "time/sync_weight")
 # Width of tables without a terminal (files, pipes): rich would assume 80 and break long paths.
-_PLAIN_WIDTH = 160
+PLAIN_WIDTH = 160
 
 
 # Of a run without rollouts, in the line of a step.
@@ -165,7 +165,7 @@ def format_seconds(seconds: float) -> str:
 
 def summary_table(rows: Sequence[tuple[str, str]]) -> str:
     """Names and values in two columns, with colour if standard output is a terminal, plain text elsewhere."""
-    console = Console(width=None if Console().is_terminal else _PLAIN_WIDTH)
+    console = Console(width=None if Console().is_terminal else PLAIN_WIDTH)
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

@@ -48,15 +48,16 @@ def without_secrets(config: str) -> str:
         tree = yaml.safe_load(config)
     except yaml.YAMLError:  # whose message would show some of it
         return "config.yaml is damaged: it is no YAML."
-    return yaml.safe_dump(_hidden(tree), sort_keys=False, allow_unicode=True, width=math.inf)
+    return yaml.safe_dump(hidden(tree), sort_keys=False, allow_unicode=True, width=math.inf)
 
 
-def _hidden(node: Any) -> Any:
+def hidden(node: Any) -> Any:
+    """The same values without passwords in URLs and what a secret's name is given."""
     if isinstance(node, dict):
         secret = {key for key, value in node.items() if value is not None and _KEY.fullmatch(str(key))}
-        return {key: HIDDEN if key in secret else _hidden(value) for key, value in node.items()}
+        return {key: HIDDEN if key in secret else hidden(value) for key, value in node.items()}
     if isinstance(node, list):
-        return [_hidden(each) for each in node]
+        return [hidden(each) for each in node]
     if isinstance(node, str):
         return _ASSIGNED.sub(rf"\1{HIDDEN}", _PASSWORD_IN_URL.sub(rf"\1{HIDDEN}\2", node))
     return node
@@ -110,6 +111,11 @@ class RunRecord:
             if values:
                 sums[row[STEP_METRIC]] = sums.get(row[STEP_METRIC], 0.0) + sum(values)
         return sums
+
+    @property
+    def last_step(self) -> float:
+        """The explore step of the last row; 0 without rows."""
+        return max((row[STEP_METRIC] for row in self.rows), default=0.0)
 
     def names(self) -> list[str]:
         """The metrics there are, in order of their appearance."""
@@ -212,19 +218,19 @@ def _cut(value: Any) -> str:
 
 
 # Completions, prompts and configuration are other people's text: markup in it is shown, not obeyed.
-_ENVIRONMENT = Environment(
+ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters |= {"short": short, "cut": _cut}
+ENVIRONMENT.filters |= {"short": short, "cut": _cut}
 
 
 def report_page(run: RunRecord) -> str:
     """The whole page, ASCII or not, to be written as UTF-8."""
-    return _ENVIRONMENT.get_template("report.html").render(
+    return ENVIRONMENT.get_template("report.html").render(
         run=run,
         title=f"{run.folder.parent.name} {run.folder.name}".strip(),
         facts=_facts(run),
@@ -302,7 +308,7 @@ def stacked_bars(steps: Sequence[float], parts: Mapping[str, Sequence[float]], l
 
 
 def _pictures() -> Any:
-    return _ENVIRONMENT.get_template("pictures.html").module
+    return ENVIRONMENT.get_template("pictures.html").module
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
@@ -439,7 +445,7 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
     evaluated = [name for name in headline_metrics(run.names()) if name.startswith("eval/") and "/mean@" in name]
     facts = [_ends(run, name) for name in (*evaluated, "eval/accuracy", "eval/loss")]
     if run.rows:
-        facts.append(("explore steps", short(max(row[STEP_METRIC] for row in run.rows))))
+        facts.append(("explore steps", short(run.last_step)))
     facts += [_ends(run, name) for name in ("reward/mean", "response_length/mean")]
     facts = [fact for fact in facts if fact[1]]
     if (seconds := sum(sum(by_step.values()) for by_step in _step_times(run).values())) > 0:
