@@ -62,7 +62,8 @@ def register(within: str | None = "") -> None:
     for part in (schema.algorithm.policy_loss, schema.optimizer.lr_scheduler, schema.optimizer):
         OmegaConf.set_struct(part.args, False)  # no plus sign: the part knows its arguments
     for name in set(NAMED_PARTS) & {*schema}:
-        schema._get_node(name)._metadata.optional = True  # null: none of them, see schema.settle_parts
+        parts: Any = schema._get_node(name)
+        parts._metadata.optional = True  # null: none of them, see schema.settle_parts
     for tasksets in (schema.tasksets, schema.eval_tasksets):
         tasksets._metadata.element_type = Optional[TasksetConfig]  # noqa: UP045  # which OmegaConf reads
     store.store(name="schema", node=schema)
