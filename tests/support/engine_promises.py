@@ -82,7 +82,8 @@ class EnginePromises:
     ) -> None:
         driver.run(engine.load())
         tokenizer: Any = load_tokenizer("tiny")  # vLLM's own is a pool of copies
-        tokenizer.chat_template = "{{ (tools or [])[0].function.name }}{{ mood }}" + tokenizer.chat_template
+        shown = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ mood }}"
+        tokenizer.chat_template = shown + tokenizer.chat_template
         monkeypatch.setattr(type(engine), "tokenizer", property(lambda _: tokenizer))
         tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
         conversation = Conversation([{"role": "user", "content": "hi"}], [tool], {"mood": "calm"})
