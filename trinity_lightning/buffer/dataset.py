@@ -344,7 +344,7 @@ def examples_of(config: TrainConfig, path: str, split: str, pairs: bool) -> list
         return made
 
     examples = read_examples(entries, example, where, most, buffer.dataset.overlong)
-    warn_of_unread(frozenset(variables), tokenizer.chat_template)
+    warn_of_unread(variables, tokenizer.chat_template)
     for habit, count in habits.items():
         logger.warning("%s, %d of %d examples: %s.", where, count, len(entries), habit)
     return examples

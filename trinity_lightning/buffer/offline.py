@@ -399,7 +399,7 @@ class AnswerReader(BufferReader):
         self._template_variables = dict(template_variables or {})
         self._variables: set[str] = set()
         taskset.check_entries(self._check)  # what is wrong shows now, not in the middle of a run
-        warn_of_unread(frozenset(self._variables), tokenizer.chat_template)
+        warn_of_unread(self._variables, tokenizer.chat_template)
 
     def _check(self, raw: dict[str, Any]) -> None:
         conversation, answer = self._conversation(raw)

@@ -210,10 +210,15 @@ def check_roles(where: str, messages: Iterable[Mapping[str, Any]], chat_template
         )
 
 
+def warn_of_unread(names: Iterable[str], chat_template: object) -> None:
+    """Warn, once, of variables that the chat template does not read; of several templates nothing is said."""
+    if isinstance(chat_template, str):
+        _warn_of_unread(frozenset(names), chat_template)
+
+
 @functools.lru_cache(maxsize=64)
-def warn_of_unread(names: frozenset[str], chat_template: str | None) -> None:
-    """Warn, once, of variables that the chat template does not read."""
-    known = _variables_of(chat_template) if chat_template else None
+def _warn_of_unread(names: frozenset[str], chat_template: str) -> None:
+    known = _variables_of(chat_template) if names else None
     if known is not None and (unread := sorted(names - known)):
         match = nearest(unread[0], known)
         logger.warning(

@@ -140,7 +140,7 @@ class TaskSource:
         if checks or comparing:
             for taskset in self.taskset.tasksets.values():
                 taskset.check_entries(check_entry)
-        warn_of_unread(frozenset(variables), self.chat_template)
+        warn_of_unread(variables, self.chat_template)
 
     @property
     def name(self) -> str:
