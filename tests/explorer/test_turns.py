@@ -1,5 +1,7 @@
 """Where turns begin and end: BOS once, and the end tokens of templates, tokenizers and generation_config.json."""
 
+from typing import Any
+
 import pytest
 from support.chat_tokenizers import byte_tokenizer
 from transformers import GenerationConfig
@@ -48,11 +50,11 @@ def test_what_ends_a_turn(template, eos, ends, closing):
     tokenizer = byte_tokenizer(template, [*ROLES, "<|end|>", "<|stop|>"], eos)
     end = turn_end(tokenizer)
     assert names(tokenizer, end.tokens) == ends
-    assert tokenizer.decode(end.closing) == closing
+    assert tokenizer.decode(list(end.closing)) == closing
 
 
 def test_end_tokens_of_the_generation_config_count_and_may_close_a_turn():
-    tokenizer = byte_tokenizer(MARKED, ROLES, "<eos>")
+    tokenizer: Any = byte_tokenizer(MARKED, ROLES, "<eos>")
     user, tool = tokenizer.convert_tokens_to_ids(["<|user|>", "<|tool|>"])
     end = turn_end(tokenizer, GenerationConfig(eos_token_id=[user, tool, 7]))
     assert end.tokens == {user, tool, 7, tokenizer.eos_token_id}

@@ -100,9 +100,11 @@ def _turn_end(tokenizer: Any, template: str | None, eos: int | None, listed: fro
             earlier = question[0] if question[:1] and question[0] == _last_token(tokenizer) else None
             return TurnEnd(known | {closing[-1]}, closing, closing, earlier=earlier)
     user, tool = _first_control(tokenizer, question), _first_control(tokenizer, result)
-    markers = frozenset({user, tool} - {None})
-    closing = (user,) if user in listed else default
-    return TurnEnd(known | markers, closing, (tool,) if tool in listed else closing, markers, markers - known)
+    markers = frozenset(marker for marker in (user, tool) if marker is not None)
+    closing = (user,) if user is not None and user in listed else default
+    return TurnEnd(
+        known | markers, closing, (tool,) if tool is not None and tool in listed else closing, markers, markers - known
+    )
 
 
 def _behind_answer(tokenizer: Any, following: dict[str, Any] | None) -> tuple[int, ...]:
