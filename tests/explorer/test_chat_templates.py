@@ -58,16 +58,28 @@ def test_a_trained_turn_follows_the_prompt_of_rollouts_has_its_text_and_ends_or_
     assert accepted >= 3
 
 
-def test_results_of_tools_follow_a_turn_of_gpt_oss_that_called_one():
-    tokenizer, generation_config = tokenizer_of("gptoss")
+@pytest.mark.parametrize("name", ["diffusion_gemma", "gemma4", "gemma4_v2", "glm4moe", "gptoss", "llama3_1", "qwen2_5"])
+def test_results_of_tools_follow_a_turn_that_called_one(name):
+    tokenizer, generation_config = tokenizer_of(name)
     messages = KINDS["call and result"]
-    whole = tokenizer.decode(render_chat(tokenizer, messages[:3], [TOOL]))
+    whole = text(tokenizer, render_chat(tokenizer, messages[:3], [TOOL]))
+    assert "insect" in whole
     so_far = [
         *render_chat(tokenizer, messages[:1], [TOOL]),
         *trained(tokenizer, generation_config, messages[:2]).completed,
     ]
-    tokens = render_chat(tokenizer, messages[2:3], [TOOL], so_far, generation_config)
-    assert tokenizer.decode(tokens) == whole
+    assert text(tokenizer, render_chat(tokenizer, messages[2:3], [TOOL], so_far, generation_config)) == whole
+
+
+@pytest.mark.parametrize("name", ["phi3", "cohere2"])
+def test_results_that_a_template_leaves_out_are_refused(name):
+    tokenizer, generation_config = tokenizer_of(name)
+    messages = KINDS["call and result"]
+    so_far = [*render_chat(tokenizer, messages[:1]), tokenizer.eos_token_id]
+    with pytest.raises(ConfigError, match="'tool'"):
+        render_chat(tokenizer, messages[2:3], [TOOL], so_far, generation_config)
+    with pytest.raises(ConfigError, match="'tool'"):
+        trained(tokenizer, generation_config, messages)
 
 
 def test_the_page_is_up_to_date():

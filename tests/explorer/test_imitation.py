@@ -30,6 +30,10 @@ PLAIN = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+UNENDED_LAST = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+    "{% if m.role == 'user' or not loop.last %}<|end|>{% endif %}{% endfor %}"
+)
 MARKED = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
@@ -63,6 +67,8 @@ def trained(tokenizer: Any, generation_config: Any = None, **entry: Any) -> tupl
         (CHAT + ASKED, "<eos>", ["Rose.<|end|>", "Sky.<|end|>"], set()),
         (MARKER + ASKED, "<eos>", ["Rose.<|user|>", "Sky.<eos>"], set()),
         (PLAIN, "<eos>", ["Rose.<eos>", "Sky.<eos>"], {UNENDED}),
+        (PLAIN.replace("'\n' }}", "'\n\n\n' }}"), "<eos>", ["Rose.<eos>", "Sky.<eos>"], {UNENDED}),
+        (UNENDED_LAST + ASKED, "<eos>", ["Rose.<|end|>", "Sky.<|end|>"], set()),
         (MARKED + ASKED, "<|end|>", ["Rose.<|end|>", "Sky.<|end|>"], set()),
         (MARKED + ASKED, "<eos>", ["Rose.<|end|>", "Sky.<|end|>"], set()),
         (MARKED.replace("<|end|>{% endfor", "{% endfor") + ASKED, "<eos>", ["Rose.<|user|>", "Sky.<eos>"], set()),
@@ -79,6 +85,8 @@ def trained(tokenizer: Any, generation_config: Any = None, **entry: Any) -> tupl
         "beside another",
         "next marker",
         "text",
+        "text, newlines",
+        "the last turn is not ended",
         "marked",
         "marked beside another",
         "marked, marker",

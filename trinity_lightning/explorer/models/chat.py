@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -10,7 +11,7 @@ from jinja2 import TemplateError
 from trinity_lightning.common.messages import Conversation, check_roles
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import call_of_message, format_tool_call
-from trinity_lightning.explorer.models.turns import PLACEHOLDER, QUESTION, in_parts, takes_parts, turn_end
+from trinity_lightning.explorer.models.turns import PLACEHOLDER, QUESTION, in_parts, shows, takes_parts, turn_end
 
 # Fields of a message with its reasoning, by the names that templates read.
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -37,7 +38,8 @@ def render_chat(
         generation_config: the model's, for its end tokens.
 
     Raises:
-        ConfigError: the template refuses the messages, a role is unknown, or a content is no text.
+        ConfigError: the template refuses the messages, or leaves out those of a role; a role is unknown, or a content
+            is no text.
     """
     conversation = Conversation.of(messages, tools)
     check_roles("", conversation, getattr(tokenizer, "chat_template", None))
@@ -57,6 +59,8 @@ def apply_template(
     try:
         template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else ""
         plain = [_plain(message, template) for message in messages]
+        if template:
+            _check_shown(tokenizer, template, plain)
         shown = None
         if tools or any("tool_calls" in message for message in plain):
             plain, shown = _for_template(tokenizer, plain, tools)
@@ -92,11 +96,40 @@ def _plain(message: Mapping[str, Any], template: str) -> dict[str, Any]:
     """
     if not message.get("role"):
         raise ConfigError(f"a message is {{role, content}}; this one has no role: {message!r}.")
-    kept = {name: value for name, value in message.items() if name != "tool_calls" or value}
-    read = next((name for name in REASONING if re.search(rf"[.'\"]{name}\b", template)), None)
-    if read and not kept.get(read) and (given := next((name for name in REASONING if kept.get(name)), None)):
-        kept[read] = kept.pop(given)
-    return kept | {"content": text_of(message.get("content"))}
+    plain = {name: value for name, value in message.items() if name != "tool_calls" or value}
+    if reasoning := next((name for name in REASONING if plain.get(name)), None):
+        read = _name_of_reasoning(template)
+        if read and not plain.get(read):
+            plain[read] = plain.pop(reasoning)
+    return plain | {"content": text_of(message.get("content"))}
+
+
+@lru_cache(maxsize=16)
+def _name_of_reasoning(template: str) -> str | None:
+    """The name by which a chat template reads a message's reasoning; None if it reads none."""
+    return next((name for name in REASONING if re.search(rf"[.'\"]{name}\b", template)), None)
+
+
+def _check_shown(tokenizer: Any, template: str, messages: Messages) -> None:
+    """ConfigError: the chat template takes messages of a role, such as results of tools, and shows nothing of them."""
+    for role in sorted({str(message["role"]) for message in messages} - {"user", "assistant"}):
+        shown = _shown_places(tokenizer, template, role)
+        if False in shown and True not in shown:
+            raise ConfigError(
+                f"the chat template leaves out messages of role '{role}': give them another role, or the tokenizer "
+                "another template (chat_template)."
+            )
+
+
+@lru_cache(maxsize=64)
+def _shown_places(tokenizer: Any, template: str, role: str) -> tuple[bool | None, ...]:
+    """Whether the chat template shows a message of that role behind an answer, behind a call, behind the user, and
+    first; None where it refuses it."""
+    message = {"role": role, "name": "tool", "tool_call_id": _CALL_ID, "content": PLACEHOLDER}
+    answer = {"role": "assistant", "content": "."}
+    calling = {"role": "assistant", "content": "", "tool_calls": [_call_for(message)]}
+    places = ([QUESTION, answer, message], [QUESTION, calling, message], [QUESTION, message], [message, QUESTION])
+    return tuple(shows(tokenizer, *place) for place in places)
 
 
 def text_of(content: object) -> str:
@@ -130,27 +163,29 @@ def continued(
         return apply_template(tokenizer, turns, tools, add_generation_prompt=asks, tokenize=False, **variables)
 
     end = turn_end(tokenizer, generation_config)
-    try:
-        _, found, tail = shown({"role": "assistant", "content": PLACEHOLDER}, messages, True).rpartition(PLACEHOLDER)
-    except ConfigError:
-        calls = [_call_for(message) for message in messages if message.get("role") == "tool"]
-        if not calls:
-            raise
-        # A template that shows results of tools behind their calls alone: behind the end of such a turn.
-        calling = {"role": "assistant", "content": "", "tool_calls": calls}
+    results = [message for message in messages if message.get("role") == "tool"]
+    if results and not _shown_places(tokenizer, tokenizer.get_chat_template(), "tool")[0]:
+        # Such a template shows results behind their calls alone: behind the end of such a turn.
+        calling = {"role": "assistant", "content": "", "tool_calls": [_call_for(message) for message in results]}
         opening, whole = shown(calling, [], False), shown(calling, messages, True)
+        if not whole.startswith(opening):
+            raise ConfigError("the chat template shows a call of a tool otherwise once there is its result.")
         closing = () if so_far[-1] in end.tokens else end.closing_calls
         return [*so_far, *closing, *tokenizer.encode(whole.removeprefix(opening), add_special_tokens=False)]
+    _, found, tail = shown({"role": "assistant", "content": PLACEHOLDER}, messages, True).rpartition(PLACEHOLDER)
     if not found:
         raise ConfigError("the chat template drops earlier responses: it cannot carry a conversation of several turns.")
     added = tokenizer.encode(tail, add_special_tokens=False)
     return [*so_far, *added[end.written(so_far[-1], added) :]]
 
 
+_CALL_ID = "call00000"  # of nine letters and digits, as Mistral's templates want them
+
+
 def _call_for(message: Mapping[str, Any]) -> dict[str, Any]:
     """A call of the tool whose result the message is."""
     function = {"name": message.get("name") or "tool", "arguments": {}}
-    return {"id": message.get("tool_call_id") or "0", "type": "function", "function": function}
+    return {"id": message.get("tool_call_id") or _CALL_ID, "type": "function", "function": function}
 
 
 # -- tools for chat templates ------------------------------------------------------------------------------------------
@@ -165,9 +200,16 @@ _PROBE_TOOL = {"type": "function", "function": {"name": "probe", "description": 
 
 
 def renders_tools(tokenizer: Any) -> bool:
-    """Whether the chat template shows tools to the model."""
+    """True if the chat template shows tools to the model."""
+    return _renders_tools(tokenizer, tokenizer.get_chat_template())
+
+
+@lru_cache(maxsize=16)
+def _renders_tools(tokenizer: Any, template: str) -> bool:
     texts = [
-        tokenizer.apply_chat_template([QUESTION], tools=tools, tokenize=False, add_generation_prompt=True)
+        tokenizer.apply_chat_template(
+            [QUESTION], tools=tools, tokenize=False, add_generation_prompt=True, chat_template=template
+        )
         for tools in (None, [_PROBE_TOOL])
     ]
     return texts[0] != texts[1]

@@ -267,9 +267,9 @@ class Imitation:
                     marker = self._end_of_next(context[len(tokens) :])
                     mask += [True] * marker
                     if not marker:
-                        closed = self._closed(tokens)
-                        mask = [*mask[: len(tokens)], *[True] * (len(closed) - len(tokens))]
-                        context = self._continued(tokens := closed, between)
+                        tokens = self._closed(tokens)
+                        mask = [*mask, *[True] * (len(tokens) - len(mask))][: len(tokens)]
+                        context = self._continued(tokens, between)
                 context = context[: len(context) - turn.bare]
             mask += [False] * (len(context) - len(mask))
             tokens = [*context, *turn.response]

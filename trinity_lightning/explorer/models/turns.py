@@ -95,9 +95,9 @@ def _turn_end(tokenizer: Any, template: str | None, eos: int | None, listed: fro
     last, question, result = (_behind_answer(tokenizer, message) for message in (None, QUESTION, RESULT))
     # First what stands there wherever the answer stands: Phi adds an end token to conversations, beside that of a turn.
     shared = last[: common_length(last, question or last)]
-    for tokens in (shared, last):
+    earlier = question[0] if question[:1] and question[0] == _last_token(tokenizer) else None
+    for tokens in (shared, last, () if earlier is None else (earlier,)):  # the last: if the last turn is not ended
         if closing := _closing(tokenizer, tokens, known):
-            earlier = question[0] if question[:1] and question[0] == _last_token(tokenizer) else None
             return TurnEnd(known | {closing[-1]}, closing, closing, earlier=earlier)
     user, tool = _first_control(tokenizer, question), _first_control(tokenizer, result)
     markers = frozenset(marker for marker in (user, tool) if marker is not None)
@@ -152,7 +152,7 @@ def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-# -- how a template takes a message's content --------------------------------------------------------------------------
+# -- how a template takes a message ------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=16)
@@ -165,6 +165,12 @@ def takes_parts(tokenizer: Any, template: str) -> bool:
 
 def _taken(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
     return in_parts(message) if takes_parts(tokenizer, tokenizer.get_chat_template()) else message
+
+
+def shows(tokenizer: Any, *messages: dict[str, Any]) -> bool | None:
+    """True if the chat template shows the placeholder that a message has; None if it does not take the messages."""
+    text = _tried(tokenizer, [_taken(tokenizer, message) for message in messages])
+    return PLACEHOLDER in text if text else None
 
 
 def in_parts(message: dict[str, Any]) -> dict[str, Any]:
