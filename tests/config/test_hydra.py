@@ -130,6 +130,7 @@ def test_a_run_of_wandb_is_named_by_what_the_command_says(overrides: tuple[str, 
     [
         ((), ["grpo", "smollm2", "addition"]),
         (("model=custom", "model.name=org/mine", "reward={format: 0.5, math: 1}"), ["grpo", "mine", "format", "math"]),
+        (("reward={name: my.Digits, args: {most: 4}}",), ["grpo", "smollm2", "my.Digits", "addition"]),
         (("+tasksets={sums: {source: addition}, more: {source: addition}}",), ["grpo", "smollm2", "sums", "more"]),
     ],
 )

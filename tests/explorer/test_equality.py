@@ -782,6 +782,50 @@ x ≥ 2 ≡ x \geq 2
 5 × 10³ ≡ 5000
 x³ ≡ x^3
 ∅ ≡ \emptyset
+# Names, dates and ranges, which algebra would work out: other orders of the same letters and digits are other answers.
+H2O ≡ H2O
+H_2O ≡ H2O
+\text{CO}_2 ≡ CO2
+H2O ≢ HO2
+CO2 ≢ C2O
+R2D2 ≢ D2R2
+B12 ≢ B21
+A1 ≢ 1A
+x_1x_2 ≡ x_2x_1
+2 \sqrt2 ≡ 2\sqrt{2}
+3e8 m/s ≡ 3e8
+2023-01-05 ≡ 2023-1-5
+2023-01-05 ≢ 2023-05-01
+2023-01-05 ≢ 2017
+2017 ≢ 2023-01-05
+01/05/2023 ≡ 1/5/2023
+1.2.3 ≢ 1.2.4
+1.2.10 ≢ 1.2.1
+3–5 ≡ 3-5
+3-5 ≢ 4-6
+-2 ≢ 3-5
+10-3 ≡ 7
+snake\_case ≡ snake_case
+# A point, and the values of its coordinates.
+x = 2, y = 3 ≡ (2, 3)
+y = 3, x = 2 ≡ (2, 3)
+(2, 3) ≡ x = 2, y = 3
+x = 3, y = 2 ≢ (2, 3)
+(2, 3) ≢ x = 3, y = 2
+x = 2, x = 3 ≡ 2, 3
+# Functions without a backslash.
+sin(x) ≡ \sin x
+\sin(x) ≡ sin(x)
+cos(pi/3) ≡ 1/2
+ln(2) ≡ \ln 2
+ln 2 ≢ \ln 3
+exp(x) ≡ e^x
+log_2(8) ≡ 3
+O(n log n) ≡ O(n \log n)
+arctan(1) ≡ \frac{\pi}{4}
+5 log ≢ 5 sin
+all real numbers ≡ (-\infty, \infty)
+all real numbers ≡ \mathbb{R}
 """
 ROWS = [line for line in TABLE.splitlines() if line and not line.startswith("# ")]
 

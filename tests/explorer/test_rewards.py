@@ -212,6 +212,18 @@ def test_math_boxed_or_last(response: str, answer: Any, reward: float) -> None:
         ("a + b = 3", "3", 1.0),
         ("The answer is 12 - a dozen", "12", 1.0),
         ("(see above)\n- 5", "5", 1.0),
+        ("B", "B", 1.0),
+        ("**B**\n", "B", 1.0),
+        ("B", "C", 0.0),
+        ("Yes.", "yes", 1.0),
+        ("Paris", "Paris", 1.0),
+        ("The capital is Paris", "Paris", 0.0),
+        ("The correct option is B, since C is wrong.", "B", 1.0),
+        ("The correct option is B, since C is wrong.", "C", 0.0),
+        ("The solutions are x = 2 and x = 3.", "2, 3", 1.0),
+        ("The solutions are x = 2 and x = 3.", "2", 0.0),
+        ("The answer is 5 times 3.", "5", 0.0),
+        ("The answer is 5 times as much.", "5", 1.0),
     ],
 )
 def test_accuracy(response: str, answer: Any, reward: float) -> None:

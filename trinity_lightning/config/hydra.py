@@ -197,6 +197,8 @@ def _tags(*, _root_: DictConfig) -> list[str]:
     tags = [_root_.name, _root_.model.name.rpartition("/")[2]]
     if OmegaConf.select(_root_, "buffer.storage") == "memory":
         reward, several = _root_.reward, list(_root_.tasksets or {})
+        if isinstance(reward, DictConfig) and "name" in reward:  # one with arguments
+            reward = reward.name
         tags += [reward] if isinstance(reward, str) else list(reward or {})
         tags += several or [_root_.taskset.name]
     return list(dict.fromkeys(str(tag)[:LONGEST_TAG] for tag in tags))

@@ -82,9 +82,16 @@ def test_a_loss_in_our_order_is_called_as_it_is() -> None:
     assert create_policy_loss(loss).func is loss  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("old", ["behavior_logprobs", "behaviour_logps", "mu_logprobs", "log_q"])
+def test_a_name_of_the_policy_that_wrote_is_right_where_old_logprobs_stand(old: str) -> None:
+    loss = loss_of(f"logprobs, {old}, action_mask, advantages")
+    assert given_to(loss)[old] is TENSORS["old_logprobs"]
+
+
 @pytest.mark.parametrize(
     ("parameters", "named"),
     [
+        ("behavior_logprobs, logprobs, action_mask, advantages", "'behavior_logprobs' is not known"),
         ("old_log_prob, log_prob, returns, response_mask", "returns"),
         ("advantages, logprobs, x, action_mask", "'x' is not known"),
         ("logprobs, log_probs, mask, advantages", "both logprobs"),

@@ -124,7 +124,7 @@ _NAMES = {
     "advantages": r"advs?|advantages?",
     "ref_logprobs": rf"(ref|reference)_((policy|per_token|token|action)_)*{_LOGPROBS}|{_LOGPROBS}_ref|ref",
 }
-_ENGINES = rf"(rollout|inference|infer|sampling|sampler|vllm|behaviou?r|mu)_((per_token|policy)_)*{_LOGPROBS}"
+_ENGINES = rf"(rollout|inference|infer|sampling|sampler|vllm)_((per_token|policy)_)*{_LOGPROBS}"
 
 
 def in_our_terms(name: str, loss: Callable[..., Any], args: Mapping[str, Any]) -> PolicyLossFn:

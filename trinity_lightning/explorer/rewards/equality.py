@@ -11,6 +11,9 @@ For `math` and `accuracy`, where graders differ, or math-verify takes different 
 - One letter alone is a variable, large or small, unless something marks it as a choice: (A), A), "Option A". A choice
   may be followed by its text, and then either is the answer.
 - Words are the same in small and large letters, in quotes and bold type, with and without a plural s.
+- Dates, versions and ranges (2023-01-05, 1.2.3, 3-5) are compared part by part, and what has a digit right behind a
+  letter (H2O, B12) letter by letter: algebra would work them out, and take factors in any order.
+- (1, 2) is x = 1, y = 2.
 - An answer of more than 1,000 characters is compared as text.
 """
 
@@ -36,7 +39,7 @@ def same_answer(given: str, expected: str) -> bool:
         return True
     if not given or not expected:
         return False
-    for decide in (_same_number, _same_choice, _same_relation, _same_based, _same_list, _same_quantity):
+    for decide in (_same_number, _same_choice, _same_relation, _same_based, _same_code, _same_list, _same_quantity):
         if (same := decide(given, expected)) is not None:
             return same
     return _same_words(given, expected) or _same_mathematics(given, expected)
@@ -58,6 +61,27 @@ def _same_based(given: str, expected: str) -> bool | None:
     if one := based or expected_based:
         plain = expected if based else given
         return plain.upper() == one[0].upper() or as_number(plain) == one[1]
+    return None
+
+
+_PARTED = re.compile(r"\d+(?:([-/.])\d+)(?:\1\d+)+")
+_RANGE = re.compile(r"\d+-\d+")
+_NAMED = re.compile(r"(?=.*[a-zA-Z]\d)(?!.*(?:sqrt|pi|sin|cos|tan|log|ln|exp))[a-zA-Z0-9]+")
+_SUBSCRIPT = re.compile(r"_\{?(\w+)\}?")
+
+
+def _same_code(given: str, expected: str) -> bool | None:
+    """Dates, versions and ranges by their parts, names with digits by their letters; subscripts are as good as none."""
+    given, expected = given.replace("–", "-"), expected.replace("–", "-")
+    if _RANGE.fullmatch(expected) or any(map(_PARTED.fullmatch, (given, expected))):
+        parts = (re.split(r"[-/.]", answer) for answer in (given, expected))
+        one, other = ([part.lstrip("0") or part[-1:] for part in its] for its in parts)
+        return one == other
+    if "_" in given and "_" in expected:  # variables
+        return None
+    names = [_SUBSCRIPT.sub(r"\1", answer) for answer in (given, expected)]
+    if any(_NAMED.fullmatch(name) and as_number(name) is None for name in names):
+        return names[0].casefold() == names[1].casefold()
     return None
 
 
@@ -140,6 +164,7 @@ def _relation(answer: str) -> tuple[str, str] | None:
 # -- quantities --------------------------------------------------------------------------------------------------------
 
 
+_ASSIGNMENT = re.compile(r"([a-zA-Z])\s*=\s*([^=]+)")
 _SEPARATOR = re.compile(r"[()\[\]{}]|;|,(?!\d{3}(?!\d))|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])")
 
 
@@ -173,8 +198,11 @@ def _same_amount(given: str, expected: str, factor: Fraction) -> bool:
 
 
 def _same_list(given: str, expected: str) -> bool | None:
-    """Lists in which something has a unit: element by element, in any order."""
+    """Lists in which something has a unit: element by element, in any order. A point and the values of variables."""
     elements, others = _elements(given), _elements(expected)
+    for one, values, other in ((given, elements, expected), (expected, others, given)):
+        if (point := _point(values)) is not None and _bracket(other) == "(" and _bracket(one) != "(":
+            return _same_mathematics(*((point, other) if one is given else (other, point)))
     if len(elements) < 2 or len(others) < 2 or all(quantity_of(element).is_plain for element in elements + others):
         return None
     for element in elements:
@@ -197,6 +225,14 @@ def _elements(answer: str) -> list[str]:
             parts.append(answer[start : separator.start()].strip())
             start = separator.end()
     return [part for part in (*parts, answer[start:].strip()) if part]
+
+
+def _point(elements: list[str]) -> str | None:
+    """(1, 2) of y = 2, x = 1; None of anything else."""
+    values = dict(match.groups() for element in elements if (match := _ASSIGNMENT.fullmatch(element)))
+    if len(values) < 2 or len(values) < len(elements):
+        return None
+    return f"({', '.join(values[name] for name in sorted(values))})"
 
 
 # -- words and mathematics ---------------------------------------------------------------------------------------------

@@ -37,6 +37,10 @@ _USUAL = [
         r"(?<![\\a-zA-Z])pi(?![a-zA-Z])": r"\\pi",
         r"(?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z])": r"\\infty",
         r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])": "^",
+        r"(?<![\\a-zA-Z])(arc(?:sin|cos|tan)|(?:sin|cos|tan)h?|cot|ln|log|exp)"
+        r"(?=\s*[({\\\d^_]|\s*[a-z](?![a-zA-Z]))": r"\\\1 ",
+        r"\\_": "_",
+        r"^all\s+real(?:\s+numbers?)?$": r"(-\\infty,\\infty)",
         r"<=": r"\\le ",
         r">=": r"\\ge ",
         r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})(?=\s*(?:$|[,;]|(?:C|F|and|or)(?![a-zA-Z])))": " degree ",

@@ -87,7 +87,9 @@ def contains_digits(response: str, task: Task) -> float:
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2}")  # and no command of LaTeX
 # What introduces the answer, what ends it, what denies it, a formula, and the exponent of a unit (m^2).
 _INTRODUCTION = re.compile(
-    r"\b(?:answer|result|solution)\b[^.,;:\n]{0,100}?(?:\b(?:is|are|equals)\b|[=:])", re.IGNORECASE
+    r"\b(?:(?:answer|result|solution)s?|(?:correct|right|best)\s+(?:option|choice))\b"
+    r"[^.,;:\n]{0,100}?(?:\b(?:is|are|equals)\b|[=:])",
+    re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"[.;!\n](?!\d)\s*\S?.*", re.DOTALL)
 _CLAUSE_END = re.compile(r"[;:(!\n].*|[.,](?!\d).*|\s+(?:because|since|as|so|which)\s.*", re.DOTALL)
@@ -97,7 +99,10 @@ _EXPONENT = re.compile(r"(?<=[a-zA-Z])\^\{?-?\d+\}?")
 # Of a longer term: a number behind an operand and an operator, or before an operator and an operand, or before x.
 _OPERATOR = r"[ \t]*(?:[-+*/^×·÷]|\\(?:times|cdot|div|pm)(?![a-zA-Z]))[ \t]*"
 _TERM_BEFORE = re.compile(rf"(?:(?<![a-zA-Z\\])[a-zA-Z]|[\d)\]}}]){_OPERATOR}$")
-_TERM_AFTER = re.compile(rf"[ \t]?[xyz](?![a-zA-Z])|{_OPERATOR}(?:[a-zA-Z](?!\s*[a-zA-Z])|[\d(\[{{\\])")
+_TERM_AFTER = re.compile(
+    rf"[ \t]?[xyz](?![a-zA-Z])|{_OPERATOR}(?:[a-zA-Z](?!\s*[a-zA-Z])|[\d(\[{{\\])"
+    r"|\s+(?:times|plus|minus|divided\s+by)\s+[$\\(]*\d"
+)
 # Around a number: what makes it another answer, what makes it one of several, a currency, and a unit or base.
 _QUALIFIER = re.compile(
     r"(?:\b((?:at\s+(?:least|most)|(?:no\s+|not\s+)?(?:more|less|fewer|greater)\s+than|over|under|above|below|up\s+to)"
@@ -111,6 +116,7 @@ _UNIT = re.compile(r"_\{?\d+\}?|\s*(?:\\?%|°|\^\{?\\circ\}?)|(?:\s*+(?:/\s*+)?[
 _PART = 2000
 _EXCERPT = 300  # characters around an introduction further up
 _EXCERPTS = 4
+_BARE = re.compile(r"\s*[^\n]{1,100}\s*")  # a response that may be nothing but an answer
 _MENTION = re.compile(r"\b(?:final )?answer\b", re.IGNORECASE)
 
 
@@ -120,12 +126,13 @@ def accuracy(response: str, task: Task) -> float:
     """1 when the response's answer is the task's, else 0; for responses whose answer need be in no box.
 
     Read is what stands in the last `<answer>...</answer>`, or else all of the response. The answer is what its last
-    boxes hold, or else all that stands between the tags, or what follows "the answer is" (or "result", "solution"), or
-    else, among words, the mathematics that math-verify finds: behind the last mentions of an answer, or else the last
-    in the response. A number is read with its unit, and "at least" or "not" before it make it another answer. A number
-    within a longer term, as in "the answer is x + 3", and one of two, as in "12 or 13", is no answer. Between tags it
-    must be the only number or formula behind "the answer is" (without such words, the only one at all), and nothing
-    denied: "not 12, but 13" is no answer. Boxes, thoughts and the task's answer as for `math`.
+    boxes hold, or else all that stands between the tags or in a response of one short line, or what follows "the
+    answer is" (or "result", "solution"), or else, among words, the mathematics that math-verify finds: behind the
+    last mentions of an answer, or else the last in the response. A number is read with its unit, and "at least" or
+    "not" before it make it another answer. A number within a longer term, as in "the answer is x + 3", and one of
+    two, as in "12 or 13", is no answer. Between tags it must be the only number or formula behind "the answer is"
+    (without such words, the only one at all), and nothing denied: "not 12, but 13" is no answer. Boxes, thoughts
+    and the task's answer as for `math`.
 
     Raises:
         ConfigError: the task has no answer, or one that is neither text nor number.
@@ -136,11 +143,10 @@ def accuracy(response: str, task: Task) -> float:
     boxed = find_boxed(text)
     if boxed is not None:
         return float(is_any(boxed, expected))
-    if tagged is not None:
-        if is_any(tagged, expected):
-            return 1.0
-        if not _WORD.search(tagged):  # mathematics throughout: a number in it is not the answer
-            return 0.0
+    if (tagged is not None or _BARE.fullmatch(text)) and is_any(text, expected):
+        return 1.0
+    if tagged is not None and not _WORD.search(tagged):  # mathematics throughout: a number in it is not the answer
+        return 0.0
     introduced = _introduced(text)
     if introduced is not None:
         if any(is_any(said, expected) for said in ([introduced] if tagged else _phrases(introduced))):
