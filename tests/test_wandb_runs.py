@@ -27,7 +27,7 @@ def resumed(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def parts(resumed: Path) -> list[WandbRun]:
-    """What W&B's two files have, the second of them of the resumed run."""
+    """The contents of W&B's two files, the second of which is the resumed run's."""
     first, second = sorted(resumed.glob("wandb/offline-run-*"), key=lambda path: path.stat().st_mtime)
     return [read_wandb_run(first), read_wandb_run(second)]
 

@@ -144,7 +144,7 @@ class Run:
             logger.warning("report.html was not written: %s", error, exc_info=unforeseen)
 
     def _say_why_it_stopped(self) -> None:
-        """Of a run that a callback ended before its last step: which one, and why, as far as the callback says."""
+        """The callback that ended a run before its last step, and its reason as far as it gives one."""
         done, steps = self.trainer.current_epoch, self.config.steps
         if done < steps and self.trainer.is_global_zero:
             reasons = [getattr(each, "stopping_reason_message", None) for each in vars(self.trainer)["callbacks"]]
@@ -153,7 +153,7 @@ class Run:
 
 
 def _not_saved(failed: Mapping[str, Exception], folder: Path) -> ModelNotSavedError:
-    """What could not be written and why, where the weights are, and how to write the model from them."""
+    """A sentence: what could not be written and why, where the weights are, how to write the model from them."""
     reasons = " ".join(
         str(error) if isinstance(error, TrinityError) else f"The {what} could not be written: {_named(error)}."
         for what, error in failed.items()

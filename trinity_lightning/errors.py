@@ -51,7 +51,7 @@ class ReadOnlyError(TrinityError, FrozenInstanceError):
 
 
 class DiskFullError(TrinityError, OSError):
-    """What `filename` names could not be written: no room, or the file would be larger than is allowed."""
+    """The file `filename` could not be written: no room, or it would be larger than is allowed."""
 
     def __str__(self) -> str:
         first = "raise the limit of a file's size (ulimit -f)" if self.errno == errno.EFBIG else "make room there"

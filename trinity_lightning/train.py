@@ -117,7 +117,7 @@ def check_models(run: TrainConfig) -> None:
 
 
 def _follows() -> bool:
-    """Whether this process is one of a run on several devices, and not its first."""
+    """True if this process is one of a run on several devices, and not its first."""
     from trinity_lightning.trainer.ddp import follows
 
     return follows()

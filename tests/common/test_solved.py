@@ -1,4 +1,4 @@
-"""Which rollouts are solved: by named components of the reward, never by a sum of them that happens to reach 1."""
+"""Rollouts are solved by named components of the reward, never by a sum of them that happens to reach 1."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What of a response counts: the answer behind its thoughts, of every model of the field."""
+"""The answer behind a response's thoughts is what counts, for every model of the field."""
 
 import pickle
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is printed where nobody reads it."""
+"""Printing where nobody reads it."""
 
 import io
 import os

@@ -48,7 +48,7 @@ def tokenizer_of(template: str, eos: str = "<|end|>", **settings: Any) -> Any:
 
 
 def trained(tokenizer: Any, generation_config: Any = None, **entry: Any) -> tuple[list[str], set[str]]:
-    """What is trained, turn by turn or in one piece, and what is warned of."""
+    """The trained text, turn by turn or in one piece, and the warnings."""
     habits: set[str] = set()
     example = Example(tokenizer, entry, generation_config=generation_config, report=habits.add)
     made: Any = example.response()

@@ -483,7 +483,7 @@ def test_the_last_attempt_ends_within_the_default_time_out() -> None:
 
 @pytest.mark.parametrize("min_num", [None, 1, 2])
 def test_a_task_that_needed_all_attempts_is_there_at_the_default_time_out(min_num: int | None) -> None:
-    """Of runs that go on after they were cancelled, each attempt takes its limit, and the grace for its end."""
+    """Each attempt of a run that goes on after it was cancelled takes its limit, and the grace for its end."""
 
     async def body(scheduler: Scheduler) -> None:
         tries = Counter[int]()

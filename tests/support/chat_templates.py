@@ -115,7 +115,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 
 @dataclass
 class Trained:
-    """What is made of a conversation.
+    """The tokens that are made of a conversation.
 
     Attributes:
         tokens, mask: of SFT on `messages`.
@@ -141,7 +141,7 @@ class Trained:
 
 
 def trained(tokenizer: Any, generation_config: Any, messages: list[dict[str, Any]]) -> Trained:
-    """What SFT, preference pairs and expert data train of a conversation; ConfigError: it is refused."""
+    """The tokens of a conversation that SFT, preference pairs and expert data train; ConfigError: it is refused."""
     habits: set[str] = set()
     tools = {"tools": [TOOL]} if any("tool_calls" in message for message in messages) else {}
 

@@ -213,7 +213,7 @@ class EnginePromises:
     def test_the_policys_own_markers_are_in_the_text_unless_they_are_left_out(
         self, engine: Engine, driver: Driver
     ) -> None:
-        """Of a random policy that draws each of 100 tokens; <|im_start|> is a special token, and ends nothing."""
+        """A random policy draws each of 100 tokens; <|im_start|> is a special token, and ends nothing."""
         samples = driver.run(engine.generate(PROMPT, n=8, seed=0, max_tokens=120))
         bare = driver.run(engine.generate(PROMPT, n=8, seed=0, max_tokens=120, skip_special_tokens=True))
         assert any("<|im_start|>" in completion.text for completion in samples)

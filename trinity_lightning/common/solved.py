@@ -1,4 +1,4 @@
-"""Which rollouts have solved their task: by components of the reward, and what each of them has to reach."""
+"""Rollouts that have solved their task: by components of the reward, and the value that each has to reach."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ RIGHT = 1.0
 
 @dataclass(frozen=True)
 class Criterion:
-    """What makes a rollout solved: every one of these metrics, WHOLE being the reward, is at least at its threshold.
+    """A criterion: a rollout is solved if each of these metrics (WHOLE is the reward) reaches its threshold.
 
     Attributes:
         thresholds: least value by metric.
@@ -36,7 +36,7 @@ class Criterion:
         return valid if len(valid) == len(values) else None
 
     def solved(self, run: Run) -> bool | None:
-        """Whether the run has solved its task; None if that is unknown."""
+        """True if the run has solved its task; None if that is unknown."""
         values = self.values(run)
         return None if values is None else all(values[name] >= least for name, least in self.thresholds.items())
 

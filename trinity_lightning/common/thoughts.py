@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Markers(NamedTuple):
-    """What opens thoughts and what closes them."""
+    """A pair of texts that opens and closes thoughts."""
 
     opening: str
     closing: str
@@ -139,5 +139,5 @@ def markers_of(tokenizer: Any) -> tuple[Markers, ...]:
 
 
 def opens_thoughts(prompt: str, markers: Sequence[Markers]) -> bool:
-    """Whether a prompt ends with an opening marker, as many chat templates have it end; space may follow it."""
+    """True if a prompt ends with an opening marker, as many chat templates have it end; space may follow it."""
     return prompt.rstrip().endswith(tuple(opening for opening, _ in markers))

@@ -136,7 +136,7 @@ def _no_choice(frames: Sequence[FrameType]) -> Override | None:
 
 
 def _explain_defaults(file: str, problem: str) -> str | None:
-    """What to write if Hydra cannot read the `defaults` of a file, or the file; None if it is another problem."""
+    """A sentence that says what to write if Hydra cannot read a file or its `defaults`; None for another problem."""
     if problem.startswith("Invalid loaded object type"):
         return f"{file} holds no keys: give KEY: VALUE, one a line."
     if "defaults" in problem or "default item" in problem:

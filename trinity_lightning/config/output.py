@@ -1,4 +1,4 @@
-"""What a command prints, and what follows if nobody reads it."""
+"""Standard output that nobody reads: a command that only shows something ends, and a run goes on."""
 
 import io
 import os
@@ -15,7 +15,7 @@ _FOLDERS = ("-cd", "-cn", "-cp")  # of Hydra, too, and of runs
 
 
 def only_shows(arguments: Iterable[str]) -> bool:
-    """Whether a command with these arguments only shows something, such as its help or its configuration."""
+    """True if a command with these arguments only shows something, such as its help or its configuration."""
     return any(_SHOWS.fullmatch(each) and each not in _FOLDERS for each in arguments)
 
 

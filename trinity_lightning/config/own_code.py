@@ -14,12 +14,12 @@ _PLACE = "raised_at"  # an attribute of an error that comes from another process
 
 
 def of_a_library(file: str) -> bool:
-    """Whether a file of code is Python's, this package's, or that of something installed."""
+    """True if a file of code is Python's, this package's, or that of something installed."""
     return file.startswith("<frozen") or any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
 
 
 def _is_own(frame: traceback.FrameSummary) -> bool:
-    """Whether it is a line of the user's; code made at run time (the constructor of a dataclass, say) has no line."""
+    """True if it is a line of the user's; code made at run time (the constructor of a dataclass, say) has no line."""
     return frame.filename != "<string>" and not of_a_library(frame.filename)
 
 

@@ -141,7 +141,7 @@ ENGINE_ARGS = "engine.args"
 
 
 def engine_arguments(kind: type[Any], model: str, config: EngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an engine's constructor is given by name (the model's name and the section), and its own arguments.
+    """Arguments of an engine's constructor: the model's name and the section by name, and its own.
 
     It has some if the user's constructor takes more than these two, which stand first or are called `model` and
     `config`.

@@ -245,7 +245,7 @@ class ExplorerConfig(Section, key="explorer"):
 
     @property
     def samples_older_weights(self) -> bool:
-        """Whether a step may be trained on rollouts of weights before the present ones."""
+        """True if a step may be trained on rollouts of weights before the present ones."""
         return self.sync_interval > 1 or self.sync_offset > 0
 
 
@@ -337,13 +337,13 @@ class BufferConfig(Section, key="buffer"):
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether this run's rollouts fill the buffer; otherwise it is read as another run left it."""
+        """True if this run's rollouts fill the buffer; otherwise it is read as another run left it."""
         return self.storage == "memory"
 
 
 @dataclass
 class SweepConfig(Section, key="sweep"):
-    """What the jobs of a sweep (`--multirun`) are compared by.
+    """The metric by which the jobs of a sweep (`--multirun`) are compared.
 
     Attributes:
         metric: the metric whose last value a sweeper such as Optuna optimises, by its name in metrics.csv. Null: the

@@ -177,7 +177,7 @@ def _handed_on(make: Any, given: Sequence[str]) -> list[str]:
 
 
 def has_method(kind: type[Any], name: str) -> bool:
-    """Whether instances of a class have a method; the class itself can always be called."""
+    """True if instances of a class have a method; the class itself can always be called."""
     return any(name in vars(each) for each in kind.__mro__)
 
 

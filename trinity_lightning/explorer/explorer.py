@@ -52,7 +52,7 @@ class Watcher(Protocol):
         """What was measured of the step under way so far."""
 
     def show_evaluation(self, metrics: Mapping[str, float], step: int, solved: Mapping[str, str]) -> None:
-        """What an evaluation of a step's weights has measured; by taskset, what its pass@k counts."""
+        """Metrics of an evaluation of a step's weights, and the criterion of pass@k by taskset."""
 
 
 class _Nobody(Watcher):
@@ -63,7 +63,7 @@ NOBODY = _Nobody()
 
 
 def _compares(reward: Reward) -> bool:
-    """Whether a reward function compares with the task's answer."""
+    """True if a reward function compares with the task's answer."""
     return getattr(reward.function, "reads_answer", False)
 
 
@@ -422,11 +422,11 @@ class Explorer:
 
     @property
     def evaluates(self) -> bool:
-        """Whether evaluations are due between steps; `eval` itself may be called in any case."""
+        """True if evaluations are due between steps; `eval` itself may be called in any case."""
         return bool(self._evals) and self.config.eval_interval != 0
 
     def need_eval(self, step: int | None = None, steps: int | None = None) -> bool:
-        """Whether an evaluation is due after that many steps; None: after those done.
+        """True if an evaluation is due after that many steps; None: after those done.
 
         Args:
             steps: of the whole run, whose last is evaluated, and of which eval_interval=null is a tenth; None: unknown.
@@ -504,7 +504,7 @@ class Explorer:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def need_sync(self) -> bool:
-        """Whether a sync is due: step > offset and (step - offset) % interval == 0."""
+        """True if a sync is due: step > offset and (step - offset) % interval == 0."""
         done = self.step - self.config.sync_offset
         return done > 0 and done % self.config.sync_interval == 0
 

@@ -53,7 +53,7 @@ def log_row(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int, 
 
 
 def belongs(cells: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Whether these metrics are part of the last row.
+    """True if these metrics are part of the last row.
 
     Metrics of the same `explore_step` are, and if either side carries none, metrics of the same trainer step. An
     explore step with several optimizer steps has a row for each: a later trainer step begins the next row rather than

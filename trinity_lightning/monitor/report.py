@@ -391,7 +391,7 @@ def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> Figure | Non
 
 
 def _solved(run: RunRecord, names: Iterable[str]) -> str:
-    """What counts as solved in the tasksets of these metrics, `eval/<taskset>/pass@<k>`."""
+    """The criterion of solved tasks in the tasksets of these metrics, `eval/<taskset>/pass@<k>`."""
     try:
         config = yaml.safe_load(run.config)
     except yaml.YAMLError:

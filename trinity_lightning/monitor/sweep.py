@@ -55,7 +55,7 @@ class Job:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has written to the folder."""
+    """True if a run has written to the folder."""
     return any((folder / file).is_file() for file in _RUN_FILES)
 
 
@@ -143,7 +143,7 @@ def _scores(job: Job, metric: str | None) -> Score | None:
 
 
 def _metric(jobs: Sequence[Job]) -> str | None:
-    """What the runs are compared by: their sweep.metric, or the first of what is usual that one of them has."""
+    """The metric by which runs are compared: their sweep.metric, or the first usual one that one of them has."""
     names = list(dict.fromkeys(name for job in jobs for name in job.record.names()))
     for job in jobs:
         sweep = job.config.get("sweep")

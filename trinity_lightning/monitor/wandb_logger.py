@@ -40,7 +40,7 @@ class RunLogger(WandbLogger):
 
     @property
     def id(self) -> str:
-        """That of the run of W&B."""
+        """The id of the run of W&B."""
         return str(self._id)
 
     def adopt(self, id: str) -> None:

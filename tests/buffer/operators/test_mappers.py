@@ -50,7 +50,7 @@ def test_overlong_penalty_equals_the_formula(longest, data):
 
 
 def test_what_the_environment_wrote_is_no_length_of_the_response():
-    """Of 12 tokens of three turns the policy wrote 7: at 8 the penalty would begin."""
+    """The policy wrote 7 of the 12 tokens of three turns: at 8 the penalty would begin."""
     mask = [1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1]
     exps = [Experience(tokens=list(range(15)), prompt_length=3, action_mask=mask, reward=1.0) for _ in range(2)]
     exps[1].truncate_status = "response_truncated"

@@ -1,4 +1,4 @@
-"""What a policy loss takes: the tensors of the trainer by their names, and the arguments of the configuration."""
+"""Arguments of a policy loss: the trainer's tensors by their names, and those of the configuration."""
 
 import functools
 import inspect
@@ -161,7 +161,7 @@ def in_our_terms(name: str, loss: Callable[..., Any], args: Mapping[str, Any]) -
 
 
 def _meaning(parameter: inspect.Parameter) -> str | None:
-    """What a parameter is here, by its name; None for a knob: of another name, or with a value by default."""
+    """The tensor that a parameter's name means here; None for a knob, which has another name or a default."""
     if parameter.name in (*TENSORS, *TOTALS, *EXTRAS):
         return parameter.name
     if _is_knob(parameter) or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -225,7 +225,7 @@ def _by_name(
 
 
 def instance_of(name: str, kind: type[Any], args: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """What an instance of a class does when it is called, and those of the arguments that the call takes.
+    """The method that is run when an instance of a class is called, and the arguments that the call takes.
 
     Raises:
         ConfigError: it cannot be called, or its constructor refuses its arguments.

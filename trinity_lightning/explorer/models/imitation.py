@@ -168,7 +168,7 @@ class Imitation:
         return Turn(whole[:begin], *self._ended(whole[begin:]), bare=len(context) - begin)
 
     def _written(self, asked: str, message: Mapping[str, Any]) -> str | None:
-        """What the assistant writes behind a prompt; None if its thoughts do not fit those that the prompt begins."""
+        """The text that the assistant writes behind a prompt; None if its thoughts do not fit the prompt's."""
         content, opened = text_of(message.get("content")), self._opened(asked)
         reasoning = next((str(message[name]) for name in REASONING if message.get(name)), None)
         if reasoning is not None:
@@ -186,7 +186,7 @@ class Imitation:
         return next((pair for pair in markers_of(self._tokenizer) if asked.rstrip().endswith(pair.opening)), None)
 
     def _begun(self, asked: str) -> str:
-        """What a prompt has of the turn already: the opening marker of its thoughts."""
+        """The part of the turn that a prompt has already: the opening marker of its thoughts."""
         opened = self._opened(asked)
         return opened.opening if opened else ""
 
@@ -339,7 +339,7 @@ class Imitation:
 
 
 def _remainder(shown: str, asked: str) -> str | None:
-    """What a rendering has behind a prompt, whose last whitespace may be another; None if it begins otherwise."""
+    """The text of a rendering behind a prompt, whose last whitespace may be another; None if it begins otherwise."""
     if shown.startswith(asked):
         return shown[len(asked) :]
     end = asked.rstrip()

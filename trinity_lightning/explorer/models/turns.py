@@ -34,7 +34,7 @@ def _beginning(tokenizer: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """What ends a turn of the model.
+    """The tokens that end a turn of the model.
 
     Attributes:
         tokens: all end tokens: the tokenizer's, those of generation_config.json, and the chat template's own.
@@ -108,7 +108,7 @@ def _turn_end(tokenizer: Any, template: str | None, eos: int | None, listed: fro
 
 
 def _behind_answer(tokenizer: Any, following: dict[str, Any] | None) -> tuple[int, ...]:
-    """What the chat template writes behind an answer, with the next message if there is one; () if it refuses it."""
+    """Tokens that the template writes behind an answer, with the next message if there is one; () if it refuses it."""
     messages = [QUESTION, {"role": "assistant", "content": PLACEHOLDER}, *([following] if following else [])]
     text = _tried(tokenizer, [_taken(tokenizer, message) for message in messages])
     _, answer, behind = text.rpartition(PLACEHOLDER)

@@ -218,7 +218,7 @@ def math_boxed_or_last(response: str, task: Task) -> float:
 
 
 def is_any(given: str, expected: Iterable[str]) -> bool:
-    """Whether an answer is equal to any of the accepted ones."""
+    """True if an answer is equal to any of the accepted ones."""
     return any(same_answer(given, answer) for answer in expected)
 
 

@@ -1,4 +1,4 @@
-r"""Whether two answers are equal: numbers by value, words as words, all else by math-verify.
+r"""True if two answers are equal: numbers by value, words as words, all else by math-verify.
 
 For `math` and `accuracy`, where graders differ, or math-verify takes different answers for the same:
 
@@ -28,7 +28,7 @@ from trinity_lightning.explorer.rewards.units import PERCENT, ratio
 
 
 def same_answer(given: str, expected: str) -> bool:
-    """Whether two answers are equal; the rules are at the top of this file."""
+    """True if two answers are equal; the rules are at the top of this file."""
     given, expected = bare(given), bare(expected)
     if (same := _same_number(given, expected)) is not None:
         return same
@@ -188,7 +188,7 @@ def _same_quantity(given: str, expected: str) -> bool | None:
 
 
 def _same_amount(given: str, expected: str, factor: Fraction) -> bool:
-    """Whether so many times one amount is the other."""
+    """True if so many times one amount is the other."""
     if factor == 1:
         return same_answer(given, expected)
     number, expected_number = as_number(given.strip()), as_number(expected.strip())

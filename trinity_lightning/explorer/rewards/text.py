@@ -161,7 +161,7 @@ def accuracy(response: str, task: Task) -> float:
 
 
 def _introduced(text: str) -> str | None:
-    """What follows the last "the answer is", or else "the result is" or the like; None if there is no such."""
+    """The text behind the last "the answer is", or else "the result is" or the like; None without any."""
     introductions = list(_INTRODUCTION.finditer(text))
     answers = [match for match in introductions if match.group()[0] in "aA"]
     last = next(reversed(answers or introductions), None)
@@ -176,7 +176,7 @@ def _phrases(introduced: str) -> list[str]:
 
 
 def _hedges(text: str, found: str) -> bool:
-    """Whether a text denies something, or has other numbers or formulas than what was found in it."""
+    """True if a text denies something, or has other numbers or formulas than what was found in it."""
     others = set(find_numbers(_EXPONENT.sub("", text))).difference(find_numbers(found))
     formulas = {IDLE_SPACE.sub("", formula) for formula in _FORMULA.findall(text)}
     return bool(_DENIAL.search(text) or others or len(formulas) > 1)
@@ -223,7 +223,7 @@ def _unit_of(after: str) -> str:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """What math-verify is to read, one after the other until it finds something: never too much at once.
+    """Parts of a text for math-verify to read, one after the other until it finds something: never too much at once.
 
     First the end, with excerpts from where the answer is spoken of before; then what stands before, from its end.
     """

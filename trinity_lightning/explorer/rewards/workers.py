@@ -200,7 +200,7 @@ def _call(name: str, path: str, args: bytes | None, response: str, task: bytes) 
 
 @functools.cache
 def _made(path: str, args: bytes) -> Any:
-    """What a class or function is with these arguments, a pickle of them: one for all calls."""
+    """The function that a class or function gives with these arguments (a pickle of them): one for all calls."""
     return with_arguments(path, import_object(path), pickle.loads(args))  # noqa: S301 - as the task
 
 

@@ -192,7 +192,7 @@ class ToolUseArguments(EpisodeArguments):
         self.parser()
 
     def parser(self) -> Parser:
-        """What reads the calls of a response, behind its thoughts; ConfigError: nothing at that path."""
+        """The parser of the calls of a response, behind its thoughts; ConfigError: nothing at that path."""
         if self.tool_parser == "hermes":
             return parse_tool_calls
         try:
