@@ -149,7 +149,7 @@ def check_arguments(
     named = [each for each in parameters if each.kind in NAMED and each.name not in given]
     known = [each.name for each in named]
     if _takes_any(parameters):
-        known = [*known, *_handed_on(make, given)] if known or _is_of_the_library(make) else [*args]
+        known = [*dict.fromkeys([*known, *_handed_on(make, given)])] if known or _is_of_the_library(make) else [*args]
     for name in args:
         if name not in known:
             raise ArgumentError(f"{key}.{name}: {unknown_name(f'argument of {what}', name, known)}")

@@ -78,7 +78,17 @@ class OfGRPO(GRPOAddStrategy):
         return rewards * self.power, {}
 
 
-NATURAL = [Plain, Super, Keyword, Reference, WithWriter, Data, Frozen, OfGRPO]
+class OfAnEarlierVersion(Scaled):
+    def __init__(self, output, power=1.0):
+        super().__init__(output)
+        self.power = power
+
+    @classmethod
+    def default_args(cls):
+        return {"power": 1.0}
+
+
+NATURAL = [Plain, Super, Keyword, Reference, WithWriter, Data, Frozen, OfGRPO, OfAnEarlierVersion]
 
 
 @pytest.mark.parametrize("cls", NATURAL)

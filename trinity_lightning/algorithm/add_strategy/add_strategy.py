@@ -427,8 +427,22 @@ def check_strategy(name: str, args: Mapping[str, Any], key: str = "args") -> typ
         raise TypeError(f"'{name}' is no AddStrategy class, but {strategy!r}.")
     if not isinstance(args, Mapping):
         raise ConfigError(f"the arguments of add strategy '{name}' must be {{name: value}}, not {args!r}.")
-    check_arguments(_title(name), strategy, args, key, GIVEN)
+    check_arguments(_title(name), strategy, args, key, [_writer_parameter(strategy, args)])
     return strategy
+
+
+def _writer_parameter(strategy: type[AddStrategy], args: Mapping[str, Any]) -> str:
+    """The name of the parameter for the writer, `writer`.
+
+    Classes that define `default_args`, as all had to in earlier versions, may have another name for their first one.
+    """
+    parameters = inspect.signature(strategy).parameters
+    first = next(iter(parameters.values()), None)
+    if first is None or GIVEN[0] in parameters or first.kind is not first.POSITIONAL_OR_KEYWORD:
+        return GIVEN[0]
+    is_argument = first.default is not first.empty or first.name in (*args, *strategy.default_args())
+    defines = any("default_args" in vars(each) for each in strategy.__mro__ if each is not AddStrategy)
+    return first.name if defines and not is_argument else GIVEN[0]
 
 
 def _title(name: Any) -> str:
@@ -437,7 +451,7 @@ def _title(name: Any) -> str:
 
 def _create(name: str, args: Mapping[str, Any], writer: BufferWriter) -> AddStrategy:
     strategy = check_strategy(name, args)
-    return made_at_start(_title(name), strategy, args, given={"writer": writer})
+    return made_at_start(_title(name), strategy, args, given={_writer_parameter(strategy, args): writer})
 
 
 def __getattr__(name: str) -> Any:

@@ -200,9 +200,10 @@ def _same_amount(given: str, expected: str, factor: Fraction) -> bool:
 def _same_list(given: str, expected: str) -> bool | None:
     """Lists in which something has a unit: element by element, in any order. A point and the values of variables."""
     elements, others = _elements(given), _elements(expected)
-    for one, values, other in ((given, elements, expected), (expected, others, given)):
-        if (point := _point(values)) is not None and _bracket(other) == "(" and _bracket(one) != "(":
-            return _same_mathematics(*((point, other) if one is given else (other, point)))
+    if _bracket(expected) == "(" and (point := _point(elements)) is not None:
+        return _same_mathematics(point, expected)
+    if _bracket(given) == "(" and (point := _point(others)) is not None:
+        return _same_mathematics(given, point)
     if len(elements) < 2 or len(others) < 2 or all(quantity_of(element).is_plain for element in elements + others):
         return None
     for element in elements:
@@ -229,7 +230,7 @@ def _elements(answer: str) -> list[str]:
 
 def _point(elements: list[str]) -> str | None:
     """(1, 2) of y = 2, x = 1; None of anything else."""
-    values = dict(match.groups() for element in elements if (match := _ASSIGNMENT.fullmatch(element)))
+    values = {match[1]: match[2] for element in elements if (match := _ASSIGNMENT.fullmatch(element))}
     if len(values) < 2 or len(values) < len(elements):
         return None
     return f"({', '.join(values[name] for name in sorted(values))})"

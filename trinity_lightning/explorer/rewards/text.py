@@ -116,7 +116,7 @@ _UNIT = re.compile(r"_\{?\d+\}?|\s*(?:\\?%|°|\^\{?\\circ\}?)|(?:\s*+(?:/\s*+)?[
 _PART = 2000
 _EXCERPT = 300  # characters around an introduction further up
 _EXCERPTS = 4
-_BARE = re.compile(r"\s*[^\n]{1,100}\s*")  # a response that may be nothing but an answer
+_LONGEST_LINE = 100  # characters of a response that may be nothing but an answer
 _MENTION = re.compile(r"\b(?:final )?answer\b", re.IGNORECASE)
 
 
@@ -143,7 +143,8 @@ def accuracy(response: str, task: Task) -> float:
     boxed = find_boxed(text)
     if boxed is not None:
         return float(is_any(boxed, expected))
-    if (tagged is not None or _BARE.fullmatch(text)) and is_any(text, expected):
+    is_line = len(line := text.strip()) <= _LONGEST_LINE and "\n" not in line
+    if (tagged is not None or is_line) and is_any(text, expected):
         return 1.0
     if tagged is not None and not _WORD.search(tagged):  # mathematics throughout: a number in it is not the answer
         return 0.0
