@@ -175,6 +175,14 @@ def test_broken_text_of_a_conversation_is_refused(text: str, message: str) -> No
         read_messages("prompt", text)
 
 
+@pytest.mark.parametrize("made", [Example.response, Example.pair])
+def test_a_prompt_of_examples_that_ends_with_the_assistant_is_refused(tokenizer: Any, made: Any) -> None:
+    prompt, answer = [ASK, TELL], [TELL]
+    entry = {"prompt": prompt, "completion": answer, "chosen": answer, "rejected": [TELL | {"content": "Owl."}]}
+    with pytest.raises(ConfigError, match="ends with a turn of the assistant"):
+        made(Example(tokenizer, entry))
+
+
 @pytest.mark.parametrize("column", ["prompt", "messages"])
 def test_a_task_that_ends_with_the_assistant_is_refused_by_its_row(column: str, tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"

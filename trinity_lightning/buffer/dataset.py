@@ -19,6 +19,7 @@ import torch
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.messages import (
+    check_asks,
     check_media,
     check_roles,
     read_messages,
@@ -184,6 +185,8 @@ class Example:
             if common_length(alone, both) < len(alone):
                 self._report(JOINED_WORDS)
         elif isinstance(prompt, list) and isinstance(response, list):
+            if response and response[0].get("role") == "assistant":
+                check_asks("prompt", prompt)
             alone, both = self._imitation.completion(prompt, response)
         else:
             raise ConfigError(

@@ -147,7 +147,7 @@ def _conversation_in(column: str, text: str) -> Any:
         if _JSON_MESSAGES.match(text):
             raise ConfigError(f"{column} is a conversation that is no JSON: {error}.") from error
         return text
-    is_conversation = value and all(isinstance(each, Mapping) and each.keys() & {"role", "from"} for each in value)
+    is_conversation = value and all(isinstance(turn, Mapping) and turn.keys() & {"role", "from"} for turn in value)
     return value if is_conversation else text
 
 

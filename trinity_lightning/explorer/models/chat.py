@@ -123,8 +123,8 @@ def _check_shown(tokenizer: Any, template: str, messages: Messages) -> None:
 
 @lru_cache(maxsize=64)
 def _shown_places(tokenizer: Any, template: str, role: str) -> tuple[bool | None, ...]:
-    """Whether the chat template shows a message of that role behind an answer, behind a call, behind the user, and
-    first; None where it refuses it."""
+    """True where the chat template shows a message of that role, None where it refuses it: behind an answer, behind a
+    call, behind the user, and first."""
     message = {"role": role, "name": "tool", "tool_call_id": _CALL_ID, "content": PLACEHOLDER}
     answer = {"role": "assistant", "content": "."}
     calling = {"role": "assistant", "content": "", "tool_calls": [_call_for(message)]}
@@ -172,8 +172,9 @@ def continued(
             raise ConfigError("the chat template shows a call of a tool otherwise once there is its result.")
         closing = () if so_far[-1] in end.tokens else end.closing_calls
         return [*so_far, *closing, *tokenizer.encode(whole.removeprefix(opening), add_special_tokens=False)]
-    _, found, tail = shown({"role": "assistant", "content": PLACEHOLDER}, messages, True).rpartition(PLACEHOLDER)
-    if not found:
+    answer = {"role": "assistant", "content": PLACEHOLDER}
+    _, placeholder, tail = shown(answer, messages, True).rpartition(PLACEHOLDER)
+    if not placeholder:
         raise ConfigError("the chat template drops earlier responses: it cannot carry a conversation of several turns.")
     added = tokenizer.encode(tail, add_special_tokens=False)
     return [*so_far, *added[end.written(so_far[-1], added) :]]

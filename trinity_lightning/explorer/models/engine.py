@@ -118,7 +118,7 @@ class Engine(ABC):
         completions = await self._completions(token_ids, n, chosen)
         tokenizer = self.tokenizer
         markers = markers_of(tokenizer) if self.thoughts is None else (self.thoughts,)
-        return [replace(each, text=written_text(tokenizer, each, chosen, markers)) for each in completions]
+        return [replace(one, text=written_text(tokenizer, one, chosen, markers)) for one in completions]
 
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any

@@ -145,9 +145,10 @@ class Imitation:
         asked, shown = self._text(messages[:place], add_generation_prompt=True), self._text(messages[: place + 1])
         context, whole = self._encode(asked), self._encode(shown)
         behind = _remainder(shown, asked)
-        response = None if behind is None else self._encode(behind)
         if whole[: len(context)] == context:
             response = whole[len(context) :]
+        else:
+            response = None if behind is None else self._encode(behind)
         lacks = lacking(message, self._begun(asked) + (shown if behind is None else behind))
         if response is not None and not lacks and not self._opens_twice(asked, behind):
             return Turn(context, *self._ended(response))
