@@ -118,3 +118,13 @@ def test_a_turn_ends_once_whichever_token_ended_it(template, written, behind):
     whole = render_chat(tokenizer, [{"role": "user", "content": "more"}], so_far=so_far, generation_config=other)
     assert whole[: len(so_far)] == so_far
     assert tokenizer.decode(whole[len(so_far) :]) == behind
+
+
+@pytest.mark.parametrize("end", ["<|user|>", "<|tool|>", "<eos>", ""])
+def test_the_next_turn_has_its_marker_whichever_token_ended_the_last(end):
+    tokenizer = byte_tokenizer(MARKED, ROLES, "<eos>")
+    listed = GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids(["<eos>", "<|user|>", "<|tool|>"]))
+    so_far = [*render_chat(tokenizer, [QUESTION]), *tokenizer.encode(f"yo{end}", add_special_tokens=False)]
+    whole = render_chat(tokenizer, [{"role": "user", "content": "more"}], so_far=so_far, generation_config=listed)
+    assert whole[: len(so_far)] == so_far
+    assert tokenizer.decode(whole[len(so_far) :]) == "<|user|>more<|assistant|>".removeprefix(end)

@@ -60,7 +60,8 @@ class TurnEnd:
             last: the turn's last token. Of a turn that was cut off it is no end token: the template closes it.
             behind: what the template writes behind the turn and before the model's next one.
         """
-        if last in self.tokens:
+        # The marker of the next turn stays, unless it is what ended this one: it says whose turn it is.
+        if last in self.tokens and self.markers.isdisjoint(self.closing):
             if tuple(behind[: len(self.closing)]) == self.closing:
                 return len(self.closing)
             if behind and behind[0] == self.earlier:
