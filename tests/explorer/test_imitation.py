@@ -102,6 +102,12 @@ def test_every_turn_ends_with_an_end_token(template, eos, turns, habits):
     assert pair.tokens.tolist() == render_chat(tokenizer, TWO[:1])
 
 
+@pytest.mark.parametrize("entry", [{"messages": TWO[1:]}, {"prompt": [], "completion": TWO[1:2]}])
+def test_a_turn_that_follows_nothing_is_refused(entry):
+    with pytest.raises(ConfigError, match="follows no message"):
+        Example(tokenizer_of(CHAT + ASKED), entry).response()
+
+
 def test_turns_are_rendered_as_rollouts_of_several_turns_have_them():
     tokenizer = tokenizer_of(PLAIN, "<eos>")
     so_far = [*render_chat(tokenizer, TWO[:1]), *tokenizer.encode("Rose.<eos>")]

@@ -330,7 +330,9 @@ class Imitation:
         return self._encode(self._text(messages))
 
     def _text(self, messages: Messages, **settings: Any) -> str:
-        """The conversation as the chat template shows it; empty without a message."""
+        """The conversation as the chat template shows it. ConfigError: it refuses it, or there is no message."""
+        if not messages:
+            raise ConfigError("the assistant's turn follows no message: begin conversations with another role.")
         return apply_template(self._tokenizer, messages, self._tools, tokenize=False, **settings, **self._variables)
 
     def _encode(self, text: str) -> list[int]:
