@@ -137,6 +137,21 @@ def test_how_tokens_become_text_can_be_asked_for() -> None:
     assert model.calls[0].items() >= shown.items()
 
 
+@pytest.mark.parametrize("of_policy", [{"mood": "calm", "enable_thinking": True}, None])
+def test_variables_of_a_call_reach_the_chat_template_of_the_model_that_is_asked(of_policy: Any) -> None:
+    """Also those of an auxiliary model, which is given none of the policy's."""
+    rendered: list[Any] = []
+
+    class Model(FakeModel):
+        async def render(self, messages: Any, *others: Any) -> list[int]:
+            rendered.append(messages.template_variables)
+            return [1]
+
+    bound = BoundModel(Model(), run_seed=5, batch=7, task=1, run=2, template_variables=of_policy)
+    ask(bound, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert rendered == [{**(of_policy or {}), "enable_thinking": False}]
+
+
 def tiny_engine() -> Any:
     from transformers import AutoModelForCausalLM
 

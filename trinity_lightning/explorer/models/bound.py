@@ -106,7 +106,8 @@ class BoundModel:
         if self._recorded is None:
             from trinity_lightning.explorer.models.openai_api import RecordedCalls  # few workflows ask for a client
 
-            self._recorded = RecordedCalls(self, self._model, self._next_call, self._sampling, self._run)
+            variables = self._template_variables or {}
+            self._recorded = RecordedCalls(self, self._model, self._next_call, self._sampling, self._run, variables)
         return self._recorded
 
     def get_openai_async_client(self) -> Any:

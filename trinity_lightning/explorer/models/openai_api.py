@@ -93,7 +93,7 @@ class ChatCompletions:
         messages, n = body["messages"], body.get("n") or 1
         tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
         variables = check_template_variables(TEMPLATE_VARIABLES, body.get(TEMPLATE_VARIABLES) or {})
-        prompt = await self._model.render(Conversation(messages, tools, variables), tools)
+        prompt = await self._render(Conversation(messages, tools, variables))
         settings = {name: body[name] for name, neutral in _SAMPLING.items() if body.get(name) not in (None, neutral)}
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or self._sampling.get("max_tokens")
         # As in OpenAI's API: without a limit, up to the end of the context.
@@ -103,6 +103,10 @@ class ChatCompletions:
             raise RolloutError("the engine aborted the request before its end")
         self._record(messages, tools, settings, completions)
         return self._response(body, completions, reads_tools=tools is not None)
+
+    async def _render(self, conversation: Conversation) -> list[int]:
+        """The prompt of a conversation."""
+        return await self._model.render(conversation, conversation.tools or None)
 
     def _record(self, messages: Any, tools: Any, settings: Mapping[str, Any], completions: list[Completion]) -> None:
         """A call succeeded; `RecordedCalls` keeps it."""
@@ -262,6 +266,7 @@ class RecordedCalls(ChatCompletions):
         next_call: a call's settings, completed by the run's.
         sampling: the run's settings.
         run: of the first response of a call.
+        template_variables: of the chat template, for every conversation; a call's own win.
     """
 
     def __init__(
@@ -271,8 +276,10 @@ class RecordedCalls(ChatCompletions):
         next_call: Callable[[Mapping[str, Any]], dict[str, Any]],
         sampling: Mapping[str, Any],
         run: int,
+        template_variables: Mapping[str, Any],
     ) -> None:
         super().__init__(bound, sampling)
+        self._unbound, self._template_variables = model, template_variables
         self._endpoint = model if isinstance(model, OpenAIModel) else None
         self._next_call = next_call
         self._run = run
@@ -288,6 +295,12 @@ class RecordedCalls(ChatCompletions):
             samples = path.endswith("/completions")  # embeddings, say, take no seed, and an endpoint may refuse one
             return await self._endpoint.answer(path, self._next_call(body) if samples else body)
         return await super().answer(path, body)
+
+    async def _render(self, conversation: Conversation) -> list[int]:
+        # Not by the view of the run, which gives an auxiliary model no variables: these are for the model that is asked.
+        variables = {**self._template_variables, **conversation.template_variables}
+        tools = conversation.tools or None
+        return await self._unbound.render(Conversation(conversation, tools, variables), tools)
 
     def set_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
         unrewarded = [experience for experience in self._kept if experience.reward is None]
