@@ -47,6 +47,7 @@ def test_components_are_functions_or_the_parts_that_they_return(metrics: list[st
         (["reward/mine/right", "reward/other/right"], {"right": 1.0}, "mine/right at 1 and other/right at 1"),
         (["reward/a", "reward/b"], {"a": 1.0, "b": -2.0}, "a at 1 and b at -2"),
         (["reward/math", "turns"], {"turns": 2.0}, "turns at 2"),
+        (["reward/a", "reward/b"], {"reward": 1.5}, "reward at 1.5"),
         (["reward/math"], {"mth": 1.0}, None),
         (["reward/math", "reward/b"], {"math": 1.0, "c": 1.0}, None),
     ],
@@ -54,8 +55,8 @@ def test_components_are_functions_or_the_parts_that_they_return(metrics: list[st
 def test_the_criterion_is_named_or_the_usual_component_or_the_only_one(
     metrics: list[str], named: dict[str, float] | None, criterion: str | None
 ) -> None:
-    found = criterion_of(metrics, named)
-    assert (None if found is None else str(found)) == criterion
+    decided = criterion_of(metrics, named)
+    assert (None if decided is None else str(decided)) == criterion
 
 
 @pytest.mark.parametrize(

@@ -58,15 +58,15 @@ def criterion_of(metrics: Collection[str], reward_solved: Mapping[str, float] | 
     Args:
         metrics: names, such as `reward/math`.
         reward_solved: thresholds by component: the name of a reward function, of a part that one returns, or of another
-            metric. None: the component `math` or `accuracy`, or the only one, at 1.
+            metric; or `reward`, all together. None: the component `math` or `accuracy`, or the only one, at 1.
 
     Returns:
         None if a named component is not there, or if there are several and none of them is named.
     """
     if reward_solved:
-        found = {name: _called(name, metrics) for name in reward_solved}
-        thresholds = {metric: float(reward_solved[name]) for name, its in found.items() for metric in its}
-        return Criterion(thresholds) if all(found.values()) else None
+        called = {name: _called(name, metrics) for name in reward_solved}
+        thresholds = {metric: float(reward_solved[name]) for name, its in called.items() for metric in its}
+        return Criterion(thresholds) if all(called.values()) else None
     parts = components(metrics)
     if len(parts) <= 1:
         return Criterion({parts[0] if parts else WHOLE: RIGHT}, graded=True)
@@ -75,8 +75,8 @@ def criterion_of(metrics: Collection[str], reward_solved: Mapping[str, float] | 
 
 
 def _called(component: str, metrics: Collection[str]) -> list[str]:
-    """The metrics of that name: of a whole function, else of parts of functions, else any other."""
+    """The metrics of that name: of a whole function, else of parts of functions, else any other, or the reward."""
     parts = [name for name in metrics if name.startswith(REWARD) and name.endswith(f"/{component}")]
     if f"{REWARD}{component}" in metrics:
         return [f"{REWARD}{component}"]
-    return parts or [name for name in metrics if name == component]
+    return parts or [name for name in (*metrics, WHOLE) if name == component][:1]

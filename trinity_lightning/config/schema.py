@@ -382,9 +382,9 @@ class TrainConfig(Section):
             engine}}: a vLLM server of `model` that the run starts, or the endpoint `url`.
         reward: what a response is worth: a registered name, a dotted path, or {name: weight}; null: the workflow's own.
         reward_solved: which rollouts are solved, which pass@k counts and taskset.order=by_difficulty goes by:
-            {component: least value}, a component being a reward function, a part that one returns, or another metric,
-            and all of them have to be reached. Null: the component `math` or `accuracy`, or the only one, at 1; with
-            several others there is no pass@k.
+            {component: least value}, a component being a reward function, a part that one returns, another metric, or
+            `reward`, the sum; all of them have to be reached. Null: the component `math` or `accuracy`, or the only
+            one, at 1; with several others there is no pass@k.
         sampling: how training rollouts are drawn.
         eval_sampling: how evaluation rollouts are drawn.
         eval_workflow: how an evaluation task is tried: a registered name or a dotted path; null: as a task to train on.

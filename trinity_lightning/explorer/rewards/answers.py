@@ -179,6 +179,8 @@ def find_boxed(text: str) -> str | None:
         if not _BETWEEN.fullmatch(text, box.end, joined[0].start):
             break
         joined.insert(0, box)
+    if len(joined) == 1:
+        return joined[0].answer
     distinct: dict[Fraction | str, str] = {}
     for answer in (box.answer for box in joined):
         number = as_number(written(bare(answer)))
