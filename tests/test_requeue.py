@@ -1,17 +1,23 @@
 """One command to submit and to requeue, ckpt_path=auto; one process in a folder."""
 
 import errno
+import fcntl
 import logging
+import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
+from omegaconf import OmegaConf
 from support.runs import SMALL, Commands, only, rolled_out, rows, wait_for
 
+from trinity_lightning.build import checkpoint_of
+from trinity_lightning.config.checkpoints import settle_auto
 from trinity_lightning.config.hydra import sole_writer
+from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
 
 STEPS = ("+recipe=grpo", *SMALL, "engine=transformers", "steps=20", "callbacks.checkpoint.every_n_epochs=1")
@@ -110,33 +116,96 @@ def test_a_second_process_in_a_folder_is_refused_and_the_first_goes_on(
     goes_on_as(tmp_path / "run", whole)
 
 
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from trinity_lightning.config.hydra import sole_writer
+with sole_writer(Path(sys.argv[1])):
+    if os.fork():
+        print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+ASK = """
+import sys
+from pathlib import Path
+from trinity_lightning.config.hydra import sole_writer
+with sole_writer(Path(sys.argv[1])):
+    pass
+"""
+
+
+def refused(folder: Path) -> bool:
+    """Whether another process is refused in the folder."""
+    done = subprocess.run([sys.executable, "-c", ASK, str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 or REFUSED in done.stderr, done.stderr
+    return done.returncode != 0
+
+
 @pytest.mark.slow
-def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path: Path) -> None:
-    held = "from trinity_lightning.config.hydra import sole_writer\nfrom pathlib import Path\nimport sys, time\n"
-    held += "with sole_writer(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(600)\n"
-    holder = subprocess.Popen([sys.executable, "-c", held, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    with pytest.raises(ConfigError, match=REFUSED), sole_writer(tmp_path):
-        pass
-    holder.kill()
-    holder.communicate()
-    with sole_writer(tmp_path):
-        pass
+def test_the_lock_of_a_process_that_was_killed_is_free_though_its_fork_lives(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert refused(tmp_path)
+        holder.kill()
+        holder.wait()
+        assert not refused(tmp_path)
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)  # the fork
+        holder.communicate()
 
 
+@pytest.mark.slow
 def test_a_folder_is_free_again_at_the_end_and_after_an_error(tmp_path: Path) -> None:
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=REFUSED), sole_writer(tmp_path), sole_writer(tmp_path):
-            pass
+    with suppress(ZeroDivisionError), sole_writer(tmp_path):
+        assert refused(tmp_path)
+        raise ZeroDivisionError
+    assert not refused(tmp_path)
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(lock: FileLock, **_: bool) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(FileLock, "acquire", refuse)
+    monkeypatch.setattr(fcntl, "lockf", refuse)
     with caplog.at_level(logging.WARNING), sole_writer(tmp_path):
         assert "could not be locked" in caplog.text
+
+
+# -- what auto means in a folder ---------------------------------------------------------------------------------------
+
+
+def settled(folder: Path, leads: bool = True) -> str | None:
+    config = OmegaConf.create({"ckpt_path": "auto", "output_dir": str(folder)})
+    settle_auto(config, leads)
+    return config.ckpt_path
+
+
+def record(folder: Path) -> Path:
+    """The folder, with the records of a run that began there."""
+    for name in ("metrics.csv", "config.yaml"):
+        (folder / name).write_text("a run's\n")
+    return folder
+
+
+def test_what_ended_before_its_first_checkpoint_is_removed_by_the_process_that_leads_alone(tmp_path: Path) -> None:
+    assert settled(record(tmp_path), leads=False) is None
+    assert (tmp_path / "metrics.csv").is_file()
+    assert checkpoint_of(TrainConfig(), tmp_path, begins=False) is None  # of a rank that is quicker than the first
+    assert settled(tmp_path) is None
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_that_came_to_its_end_is_not_begun_again_though_its_checkpoints_are_gone(tmp_path: Path) -> None:
+    (record(tmp_path) / "model").mkdir()
+    assert settled(tmp_path) is None
+    assert (tmp_path / "metrics.csv").is_file()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        checkpoint_of(TrainConfig(), tmp_path)

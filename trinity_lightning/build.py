@@ -179,14 +179,15 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     quiet_libraries()
-    checkpoint = checkpoint_of(config, folder)
-    settle_dtypes(config, checkpoint)
-    typed, plan = replace(typed_config(config), trainer=config.trainer), None
-    online, follower = typed.buffer.has_rollouts, False
+    follower = False
     if trains_together(config.trainer):
         from trinity_lightning.trainer.ddp import follows
 
         follower = follows()
+    checkpoint = checkpoint_of(config, folder, begins=not follower)
+    settle_dtypes(config, checkpoint)
+    typed, plan = replace(typed_config(config), trainer=config.trainer), None
+    online = typed.buffer.has_rollouts
     if torch.cuda.is_available() and not follower:  # rank 0 alone starts engines, and plans for them
         from trinity_lightning.gpu_plan import with_memory_plan
 
@@ -217,16 +218,16 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
     return Run(typed, folder, trainer, policy, data, monitor, checkpoint, plan)
 
 
-def checkpoint_of(config: TrainConfig | DictConfig, folder: Path) -> str | None:
+def checkpoint_of(config: TrainConfig | DictConfig, folder: Path, begins: bool = True) -> str | None:
     """The checkpoint to resume from, looked into before anything is loaded; None: there is none.
 
-    Errors as `resume.checkpoint_to_resume`; or, if nothing is to be resumed, the folder holds another run.
+    Errors as `resume.checkpoint_to_resume`; or a run `begins`, and no rank joins one, in a folder that holds another.
     """
     if config.ckpt_path is not None:
         from trinity_lightning.resume import checkpoint_to_resume
 
         return checkpoint_to_resume(config, folder)
-    if (folder / "config.yaml").exists():
+    if begins and (folder / "config.yaml").exists():
         raise late.checkpoints.holds_a_run(folder)
     return None
 

@@ -135,14 +135,14 @@ def _compared(config: Any) -> dict[str, Any]:
 def settle_auto(config: DictConfig, leads: bool) -> None:
     """Replace `ckpt_path=auto` by what it means in the run's folder: `last`, or null if there is no checkpoint.
 
-    What a run left that ended before its first checkpoint is begun again. Other ranks, which do not lead, remove
-    nothing.
+    What a run left that ended before its first checkpoint is begun again, and a run that came to its end is not, though
+    its checkpoints were removed. Other ranks, which do not lead, remove nothing.
     """
     if config.ckpt_path != AUTO:
         return
     folder = Path(config.output_dir)
     config.ckpt_path = "last" if checkpoints_in(folder / "checkpoints") else None
-    if config.ckpt_path is None and leads:
+    if config.ckpt_path is None and leads and not (folder / "model").exists():
         for name in ("metrics.csv", "config.yaml"):  # the record last: without it nobody would know
             (folder / name).unlink(missing_ok=True)
 

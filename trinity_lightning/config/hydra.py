@@ -1,18 +1,19 @@
 """Hydra's side of the configuration: what is registered with it, folders of runs, and commands."""
 
+import errno
+import fcntl
 import logging
 import os
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
-from filelock import FileLock, Timeout
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -140,26 +141,24 @@ LOCK = ".lock"
 def sole_writer(folder: Path) -> Iterator[None]:
     """Hold a run's folder against other processes, on other machines too if its file system has locks.
 
-    The system lets go of the lock of a process that has died. Where there are no locks, a warning says so.
+    The system lets go of the lock of a process that has died, whatever it has forked. Where there are no locks, as on
+    Lustre that is mounted without, a warning says so.
 
     Raises:
         ConfigError: another process holds it.
     """
-    lock = FileLock(folder / LOCK)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout as error:
-        raise ConfigError(
-            f"another process is at work in '{folder}': wait for its end, or give this one another output_dir."
-        ) from error
-    except (OSError, NotImplementedError) as error:
-        logger.warning("'%s' could not be locked (%s): see to it that no other process writes to it.", folder, error)
+    with ExitStack() as stack:
+        try:
+            fcntl.lockf(stack.enter_context((folder / LOCK).open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES) and error.filename is None:  # not of opening it
+                raise ConfigError(
+                    f"another process is at work in '{folder}': wait for its end, or give this one another output_dir."
+                ) from error
+            logger.warning(
+                "'%s' could not be locked (%s): see to it that no other process writes to it.", folder, error
+            )
         yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _group(name: str, mode: Any, sweep_dir: str) -> str:
