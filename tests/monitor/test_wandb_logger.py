@@ -81,3 +81,16 @@ def test_a_run_that_branches_off_another_ones_folder_has_a_run_of_its_own(tmp_pa
     record_id(tmp_path / "theirs", "theirs")
     assert run_id(tmp_path / "new", theirs) is None
     assert run_id(tmp_path / "theirs", theirs) == "theirs"
+
+
+def test_a_checkpoint_is_looked_for_where_the_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"callbacks": {"RunMonitor": {"wandb_run_id": "theirs"}}}, tmp_path / "it.ckpt")
+    monkeypatch.chdir(tmp_path)
+    assert run_id(tmp_path / "new", "it.ckpt") == "theirs"
+
+
+def test_an_id_that_the_settings_choose_is_the_one_of_a_resumed_run_too(tmp_path: Path) -> None:
+    chosen, other = RunLogger(tmp_path, id="mine"), RunLogger(tmp_path)
+    for logger in (chosen, other):
+        logger.adopt("of the folder")
+    assert (chosen.id, other.id) == ("mine", "of the folder")

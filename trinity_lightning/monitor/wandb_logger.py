@@ -36,7 +36,8 @@ class RunLogger(WandbLogger):
         if "weave" not in sys.modules:  # else W&B advises to install it if it finds, say, the package openai
             os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         self._row: dict[str, Any] = {}
-        self.adopt(self._id or os.environ.get("WANDB_RUN_ID") or new_id())
+        self._is_chosen = self._id is not None
+        self._id = self._wandb_init["id"] = self._id or os.environ.get("WANDB_RUN_ID") or new_id()
 
     @property
     def id(self) -> str:
@@ -44,8 +45,9 @@ class RunLogger(WandbLogger):
         return str(self._id)
 
     def adopt(self, id: str) -> None:
-        """Go on in the run of W&B with this id, or begin it; before anything is logged."""
-        self._id = self._wandb_init["id"] = id
+        """Go on in the run of W&B with this id, unless the settings chose one; before anything is logged."""
+        if not self._is_chosen:
+            self._id = self._wandb_init["id"] = id
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -86,7 +88,7 @@ def run_id(folder: Path, checkpoint: str | None) -> str | None:
     """
     if (file := folder / FILE).is_file():
         return file.read_text().strip()
-    if checkpoint is None or (Path(checkpoint).parents[1] / FILE).is_file():
+    if checkpoint is None or (Path(checkpoint).absolute().parents[1] / FILE).is_file():
         return None
     return next((state[STATE] for state in contents(checkpoint).get("callbacks", {}).values() if STATE in state), None)
 
