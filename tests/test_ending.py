@@ -70,8 +70,11 @@ def test_a_disk_that_has_no_room_for_the_checkpoint_takes_the_model(
 ) -> None:
     full = DiskFullError(28, "No space left on device", "final.ckpt")
     monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", lambda *_, **__: (_ for _ in ()).throw(full))
-    with pytest.raises(ModelNotSavedError, match=r"'final.ckpt' could not be written.*There is no checkpoint"):
+    with pytest.raises(
+        ModelNotSavedError, match=r"'final.ckpt' could not be written.*There is no checkpoint"
+    ) as unsaved:
         sft().fit()
+    assert f"'{tmp_path / 'run' / 'model'}', whole" in str(unsaved.value)
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert (tmp_path / "run" / "report.html").is_file()
 

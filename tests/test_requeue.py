@@ -205,6 +205,7 @@ def test_what_ended_before_its_first_checkpoint_is_removed_by_the_process_that_l
 
 def test_a_run_that_came_to_its_end_is_not_begun_again_though_its_checkpoints_are_gone(tmp_path: Path) -> None:
     (record(tmp_path) / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
     assert settled(tmp_path) is None
     assert (tmp_path / "metrics.csv").is_file()
     with pytest.raises(ConfigError, match="holds a run already"):

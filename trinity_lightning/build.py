@@ -131,7 +131,7 @@ class Run:
                 self.policy.save_pretrained(self.folder / "model")
 
     def _save_last_checkpoint(self) -> None:
-        """For a run to be continued with more steps: the end of it, unless ModelCheckpoint has just written that."""
+        """Save the end of the run, for more steps to follow it, unless ModelCheckpoint has just done so."""
         found = next((each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)), None)
         if found and found.dirpath and found._last_global_step_saved != self.trainer.global_step:
             self.trainer.save_checkpoint(Path(found.dirpath) / "final.ckpt")
@@ -160,6 +160,8 @@ def _not_saved(failed: Mapping[str, Exception], folder: Path) -> ModelNotSavedEr
     )
     raised = [each for error in failed.values() for each in causes(error)]
     written = "".join(f" {note}" for error in raised for note in getattr(error, "__notes__", ()))
+    if "model" not in failed and (folder / "model").is_dir():
+        written = f" The model is in '{folder / 'model'}', whole."
     checkpoints = late.checkpoints.checkpoints_in(folder / "checkpoints")
     newest = f"The newest checkpoint is '{checkpoints[-1]}'." if checkpoints else "There is no checkpoint."
     command = late.checkpoints.resume_command(folder) if checkpoints else None

@@ -122,6 +122,15 @@ def test_a_product_that_waits_for_a_core_is_timed_by_its_work(monkeypatch: pytes
     assert set(seconds.values()) == {2.0}
 
 
+def test_a_clock_that_counts_hundredths_of_a_second_measures_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(1000))
+    ticks = SimpleNamespace(thread_time=lambda: (next(calls) + 1) // 2 // 4 * 0.01)  # a product takes a quarter of one
+    monkeypatch.setattr(hardware, "time", ticks)
+    monkeypatch.setattr(hardware, "_product", lambda shape, dtype: lambda: torch.ones(1))
+    flops = hardware.product_flops.__wrapped__(torch.float32, 2, ((10, 10, 10),))
+    assert flops == pytest.approx(2000 / 0.0025, rel=0.2)
+
+
 def test_a_step_that_is_faster_than_the_peak_shows_that_it_was_measured_too_low(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

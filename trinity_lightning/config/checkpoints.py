@@ -142,7 +142,7 @@ def settle_auto(config: DictConfig, leads: bool) -> None:
         return
     folder = Path(config.output_dir)
     config.ckpt_path = "last" if checkpoints_in(folder / "checkpoints") else None
-    if config.ckpt_path is None and leads and not (folder / "model").exists():
+    if config.ckpt_path is None and leads and not any(folder.glob("model/*.safetensors")):
         for name in ("metrics.csv", "config.yaml"):  # the record last: without it nobody would know
             (folder / name).unlink(missing_ok=True)
 
