@@ -19,7 +19,7 @@ from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks import Task
 from trinity_lightning.explorer.workflows import Workflow
 from trinity_lightning.explorer.workflows.multi_turn import MultiTurnArguments
-from trinity_lightning.explorer.workflows.workflow import SimpleWorkflow, check_workflow, experience_of
+from trinity_lightning.explorer.workflows.workflow import SimpleWorkflow, check_workflow, experience_of, workflow_of
 from trinity_lightning.train import check_weighing
 
 HERE = __name__
@@ -142,6 +142,21 @@ def test_a_wrong_argument_of_a_workflow_is_refused_by_its_key(cls: Any) -> None:
             check_workflow(cls, {})
     else:
         check_workflow(cls, {})
+
+
+class ReadsTheTask(Asks):
+    def __init__(self, task, model, auxiliary_models=None, debug=False):
+        super().__init__(task, model, auxiliary_models)
+        self.hint, self.debug = task.workflow_args["hint"], debug
+
+
+def test_a_constructor_that_takes_the_task_may_read_arguments_there() -> None:
+    args = {"hint": "Say: ", "debug": True}
+    check_workflow(ReadsTheTask, args)
+    workflow: Any = workflow_of(Task(ReadsTheTask, {"prompt": "hi"}, workflow_args=args), FakeModel(), [])
+    assert (workflow.hint, workflow.debug) == ("Say: ", True)
+    with pytest.raises(ArgumentError, match=r"workflow\.args\.debugg"):
+        check_workflow(ReadsTheTask, {"debugg": True})
 
 
 def test_an_error_in_a_workflow_names_its_line() -> None:

@@ -10,7 +10,7 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.signatures import check_arguments, made, parameters_beside
-from trinity_lightning.config.values import unknown_name
+from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
@@ -203,14 +203,16 @@ def workflow_of(task: Task, model: InferenceModel, auxiliary_models: Sequence[In
 
 
 def _of_constructor(workflow: type[Workflow], args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that are the constructor's: none if it has none, else all that nothing else reads."""
+    """The arguments that are the constructor's: none if it has none, else all that nothing else reads.
+
+    A constructor that takes the task may read others there; a name close to one of its own is taken for a slip.
+    """
     own = own_arguments(workflow)
     read_elsewhere = issubclass(workflow, RewardedWorkflow) and workflow.arguments_class is not None
-    return {
-        name: value
-        for name, value in args.items()
-        if name in own or (own and name != SYSTEM_PROMPT and not read_elsewhere)
-    }
+    takes_task = GIVEN[0] in inspect.signature(workflow).parameters
+    others = set() if not own or read_elsewhere else args.keys() - {*own, SYSTEM_PROMPT}
+    refused = {name for name in others if not takes_task or nearest(name, own) is not None}
+    return {name: value for name, value in args.items() if name in own or name in refused}
 
 
 # -- one question, one answer ------------------------------------------------------------------------------------------
