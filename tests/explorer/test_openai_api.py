@@ -143,7 +143,7 @@ def test_variables_of_a_call_reach_the_chat_template_of_the_model_that_is_asked(
     rendered: list[Any] = []
 
     class Model(FakeModel):
-        async def render(self, messages: Any, *others: Any) -> list[int]:
+        async def render(self, messages: Any, tools: Any = None, so_far: Any = ()) -> list[int]:
             rendered.append(messages.template_variables)
             return [1]
 

@@ -297,7 +297,7 @@ class RecordedCalls(ChatCompletions):
         return await super().answer(path, body)
 
     async def _render(self, conversation: Conversation) -> list[int]:
-        # Not by the view of the run, which gives an auxiliary model no variables: these are for the model that is asked.
+        # Not by the run's view, which gives an auxiliary model no variables: these are for the model that is asked.
         variables = {**self._template_variables, **conversation.template_variables}
         tools = conversation.tools or None
         return await self._unbound.render(Conversation(conversation, tools, variables), tools)
