@@ -204,11 +204,30 @@ class NoStep:
         return "Say it."
 
 
+class HandsOnToAnother:
+    def __init__(self, digit=7):
+        self.inner = Says()
+        self.digit = digit
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class WithoutSelf(DataEnvironment):
+    @staticmethod
+    def reset(task):  # type: ignore[override]
+        return "Say it."
+
+    @classmethod
+    def step(cls, response):  # type: ignore[override]
+        return "Again.", 0.0, True, {}
+
+
 def environment(cls: type, **args: Any) -> MultiTurnArguments:
     return MultiTurnArguments(environment={"name": f"{HERE}.{cls.__name__}", "args": args})
 
 
-@pytest.mark.parametrize("cls", [DataEnvironment, KeywordEnvironment])
+@pytest.mark.parametrize("cls", [DataEnvironment, KeywordEnvironment, HandsOnToAnother, WithoutSelf])
 def test_an_environment_with_one_argument_works_however_it_is_written(cls: Any) -> None:
     assert environment(cls, digit=3).make().digit == 3  # type: ignore[attr-defined]
     with pytest.raises(ArgumentError, match=r"workflow\.args\.environment\.args\.digits.*Did you mean 'digit'"):

@@ -67,9 +67,9 @@ def check_call(what: str, function: Callable[..., Any], names: Sequence[str], sh
     try:
         signature.bind(*names)
     except TypeError as error:
-        for each in signature.parameters.values():
-            if key and each.kind is Parameter.KEYWORD_ONLY and each.default is each.empty:
-                raise ArgumentError(f"{key}.{each.name} is missing: {what} has no default for it.") from error
+        for parameter in signature.parameters.values():
+            if key and parameter.kind is Parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
+                raise ArgumentError(f"{key}.{parameter.name} is missing: {what} has no default for it.") from error
         raise ConfigError(f"{what} cannot be called as {shown}: {error}{_hints(signature, names)}.") from error
     for name, parameter in zip(names, _positional(signature), strict=False):
         if (why := _misplaced(parameter.name, name, names)) is not None:
@@ -77,7 +77,7 @@ def check_call(what: str, function: Callable[..., Any], names: Sequence[str], sh
 
 
 def _positional(signature: inspect.Signature) -> list[Parameter]:
-    return [each for each in signature.parameters.values() if each.kind in POSITIONAL]
+    return [parameter for parameter in signature.parameters.values() if parameter.kind in POSITIONAL]
 
 
 def _misplaced(own: str, name: str, names: Sequence[str]) -> str | None:
@@ -96,13 +96,13 @@ def _means(own: str, name: str) -> bool:
 
 
 def _place_of(own: str, name: str) -> str | None:
-    return next((place for each, place in ELSEWHERE.get(name, {}).items() if re.fullmatch(each, own)), None)
+    return next((place for pattern, place in ELSEWHERE.get(name, {}).items() if re.fullmatch(pattern, own)), None)
 
 
 def _hints(signature: inspect.Signature, names: Sequence[str]) -> str:
     """Where the function finds what it asks for, in brackets."""
     places = [_place_of(own, name) for own in signature.parameters for name in names]
-    found = "; ".join(dict.fromkeys(each for each in places if each))
+    found = "; ".join(dict.fromkeys(place for place in places if place))
     return f" ({found})" if found else ""
 
 
@@ -113,14 +113,15 @@ def check_methods(kind: str, part: type[Any]) -> None:
     Raises:
         ConfigError: names the method, and says how it is called.
     """
-    theirs = [each for each in part.__mro__ if _is_of_the_library(each)]
+    theirs = [cls for cls in part.__mro__ if _is_of_the_library(cls)]
     for own in part.__mro__:
         if own in theirs or own is object:
             continue
         for name, method in vars(own).items():
-            base = next((vars(each)[name] for each in theirs if name in vars(each)), None)
+            base = next((vars(cls)[name] for cls in theirs if name in vars(cls)), None)
             if inspect.isfunction(method) and inspect.isfunction(base) and not name.startswith("__"):
-                names = [each.name for each in _positional(inspect.signature(base)) if each.default is each.empty]
+                needed = (p for p in _positional(inspect.signature(base)) if p.default is p.empty)
+                names = [parameter.name for parameter in needed]
                 shown = f"{name}({', '.join(names[1:])})"
                 check_call(f"{kind} '{part.__name__}': its {name}", method, names, shown)
 
@@ -146,22 +147,23 @@ def check_arguments(
         ArgumentError: names the key, and lists what there is.
     """
     parameters = inspect.signature(make).parameters.values()
-    named = [each for each in parameters if each.kind in NAMED and each.name not in given]
-    known = [each.name for each in named]
+    named = [parameter for parameter in parameters if parameter.kind in NAMED and parameter.name not in given]
+    known = [parameter.name for parameter in named]
     if _takes_any(parameters):
         known = [*dict.fromkeys([*known, *_handed_on(make, given)])] if known or _is_of_the_library(make) else [*args]
     for name in args:
         if name not in known:
             raise ArgumentError(f"{key}.{name}: {unknown_name(f'argument of {what}', name, known)}")
-    for each in named:
-        if each.default is each.empty and each.name not in args:
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in args:
             raise ArgumentError(
-                f"{key}.{each.name} is missing: {what} has no default for it. It takes {', '.join(map(str, named))}."
+                f"{key}.{parameter.name} is missing: {what} has no default for it. "
+                f"It takes {', '.join(map(str, named))}."
             )
 
 
 def _takes_any(parameters: Iterable[Parameter]) -> bool:
-    return any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
+    return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _is_of_the_library(part: Any) -> bool:
@@ -171,14 +173,16 @@ def _is_of_the_library(part: Any) -> bool:
 def _handed_on(make: Any, given: Sequence[str]) -> list[str]:
     """Names that the bases of a class take, which names arguments of its own and hands further ones on to them."""
     bases = make.__mro__[1:] if isinstance(make, type) else ()
-    signatures = [inspect.signature(vars(each)["__init__"]) for each in bases[:-1] if "__init__" in vars(each)]
-    named = [each.name for signature in signatures for each in signature.parameters.values() if each.kind in NAMED]
-    return [name for name in named if name not in (*given, "self")]
+    signatures = [inspect.signature(vars(base)["__init__"]) for base in bases[:-1] if "__init__" in vars(base)]
+    parameters = [parameter for signature in signatures for parameter in signature.parameters.values()]
+    return [
+        parameter.name for parameter in parameters if parameter.kind in NAMED and parameter.name not in (*given, "self")
+    ]
 
 
 def has_method(kind: type[Any], name: str) -> bool:
     """True if instances of a class have a method; the class itself can always be called."""
-    return any(name in vars(each) for each in kind.__mro__)
+    return any(name in vars(base) for base in kind.__mro__)
 
 
 def made(
@@ -227,4 +231,4 @@ def made_at_start(
 def parameters_beside(kind: type[Any], given: Sequence[str]) -> list[str]:
     """Names of what a class of the user's takes beside what the library gives it: the part's arguments."""
     parameters = inspect.signature(kind).parameters.values()
-    return [each.name for each in parameters if each.kind in NAMED and each.name not in given]
+    return [parameter.name for parameter in parameters if parameter.kind in NAMED and parameter.name not in given]

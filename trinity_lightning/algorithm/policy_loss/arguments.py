@@ -143,19 +143,19 @@ def in_our_terms(name: str, loss: Callable[..., Any], args: Mapping[str, Any]) -
             what the trainer does not give.
     """
     parameters = list(_signature(loss).parameters.values())
-    leading = [each for each in parameters if each.kind in POSITIONAL][: len(TENSORS)]
-    takes_any = any(each.kind is each.VAR_POSITIONAL for each in parameters)
-    theirs = {each.name: ours for each in parameters if (ours := _meaning(each)) and each.name not in args}
+    leading = [p for p in parameters if p.kind in POSITIONAL][: len(TENSORS)]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    theirs = {p.name: ours for p in parameters if (ours := _meaning(p)) and p.name not in args}
     _refuse_engines(name, leading, args)
-    knobs = [each for each in leading if _is_knob(each) or each.name in args]
+    knobs = [p for p in leading if _is_knob(p) or p.name in args]
     placed = zip(leading, TENSORS, strict=False)
-    in_order = not knobs and all(theirs.get(each.name, ours) == ours for each, ours in placed)
+    in_order = not knobs and all(theirs.get(p.name, ours) == ours for p, ours in placed)
     if in_order and (takes_any or len(leading) == len(TENSORS)):
-        leading_names = {each.name for each in leading}
-        theirs = {own: ours for own, ours in theirs.items() if own not in leading_names}
-        if all(own == ours for own, ours in theirs.items()):
+        leading_names = {p.name for p in leading}
+        theirs = {label: ours for label, ours in theirs.items() if label not in leading_names}
+        if all(label == ours for label, ours in theirs.items()):
             return cast("PolicyLossFn", loss)
-        theirs |= {each.name: ours for each, ours in zip(leading, TENSORS, strict=False)}
+        theirs |= {p.name: ours for p, ours in zip(leading, TENSORS, strict=False)}
     _check_names(name, leading, theirs, args)
     return _by_name(loss, parameters, theirs)
 
@@ -174,10 +174,11 @@ def _is_knob(parameter: inspect.Parameter) -> bool:
 
 
 def _refuse_engines(name: str, leading: Sequence[inspect.Parameter], args: Mapping[str, Any]) -> None:
-    for each in leading:
-        if each.name not in args and each.default is each.empty and re.fullmatch(_ENGINES, each.name):
+    needed = (parameter.name for parameter in leading if parameter.default is parameter.empty)
+    for label in needed:
+        if label not in args and re.fullmatch(_ENGINES, label):
             raise ConfigError(
-                f"policy loss '{name}' takes '{each.name}': it is called as {LOSS}; the engine's log-probabilities are "
+                f"policy loss '{name}' takes '{label}': it is called as {LOSS}; the engine's log-probabilities are "
                 "old_logprobs with algorithm.old_logprobs=engine."
             )
 
@@ -186,15 +187,15 @@ def _check_names(
     name: str, leading: Sequence[inspect.Parameter], theirs: Mapping[str, str], args: Mapping[str, Any]
 ) -> None:
     """Refuse a loss that is to be called by name, and has names for two things or for none; a ConfigError."""
-    what = f"policy loss '{name}' takes ({', '.join(each.name for each in leading)})"
-    for own, ours in theirs.items():
-        if twice := [other for other, same in theirs.items() if same == ours and other != own]:
-            raise ConfigError(f"{what}, of which '{own}' and '{twice[0]}' are both {ours}: it is called as {LOSS}.")
-    for each in leading:
-        if each.name not in theirs and each.name not in args and each.default is each.empty:
+    what = f"policy loss '{name}' takes ({', '.join(p.name for p in leading)})"
+    for label, ours in theirs.items():
+        if twice := [other for other, same in theirs.items() if same == ours and other != label]:
+            raise ConfigError(f"{what}, of which '{label}' and '{twice[0]}' are both {ours}: it is called as {LOSS}.")
+    for parameter in leading:
+        if parameter.name not in theirs and parameter.name not in args and parameter.default is parameter.empty:
             raise ConfigError(
-                f"{what}, in which '{each.name}' is not known, and the others do not stand where they are given: it is "
-                f"called as {LOSS}; use these names, or this order."
+                f"{what}, in which '{parameter.name}' is not known, and the others do not stand where they are given: "
+                f"it is called as {LOSS}; use these names, or this order."
             )
     if "logprobs" not in theirs.values():
         raise ConfigError(f"{what} and no logprobs, which are what is trained: it is called as {LOSS}.")
@@ -204,19 +205,21 @@ def _by_name(
     loss: Callable[..., Any], parameters: Sequence[inspect.Parameter], theirs: Mapping[str, str]
 ) -> PolicyLossFn:
     """The loss, called by the names of its parameters; its signature has ours."""
-    by_position = [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
 
     def called(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **others: Any) -> Any:
         tensors = dict(zip(TENSORS, (logprobs, old_logprobs, action_mask, advantages), strict=True))
-        values = {own: (tensors | others)[ours] for own, ours in theirs.items() if ours in tensors or ours in others}
+        values = {
+            label: (tensors | others)[ours] for label, ours in theirs.items() if ours in tensors or ours in others
+        }
         values |= {key: value for key, value in others.items() if key not in theirs.values()}
-        return loss(*(values.pop(own) for own in by_position), **values)
+        return loss(*(values.pop(label) for label in by_position), **values)
 
-    first = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in TENSORS]
-    rest = [each.replace(name=theirs.get(each.name, each.name)) for each in parameters]
-    named = [each.replace(kind=each.KEYWORD_ONLY) for each in rest if each.kind in (*POSITIONAL, each.KEYWORD_ONLY)]
-    any_more = [each for each in rest if each.kind is each.VAR_KEYWORD]
-    signature = inspect.Signature([*first, *(each for each in named if each.name not in TENSORS), *any_more])
+    first = [inspect.Parameter(tensor, inspect.Parameter.POSITIONAL_OR_KEYWORD) for tensor in TENSORS]
+    rest = [p.replace(name=theirs.get(p.name, p.name)) for p in parameters]
+    named = [p.replace(kind=p.KEYWORD_ONLY) for p in rest if p.kind in (*POSITIONAL, p.KEYWORD_ONLY)]
+    any_more = [p for p in rest if p.kind is p.VAR_KEYWORD]
+    signature = inspect.Signature([*first, *(p for p in named if p.name not in TENSORS), *any_more])
     called.__signature__ = signature  # type: ignore[attr-defined]
     return cast("PolicyLossFn", called)
 
@@ -233,7 +236,7 @@ def instance_of(name: str, kind: type[Any], args: Mapping[str, Any]) -> tuple[Ca
     method = "forward" if issubclass(kind, nn.Module) else "__call__"
     if not has_method(kind, method):
         raise ConfigError(f"policy loss '{name}' cannot be called: give the class a method __call__, as {LOSS}.")
-    of_call = {each for each in inspect.signature(getattr(kind, method)).parameters if each in args}
+    of_call = {arg for arg in inspect.signature(getattr(kind, method)).parameters if arg in args}
     of_call -= inspect.signature(kind).parameters.keys()
     its_own = {arg: value for arg, value in args.items() if arg not in of_call}
     instance: Any = made_at_start(f"policy loss '{name}'", kind, its_own, ARGS)

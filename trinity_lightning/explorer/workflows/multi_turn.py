@@ -306,9 +306,12 @@ class MultiTurnArguments(EpisodeArguments):
         what, part = f"environment {self.environment!r}", cast("Any", make.func)
         check_arguments(what, part, make.keywords, "workflow.args.environment.args")
         for method, name in (("reset", "task"), ("step", "response")) if isinstance(part, type) else ():
-            if not has_method(part, method):
+            if has_method(part, method):
+                is_bound = isinstance(inspect.getattr_static(part, method), staticmethod | classmethod)
+                names = (name,) if is_bound else ("self", name)
+                check_call(f"{what}: its {method}", getattr(part, method), names, f"{method}({name})")
+            elif not has_method(part, "__getattr__"):  # by which it may hand on to another environment
                 raise ConfigError(f"{what} has no method {method}({name}): see docs/architecture.md.")
-            check_call(f"{what}: its {method}", getattr(part, method), ("self", name), f"{method}({name})")
 
     @property
     def make(self) -> partial[Environment]:
