@@ -6,6 +6,7 @@ import random
 import shutil
 import threading
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from mmap import PAGESIZE
 from pathlib import Path
@@ -139,6 +140,14 @@ def test_torch_can_still_be_given_threads(engine: VLLMEngine) -> None:
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_tokenizer_serves_several_threads_at_once(engine: VLLMEngine) -> None:
+    """vLLM's own copies for threads, which are made when they are needed, read alike."""
+    texts = [f"{number} + {number * number}" for number in range(200)]
+    expected = [engine.tokenizer.encode(text) for text in texts]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(engine.tokenizer.encode, texts)) == expected
 
 
 # -- generating --------------------------------------------------------------------------------------------------------

@@ -189,11 +189,12 @@ class VLLMEngine(InProcessEngine):
             check_known(self._config.args, [field.name for field in dataclasses.fields(EngineArgs)])
         on_cpu = current_platform.is_cpu()
         arguments = engine_args(path, self._config, on_cpu)
-        from trinity_lightning.explorer.models.vllm_platforms import args_of_gpu, built_on_cpu
+        from trinity_lightning.explorer.models.vllm_platforms import args_of_gpu, built_on_cpu, quick_start
 
-        if on_cpu:
-            return built_on_cpu(lambda: LLMEngine.from_engine_args(EngineArgs(**arguments)))
-        return LLMEngine.from_engine_args(args_of_gpu(EngineArgs, arguments))
+        with quick_start():
+            if on_cpu:
+                return built_on_cpu(lambda: LLMEngine.from_engine_args(EngineArgs(**arguments)))
+            return LLMEngine.from_engine_args(args_of_gpu(EngineArgs, arguments))
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
         # vLLM makes text, after every token in the thread that drives the engine, only to look for stop strings in it.

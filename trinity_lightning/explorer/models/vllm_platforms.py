@@ -1,6 +1,8 @@
 """What vLLM in this process needs on a CPU (packed weights, no experts, less to compile and to keep), and on a GPU."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,33 @@ from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.sync.stream import WeightStream, skeleton
+
+# -- everywhere --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quick_start() -> Iterator[None]:
+    """Spare the start of vLLM a third of its time: collections of garbage, and copies of the tokenizer.
+
+    vLLM collects garbage five times, each time among all objects that torch, Lightning and transformers have made, and
+    then takes them from the collector for good. Here that is done once, before. And it copies the tokenizer for threads
+    that would read requests at once; a copy is made when one is needed.
+    """
+    from vllm.renderers import hf
+
+    make_pool = hf.maybe_make_thread_pool
+    gc.collect()
+    gc.freeze()
+    hf.maybe_make_thread_pool = partial(_without_copies, make_pool)
+    try:
+        yield
+    finally:
+        hf.maybe_make_thread_pool = make_pool
+
+
+def _without_copies(make_pool: Callable[..., Any], tokenizer: Any, copies: int = 0) -> Any:
+    return make_pool(tokenizer, 0)
+
 
 # -- on a CPU ----------------------------------------------------------------------------------------------------------
 
