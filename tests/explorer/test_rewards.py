@@ -177,6 +177,8 @@ def test_find_boxed(text: str, boxed: str | None) -> None:
         ("1,000", "a lot of text 3 #### 1000", 1.0),
         (r"\boxed{110}", "9 * 10 = 90, and 20 more. The answer is: 110", 1.0),
         (r"\boxed{90}", "9 * 10 = 90, and 20 more. The answer is: 110", 0.0),
+        (r"\boxed{['a', 'b']}", '["a", "b"]', 1.0),
+        (r"\boxed{['b', 'a']}", '["a", "b"]', 0.0),
         ("no number", "4", 0.0),
         (r"\boxed{", "4", 0.0),
     ],

@@ -243,11 +243,11 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def _listed(answer: str) -> list[str]:
-    """The answers of a JSON list of texts, as which Skywork-OR1 has them; any other answer alone."""
+    """A JSON list of texts, as which Skywork-OR1 has answers, and each text of it; any other answer alone."""
     if not answer.startswith('["'):
         return [answer]
     try:
-        return [str(text) for text in json.loads(answer)]
+        return [answer, *map(str, json.loads(answer))]  # the list, too: of code it may be what is printed
     except ValueError:
         return [answer]
 
