@@ -77,7 +77,7 @@ def test_the_model_itself_several_times(run_evaluate: RunTrain, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("model=tiny",), "nothing to evaluate on"),
+        (("model=tiny", "eval_tasksets=null"), "nothing to evaluate on"),
         (("+recipe=sft", "model=tiny", "buffer.path=org/data", "eval_repeat_times=2"), "nothing to evaluate on"),
         ((*QUICK, "ckpt_path=nowhere"), "'nowhere' is neither a checkpoint nor a folder that holds one"),
         ((*QUICK, "ckpt_path=last"), "ckpt_path=last: there is no checkpoint under"),

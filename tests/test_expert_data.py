@@ -197,4 +197,5 @@ def test_a_resumed_run_goes_on_with_the_next_expert_data(run_train: RunTrain, tm
     write_lines(path, [{"prompt": f"{i}?", "answer": "1"} for i in range(7)])
     refused = run_train(parts, *arguments, "steps=5", "ckpt_path=last")
     assert refused.returncode == 2
-    assert "buffer.expert.dataset: its prompts and answers are not those" in refused.stdout
+    assert "buffer.expert.dataset: " in refused.stdout
+    assert "have changed" in refused.stdout
