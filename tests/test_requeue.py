@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from support.runs import SMALL, Commands, only, rolled_out, rows, wait_for
 
 from trinity_lightning.build import checkpoint_of
-from trinity_lightning.config.checkpoints import settle_auto
+from trinity_lightning.config.checkpoints import RECORD, settle_auto
 from trinity_lightning.config.hydra import sole_writer
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.errors import ConfigError
@@ -106,9 +106,13 @@ def test_a_second_process_in_a_folder_is_refused_and_the_first_goes_on(
     process = run_train.start(tmp_path, *command)
     wait_for((tmp_path / "run" / "completions" / "step_1.jsonl").is_file, process)
     process.send_signal(signal.SIGSTOP)
-    second = run_train(tmp_path, *command)
+    record, log = tmp_path / "run" / RECORD, tmp_path / "run" / "train.log"
+    before = record.read_text(), log.read_text()
+    second = run_train(tmp_path, *STEPS, "seed=7", "output_dir=run")
     evaluated = ("+recipe=grpo", "model=tiny", "output_dir=run")
     evaluation = run_train(tmp_path, *evaluated, program="trinity_lightning.evaluate")
+    assert record.read_text() == before[0]  # by which ckpt_path=auto finds the run
+    assert "ERROR" not in log.read_text().removeprefix(before[1])
     process.send_signal(signal.SIGCONT)
     for done in (second, evaluation):
         assert (done.returncode, REFUSED in done.stdout) == (2, True), done.stdout[-4000:]

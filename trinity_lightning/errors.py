@@ -12,6 +12,10 @@ class ConfigError(TrinityError, ValueError):
     """A key, type or value of the configuration is wrong. Raised before a model is loaded."""
 
 
+class TakenFolderError(ConfigError):
+    """The folder is another run's, with its log: nothing is written there."""
+
+
 class UnfinishedClassError(ConfigError, TypeError):
     """A class of one's own lacks methods that its base class leaves to it."""
 

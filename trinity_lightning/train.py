@@ -6,7 +6,9 @@ The configuration is composed and validated before torch is imported, so that a 
 import math
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
     import lightning as L
 
 
-def train(config: DictConfig) -> "L.Trainer":
-    """Run a whole training: fit, then write the trained policy."""
+def train(config: DictConfig, record: Callable[[], None] = lambda: None) -> "L.Trainer":
+    """Run a whole training: fit, then write the trained policy; `record` is called once nothing was refused."""
     from trinity_lightning.monitor.machine import CPULoad
 
     load = CPULoad()
@@ -42,6 +44,7 @@ def train(config: DictConfig) -> "L.Trainer":
         run = build(config, load)
     except (ValueError, TypeError) as error:  # an argument that a part does not have: the part's own words say it best
         raise ConfigError(str(error)) from error
+    record()
     run.announce()
     with disk_full_named(run.folder), given(run.trainer.loggers, config):
         run.fit()
@@ -133,10 +136,13 @@ def _main(config: DictConfig) -> float | None:
         compose.check_processes(config)
         leads = not (trains_together(config.trainer) and _follows())
         with compose.sole_writer(Path(config.output_dir)) if leads else nullcontext():
+            record = partial(compose.record_composition, compose.composition(config), Path(config.output_dir))
             late.checkpoints.settle_auto(config, leads)
+            if leads and not Path(config.output_dir, "config.yaml").exists():  # a new run, which may be refused, too
+                record()
             check(config)
             try:
-                trainer = train(config)
+                trainer = train(config, record if leads else lambda: None)
             except Exception as error:
                 if HydraConfig.get().mode == RunMode.MULTIRUN:
                     from trinity_lightning.common.failures import release

@@ -342,7 +342,7 @@ def one_a_token(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, adv
         ("detached", "detached' returns a loss without gradient"),
         ("without_metrics", r"must return \(loss, metrics\), a tensor and a dict with 'pg_loss'"),
         ("without_pg_loss", r"must return \(loss, metrics\)"),
-        ("without_totals", "cannot be called as docs/architecture.md shows: .*num_tokens"),
+        ("without_totals", "cannot be called as loss.*num_tokens"),
     ],
 )
 def test_a_loss_of_ones_own_is_tried_before_anything_is_loaded(name: str, message: str) -> None:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.config.schema import PACKAGE_DIR
 from trinity_lightning.config.values import AUTO
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, TakenFolderError
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def folder_to_resume(runs: Path) -> Path:
     return found[-1].parents[1]
 
 
-RECORD = Path(".hydra", "config.yaml")  # Hydra's own, of what was composed
+RECORD = Path(".hydra", "config.yaml")  # what was composed, as Hydra records it
 # What may differ between two parts of one run: where it writes, and what it is shown by.
 NOT_OF_THE_TRAINING = ("ckpt_path", "output_dir", "output_root", "logger", "hydra")
 
@@ -183,10 +183,10 @@ def recorded_run(record: Path) -> DictConfig:
     )
 
 
-def holds_a_run(folder: Path) -> ConfigError:
+def holds_a_run(folder: Path) -> TakenFolderError:
     """The error to raise when another run is begun in a folder that holds one already."""
     resume = "go on with it (ckpt_path=last)" if checkpoints_in(folder / "checkpoints") else "delete this one"
-    return ConfigError(f"'{folder}' holds a run already: give another folder, or {resume}.")
+    return TakenFolderError(f"'{folder}' holds a run already: give another folder, or {resume}.")
 
 
 def resume_command(folder: str | Path) -> str | None:

@@ -30,7 +30,7 @@ from trinity_lightning.config.sections import S, schema_of
 from trinity_lightning.config.trainer import NOT_OF_A_RUN
 from trinity_lightning.config.training import SET_INSTEAD
 from trinity_lightning.config.values import nearest, unknown_name
-from trinity_lightning.errors import ConfigError, RankTerminatedError, TrinityError
+from trinity_lightning.errors import ConfigError, RankTerminatedError, TakenFolderError, TrinityError
 
 _COMPOSING = ("hydra", "omegaconf", "antlr4", "yaml")
 _NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
@@ -237,13 +237,14 @@ def end_run(error: BaseException, folder: str | Path | None) -> NoReturn:
 
 
 def log_end(error: BaseException) -> str:
-    """Write what ended a run to its log, with the traceback; the sentence for it."""
+    """Write what ended a run to its log, with the traceback, unless it is another run's; the sentence for it."""
     own = isinstance(error, (TrinityError, OmegaConfBaseException, KeyboardInterrupt))
     sentence = str(error) if own else described(error)
     if isinstance(error, OmegaConfBaseException):
         sentence = explain(error)
     level, trace = (logging.WARNING, None) if isinstance(error, KeyboardInterrupt) else (logging.ERROR, sys.exc_info())
-    _log_to_file(level, sentence or "interrupted.", trace)
+    if not isinstance(error, TakenFolderError):
+        _log_to_file(level, sentence or "interrupted.", trace)
     return sentence or "interrupted."
 
 

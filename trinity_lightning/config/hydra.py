@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -23,14 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trinity_lightning import config as late
-from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING
+from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING, RECORD
 from trinity_lightning.config.output import end_unread, only_shows, outlive_readers
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import NAMED_PARTS, TasksetConfig, TrainConfig, config_dir, options
 from trinity_lightning.config.sections import schema_of
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig, trains_together
 from trinity_lightning.config.values import AUTO
-from trinity_lightning.errors import ConfigError, TrinityError
+from trinity_lightning.errors import ConfigError, TakenFolderError, TrinityError
 
 logger = logging.getLogger(__name__)
 
@@ -145,20 +145,39 @@ def sole_writer(folder: Path) -> Iterator[None]:
     Lustre that is mounted without, a warning says so.
 
     Raises:
-        ConfigError: another process holds it.
+        TakenFolderError: another process holds it.
     """
     with ExitStack() as stack:
         try:
             fcntl.lockf(stack.enter_context((folder / LOCK).open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES) and error.filename is None:  # not of opening it
-                raise ConfigError(
+                raise TakenFolderError(
                     f"another process is at work in '{folder}': wait for its end, or give this one another output_dir."
                 ) from error
             logger.warning(
                 "'%s' could not be locked (%s): see to it that no other process writes to it.", folder, error
             )
         yield
+
+
+def composition(config: DictConfig) -> dict[str, str]:
+    """Files by which Hydra records what a command composed (`config.yaml`, `hydra.yaml`, `overrides.yaml`), as text."""
+    hydra = HydraConfig.instance().cfg
+    parts = {"config": config, "hydra": hydra, "overrides": HydraConfig.get().overrides.task}
+    return {f"{name}.yaml": OmegaConf.to_yaml(part) for name, part in parts.items()}
+
+
+def record_composition(files: Mapping[str, str], folder: Path) -> None:
+    """Write what `composition` returned to a run's folder.
+
+    Hydra itself would write before the folder is known to be this run's: a refused command would replace the record of
+    the run there, by which `ckpt_path=auto` finds it.
+    """
+    record = (folder / RECORD).parent
+    record.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (record / name).write_text(text, encoding="utf-8")
 
 
 def _group(name: str, mode: Any, sweep_dir: str) -> str:

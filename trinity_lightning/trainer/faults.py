@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trinity_lightning.algorithm.policy_loss.arguments import LOSS
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.failures import listed
@@ -32,7 +33,9 @@ def check_result(name: str, loss_fn: PolicyLossFn) -> None:
         with raised_by(f"policy loss '{name}'", ConfigError):
             returned: Any = call(loss_fn, advantage=1.0)[0]
     except TypeError as error:
-        raise ConfigError(f"policy loss '{name}' cannot be called as docs/architecture.md shows: {error}") from error
+        raise ConfigError(
+            f"policy loss '{name}' cannot be called as {LOSS}, where totals are the counts of the whole batch: {error}."
+        ) from error
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
     if not (isinstance(loss, Tensor) and isinstance(metrics, Mapping) and "pg_loss" in metrics):
         raise ConfigError(f"policy loss '{name}' must return (loss, metrics), a tensor and a dict with 'pg_loss'.")

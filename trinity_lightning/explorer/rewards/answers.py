@@ -97,7 +97,7 @@ def _answers(entry: Entry) -> list[Any]:
         name = next((name for name in (*_NESTED, *answer) if name in answer), "NAME")
         raise ConfigError(
             f"the task's answer is a mapping with the fields {', '.join(map(str, answer)) or 'none'}: name that of the "
-            f"answer, as in answer_field={field}.{name}"
+            f"answer in the taskset, as in answer_field={field}.{name}"
         )
     if isinstance(answer, np.ndarray):
         answer = answer.tolist()

@@ -438,7 +438,12 @@ class Formatter:
             value = entry[name]
             if value.strip() if isinstance(value, str) else value:
                 return name
-        raise ConfigError(f"field '{present[0]}' is empty: every entry needs a prompt or messages.")
+        others = ", ".join(str(field) for field, value in entry.items() if value and field not in candidates)
+        lacks = "missing" if entry[present[0]] is None else "empty"
+        raise ConfigError(
+            f"field '{present[0]}' is {lacks}: every entry needs a prompt or messages, in the same field "
+            f"(prompt_field=NAME). Other fields of this one: {others or 'none'}."
+        )
 
 
 def _nested_field(entry: Mapping[str, Any], name: str, key: str) -> Any:
