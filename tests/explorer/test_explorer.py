@@ -29,7 +29,7 @@ from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.sync.stream import WeightStream
 
-Reward = Callable[[str, Any], float]
+Reward = Callable[[str, Any], float | dict[str, float]]
 
 
 def index_of(task: Any) -> int:

@@ -18,7 +18,7 @@ from trinity_lightning.explorer.metrics import (
 )
 
 
-def rollout(task: int, run: int, reward: float | None, step: int = 0, **metrics: Any) -> Experience:
+def rollout(task: int, run: int, reward: float | None, step: Any = 0, **metrics: Any) -> Experience:
     eid = EID(batch="1/held", task=task, run=run, step=step)
     return Experience(eid=eid, tokens=[1, 2], prompt_length=1, reward=reward, metrics=metrics)
 

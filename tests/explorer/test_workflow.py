@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -195,7 +196,7 @@ def test_evaluation_measures_and_is_never_trained_on() -> None:
     assert tried(half, counting(["it is 7", "it is 8"]))[0].metric["accuracy"] == 0.5  # whatever the weights
     unknown = Task("evaluation", task.raw_task, is_eval=True, reward_fn=["last_number", "contains_digits"])
     assert "accuracy" not in tried(unknown, counting(["it is 7", "it is 8"]))[0].metric
-    named = Task(**vars(unknown) | {"reward_solved": {"contains_digits": 0.1}})
+    named = replace(unknown, reward_solved={"contains_digits": 0.1})
     assert tried(named, counting(["it is 7", "it is 8"]))[0].metric["accuracy"] == 1.0
     status, _ = tried(Task("evaluation", {"prompt": "1+6?", "answer": "7"}), FakeModel())
     assert not status.ok

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -60,7 +61,7 @@ class Page(HTMLParser):
         return "\n".join(self.texts)
 
 
-def write_metrics(folder: Path, rows: list[dict[str, object]]) -> None:
+def write_metrics(folder: Path, rows: Sequence[Mapping[str, object]]) -> None:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with (folder / "metrics.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)

@@ -35,7 +35,8 @@ class HostBlock:
         self.bytes = torch.empty(size, dtype=torch.uint8)
         if not (pinned and size):
             return
-        if code := int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, PORTABLE)):
+        runtime: Any = torch.cuda.cudart()
+        if code := int(runtime.cudaHostRegister(self.bytes.data_ptr(), size, PORTABLE)):
             logger.warning("%d bytes of the host could not be pinned (CUDA error %d): copies are slower.", size, code)
             return
         # The callback holds the tensor, so that its memory is not freed while it is registered.
@@ -44,7 +45,8 @@ class HostBlock:
 
 def _unpin(block: Tensor) -> None:
     torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(block.data_ptr())
 
 
 def laid_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:

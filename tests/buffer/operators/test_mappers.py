@@ -57,6 +57,7 @@ def test_what_the_environment_wrote_is_no_length_of_the_response():
     kept, metrics = run("overlong_penalty", exps, max_length=12, cache_length=4)
     assert metrics == {"overlong_penalty/mean": 0.0}
     kept, _ = run("mask_response_truncated", kept)
+    assert kept[1].action_mask is not None
     assert not kept[1].action_mask.any()
     kept, metrics = run("overlong_penalty", kept, max_length=9, cache_length=4)
     assert [exp.reward for exp in kept] == [0.5, 0.5]

@@ -27,16 +27,17 @@ def quick_start() -> Iterator[None]:
     then takes them from the collector for good. Here that is done once, before. And it copies the tokenizer for threads
     that would read requests at once; a copy is made when one is needed.
     """
-    from vllm.renderers import hf
+    import vllm.renderers.hf
 
-    make_pool = hf.maybe_make_thread_pool
+    renderer: Any = vllm.renderers.hf
+    make_pool = renderer.maybe_make_thread_pool
     gc.collect()
     gc.freeze()
-    hf.maybe_make_thread_pool = partial(_without_copies, make_pool)
+    renderer.maybe_make_thread_pool = partial(_without_copies, make_pool)
     try:
         yield
     finally:
-        hf.maybe_make_thread_pool = make_pool
+        renderer.maybe_make_thread_pool = make_pool
 
 
 def _without_copies(make_pool: Callable[..., Any], tokenizer: Any, copies: int = 0) -> Any:
