@@ -138,11 +138,12 @@ def _main(config: DictConfig) -> float | None:
         with compose.sole_writer(Path(config.output_dir)) if leads else nullcontext():
             record = partial(compose.record_composition, compose.composition(config), Path(config.output_dir))
             late.checkpoints.settle_auto(config, leads)
-            if leads and not Path(config.output_dir, "config.yaml").exists():  # a new run, which may be refused, too
+            begins = not Path(config.output_dir, "config.yaml").exists()
+            if leads and begins:  # at once: the report of a sweep names jobs that were refused
                 record()
             check(config)
             try:
-                trainer = train(config, record if leads else lambda: None)
+                trainer = train(config, record if leads and not begins else lambda: None)
             except Exception as error:
                 if HydraConfig.get().mode == RunMode.MULTIRUN:
                     from trinity_lightning.common.failures import release
