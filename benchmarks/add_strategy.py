@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from trinity_lightning.algorithm.add_strategy import create_add_strategy
+from trinity_lightning.algorithm.add_strategy.add_strategy import BufferWriter
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.writer import BufferWriter
 
 EPSILON = 1e-6
 

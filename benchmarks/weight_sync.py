@@ -29,7 +29,7 @@ from trinity_lightning.common.hardware import reuse_large_buffers
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.explorer.driver import Driver
-from trinity_lightning.explorer.models import vllm_platforms
+from trinity_lightning.explorer.models import vllm_engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.sync.files import MEMORY, WeightFolder
@@ -56,7 +56,7 @@ def in_process(model: Any, rounds: int) -> dict[str, float]:
     driver = Driver([engine])
     driver.run(engine.load())
     buffers = [tensor.clone() for _, tensor in weight_stream(model)]
-    pack, seconds = vllm_platforms._pack, 0.0
+    pack, seconds = vllm_engine._pack, 0.0
 
     def timed(layer: Any) -> None:
         nonlocal seconds
@@ -71,9 +71,9 @@ def in_process(model: Any, rounds: int) -> dict[str, float]:
     def sync() -> None:
         driver.run(engine.sync_weights(weight_stream(model), 1))
 
-    vllm_platforms._pack = timed
+    vllm_engine._pack = timed
     found = medians({"in_process": sync, "copy": copy}, rounds)
-    vllm_platforms._pack = pack
+    vllm_engine._pack = pack
     driver.run(engine.shutdown())
     driver.close()
     ratio = found["in_process_s"] / found["copy_s"]

@@ -5,7 +5,7 @@ python scripts/metrics_docs.py
 
 from pathlib import Path
 
-from trinity_lightning.common.untrained import REASONS
+from trinity_lightning.common.runs import REASONS
 from trinity_lightning.monitor.presentation import METRICS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"

@@ -35,7 +35,7 @@ from support.runs import (
 from support.slurm import installed
 
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 
 STEPS = 8  # many quick ones: a run is to be ended in the middle
 # The groups of a step that teach nothing are replaced, in rounds of further rollouts. With one runner this engine's

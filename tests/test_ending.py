@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trinity_lightning.build import Run, build
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import DiskFullError, ModelNotSavedError
-from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 
 pytestmark = [
     pytest.mark.slow,  # each is a whole run

@@ -13,9 +13,9 @@ import torch
 from support.compose import composed
 from support.tiny_model import tiny_model
 
-from trinity_lightning import engines, servers
+from trinity_lightning import engines
 from trinity_lightning.build import explorer_callback
-from trinity_lightning.common import devices
+from trinity_lightning.common import hardware
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.config.engines import EngineConfig
@@ -77,7 +77,7 @@ def test_what_vllm_has_no_room_for(
     engine: dict[str, Any], refused: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(devices, "free_memory", lambda: 4 * GIB)
+    monkeypatch.setattr(hardware, "free_memory", lambda: 4 * GIB)
     run = TrainConfig(model=ModelConfig("tiny"), engine=EngineConfig(**engine), trainer={"devices": 2})
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
         check_room(run)
@@ -134,7 +134,7 @@ def test_a_judges_server_has_the_cores_that_it_was_given(
 ) -> None:
     started: dict[str, Any] = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr(servers, "VLLMServerEngine", lambda model, config, **given: started.update(given))
+    monkeypatch.setattr(engines, "VLLMServerEngine", lambda model, config, **given: started.update(given))
     config = TrainConfig(
         explorer=ExplorerConfig(sync_offset=sync_offset),
         auxiliary_models={"judge": {"model": "tiny", "engine": {**engine, "gpus": [1]}}},

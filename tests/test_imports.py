@@ -23,14 +23,15 @@ TOPS = (
     "evaluate",
     "evaluation",
     "engines",
-    "gpu_plan",
-    "plan",
-    "planner",
     "report",
     "resume",
-    "servers",
 )
 PACKAGE_TOPS = (
+    "plan",
+    "plan.__main__",
+    "plan.gpu",
+    "plan.memory",
+    "plan.run",
     "explorer.callback",
     "explorer.distributed",
     "buffer.datamodule",
@@ -69,7 +70,7 @@ MAY_IMPORT = {
 MAY_USE_LIGHTNING = {
     *TOP,
     f"{PACKAGE}.explorer.interruption",
-    *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "ddp", "fsdp", "checkpoint_io", "other_models")),
+    *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "ddp", "fsdp", "checkpoint", "optim", "other_models")),
 }
 
 MAX_FILE_LINES = 600  # cut by idea, not by length

@@ -20,8 +20,7 @@ from trinity_lightning.config.engines import EngineSleep
 from trinity_lightning.config.training import Layout, LoRAConfig, OptimizerConfig
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.sync.stream import weight_stream
-from trinity_lightning.trainer.gpu import FlexSharedPrefix
-from trinity_lightning.trainer.layers import Segments
+from trinity_lightning.trainer.layers import FlexSharedPrefix, Segments
 
 pytestmark = [
     pytest.mark.slow,

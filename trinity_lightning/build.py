@@ -49,11 +49,11 @@ from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.wandb_logger import RunLogger, run_id
 from trinity_lightning.report import write_report
-from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
 
 if TYPE_CHECKING:
-    from trinity_lightning.common.memory_plan import MemoryPlan
+    from trinity_lightning.plan.memory import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
     typed, plan = replace(typed_config(config), trainer=config.trainer), None
     online = typed.buffer.has_rollouts
     if torch.cuda.is_available() and not follower:  # rank 0 alone starts engines, and plans for them
-        from trinity_lightning.gpu_plan import with_memory_plan
+        from trinity_lightning.plan.gpu import with_memory_plan
 
         typed, plan = with_memory_plan(typed, checkpoint, folder / "config.yaml")
     L.seed_everything(typed.seed, verbose=False)
@@ -292,7 +292,7 @@ def _summary(run: Run) -> list[tuple[str, str]]:
 
         rows += summary(config)
     if device.type == "cpu":
-        from trinity_lightning.planner import rows_on_a_cpu
+        from trinity_lightning.plan.run import rows_on_a_cpu
 
         rows += rows_on_a_cpu(config)
     elif run.plan is not None:
@@ -376,7 +376,7 @@ def _engines(config: TrainConfig, folder: Path) -> list[Engine]:
 def train_source(config: TrainConfig) -> TaskSource:
     """What is trained on."""
     if config.tasksets:
-        from trinity_lightning.explorer.tasks.selection import mixture_of
+        from trinity_lightning.explorer.tasks.taskset import mixture_of
 
         taskset = mixture_of(config.tasksets.values())
     else:

@@ -13,6 +13,7 @@ from trinity_lightning import config as late
 from trinity_lightning.common.hardware import faster_dtype
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.thoughts import Markers
+from trinity_lightning.config.auxiliary_models import AuxiliaryConfig
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
 from trinity_lightning.config.models import BUILT_IN_MODELS, resolve_model
 from trinity_lightning.config.registry import PARTS, import_object
@@ -20,6 +21,8 @@ from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import WeightDtype, compute_dtype, weight_dtype
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.models.openai_api import OpenAIModel
+from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, server_cores
 
 # -- the engines -------------------------------------------------------------------------------------------------------
 
@@ -50,13 +53,13 @@ def check_room(config: TrainConfig, sends: bool = True) -> None:
         _check_model(key, model, engine, follows)
     caches = {key: engine.kv_cache_gb * engine.servers for key, _, engine, _ in started if engine.kv_cache_gb}
     if caches and not torch.cuda.is_available():
-        from trinity_lightning.common.devices import check_caches
+        from trinity_lightning.common.hardware import check_caches
 
         if config.engine.per_rank and "engine" in caches:
             caches["engine"] *= late.trainer.processes_of(config.trainer or {})
         check_caches(caches)
     if sends and config.model.name not in BUILT_IN_MODELS:
-        from trinity_lightning.explorer.models.vllm_platforms import check_experts
+        from trinity_lightning.explorer.models.vllm_engine import check_experts
 
         check_experts(config)
 
@@ -84,7 +87,6 @@ def auxiliary_models_of(config: TrainConfig, folder: Path) -> dict[str, HeldMode
     """The auxiliary models by name; what they are made of is imported if there are any."""
     if not config.auxiliary_models:
         return {}
-    from trinity_lightning.servers import auxiliary_model
 
     return {name: auxiliary_model(name, each, config, folder) for name, each in config.auxiliary_models.items()}
 
@@ -93,7 +95,6 @@ def thread_share(config: TrainConfig) -> list[L.Callback]:
     """What has the trainer leave threads to servers of this machine, if both compute at the same time on CPUs."""
     if config.explorer.sync_offset == 0 or torch.cuda.is_available():
         return []
-    from trinity_lightning.servers import ThreadShare
 
     return [ThreadShare(config)]
 
@@ -120,3 +121,46 @@ def settle_dtypes(config: DictConfig, checkpoint: str | Path | None) -> None:
     config.model.dtype = weight_dtype(config.model.dtype, precision)
     if config.engine.dtype is EngineDtype.auto and not capabilities_of(config.engine.name).shares_weights:
         config.engine.dtype = compute_dtype(config.model.dtype, precision)
+
+
+def auxiliary_model(name: str, auxiliary: AuxiliaryConfig, config: TrainConfig, folder: Path) -> HeldModel:
+    """The client of a server that is there, or a server that the run starts and ends."""
+    if auxiliary.url is not None:
+        return OpenAIModel(auxiliary.url, auxiliary.model, auxiliary.api_key_env)
+    engine = auxiliary.engine
+    [cores] = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
+    return VLLMServerEngine(auxiliary.model, engine, cores=cores, gpus=engine.gpus, log=folder / f"{name}.log")
+
+
+class ThreadShare(L.Callback):
+    """Train with the threads that servers of this machine leave; for runs whose servers and trainer compute on its CPUs
+    at the same time.
+
+    Several processes that train on this machine share those; how they share without servers is Lightning's.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._before: int | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Take fewer threads, if servers are started here, for auxiliary models or the policy."""
+        config, can = self._config, capabilities_of(self._config.engine.name)
+        engines = [model.engine for model in config.auxiliary_models.values() if model.url is None]
+        if can.is_vllm and can.overlaps_training and not config.engine.urls:
+            engines.append(config.engine)
+        if engines and trainer.node_rank == 0:  # they run where rank 0 does
+            cores = sorted(os.sched_getaffinity(0))
+            taken = {core for engine in engines for share in server_cores(cores, engine, True) for core in share}
+            self._before = torch.get_num_threads()
+            torch.set_num_threads(max((len(cores) - len(taken)) // trainer.num_devices, 1))
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give them back: another job of a sweep may follow in this process."""
+        if self._before is not None:
+            torch.set_num_threads(self._before)
+            self._before = None
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """The same if training ends with an error."""
+        self.teardown(trainer, pl_module, "fit")

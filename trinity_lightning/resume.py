@@ -20,7 +20,7 @@ from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import HALF, LoRAConfig, WeightDtype, weight_dtype
 from trinity_lightning.errors import ConfigError, ForeignPositionError
 from trinity_lightning.sync.files import saved_weights
-from trinity_lightning.trainer.resumed import check_lora, check_resumed
+from trinity_lightning.trainer.checkpoint import check_lora, check_resumed
 
 logger = logging.getLogger(__name__)
 

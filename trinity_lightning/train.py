@@ -6,6 +6,7 @@ The configuration is composed and validated before torch is imported, so that a 
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -19,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from trinity_lightning import config as late
+from trinity_lightning.common.failures import causes
 from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checks import check_loggers, check_targets, validate, workflow_arguments
@@ -146,8 +148,6 @@ def _main(config: DictConfig) -> float | None:
                 trainer = train(config, record if leads and not begins else lambda: None)
             except Exception as error:
                 if HydraConfig.get().mode == RunMode.MULTIRUN:
-                    from trinity_lightning.common.failures import release
-
                     release(error)
                 raise
         in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
@@ -179,3 +179,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def release(error: BaseException) -> None:
+    """Let go of what the functions that raised an error hold, such as a policy; its traceback stays as it is.
+
+    Hydra keeps the error of a sweep's job until all jobs have run, and the next one needs that memory.
+    """
+    for each in causes(error):
+        traceback.clear_frames(each.__traceback__)

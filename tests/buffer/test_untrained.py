@@ -11,8 +11,7 @@ from trinity_lightning.algorithm.add_strategy import AddStrategy
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
-from trinity_lightning.common.runs import UNTRAINED
-from trinity_lightning.common.untrained import REASONS, Criterion, what_helps
+from trinity_lightning.common.runs import REASONS, UNTRAINED, Criterion, what_helps
 from trinity_lightning.config.parts import OperatorConfig
 from trinity_lightning.config.schema import typed_config
 from trinity_lightning.errors import OperatorError

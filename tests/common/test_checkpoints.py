@@ -18,7 +18,7 @@ from trinity_lightning.common.checkpoints import contents, new_folder, places_of
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.config.checkpoints import HASH, METADATA, REST, check_whole, checkpoints_in, hash_of
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.shards import Mesh
+from trinity_lightning.trainer.fsdp import Mesh
 
 
 class Meeting:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.errors import DiskFullError
 from trinity_lightning.train import train
-from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 
 
 @pytest.fixture

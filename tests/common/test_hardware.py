@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from trinity_lightning import PRIMITIVE_CACHES
-from trinity_lightning.common import devices, hardware
-from trinity_lightning.common.devices import forget, free_memory, known_gpu
-from trinity_lightning.common.hardware import HeapBound
+from trinity_lightning.common import hardware
+from trinity_lightning.common.hardware import HeapBound, forget, free_memory, known_gpu
 from trinity_lightning.monitor.machine import resident_gb
 
 MIB = 1 << 20
@@ -22,11 +21,11 @@ MIB = 1 << 20
 @pytest.fixture(params=range(2), ids=["version 2", "version 1"])
 def version(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Control groups of this version in `tmp_path`, of which this process is in /job/step; the names of their files."""
-    controller, _, *names = devices._VERSIONS[request.param]
-    monkeypatch.setattr(devices, "_VERSIONS", [(controller, tmp_path, *names)])
+    controller, _, *names = hardware._VERSIONS[request.param]
+    monkeypatch.setattr(hardware, "_VERSIONS", [(controller, tmp_path, *names)])
     own = tmp_path / "own groups"
     own.write_text("5:cpu,memory:/job/step\n1:name=systemd:/a:b\n" if controller else "1:cpu:/other\n0::/job/step\n")
-    monkeypatch.setattr(devices, "_OWN_GROUPS", own)
+    monkeypatch.setattr(hardware, "_OWN_GROUPS", own)
     return tuple(names)
 
 

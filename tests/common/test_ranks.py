@@ -18,11 +18,10 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from trinity_lightning.common import ranks as ranks_module
-from trinity_lightning.common.alone import ALONE
-from trinity_lightning.common.ranks import Ranks
+from trinity_lightning.common.ranks import ALONE, Ranks
 from trinity_lightning.errors import RankError, RankTerminatedError
 from trinity_lightning.trainer.ddp import join
-from trinity_lightning.trainer.shards import Gather
+from trinity_lightning.trainer.fsdp import Gather
 
 SIZE = 3
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from trinity_lightning.config.checks import validate
 from trinity_lightning.config.parts import OperatorConfig
 from trinity_lightning.config.schema import ExplorerConfig, typed_config
 from trinity_lightning.errors import ArgumentError, ConfigError
-from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks import Task
+from trinity_lightning.explorer.workflow_runner import WorkflowRunner
 from trinity_lightning.explorer.workflows import Workflow
 from trinity_lightning.explorer.workflows.multi_turn import MultiTurnArguments
 from trinity_lightning.explorer.workflows.workflow import SimpleWorkflow, check_workflow, experience_of, workflow_of

@@ -20,8 +20,7 @@ from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyncError, WorkflowBlockedError
 from trinity_lightning.explorer import WorkflowRunner
 from trinity_lightning.explorer import driver as driver_module
-from trinity_lightning.explorer.driver import Driver
-from trinity_lightning.explorer.failures import blocker_of
+from trinity_lightning.explorer.driver import Driver, blocker_of
 from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflows.workflow import Workflow

@@ -23,10 +23,9 @@ from trinity_lightning.explorer.explorer import (
     TaskSource,
     Watcher,
 )
-from trinity_lightning.explorer.failures import report_tasks
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
-from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.explorer.workflow_runner import Status, report_tasks
 from trinity_lightning.sync.stream import WeightStream
 
 Reward = Callable[[str, Any], float | dict[str, float]]

@@ -12,8 +12,8 @@ from support.runs import ROOT
 
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.schema import ExplorerConfig
-from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflow_runner import WorkflowRunner
 
 PAGE = (ROOT / "docs" / "from_trinity.md").read_text()
 

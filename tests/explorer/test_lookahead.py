@@ -10,7 +10,7 @@ from support.rollouts import training_rollouts
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import RolloutError
-from trinity_lightning.explorer import stopped
+from trinity_lightning.explorer import interruption
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.interruption import CtrlC
 from trinity_lightning.explorer.rollouts import PendingSteps, overlap
@@ -85,10 +85,10 @@ def test_what_is_given_up_leaves_no_part_of_a_step() -> None:
 
 @pytest.mark.slow
 def test_waiting_may_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopped, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(interruption, "STOP_SECONDS", 0.2)
     made, ctrl_c = Ahead(Gated()), CtrlC()
     made.rollouts._begin(1)
-    stopped.settle_shortly(made.rollouts, ctrl_c)
+    interruption.settle_shortly(made.rollouts, ctrl_c)
     ctrl_c.restore()
     assert ctrl_c.count == 1  # the next one ends the run at once
     with pytest.raises(TimeoutError):

@@ -10,12 +10,12 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.thoughts import Response
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer import runner
+from trinity_lightning.explorer import workflow_runner
 from trinity_lightning.explorer.explorer import TaskSource
-from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.sources import ReasoningGymEntries
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.explorer.workflow_runner import WorkflowRunner
 from trinity_lightning.explorer.workflows.multi_turn import GuessNumber, MultiTurnWorkflow, Retry
 
 
@@ -259,7 +259,7 @@ def test_an_episode_that_is_cut_off_is_closed_once_its_step_has_ended() -> None:
         assert isinstance(attempt.errors[0], TimeoutError)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "CANCEL_GRACE_SECONDS", 0.05)
+        patch.setattr(workflow_runner, "CANCEL_GRACE_SECONDS", 0.05)
         asyncio.run(main())
     goes_on.set()
     assert closed.wait(10)

@@ -17,8 +17,8 @@ from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError
 from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
-from trinity_lightning.explorer.runner import Status, WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflow_runner import Status, WorkflowRunner
 from trinity_lightning.explorer.workflows import Workflow
 
 openai = pytest.importorskip("openai")

@@ -25,11 +25,11 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RewardError
-from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper, failures
+from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper, workflow_runner
 from trinity_lightning.explorer.rewards import resolve_rewards, score
-from trinity_lightning.explorer.runner import Attempt, Outcomes, WorkflowRunner
 from trinity_lightning.explorer.scheduler import enough_of
 from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflow_runner import Attempt, Outcomes, WorkflowRunner
 from trinity_lightning.explorer.workflows import PartialFailure
 
 
@@ -50,8 +50,8 @@ def running(
         finally:
             await scheduler.stop()
 
-    with asyncio.Runner(loop_factory=loop) as runner:
-        return runner.run(main())
+    with asyncio.Runner(loop_factory=loop) as workflow_runner:
+        return workflow_runner.run(main())
 
 
 def now() -> float:
@@ -205,7 +205,7 @@ def test_a_model_has_eight_runners_or_one_for_every_task(settings: dict[str, Any
 def test_runners_get_one_engine_of_each_auxiliary_model() -> None:
     a, b = [FakeModel(), FakeModel()], [FakeModel()]
     scheduler = Scheduler(ExplorerConfig(runner_per_model=4), [FakeModel()], [a, b])
-    assert [runner.runner.auxiliary_models for runner in scheduler.runners] == [
+    assert [workflow_runner.runner.auxiliary_models for workflow_runner in scheduler.runners] == [
         [a[0], b[0]], [a[1], b[0]], [a[0], b[0]], [a[1], b[0]]
     ]  # fmt: skip
 
@@ -366,10 +366,10 @@ class ServerError(Exception):
 
 def test_what_the_log_has_had_is_remembered_for_a_while_only() -> None:
     outcomes = Outcomes()
-    assert [failures.is_new(outcomes, text) for text in ("a", "a", "b")] == [True, False, True]
-    for number in range(failures.REMEMBERED):
-        failures.is_new(outcomes, f"took {number} s")
-    assert len(outcomes.said) < failures.REMEMBERED
+    assert [workflow_runner.is_new(outcomes, text) for text in ("a", "a", "b")] == [True, False, True]
+    for number in range(workflow_runner.REMEMBERED):
+        workflow_runner.is_new(outcomes, f"took {number} s")
+    assert len(outcomes.said) < workflow_runner.REMEMBERED
 
 
 @pytest.mark.parametrize(("tasks", "error"), [(1, KeyError), (8, ConnectionRefusedError), (8, ServerError)])
@@ -924,8 +924,8 @@ def test_nothing_polls() -> None:
         await asyncio.gather(*waiting)
         return turns
 
-    with asyncio.Runner(loop_factory=_CountingLoop) as runner:
-        assert runner.run(main()) <= 4
+    with asyncio.Runner(loop_factory=_CountingLoop) as workflow_runner:
+        assert workflow_runner.run(main()) <= 4
 
 
 @pytest.mark.slow
@@ -946,8 +946,8 @@ def test_ten_thousand_tasks_take_less_than_a_millisecond_each() -> None:
 def retried(task: TaskWrapper, model: FakeModel | None = None, **config: Any) -> Any:
     settings: dict[str, Any] = {"max_timeout": 5.0} | config
     wrapper = RunnerWrapper(7, model or FakeModel(), None, ExplorerConfig(**settings))
-    with asyncio.Runner(loop_factory=LeapingLoop) as runner:
-        return runner.run(wrapper.run_with_retry(task))
+    with asyncio.Runner(loop_factory=LeapingLoop) as workflow_runner:
+        return workflow_runner.run(wrapper.run_with_retry(task))
 
 
 class Flaky:
@@ -1062,7 +1062,7 @@ def test_a_task_goes_to_the_engine_with_the_fewest_tokens_under_way() -> None:
         tasks = [(long, 8, 1), (short, 8, 2), (short, 64, 1), (short, 8, 1)]
         scheduler.schedule([make(*each) for each in tasks], 1)
         await scheduler.get_results(1)
-        engines: list[Any] = [runner.model for runner in scheduler.runners[:2]]
+        engines: list[Any] = [workflow_runner.model for workflow_runner in scheduler.runners[:2]]
         assert [[call["prompt"] for call in engine.calls] for engine in engines] == [[long], [short] * 4]
         assert not any(scheduler._load.values())
 
@@ -1095,7 +1095,7 @@ def test_of_tasks_that_are_alike_each_engine_has_as_many_runs() -> None:
 
         scheduler.schedule([scripted(ask, repeat_times=4), scripted(ask), scripted(ask)], 1)
         await scheduler.get_results(1)
-        engines: list[Any] = [runner.model for runner in scheduler.runners[:2]]
+        engines: list[Any] = [workflow_runner.model for workflow_runner in scheduler.runners[:2]]
         assert [len(engine.calls) for engine in engines] == [4, 2]
         assert not any(scheduler._load.values())
 

@@ -24,7 +24,7 @@ from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
 from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
 from trinity_lightning.errors import WorkflowBlockedError
-from trinity_lightning.explorer import stopped
+from trinity_lightning.explorer import interruption
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.models.engine import Engine
@@ -350,7 +350,7 @@ def test_sigterm_while_rollouts_begun_ahead_are_waited_for_ends_the_wait(
 def test_after_an_error_rollouts_in_flight_are_waited_for_shortly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopped, "STOP_SECONDS", 0.3)
+    monkeypatch.setattr(interruption, "STOP_SECONDS", 0.3)
     whole = Run(tmp_path / "whole", offset=1).fit()
     run = Run(tmp_path, offset=1)
     roll_out = run.explorer._run

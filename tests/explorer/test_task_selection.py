@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks import Taskset
-from trinity_lightning.explorer.tasks.selection import TasksetMixture
+from trinity_lightning.explorer.tasks.taskset import TasksetMixture
 
 
 def numbered(size: int, name: str = "numbers", **settings: Any) -> Taskset:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from trinity_lightning.config.schema import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import TaskSource
-from trinity_lightning.explorer.tasks.selection import TasksetMixture
 from trinity_lightning.explorer.tasks.sources import (
     BY_HASH_SEED,
     Formatter,
@@ -25,7 +24,7 @@ from trinity_lightning.explorer.tasks.sources import (
     dataset_entries,
     warn_of_trained_entries,
 )
-from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.explorer.tasks.taskset import Taskset, TasksetMixture
 from trinity_lightning.explorer.workflows import SimpleWorkflow
 
 ROWS = [{"question": f"q{index}", "solution": index, "level": "easy"} for index in range(5)]

@@ -26,8 +26,8 @@ from trinity_lightning.explorer import Scheduler
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.metrics import rollout_metrics
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
-from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflow_runner import Status
 from trinity_lightning.explorer.workflows import Workflow
 from trinity_lightning.sync.stream import weight_stream
 

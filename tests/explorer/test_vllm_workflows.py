@@ -16,8 +16,8 @@ from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
-from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflow_runner import WorkflowRunner
 from trinity_lightning.explorer.workflows import Workflow
 from trinity_lightning.explorer.workflows.tool_use import calculate
 

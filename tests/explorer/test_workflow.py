@@ -13,8 +13,8 @@ from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer import RunnerWrapper, TaskWrapper
-from trinity_lightning.explorer.runner import WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflow_runner import WorkflowRunner
 from trinity_lightning.explorer.workflows import MathWorkflow, SimpleWorkflow, Workflow, resolve_workflow
 from trinity_lightning.explorer.workflows.graded import DistillArguments, JudgeArguments
 

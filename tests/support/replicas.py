@@ -41,8 +41,8 @@ from trinity_lightning.errors import TrinityError
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.sync.proof import perturbed
 from trinity_lightning.sync.stream import weight_stream
-from trinity_lightning.trainer import shards
-from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from trinity_lightning.trainer import fsdp
+from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 from trinity_lightning.trainer.ddp import ReplicaStrategy
 from trinity_lightning.trainer.fsdp import ShardStrategy
 from trinity_lightning.trainer.other_models import layers_of
@@ -369,7 +369,7 @@ def failed(folder: Path, fails: L.Callback, **trainer: Any) -> dict[str, Any]:
 
 def gathers(checkpointing: bool, **trainer: Any) -> dict[str, int]:
     """How often the weights of a layer, or of what is in none, are put together for one pass; and the layers."""
-    count, gather = 0, shards.Gather.__call__
+    count, gather = 0, fsdp.Gather.__call__
 
     def counted(*arguments: Any, **settings: Any) -> None:
         nonlocal count
@@ -377,11 +377,11 @@ def gathers(checkpointing: bool, **trainer: Any) -> dict[str, int]:
         gather(*arguments, **settings)
 
     policy = make_policy(model={"gradient_checkpointing": checkpointing})
-    shards.Gather.__call__ = counted  # type: ignore[method-assign]
+    fsdp.Gather.__call__ = counted  # type: ignore[method-assign]
     try:
         fit(policy, [batch_of(make_experiences(RANKS))], **trainer)
     finally:
-        shards.Gather.__call__ = gather  # type: ignore[method-assign]
+        fsdp.Gather.__call__ = gather  # type: ignore[method-assign]
     return {"gathers": count, "layers": len(layers_of(policy.policy))}
 
 

@@ -12,14 +12,14 @@ from trinity_lightning import train
 from trinity_lightning.common import checkpoints
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
-from trinity_lightning.trainer import shards
+from trinity_lightning.trainer import fsdp
 
 PLACES: dict[str, tuple[Any, str]] = {
     "finish": (checkpoints._Writer, "finish"),  # a checkpoint's shards, and what is where in them
-    "share": (shards.Shards, "_share"),  # of a weight that is gathered
+    "share": (fsdp.Shards, "_share"),  # of a weight that is gathered
     "step": (TransformersEngine, "_step"),  # of an engine that rolls out
     "add": (VLLMEngine, "_add"),  # of a request to generate
-    "reshard": (shards.Shards, "reshard"),  # what `perturb` begins with, when a rank serves it
+    "reshard": (fsdp.Shards, "reshard"),  # what `perturb` begins with, when a rank serves it
 }
 
 

@@ -5,8 +5,8 @@ import asyncio
 import torch
 
 from trinity_lightning.algorithm.add_strategy import ADD_STRATEGY
+from trinity_lightning.algorithm.add_strategy.add_strategy import ListWriter
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.writer import ListWriter
 
 INVALID = "group_advantages/invalid_group_count"
 # Write whole tasks, one write each, without changing their order or number.

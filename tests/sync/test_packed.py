@@ -14,7 +14,7 @@ from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ModelLoadError
 from trinity_lightning.explorer.driver import Driver
-from trinity_lightning.explorer.models import vllm_platforms
+from trinity_lightning.explorer.models import vllm_engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.sync.stream import weight_stream
 
@@ -104,7 +104,7 @@ def test_layers_that_cannot_be_taken_over_are_a_load_error(tmp_path: Path, monke
     def refuse(model: Any) -> None:
         raise RuntimeError("no such layer")
 
-    monkeypatch.setattr(vllm_platforms, "PackedWeights", refuse)
+    monkeypatch.setattr(vllm_engine, "PackedWeights", refuse)
     engine = engine_of(qwen2(), tmp_path, EngineDtype.fp32)
     with closing(Driver([engine])) as driver, pytest.raises(ModelLoadError, match=r"vLLM cannot load .*no such layer"):
         driver.run(engine.load())

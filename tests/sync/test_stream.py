@@ -15,8 +15,8 @@ from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.training import ModelConfig
 from trinity_lightning.errors import ConfigError, WeightSyncError
-from trinity_lightning.explorer.models.vllm_platforms import check_experts
-from trinity_lightning.sync import converted as conversions
+from trinity_lightning.explorer.models.vllm_engine import check_experts
+from trinity_lightning.sync import stream as conversions
 from trinity_lightning.sync.stream import check_shapes, parameter_shapes, weight_stream, while_sent
 
 SIZES: dict[str, Any] = {

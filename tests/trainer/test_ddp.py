@@ -49,7 +49,7 @@ from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.evaluation import merged_weights
 from trinity_lightning.sync.files import checkpoint_weights
 from trinity_lightning.trainer import ddp
-from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
+from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
 
 pytestmark = pytest.mark.slow

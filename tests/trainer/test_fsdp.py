@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.errors import ConfigError, RankError, WeightSyncError
-from trinity_lightning.trainer.fsdp import ShardStrategy
-from trinity_lightning.trainer.shards import Mesh, Scatter, Shards, is_large
+from trinity_lightning.trainer.fsdp import Mesh, Scatter, Shards, ShardStrategy, is_large
 
 
 class Sends(Ranks):
@@ -98,7 +97,7 @@ def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch:
     rows, factors, ranks = torch.arange(15.0).view(5, 3), torch.arange(1.0, 5.0), Alike()
     asked: list[Any] = []
     sums: list[str] = []
-    monkeypatch.setattr("trinity_lightning.trainer.shards.Scatter", OnBoth)
+    monkeypatch.setattr("trinity_lightning.trainer.fsdp.Scatter", OnBoth)
     layer: Any = torch.nn.Linear(3, 4, bias=False)
     layer.token_logprobs = layer.forward
     shards: Any = object.__new__(Shards)

@@ -14,7 +14,6 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
 from trinity_lightning.config.training import AlgorithmConfig, Layout
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.gpu import moved
 from trinity_lightning.trainer.layout import (
     MOST_PROMPTS,
     MicroBatch,
@@ -25,6 +24,7 @@ from trinity_lightning.trainer.layout import (
     cut,
     cut_padded,
     cut_shared,
+    moved,
     prefix_groups,
     rows_to_train,
 )

@@ -28,11 +28,11 @@ from trinity_lightning.trainer.model import (
     Head,
     lean_embeddings,
     logprob_function,
+    logprobs_by_forward,
     logprobs_by_head,
     switch_off_dropout,
     usable_layout,
 )
-from trinity_lightning.trainer.other_models import logprobs_by_forward
 from trinity_lightning.trainer.policy import PolicyModule
 
 # -- dropout is off unless it is asked for: a policy that moves by chance has no ratio of 1 ----------------------------

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from trinity_lightning.config.checks import validate
 from trinity_lightning.config.training import OptimizerConfig
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.trainer.checkpoint import check_resumed, schedule_changed
 from trinity_lightning.trainer.host import HostMemory, moments_of
 from trinity_lightning.trainer.optim import (
     MasterWeights,
@@ -25,7 +26,6 @@ from trinity_lightning.trainer.optim import (
     optimizer_factory,
 )
 from trinity_lightning.trainer.policy import PolicyModule
-from trinity_lightning.trainer.resumed import check_resumed, schedule_changed
 
 LR = 1e-2
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao (extra dev) is not installed")

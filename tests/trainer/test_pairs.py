@@ -21,8 +21,7 @@ from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import KLConfig, Layout
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.ddp import deal
-from trinity_lightning.trainer.layout import collate, cut
+from trinity_lightning.trainer.layout import collate, cut, deal
 from trinity_lightning.trainer.placement import WHOLE
 from trinity_lightning.trainer.policy import PolicyModule
 

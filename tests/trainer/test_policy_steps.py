@@ -34,9 +34,9 @@ from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout,
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.trainer import flops
-from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO
-from trinity_lightning.trainer.faults import describe_fault
+from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
+from trinity_lightning.trainer.objective import describe_fault
 from trinity_lightning.trainer.optim import parameter_groups
 from trinity_lightning.trainer.policy import PolicyModule
 

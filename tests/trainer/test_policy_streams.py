@@ -27,7 +27,7 @@ from trinity_lightning.buffer.offline import marked
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.config.training import KLConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.streams import Streams
+from trinity_lightning.trainer.objective import Streams
 
 
 def mixed() -> list[Experience]:

@@ -20,7 +20,7 @@ from trinity_lightning.errors import ConfigError
 if TYPE_CHECKING:
     from trinity_lightning.buffer.offline import ExpertData
     from trinity_lightning.buffer.operators import AuxiliaryModels
-    from trinity_lightning.buffer.refill import MoreRollouts
+    from trinity_lightning.buffer.pipeline import MoreRollouts
     from trinity_lightning.config.parts import OperatorConfig
 
 # Writes the experiences of an explore step somewhere, in place of those of an earlier attempt at it.

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trinity_lightning.algorithm.add_strategy.add_strategy import BufferWriter
 from trinity_lightning.buffer.reader import BufferReader, Cursor, CursorReader, Item, check_source, group_of
 from trinity_lightning.common.experience import Experience, ExperienceError, ExperienceFormatError
-from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
 

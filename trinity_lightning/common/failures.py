@@ -1,29 +1,15 @@
 """What failed: a full disk, another process, a reward function, in words; and what a traceback holds, let go."""
 
-import errno
-import os
 import signal
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from trinity_lightning.config.own_code import described, own_frames
-from trinity_lightning.errors import DiskFullError, RewardError, TrinityError
+from trinity_lightning.errors import RewardError
 
 # What Python raises of mistakes in code, which come again. What servers and disks raise is of other kinds.
 MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, SyntaxError)
 MISTAKES += (NotImplementedError, TypeError, ValueError)
-# A full disk, a quota, and a limit of a file's size, of the process (ulimit -f) or of the file system.
-FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
-
-
-def disk_full(error: Exception, path: Path) -> DiskFullError | None:
-    """What to raise in place of it, of this path or of the one that it names; None: it is of something else."""
-    # Ours say enough. torch.save fails once more as it ends the file; safetensors has the text alone.
-    for cause in () if isinstance(error, TrinityError) else causes(error):
-        for number in (each for each, text in FULL.items() if text in str(cause)):
-            return DiskFullError(number, FULL[number], str(getattr(cause, "filename", None) or path))
-    return None
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -46,15 +32,6 @@ def listed(names: Sequence[object], most: int) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
-
-
-def release(error: BaseException) -> None:
-    """Let go of what the functions that raised an error hold, such as a policy; its traceback stays as it is.
-
-    Hydra keeps the error of a sweep's job until all jobs have run, and the next one needs that memory.
-    """
-    for each in causes(error):
-        traceback.clear_frames(each.__traceback__)
 
 
 def how_it_ended(code: int) -> str:

@@ -8,6 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from trinity_lightning.common.failures import causes
+from trinity_lightning.errors import DiskFullError, TrinityError
+
 
 @contextmanager
 def disk_full_named(path: Path) -> Iterator[None]:
@@ -15,8 +18,6 @@ def disk_full_named(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from trinity_lightning.common.failures import disk_full
-
         if (full := disk_full(error, path)) is not None:
             raise full from error
         raise
@@ -91,3 +92,16 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+# A full disk, a quota, and a limit of a file's size, of the process (ulimit -f) or of the file system.
+FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+
+
+def disk_full(error: Exception, path: Path) -> DiskFullError | None:
+    """What to raise in place of it, of this path or of the one that it names; None: it is of something else."""
+    # Ours say enough. torch.save fails once more as it ends the file; safetensors has the text alone.
+    for cause in () if isinstance(error, TrinityError) else causes(error):
+        for number in (each for each, text in FULL.items() if text in str(cause)):
+            return DiskFullError(number, FULL[number], str(getattr(cause, "filename", None) or path))
+    return None

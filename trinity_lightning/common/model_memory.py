@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trinity_lightning.common.devices import free_memory
+from trinity_lightning.common.hardware import free_memory
 from trinity_lightning.common.model_config import (
     BLOCK_BYTES,
     CHUNK_BYTES,

@@ -6,15 +6,15 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from trinity_lightning.common.alone import Alone, T
 from trinity_lightning.errors import RankError, RankTerminatedError
 
 CPU = torch.device("cpu")
@@ -28,6 +28,8 @@ BUCKET_BYTES = 64 << 20  # of tensors that are added up in one sending
 BEAT_SECONDS = 5.0  # between two beats of a rank that waits for rank 0
 SILENT_SECONDS = 30.0  # without a beat, and rank 0, which rolls out, ends the run
 FAILED, BEATS = "failed", "beats"  # in the store: the failure that came first; the last beat of each rank
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,38 @@ class Failure:
 
 
 Answer = tuple[Any, Failure | None, str]  # what a rank hands in to a round: a value, what it failed by, which round
+
+
+class Alone:
+    """The only process that trains; `common.ranks.Ranks`, one of several, overrides these methods."""
+
+    rank = 0
+    size = 1
+    hangs = False  # another rank, as far as this one knows
+
+    def failure(self) -> BaseException | None:
+        """What the run has to end with, as far as that is known of other processes."""
+
+    def exchange(self, value: T, patient: bool = False, at: str = "an exchange") -> list[T]:
+        """What every rank hands in, by rank."""
+        return [value]
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """What rank `source` hands in."""
+        return value
+
+    def add_up(self, tensors: Sequence[Tensor], at: str = "a sum") -> None:
+        """Make each tensor the sum of those of all ranks."""
+
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        """Wait for others no longer than that from now on."""
+        return nullcontext()
+
+    def end(self, error: BaseException) -> None:
+        """This rank fails: tell the others."""
+
+
+ALONE = Alone()
 
 
 @dataclass
@@ -407,3 +441,8 @@ def add_up_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
         if each.grad is None:
             each.grad = torch.zeros_like(each, dtype=each.grad_dtype)
     ranks.add_up([each.grad for each in trained if each.grad is not None])
+
+
+def ranks_of(trainer: Any) -> Alone:
+    """The processes that a Lightning Trainer trains with; one of another strategy than ReplicaStrategy is alone."""
+    return getattr(trainer.strategy, "ranks", ALONE)

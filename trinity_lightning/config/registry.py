@@ -120,7 +120,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     # (parameters or groups, lr, betas, eps, weight_decay)
     "optimizer": {
         "adamw": "trinity_lightning.trainer.optim.adamw",
-        "adamw_8bit": "trinity_lightning.trainer.other_optimizers.adamw_8bit",
+        "adamw_8bit": "trinity_lightning.trainer.optim.adamw_8bit",
         "adamw_offload": "trinity_lightning.trainer.optim.adamw",
     },
     # (optimizer, num_warmup_steps, num_training_steps), of which a schedule takes what it needs

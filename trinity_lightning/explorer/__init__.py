@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from trinity_lightning.explorer.callback import ExplorerCallback as ExplorerCallback
     from trinity_lightning.explorer.explorer import Explorer as Explorer
     from trinity_lightning.explorer.explorer import TaskSource as TaskSource
-    from trinity_lightning.explorer.runner import Status as Status
-    from trinity_lightning.explorer.runner import WorkflowRunner as WorkflowRunner
     from trinity_lightning.explorer.scheduler import RunnerWrapper as RunnerWrapper
     from trinity_lightning.explorer.scheduler import Scheduler as Scheduler
     from trinity_lightning.explorer.scheduler import TaskWrapper as TaskWrapper
+    from trinity_lightning.explorer.workflow_runner import Status as Status
+    from trinity_lightning.explorer.workflow_runner import WorkflowRunner as WorkflowRunner
 
 _NAMES = {
     "callback": ["ExplorerCallback"],
     "explorer": ["Explorer", "TaskSource"],
-    "runner": ["Status", "WorkflowRunner"],
+    "workflow_runner": ["Status", "WorkflowRunner"],
     "scheduler": ["RunnerWrapper", "Scheduler", "TaskWrapper"],
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.common.alone import ranks_of
+from trinity_lightning.common.ranks import ranks_of
 from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.values import check_version
@@ -146,7 +146,7 @@ class ExplorerCallback(StopCheckpoint):
     def settle(self) -> None:
         """Wait for rollouts in flight, for a while."""
         if self._running is not None and self._running.under_way:
-            from trinity_lightning.explorer.stopped import settle_shortly
+            from trinity_lightning.explorer.interruption import settle_shortly
 
             settle_shortly(self._running, self.ctrl_c)
 

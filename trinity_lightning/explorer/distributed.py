@@ -12,8 +12,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.alone import ranks_of
-from trinity_lightning.common.ranks import BEAT_SECONDS, Ranks
+from trinity_lightning.common.ranks import BEAT_SECONDS, Ranks, ranks_of
 from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.schema import TrainConfig
 from trinity_lightning.config.trainer import processes_of

@@ -10,12 +10,17 @@ import math
 import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from trinity_lightning.common.hardware import compute_on_one_thread
+from trinity_lightning.config.own_code import of_a_library
+from trinity_lightning.errors import WorkflowBlockedError
 from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.workflows.workflow import Workflow
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -213,7 +218,6 @@ class Driver:
 
     def _is_stuck(self) -> bool:
         """Whether there is no point in waiting for the loop."""
-        from trinity_lightning.explorer.failures import blocker_of
 
         silent = self._watch.silent()
         return silent > CANCEL_SECONDS or (silent > BLOCKED_SECONDS and blocker_of(self._thread) is not None)
@@ -293,10 +297,54 @@ class LoopWatch:
         silent = self.silent()
         if silent <= min(self.warn_after, self.fail_after):
             return
-        from trinity_lightning.explorer.failures import log_block, refuse_block
 
         if not self._warned and silent > self.warn_after:
             self._warned = True
             log_block(self._thread, silent)
         if silent > self.fail_after:
             refuse_block(self._thread, silent, self.why)
+
+
+def blocker_of(thread: threading.Thread) -> str | None:
+    """The innermost line that the thread's loop is in and no library has, with its workflow; None while it waits."""
+    frames = list(_running(thread))
+    own = [frame for frame in frames if not of_a_library(frame.f_code.co_filename)]
+    line = next((_line(frame) for frame in own or frames), None)
+    owners = (frame.f_locals.get("self") for frame in frames)
+    workflow = next((f" (workflow '{type(each).__name__}')" for each in owners if isinstance(each, Workflow)), "")
+    return None if line is None else line + workflow
+
+
+def log_block(thread: threading.Thread, seconds: float) -> None:
+    """Log what blocks the thread's loop for so long, and where the thread stands."""
+    what, stack = blocker_of(thread) or "something", "".join(traceback.format_stack(_frame_of(thread)))
+    logger.warning("%s blocks all rollouts, for %.1f s now. It stands at:\n%s", what, seconds, stack)
+
+
+def refuse_block(thread: threading.Thread, seconds: float, why: str) -> None:
+    """WorkflowBlockedError if anything blocks the loop of the thread, after so long; `why`: what sets that time."""
+    if (blocker := blocker_of(thread)) is not None:
+        raise WorkflowBlockedError(
+            f"{blocker} has blocked all rollouts for {seconds:.3g} s ({why}): an `async def` calls "
+            "something that waits without `await`. Call it by `await asyncio.to_thread(...)`; a workflow may be a "
+            "`def run`, which runs in a thread."
+        )
+
+
+def _running(thread: threading.Thread) -> Iterator[FrameType]:
+    """Frames of the callback that the loop is in, the innermost first; none while it waits for something to do."""
+    frame, frames = _frame_of(thread), []
+    while frame is not None:
+        if frame.f_code is asyncio.Handle._run.__code__:
+            yield from frames
+            return
+        frames.append(frame)
+        frame = frame.f_back
+
+
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    return sys._current_frames().get(thread.ident or 0)
+
+
+def _line(frame: FrameType) -> str:
+    return f"'{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}'"

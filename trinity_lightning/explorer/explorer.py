@@ -23,10 +23,10 @@ from trinity_lightning.explorer.metrics import evaluation_metrics, pass_rates, r
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.rewards import Reward, resolve_rewards
 from trinity_lightning.explorer.rewards.answers import nested_answer
-from trinity_lightning.explorer.runner import Status
 from trinity_lightning.explorer.scheduler import Scheduler
 from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, Task
 from trinity_lightning.explorer.tasks.taskset import TaskSelection
+from trinity_lightning.explorer.workflow_runner import Status
 from trinity_lightning.explorer.workflows import Workflow
 from trinity_lightning.explorer.workflows.workflow import check_workflow
 from trinity_lightning.sync.stream import PolicyEngines, WeightStream
@@ -250,7 +250,7 @@ class StepRollouts:
 def _report_failures(what: str, statuses: Sequence[Status], tasks: int, nothing: bool = False, cure: str = "") -> None:
     """See `report_tasks`, which few steps need."""
     if nothing or not all(status.ok for status in statuses):
-        from trinity_lightning.explorer.failures import report_tasks
+        from trinity_lightning.explorer.workflow_runner import report_tasks
 
         report_tasks(what, statuses, tasks, nothing, cure)
 

@@ -15,7 +15,7 @@ from trinity_lightning.common.runs import (
     written_tokens,
 )
 from trinity_lightning.common.solved import criterion_of, metrics_of
-from trinity_lightning.explorer.runner import Status, mean_metrics
+from trinity_lightning.explorer.workflow_runner import Status, mean_metrics
 
 # -- An explore step --------------------------------------------------------------------------------------------------
 

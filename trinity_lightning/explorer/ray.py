@@ -19,8 +19,8 @@ from trinity_lightning.common.inference import HeldModel, InferenceModel
 from trinity_lightning.config.servers import check_engine_for_ray, require_ray
 from trinity_lightning.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
 from trinity_lightning.explorer.rewards import resolve_rewards
-from trinity_lightning.explorer.runner import CANCEL_GRACE_SECONDS, Attempt, WorkflowRunner
 from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflow_runner import CANCEL_GRACE_SECONDS, Attempt, WorkflowRunner
 from trinity_lightning.explorer.workflows.workflow import resolve_workflow
 
 # -- the far side: a WorkflowRunner with its own copy of the models ----------------------------------------------------

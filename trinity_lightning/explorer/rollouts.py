@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from trinity_lightning.common.alone import ALONE, Alone
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.ranks import ALONE, Alone
 from trinity_lightning.config.engines import SENT, SynchronizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.driver import Driver, LoopTask
@@ -142,7 +142,7 @@ class SyncPolicy:
             with self._ranks.within(limit):
                 return self.run(asyncio.wait_for(coroutine, limit + GRACE_SECONDS * (self._ranks.size > 1)), False)
         except TimeoutError as error:
-            from trinity_lightning.sync.mismatch import not_in_time
+            from trinity_lightning.sync.proof import not_in_time
 
             raise not_in_time(limit) from error
 

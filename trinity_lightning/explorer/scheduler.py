@@ -18,7 +18,8 @@ from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.rewards import SCORER
-from trinity_lightning.explorer.runner import (
+from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflow_runner import (
     CANCEL_GRACE_SECONDS,
     ENOUGH_FAILURES,
     Outcomes,
@@ -28,7 +29,6 @@ from trinity_lightning.explorer.runner import (
     fails_by_reward,
     summarize,
 )
-from trinity_lightning.explorer.tasks.task import Task
 
 if TYPE_CHECKING:
     from trinity_lightning.explorer.ray import RayCluster, RayRunner
@@ -124,7 +124,7 @@ class RunnerWrapper:
                 self.outcomes.succeeded, self.outcomes.failed = True, {}
             if not attempt.errors:
                 break
-            from trinity_lightning.explorer.failures import note
+            from trinity_lightning.explorer.workflow_runner import note
 
             if note(one, attempted, attempt, self.outcomes) or not runs:
                 break
@@ -132,7 +132,7 @@ class RunnerWrapper:
         times = {"time_per_task": seconds, "task_run_time": clock() - start}
         status, experiences = summarize(one, experiences, describe(failed), task.repeat_times, times)
         if not status.ok:
-            from trinity_lightning.explorer.failures import report
+            from trinity_lightning.explorer.workflow_runner import report
 
             report(one, status, self.outcomes)
         return status, experiences, self.runner_id

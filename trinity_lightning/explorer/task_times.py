@@ -1,7 +1,7 @@
 """With explorer.dynamic_timeout: a time-out of train tasks that follows how long they take."""
 
 from trinity_lightning.config.schema import ExplorerConfig
-from trinity_lightning.explorer.runner import Status
+from trinity_lightning.explorer.workflow_runner import Status
 
 
 class TaskTimes:

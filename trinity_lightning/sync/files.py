@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trinity_lightning.common.devices import free_memory
+from trinity_lightning.common.hardware import free_memory
 from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.sync.stream import WeightStream
 

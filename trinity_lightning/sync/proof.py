@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.sync.stream import in_parts
 
 # 96 tokens or so of ordinary text, digits and punctuation: random tokens would sit where bfloat16 is at its coarsest.
@@ -75,16 +76,12 @@ def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolera
     A WeightSyncError, with both values: beyond the tolerance, or not a number.
     """
     if len(trainer) != len(engine) or not trainer:
-        from trinity_lightning.sync.mismatch import different_texts
-
         raise different_texts(trainer, engine, what)
     logprobs = torch.tensor(trainer, dtype=torch.float64)
     difference = (logprobs - torch.tensor(engine, dtype=torch.float64)).abs()
     mean, maximum = float(difference.mean()), float(difference.max())
     allowed, limits = tolerance.limits(logprobs)
     if not (mean <= allowed and (difference <= limits).all()):
-        from trinity_lightning.sync.mismatch import different_logprobs
-
         worst = max(zip(difference.tolist(), limits.tolist(), strict=True), key=lambda each: each[0] - each[1])
         raise different_logprobs(trainer, engine, (mean, allowed), worst, what)
     return mean, maximum
@@ -181,10 +178,46 @@ class Synchronizer:
                     self._compare(after, "drill with perturbed weights")
                     self.drill_scale = scale
                     return
-        from trinity_lightning.sync.mismatch import unmoved
 
         raise unmoved()
 
     def _compare(self, trainer: list[float], what: str) -> tuple[float, float]:
         found = [compare(trainer, engine, self.tolerance, what) for engine in self.engine_logprobs()]
         return max(mean for mean, _ in found), max(maximum for _, maximum in found)
+
+
+def different_texts(trainer: Sequence[float], engine: Sequence[float], what: str) -> WeightSyncError:
+    """The error if the two lists that a probe or drill (`what`) compares are not of the same tokens."""
+    return WeightSyncError(
+        f"{what}: {len(trainer)} log-probabilities of the trainer, {len(engine)} of the engine: they read the text "
+        "with different tokenizers."
+    )
+
+
+def different_logprobs(
+    trainer: Sequence[float], engine: Sequence[float], mean: tuple[float, float], worst: tuple[float, float], what: str
+) -> WeightSyncError:
+    """The error if they differ by more than rounding; the mean and the worst difference, each with what is allowed."""
+    return WeightSyncError(
+        f"{what}: the engine's log-probabilities are not the trainer's. Mean |difference| {mean[0]:.3g} (allowed "
+        f"{mean[1]:.3g}), of the worst token {worst[0]:.3g} (allowed {worst[1]:.3g}); mean log-probability of the "
+        f"trainer {sum(trainer) / len(trainer):.4f}, of the engine {sum(engine) / len(engine):.4f}. "
+        "The engine does not have the trainer's weights, computes in another dtype (engine.dtype; --dtype of a "
+        "server of engine.urls), or another model. One of yours must compute `_logprobs` with what `_take` was given."
+    )
+
+
+def unmoved() -> WeightSyncError:
+    """The error if no noise of the drill moves the policy's log-probabilities."""
+    return WeightSyncError(
+        "the drill could not perturb the policy enough to tell whether weights arrive: its log-probabilities "
+        "hardly depend on its weights. Is the checkpoint whole? synchronizer.drill=false skips the drill."
+    )
+
+
+def not_in_time(seconds: float) -> WeightSyncError:
+    """The error for a weight sync that took longer."""
+    return WeightSyncError(
+        f"a weight sync did not end within {seconds:g} s (synchronizer.sync_timeout): does every engine live? "
+        "Restart the servers of engine.urls: they may hold half of the weights."
+    )

@@ -1,21 +1,26 @@
 """The policy's weights on their way: a stream whose names and shapes are known before, and the engines that get it."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from trinity_lightning.common.failures import listed
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.config.values import nearest
 from trinity_lightning.errors import WeightSyncError
 
+pass
+
 if TYPE_CHECKING:
-    from trinity_lightning.sync.converted import Parts
     from trinity_lightning.sync.servers import Sender
 
 Shape = tuple[int, ...]
@@ -76,8 +81,6 @@ def while_sent(stream: WeightStream) -> Iterator[WeightStream]:
 def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
     """A WeightSyncError if a stream lacks a tensor, brings one too many, or has a wrong shape; no engine is touched."""
     if dict(sent) != {name: tuple(shape) for name, shape in expected.items()}:
-        from trinity_lightning.sync.mismatch import misfit
-
         raise misfit(sent, expected)
 
 
@@ -136,8 +139,6 @@ def as_checkpoint(
     """
     device, take = next(iter(tensors.values())).device, read or (lambda name: tensors[name].detach())
     if conversions := _conversions(model):  # of few models
-        from trinity_lightning.sync.converted import converted
-
         return converted(tensors, take, model, conversions, device)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return WeightStream(shapes, lambda: ((name, take(name)) for name in shapes), device)
@@ -245,8 +246,6 @@ class PolicyEngines(Generic[E]):
         """
         stream = self._trainers() if self._given is None else self._given
         if name not in stream.shapes:
-            from trinity_lightning.sync.mismatch import unknown_weight
-
             raise unknown_weight(name, stream.shapes)
         return next(tensor for other, tensor in stream if other == name)
 
@@ -279,3 +278,103 @@ class PolicyEngines(Generic[E]):
     def forget_restored(self) -> None:
         """Newer weights are due: what the engines had is of no use any more."""
         self._restored = None
+
+
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
+
+
+class Parts(Protocol):
+    """The weights of a model that has them in parts: shards, or frozen weights and adapters."""
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Tensors of the names and shapes of the whole weights."""
+        ...
+
+    def whole(self, name: str) -> Tensor:
+        """A weight, put together."""
+        ...
+
+    def perturbed(self) -> AbstractContextManager[Callable[[float], None]]:
+        """As `sync.proof.perturbed`."""
+        ...
+
+
+def converted(
+    tensors: Mapping[str, Tensor],
+    take: Callable[[str], Tensor],
+    model: Any,
+    conversions: list[Any],
+    device: torch.device,
+) -> WeightStream:
+    """The tensors that `take` gives, as checkpoints have them, a layer at a time; arguments as of `as_checkpoint`.
+
+    `conversions` are how transformers makes the model's parameters from its checkpoints.
+    """
+    plain = SimpleNamespace(_weight_conversions=conversions, config=model.config)  # a model in shards takes no copy
+    groups = _layers(tensors)
+    shapes = _shapes(tensors, groups, plain)
+    if len(groups) > 1 and shapes != (whole := _shapes(tensors, [list(tensors)], plain)):
+        groups, shapes = [list(tensors)], whole  # some conversion joins layers
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for names in groups:
+            yield from _reverted({name: take(name) for name in names}, plain).items()
+
+    return WeightStream(shapes, stream, device)
+
+
+def _shapes(tensors: Mapping[str, Tensor], groups: Sequence[Sequence[str]], model: Any) -> dict[str, Shape]:
+    """Names and shapes of what is streamed, in its order."""
+    # Not empty_like: that of a shard is a shard too, which rank 0 alone cannot put together.
+    empty = (
+        {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in names} for names in groups
+    )
+    return {name: tuple(tensor.shape) for group in empty for name, tensor in _reverted(group, model).items()}
+
+
+def check_conversion(tensors: Mapping[str, Tensor], model: Any) -> None:
+    """Convert tensors of these shapes, without any data, as `save_pretrained` will; errors are transformers'."""
+    _shapes(tensors, [list(tensors)], model)
+
+
+def _reverted(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
+
+
+def _layers(names: Iterable[str]) -> list[list[str]]:
+    """Names by the layer that they belong to (`model.layers.3`); a name without a number is a group of its own."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        layer = _LAYER.match(name)
+        groups.setdefault(layer.group() if layer else name, []).append(name)
+    return list(groups.values())
+
+
+def misfit(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> WeightSyncError:
+    """Every difference between shapes by name, the first 8 of each kind, and what to do."""
+    missing = [f"'{name}'" for name in expected if name not in sent]
+    matches = {name: nearest(name, expected) for name in sent if name not in expected}
+    unknown = [f"'{name}'" + (f" (nearest: '{match}')" if match else "") for name, match in matches.items()]
+    wrong = [
+        f"'{name}' {tuple(shape)}, expected {tuple(expected[name])}"
+        for name, shape in sent.items()
+        if name in expected and shape != expected[name]
+    ]
+    kinds = {"missing": missing, "unknown to the engine": unknown, "wrong shape": wrong}
+    problems = [f"{len(names)} {kind}: {listed(names, MAX_LISTED)}" for kind, names in kinds.items() if names]
+    return WeightSyncError(
+        f"the weights do not fit the engine, which was not touched. {'. '.join(problems)}. Trainer and engine must "
+        "hold the same model; send every parameter under its checkpoint name, a tied 'lm_head.weight' too."
+    )
+
+
+def unknown_weight(name: str, shapes: Mapping[str, Shape]) -> KeyError:
+    """The error for a name that the policy has no weight of: which one is nearest."""
+    match = nearest(name, shapes)
+    hint = f"Did you mean '{match}'?" if match else f"The first is '{next(iter(shapes), None)}'."
+    return KeyError(f"unknown weight '{name}' (the policy has {len(shapes)}). {hint}")
+
+
+MAX_LISTED = 8

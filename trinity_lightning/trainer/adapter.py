@@ -24,7 +24,7 @@ from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.proof import DRILL_SEED, noise, perturbed_tensors
 from trinity_lightning.sync.stream import Shape, WeightStream, skeleton
-from trinity_lightning.trainer.resumed import check_lora
+from trinity_lightning.trainer.checkpoint import check_lora
 
 NAME = "default"  # peft's, of the only adapter
 _TRAINED = re.compile(rf"\.lora_[AB]\.{NAME}\.weight$")  # the parameters of adapters among those of a model

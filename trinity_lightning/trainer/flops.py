@@ -77,7 +77,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int
         return max(fixed, product_flops(dtype, threads, shapes)) if shapes else fixed
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    from trinity_lightning.common.devices import known_gpu
+    from trinity_lightning.common.hardware import known_gpu
 
     gpu = known_gpu(torch.cuda.get_device_name(device))
     return gpu and gpu.flops

@@ -5,19 +5,17 @@ Such attention is over rows that share prefixes, and of short bfloat16 sequences
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.functional import scaled_dot_product_attention, silu
-
-if TYPE_CHECKING:
-    from trinity_lightning.trainer.gpu import FlexSharedPrefix
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
 # -- attention over rows that share prefixes ---------------------------------------------------------------------------
 # Every token attends causally within its own segment (a prefix, or what a row has behind one), and a row's own tokens
@@ -438,3 +436,85 @@ class _GatedSilu(Function):
 def _is_rounded_on_cpu(states: Tensor) -> bool:
     """Float32 would gain less, and under mixed precision operations choose their dtypes themselves."""
     return states.device.type == "cpu" and states.dtype == torch.bfloat16 and not torch.is_autocast_enabled("cpu")
+
+
+BLOCK_TOKENS = 128  # FlexAttention's own, and the length that its kernels take whole blocks of
+
+
+@dataclass(frozen=True)
+class FlexSharedPrefix:
+    """Attention over shared prefixes on a GPU.
+
+    Attributes:
+        mask: which blocks of tokens see which.
+        padding: tokens to append to the T, up to whole blocks.
+    """
+
+    mask: BlockMask
+    padding: int
+
+    @classmethod
+    def of(cls, segments: Segments, device: torch.device) -> "FlexSharedPrefix":
+        """The mask for these segments; block tables are made on the CPU, and moved."""
+        segment, prefix = token_segments(segments)
+        return cls(block_mask(segment, prefix, device), len(segment) - segments.starts()[-1])
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
+        query, key = query.to(value.dtype), key.to(value.dtype)  # one dtype, or there is no backward pass
+        out = _compiled()(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    """Compiled for any length: each micro-batch has another."""
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def token_segments(segments: Segments) -> tuple[Tensor, Tensor]:
+    """Of each token, padding to whole blocks included, its segment and the prefix that it sees (-1: none): int64 [T].
+
+    Prefixes are the first segments; padding is one more at the end.
+    """
+    segment, prefix = segments.of_tokens()
+    padding = (0, -len(segment) % BLOCK_TOKENS)
+    return pad(segment, padding, value=int(segment[-1]) + 1), pad(prefix, padding, value=-1)
+
+
+def block_mask(segment: Tensor, prefix: Tensor, device: torch.device) -> BlockMask:
+    """FlexAttention's mask of T x T tokens, a multiple of the block: what is seen in part, and what is in full."""
+    some, full = block_tables(segment, prefix)
+    segment, prefix, tokens = segment.to(device), prefix.to(device), len(segment)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = (segment[query] == segment[key]) & (key <= query)
+        return own | (prefix[query] == segment[key])
+
+    tables = [table.to(device) for blocks in (some & ~full, full) for table in _rows(blocks)]
+    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK_TOKENS, mask_mod=sees, seq_lengths=(tokens, tokens))
+
+
+def block_tables(segment: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
+    """Which blocks of queries see any of, and which see all of, which blocks of keys: bool [blocks, blocks] each.
+
+    A few blocks that are seen in full count as seen in part, where no segment covers them alone; that is exact too.
+    """
+    first, last = segment[::BLOCK_TOKENS], segment[BLOCK_TOKENS - 1 :: BLOCK_TOKENS]
+    prefixes = prefix.view(-1, BLOCK_TOKENS)
+    lowest = prefixes.where(prefixes >= 0, len(segment)).amin(1)  # of those that any of the block's tokens sees
+    highest = prefixes.amax(1)
+    blocks = torch.arange(len(first))
+    before = blocks < blocks[:, None]
+    some = (blocks == blocks[:, None]) | (before & (first[:, None] <= last))
+    some |= (lowest[:, None] <= last) & (first <= highest[:, None])
+    one, one_prefix = first == last, prefixes.amin(1) == highest
+    full = before & (one[:, None] & one) & (first[:, None] == first)
+    full |= one_prefix[:, None] & one & (first == highest[:, None])
+    return some, full
+
+
+def _rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """A table of blocks as FlexAttention takes it: how many in each row, and which, those that count first."""
+    order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1).int()[None, None], order.int()[None, None]

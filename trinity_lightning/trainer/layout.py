@@ -6,17 +6,17 @@ prompts begin with is computed once, the rest of each row behind it, and nothing
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trinity_lightning.common.alone import ALONE
 from trinity_lightning.common.experience import Experience, gather_response_attrs, gather_rows
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
+from trinity_lightning.common.ranks import ALONE, Alone
 from trinity_lightning.config.training import Layout
 from trinity_lightning.trainer.layers import CpuSharedPrefix, Segments
 
@@ -347,7 +347,6 @@ def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBat
     )
     if device.type == "cpu":
         return micro
-    from trinity_lightning.trainer.gpu import moved
 
     return moved(micro, device)
 
@@ -373,7 +372,7 @@ def _shared(experiences: Sequence[Experience], part: Part, device: torch.device)
     shared = [group for group in part.groups if group.prefix]
     segments = Segments([g.prefix for g in shared], [len(g.rows) for g in shared], [len(tokens) for tokens in own])
     if device.type == "cuda":
-        from trinity_lightning.trainer.gpu import FlexSharedPrefix
+        from trinity_lightning.trainer.layers import FlexSharedPrefix
 
         attention = FlexSharedPrefix.of(segments, device)
     else:
@@ -439,8 +438,6 @@ class Passes:
             layout = better_layout(step, self.rows(step), tokens)
         dealt = [list(rows)]
         if ranks > 1:
-            from trinity_lightning.trainer.ddp import deal
-
             dealt = deal(batch, rows, ranks, tokens, layout)
         return [cut(batch, each, tokens, layout) for each in dealt]
 
@@ -463,8 +460,6 @@ class Passes:
         shares = self.shares(batch, self.rows(batch), ranks.size)
         for part in placement.passes(shares) if ranks.size > 1 else shares[0]:
             if part is None:
-                from trinity_lightning.trainer.ddp import idle
-
                 idle(self, model, placement)
                 continue
             with torch.set_grad_enabled(self.as_trained):
@@ -474,7 +469,71 @@ class Passes:
                     column[row] = value[: len(column[row])].clone()
         model.train(was_training)
         if ranks.size > 1:
-            from trinity_lightning.trainer.ddp import added_up
-
             columns = added_up(columns, ranks)
         return columns
+
+
+ALIGNMENT = 16  # bytes: of where a tensor begins in a buffer of several
+
+
+def moved(micro: MicroBatch, device: torch.device) -> MicroBatch:
+    """The same with all of its tensors on the device."""
+    own = {each.name: getattr(micro, each.name) for each in fields(micro)}
+    fixed = {name: each for name, each in own.items() if isinstance(each, Tensor)}
+    inputs = {name: each for name, each in micro.inputs.items() if isinstance(each, Tensor)}
+    tensors = iter(_moved_together([*fixed.values(), *inputs.values(), *micro.columns.values()], device))
+    fixed, inputs, columns = (dict(zip(each, tensors, strict=False)) for each in (fixed, inputs, micro.columns))
+    return replace(micro, **fixed, inputs=micro.inputs | inputs, columns=columns)
+
+
+def _moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of the CPU, of any shapes and dtypes, on the device: one copy, out of pinned memory if it is a GPU.
+
+    Nobody waits for it: what the device computes next comes after it.
+    """
+    ends = list(accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors))
+    packed = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def places(buffer: Tensor) -> list[Tensor]:
+        return [
+            buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip([0, *ends], tensors, strict=False)
+        ]
+
+    for place, tensor in zip(places(packed), tensors, strict=True):
+        place.copy_(tensor)
+    return places(packed.to(device, non_blocking=True))
+
+
+def deal(batch: OptimizerBatch, rows: Sequence[int], size: int, max_tokens: int, layout: Layout) -> list[list[int]]:
+    """Rows dealt to `size` ranks for each to compute about as many tokens; arguments as of `cut`.
+
+    Rows that share a prefix stay together, unless there is too much of them for one rank; a pair always does.
+    """
+    lengths = [len(e.tokens) for e in batch.experiences]
+    groups = [group_of(unit, 0, lengths) for unit in units_of(rows, lengths, batch.unit)]
+    if layout is Layout.shared_prefix:
+        whole, groups = prefix_groups(batch.experiences, rows, max_tokens), []
+        share = -(-sum(group.tokens for group in whole) // size)
+        for group in whole:
+            most = max(share, group.prefix - (group.prefix - group.tokens) // size)
+            groups += [group] if group.tokens <= share else pieces_of(group, lengths, most, batch.unit)
+    dealt: list[list[PrefixGroup]] = [[] for _ in range(size)]
+    for group in sorted(groups, key=lambda group: -group.tokens):
+        min(dealt, key=lambda rank: sum(each.tokens for each in rank)).append(group)
+    return [sorted(row for group in rank for row in group.rows) for rank in dealt]
+
+
+def idle(passes: Passes, model: Any, placement: "Whole") -> Tensor:
+    """A pass that counts for nothing, made because the other ranks make one: a sum of log-probabilities."""
+    batch = OptimizerBatch.of([Experience(tokens=[0, 0], prompt_length=1)], explore_step=0)
+    (part,) = cut(batch, [0], 2, Layout.padded)
+    return passes.through(model, collate(batch, part, model.device), placement)[0].sum()
+
+
+def added_up(columns: Sequence[Sequence[Tensor]], ranks: Alone) -> list[list[Tensor]]:
+    """The sum of each column of all ranks, of which each has computed some rows."""
+    together = [torch.cat([*column, torch.zeros(0)]) for column in columns]
+    ranks.add_up(together)
+    lengths = [len(row) for row in columns[0]]
+    return [list(each.split(lengths)) for each in together]

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor, nn
+from torch import nn
 
 from trinity_lightning.config.training import HALF
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.layout import LogprobFn
-from trinity_lightning.trainer.model import Head, name_of, token_logprobs
+from trinity_lightning.trainer.model import logprobs_by_forward, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +34,6 @@ def by_own_forward_pass(model: Any, agrees: Callable[[LogprobFn], bool]) -> Logp
         f"{name_of(model)} cannot be trained: its logits are not those of its base model and output embeddings, and "
         "its forward pass has no logits_to_keep. Use one whose class follows transformers' causal language models."
     )
-
-
-def logprobs_by_forward(
-    model: Any, inputs: dict[str, Any], positions: Tensor, targets: Tensor, temperature: Tensor
-) -> tuple[Tensor, Tensor]:
-    """From the model's own logits, at every place of the sequence where any row has a target: all in memory at once."""
-    length = inputs["input_ids"].shape[1]
-    rows, places = positions // length, positions % length
-    kept, columns = places.unique(return_inverse=True)
-    logits = model(**inputs, use_cache=False, logits_to_keep=kept).logits
-    return token_logprobs(Head(nn.Identity()), logits[rows, columns], targets, temperature)
 
 
 # -- model.compile: layers compiled by torch.compile -------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trinity_lightning.common.alone import ALONE, Alone
+from trinity_lightning.common.ranks import ALONE, Alone
 from trinity_lightning.trainer.layout import Part
 
 

@@ -43,9 +43,9 @@ from trinity_lightning.config.training import (
 )
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, DiskFullError, ModelLoadError
-from trinity_lightning.sync.converted import check_conversion
+from trinity_lightning.sync.stream import check_conversion
 from trinity_lightning.trainer import optim
-from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO, check_local
+from trinity_lightning.trainer.checkpoint import BUDGET, COUNTERS, AtomicCheckpointIO, check_local
 from trinity_lightning.trainer.flops import ModelSize, Peak, products_dtype, step_costs
 from trinity_lightning.trainer.layout import Part, Passes, collate, trained_tokens
 from trinity_lightning.trainer.model import (
@@ -61,13 +61,10 @@ from trinity_lightning.trainer.placement import WHOLE, Whole
 
 if TYPE_CHECKING:
     from trinity_lightning.trainer.adapter import Adapter
+    from trinity_lightning.trainer.checkpoint import Resumption
     from trinity_lightning.trainer.critic import Critic
-    from trinity_lightning.trainer.resumed import Resumption
 
 logger = logging.getLogger(__name__)
-
-COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # attributes of PolicyModule, saved in checkpoints
-BUDGET = "max_tokens"  # saved, too
 
 
 class PolicyModule(L.LightningModule):
@@ -334,7 +331,7 @@ class PolicyModule(L.LightningModule):
             trained = {"actor": self.policy, "critic": self.critic}
             norms = {name: clip(each.parameters(), limit) for name, each in trained.items() if each is not None}
             if not math.isfinite(norm := math.hypot(*norms.values())):
-                from trinity_lightning.trainer.faults import count_bad_step
+                from trinity_lightning.trainer.objective import count_bad_step
 
                 count_bad_step(self, batch, norm, parts, losses)
                 self._log(self._counts([]), batch)
@@ -374,7 +371,7 @@ class PolicyModule(L.LightningModule):
         collating = 0.0
         for part in placement.passes(shares):
             if part is None:
-                from trinity_lightning.trainer.ddp import idle
+                from trinity_lightning.trainer.layout import idle
 
                 backward(0 * idle(passes, self.policy, placement))
                 continue
@@ -528,7 +525,7 @@ class PolicyModule(L.LightningModule):
 
             put_base_in(checkpoint, self)
         if self._trainer is not None:
-            from trinity_lightning.trainer.resumed import Resumption
+            from trinity_lightning.trainer.checkpoint import Resumption
 
             self._resumption = Resumption(self, checkpoint, own_optimizer=self._optimizer_factory is not None)
             if self.algorithm.max_tokens_per_micro_batch == AUTO:
@@ -539,7 +536,7 @@ class PolicyModule(L.LightningModule):
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
-            from trinity_lightning.trainer.resumed import misfit
+            from trinity_lightning.trainer.checkpoint import misfit
 
             raise misfit(error, self.model_name) from error
 

@@ -10,7 +10,7 @@ from trinity_lightning.algorithm.add_strategy import (
     RewardVarianceAddStrategy,
     StepWiseGRPOStrategy,
 )
-from trinity_lightning.common.writer import ListWriter
+from trinity_lightning.algorithm.add_strategy.add_strategy import ListWriter
 from trinity_lightning.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from trinity_lightning.algorithm.add_strategy import (
     StepWiseGRPOStrategy,
     create_add_strategy,
 )
+from trinity_lightning.algorithm.add_strategy.add_strategy import ListWriter
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
-from trinity_lightning.common.writer import ListWriter
 from trinity_lightning.errors import ConfigError, PartError
 
 

@@ -14,9 +14,9 @@ from trinity_lightning.algorithm.add_strategy import (
     GRPOAddStrategy,
     group_by,
 )
+from trinity_lightning.algorithm.add_strategy.add_strategy import ListWriter
 from trinity_lightning.algorithm.add_strategy.baseline_add_strategies import BaselineAddStrategy
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
-from trinity_lightning.common.writer import ListWriter
 
 # Score rewards within a task. on_policy_distill needs none, and a critic's are scored by the trainer: see their tests.
 GRPO_LIKE = [

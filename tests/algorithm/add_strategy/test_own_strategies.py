@@ -13,7 +13,7 @@ from trinity_lightning.algorithm.add_strategy import (
     TaskAdvantageStrategy,
     create_add_strategy,
 )
-from trinity_lightning.common.writer import ListWriter
+from trinity_lightning.algorithm.add_strategy.add_strategy import ListWriter
 from trinity_lightning.errors import ArgumentError, ConfigError, PartError
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.strategies import INVALID, add, advantages, make, runs_of, scores
 
 from trinity_lightning.algorithm.add_strategy import StepWiseGRPOStrategy, group_by
+from trinity_lightning.algorithm.add_strategy.add_strategy import ListWriter
 from trinity_lightning.common.experience import ExperienceError
-from trinity_lightning.common.writer import ListWriter
 
 NAME = "step_wise_grpo"
 

@@ -18,8 +18,8 @@ from support.policy import (
     padded,
 )
 
-from trinity_lightning.algorithm.correction import rollout_correction
-from trinity_lightning.algorithm.kl import kl_loss, off_policy_mask
+from trinity_lightning.algorithm.correction import off_policy_mask, rollout_correction
+from trinity_lightning.algorithm.kl import kl_loss
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.training import KLConfig, RolloutCorrectionConfig

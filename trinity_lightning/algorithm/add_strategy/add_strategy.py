@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.add_strategy.group_advantages import STD_LEVELS, group_stats, grpo_advantages
+from trinity_lightning.algorithm.add_strategy.functional import STD_LEVELS, group_stats, grpo_advantages
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.runs import (
     Run,
@@ -22,7 +22,6 @@ from trinity_lightning.common.runs import (
     runs_of,
     spread_of_each,
 )
-from trinity_lightning.common.writer import BufferWriter, ListWriter
 from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.config.registry import PARTS, Registry, import_object
 from trinity_lightning.config.signatures import check_arguments, made_at_start, parameters_beside
@@ -125,6 +124,37 @@ def by_group(metrics: Mapping[str, Tensor], count: int) -> list[Metrics]:
 
 GIVEN = ("writer",)  # what a strategy is given beside its arguments
 ADD_STRATEGY: Registry[type["AddStrategy"]] = Registry("add strategy")
+
+
+class BufferWriter(ABC):
+    """Takes finished experiences; what holds them is its own affair."""
+
+    @abstractmethod
+    def write(self, experiences: list[Experience]) -> None:
+        """Store the experiences, in order, all or none."""
+
+    async def write_async(self, experiences: list[Experience]) -> None:
+        """Awaitable `write`, for storages that wait for a disk or a network."""
+        self.write(experiences)
+
+
+class ListWriter(BufferWriter):
+    """Holds what is written.
+
+    Attributes:
+        calls: what each write was given, in order.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[list[Experience]] = []
+
+    def write(self, experiences: list[Experience]) -> None:
+        self.calls.append(list(experiences))
+
+    @property
+    def experiences(self) -> list[Experience]:
+        """All that was written."""
+        return [experience for call in self.calls for experience in call]
 
 
 class AddStrategy(ABC):
@@ -382,7 +412,7 @@ class ComposedAddStrategy(AddStrategy):
             self.stages[label] = experiences = writer.experiences
             metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
         if self._is_own:
-            from trinity_lightning.common.experience.fields import check_weighed
+            from trinity_lightning.common.experience.experience import check_weighed
 
             check_weighed(experiences, f"add strategy {self._labels[-1]}")
         for call in self._writers[-1].calls:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import (
+    BufferWriter,
     GroupAdvantageStrategy,
     Groups,
     Metrics,
@@ -19,7 +20,6 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
 )
 from trinity_lightning.common.experience import Experience, group_by
 from trinity_lightning.common.runs import Run, is_valid_reward, run_reward
-from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number, one_of
 
 

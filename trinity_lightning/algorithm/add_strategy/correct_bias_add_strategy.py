@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy import functional
-from trinity_lightning.algorithm.add_strategy.add_strategy import GRPOAddStrategy, action_mask, response_values
+from trinity_lightning.algorithm.add_strategy.add_strategy import (
+    BufferWriter,
+    GRPOAddStrategy,
+    action_mask,
+    response_values,
+)
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.runs import Run
-from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import number
 
 

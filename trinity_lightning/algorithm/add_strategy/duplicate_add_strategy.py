@@ -7,10 +7,9 @@ from typing import Any
 
 import xxhash
 
-from trinity_lightning.algorithm.add_strategy.add_strategy import Groups, Metrics
+from trinity_lightning.algorithm.add_strategy.add_strategy import BufferWriter, Groups, Metrics
 from trinity_lightning.algorithm.add_strategy.reward_variance_add_strategy import RewardVarianceAddStrategy
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import whole_number
 
 

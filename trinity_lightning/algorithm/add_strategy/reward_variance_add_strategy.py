@@ -8,6 +8,7 @@ import torch
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import (
     AddStrategy,
+    BufferWriter,
     Groups,
     Metrics,
     have_valid_rewards,
@@ -16,9 +17,7 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
     split_valid,
 )
 from trinity_lightning.common.experience import Experience, group_by
-from trinity_lightning.common.runs import is_valid_reward, last_step, runs_of
-from trinity_lightning.common.untrained import Criterion
-from trinity_lightning.common.writer import BufferWriter
+from trinity_lightning.common.runs import Criterion, is_valid_reward, last_step, runs_of
 from trinity_lightning.config.values import number
 
 

@@ -11,6 +11,7 @@ import torch
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.algorithm.add_strategy.add_strategy import (
     AddStrategy,
+    BufferWriter,
     Groups,
     Metrics,
     by_group,
@@ -24,7 +25,6 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
 )
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.runs import last_step, runs_of, spread_of_each
-from trinity_lightning.common.writer import BufferWriter
 from trinity_lightning.config.values import flag, number, numbered, one_of, text
 
 

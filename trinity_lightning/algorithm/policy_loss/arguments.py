@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.signatures import POSITIONAL, has_method, made_at_start
-from trinity_lightning.config.training import LOSS_AGG_MODES
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ArgumentError, ConfigError
 
@@ -244,18 +243,3 @@ def instance_of(name: str, kind: type[Any], args: Mapping[str, Any]) -> tuple[Ca
 
 
 # -- the argument loss_agg_mode ----------------------------------------------------------------------------------------
-
-
-def mean_of_sequences(
-    values: Tensor, mask: Tensor, loss_agg_mode: str, num_sequences: int | None, max_response_length: int | None
-) -> Tensor:
-    """One number of `values` [b, r], which are 0 outside the mask; modes, totals and errors as of `aggregate`."""
-    sequences = max(mask.shape[0] if num_sequences is None else num_sequences, 1)
-    if loss_agg_mode == "seq-mean-token-mean":
-        return (values.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / sequences
-    if loss_agg_mode == "seq-mean-token-sum":
-        return values.sum() / sequences
-    if loss_agg_mode == "seq-mean-token-sum-norm":
-        longest = mask.shape[1] if max_response_length is None else max_response_length
-        return values.sum() / (sequences * max(longest, 1))
-    raise ConfigError(unknown_name("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES))

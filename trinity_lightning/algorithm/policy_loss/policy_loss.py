@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.config.registry import PARTS, Registry
+from trinity_lightning.config.training import LOSS_AGG_MODES
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError
 
 
 class BatchTotals(TypedDict, total=False):
@@ -63,7 +66,6 @@ def aggregate(
         values = values * action_mask
     if loss_agg_mode == "token-mean":
         return values.sum() / (mask.sum().clamp(min=1) if num_tokens is None else max(num_tokens, 1))
-    from trinity_lightning.algorithm.policy_loss.arguments import mean_of_sequences
 
     return mean_of_sequences(values, mask, loss_agg_mode, num_sequences, max_response_length)
 
@@ -195,3 +197,18 @@ def accepted(fn: PolicyLossFn, extras: Mapping[str, Any]) -> dict[str, Any]:
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor) -> Tensor:
     """log(pi_theta / pi_old) of each token, clamped to +-20; 0 outside the mask, whatever is there. [b, r]"""
     return trained(logprobs - old_logprobs, action_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def mean_of_sequences(
+    values: Tensor, mask: Tensor, loss_agg_mode: str, num_sequences: int | None, max_response_length: int | None
+) -> Tensor:
+    """One number of `values` [b, r], which are 0 outside the mask; modes, totals and errors as of `aggregate`."""
+    sequences = max(mask.shape[0] if num_sequences is None else num_sequences, 1)
+    if loss_agg_mode == "seq-mean-token-mean":
+        return (values.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / sequences
+    if loss_agg_mode == "seq-mean-token-sum":
+        return values.sum() / sequences
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        longest = mask.shape[1] if max_response_length is None else max_response_length
+        return values.sum() / (sequences * max(longest, 1))
+    raise ConfigError(unknown_name("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES))

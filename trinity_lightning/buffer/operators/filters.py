@@ -6,8 +6,16 @@ from typing import Any
 
 from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
-from trinity_lightning.common.runs import Run, equal_rewards, is_valid_reward, last_step, raw_reward, runs_of
-from trinity_lightning.common.untrained import Criterion, metric_of
+from trinity_lightning.common.runs import (
+    Criterion,
+    Run,
+    equal_rewards,
+    is_valid_reward,
+    last_step,
+    metric_of,
+    raw_reward,
+    runs_of,
+)
 from trinity_lightning.config.values import number, text
 
 logger = logging.getLogger(__name__)

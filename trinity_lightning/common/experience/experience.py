@@ -1,5 +1,6 @@
 """`Experience`: the result of one rollout, unpadded; its identity, and the rules that it keeps."""
 
+import dataclasses
 import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trinity_lightning.config.values import as_float
 from trinity_lightning.errors import TrinityError
 
 ExperienceType = Literal["single_turn", "multi_turn", "dpo"]
@@ -255,7 +257,6 @@ class Experience:
         """Field by field; tensors by dtype, shape and values, NaN equal to NaN."""
         if not isinstance(other, Experience):
             return NotImplemented
-        from trinity_lightning.common.experience.fields import same
 
         return same(vars(self), vars(other))
 
@@ -309,7 +310,6 @@ class Experience:
 
     def to_dict(self) -> dict[str, Any]:
         """What a person or a logger wants to see, without tensors; optional entries only if they are not None."""
-        from trinity_lightning.common.experience.fields import described
 
         return described(self)
 
@@ -334,7 +334,6 @@ def _make_eid(eid: Any) -> EID:
         return EID()
     if isinstance(eid, EID):
         return eid
-    from trinity_lightning.common.experience.fields import eid_of
 
     return eid_of(eid)
 
@@ -398,7 +397,6 @@ def reward_value(value: Any) -> float | None:
     """A reward as float, or None."""
     if value is None or type(value) is float:
         return value
-    from trinity_lightning.common.experience.fields import real_number
 
     return real_number(value, "reward")
 
@@ -424,7 +422,6 @@ def _custom_fields(value: Any, name: str) -> list[CustomField]:
 
 
 def _tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
-    from trinity_lightning.common.experience.fields import tensors_by_name  # few experiences have any
 
     return tensors_by_name(value, name)
 
@@ -447,3 +444,114 @@ def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", 
     for experience in experiences:
         groups.setdefault(getattr(experience.eid, _ID_OF[id_type]), []).append(experience)
     return groups
+
+
+def eid_of(fields: Any) -> EID:
+    """An identity from a dict of its fields; an ExperienceError if it is none."""
+    if not isinstance(fields, dict):
+        raise ExperienceError(f"eid: expected EID, a dict of its fields, or None, got {type(fields).__name__}.")
+    try:
+        return EID(**fields)
+    except TypeError as error:
+        raise ExperienceError(
+            f"eid: expected the fields batch, task, run, step, suffix, got {list(fields)}."
+        ) from error
+
+
+def real_number(value: Any, name: str) -> float:
+    """A real number, of numpy or torch perhaps, as float; an ExperienceError if it is none."""
+    is_array = getattr(value, "ndim", 0) > 0
+    try:
+        number = None if is_array else as_float(value)
+    except OverflowError as error:
+        raise ExperienceError(f"{name}: expected a number within the range of a float.") from error
+    if number is None:
+        what = f"shape {tuple(value.shape)}" if is_array else type(value).__name__
+        raise ExperienceError(f"{name}: expected a real number or None, got {what}.")
+    return number
+
+
+def tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
+    """What is given for a field of tensors by name, its values made tensors if they are none yet.
+
+    Raises:
+        ExperienceError: no dict, a key that is no text, or a value that cannot be made a tensor.
+    """
+    if not isinstance(value, dict):
+        raise ExperienceError(f"{name}: expected dict or None, got {type(value).__name__}.")
+    result = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise ExperienceError(f"{name}: expected keys of type str, got {key!r}.")
+        try:
+            result[key] = item if isinstance(item, Tensor) else torch.tensor(item)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ExperienceError(f"{name}[{key!r}]: cannot be made a tensor: {error}") from error
+    return result
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are equal: `==` all the way down, except that NaN equals NaN.
+
+    Tensors and arrays must agree in dtype, shape and values; a list never equals a tuple, nor a tensor an array.
+    """
+    for kind in (Tensor, np.ndarray):
+        if isinstance(a, kind) or isinstance(b, kind):
+            return isinstance(a, kind) and isinstance(b, kind) and _same_numbers(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+    if (isinstance(a, list) and isinstance(b, list)) or (isinstance(a, tuple) and isinstance(b, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        return same(vars(a), vars(b))
+    return bool(a == b) or bool(a != a and b != b)
+
+
+def _same_numbers(a: Any, b: Any) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if isinstance(a, Tensor):
+        b = b.to(a.device)
+        if torch.equal(a, b):
+            return True
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is what differs from itself
+
+
+def described(experience: Experience) -> dict[str, Any]:
+    """See `Experience.to_dict`."""
+    result: dict[str, Any] = {
+        "eid": experience.eid.to_dict(),
+        "type": experience.experience_type,
+        "prompt_length": experience.prompt_length,
+        "response_length": len(experience.tokens) - experience.prompt_length,
+        "info": experience.info,
+        "metrics": experience.metrics,
+    }
+    if experience.reward is not None:
+        result["reward"] = float(experience.reward)
+    optional = ("prompt_text", "response_text", "messages", "tools", "chosen_messages", "rejected_messages")
+    values = {name: getattr(experience, name) for name in (*optional, "truncate_status")}
+    return result | {name: value for name, value in values.items() if value is not None}
+
+
+def check_weighed(experiences: Sequence[Experience], by: str) -> None:
+    """ExperienceError unless advantages and returns have a finite number for each response token that is trained."""
+    for exp in experiences:
+        for values in (exp.advantages, exp.returns):
+            if values is None or (mask := exp.action_mask) is None:  # without a mask there is no response
+                continue
+            is_row = isinstance(values, Tensor) and values.shape == mask.shape
+            if not (is_row and values[mask.bool()].isfinite().all()):
+                raise ExperienceError(
+                    f"experience {exp.eid}: {by} gave it {values!r:.60}: give finite numbers, one a response token."
+                )
+
+
+def no_column(experiences: Sequence[Experience], name: str, dtype: torch.dtype | None) -> ExperienceError:
+    """The error for a field that some experience lacks, or has in another dtype than this, the first one's."""
+    tensors = [getattr(each, name, None) for each in experiences]
+    at = next(index for index, each in enumerate(tensors) if not isinstance(each, Tensor) or each.dtype != dtype)
+    row = tensors[at]
+    found = row.dtype if isinstance(row, Tensor) else type(row).__name__
+    wanted = f"{dtype} as in the first of the batch" if dtype else "a tensor"
+    return ExperienceError(f"experience {experiences[at].eid.uid}: {name}: expected {wanted}, got {found}.")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from trinity_lightning.common.experience.experience import Experience, ExperienceError
+from trinity_lightning.common.experience.experience import Experience, ExperienceError, no_column
 
 Device = torch.device | str | int | None
 
@@ -34,8 +34,6 @@ def column_of(experiences: Sequence[Experience], name: str) -> list[Tensor]:
             return rows
     except AttributeError:  # an unknown name, or None in place of a tensor
         pass
-    from trinity_lightning.common.experience.fields import no_column
-
     raise no_column(experiences, name, dtype)
 
 

@@ -13,7 +13,7 @@ from support.policy import fit, make_policy
 from trinity_lightning.build import quiet_libraries
 from trinity_lightning.config.checkpoints import check_whole
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.checkpoint_io import AtomicCheckpointIO, StepCheckpoint
+from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO, StepCheckpoint
 from trinity_lightning.trainer.ddp import ReplicaStrategy
 
 

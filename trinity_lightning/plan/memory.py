@@ -164,7 +164,7 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
     """Bytes that a device of the trainer keeps for each of its states; gradients are float32, whatever the weights are.
 
     Weights of 2 bytes have float32 masters in the optimizer. Where adapters are trained, they have all of these, and
-    the weights nothing. In shards (trainer/shards.py) what is trained is float32, and there are no other masters: each
+    the weights nothing. In shards (trainer/fsdp.py) what is trained is float32, and there are no other masters: each
     device gathers the layer that it computes with and the next one, in `width` bytes, and what is in no layer.
     Gradients of a micro-batch are whole until they are added up (those of adapters are small), a layer's in `width`
     bytes, those of what is in no layer in float32, and are copied to float32 to be sent.

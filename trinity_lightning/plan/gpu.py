@@ -10,16 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from trinity_lightning.common.checkpoints import contents
-from trinity_lightning.common.devices import free_memory
-from trinity_lightning.common.hardware import GIB
-from trinity_lightning.common.memory_plan import (
-    BATCHED_TOKENS,
-    MemoryPlan,
-    Rollouts,
-    auxiliary_server,
-    beside_others,
-    plan,
-)
+from trinity_lightning.common.hardware import GIB, free_memory
 from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training
 from trinity_lightning.config.engines import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
 from trinity_lightning.config.models import resolve_model
@@ -28,9 +19,10 @@ from trinity_lightning.config.trainer import processes_of
 from trinity_lightning.config.training import ADAM, MIXED, OFFLOADED, SHARDS, WeightDtype, strategy_of
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.plan.memory import BATCHED_TOKENS, MemoryPlan, Rollouts, auxiliary_server, beside_others, plan
 from trinity_lightning.sync.stream import skeleton
+from trinity_lightning.trainer.checkpoint import BUDGET
 from trinity_lightning.trainer.objective import Objective
-from trinity_lightning.trainer.policy import BUDGET
 
 logger = logging.getLogger(__name__)
 

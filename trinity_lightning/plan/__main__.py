@@ -20,7 +20,7 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check
 
 if TYPE_CHECKING:
-    from trinity_lightning.planner import RunPlan
+    from trinity_lightning.plan.run import RunPlan
 
 
 @dataclass
@@ -69,7 +69,7 @@ def plan(config: DictConfig) -> "RunPlan":
     with open_dict(config):
         asked: PlanConfig = OmegaConf.to_object(config.pop("plan"))  # type: ignore[assignment]
     check(config, here=False)
-    from trinity_lightning.planner import plan_run
+    from trinity_lightning.plan.run import plan_run
 
     return plan_run(config, asked)
 

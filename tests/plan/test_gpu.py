@@ -8,9 +8,7 @@ import pytest
 import torch
 from support.shapes import SMOLLM2
 
-from trinity_lightning import gpu_plan
 from trinity_lightning.common.hardware import GIB
-from trinity_lightning.common.memory_plan import REFERENCE, Rollouts, plan
 from trinity_lightning.common.model_memory import Training
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep
 from trinity_lightning.config.schema import BufferConfig, ExplorerConfig, TrainConfig
@@ -26,7 +24,9 @@ from trinity_lightning.config.training import (
 )
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
-from trinity_lightning.gpu_plan import planned_engine, rollouts_of, training_of, with_memory_plan
+from trinity_lightning.plan import gpu as gpu_plan
+from trinity_lightning.plan.gpu import planned_engine, rollouts_of, training_of, with_memory_plan
+from trinity_lightning.plan.memory import REFERENCE, Rollouts, plan
 
 
 def test_counting_adapters_draws_no_random_numbers_of_the_run() -> None:

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from support.layouts import SCALE, dense, segments, states, visible
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-from trinity_lightning.trainer import gpu
-from trinity_lightning.trainer.gpu import BLOCK_TOKENS, FlexSharedPrefix, block_tables, token_segments
-from trinity_lightning.trainer.layers import Segments
+from trinity_lightning.trainer import layers
+from trinity_lightning.trainer.layers import BLOCK_TOKENS, FlexSharedPrefix, Segments, block_tables, token_segments
 
 CPU = torch.device("cpu")
 LONG = Segments([300, 40], [2, 3], [260, 400, 7, 90, 1, 128])
@@ -62,7 +61,7 @@ def test_blocks_that_are_seen_in_full_skip_the_mask() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_forward_pass_is_that_of_a_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_compiled", lambda: flex_attention)  # compiled, it is a GPU's
+    monkeypatch.setattr(layers, "_compiled", lambda: flex_attention)  # compiled, it is a GPU's
     flex = FlexSharedPrefix.of(LONG, CPU)
     inputs = states(LONG.starts()[-1], torch.float64)
     with torch.no_grad():

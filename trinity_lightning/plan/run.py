@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from omegaconf import DictConfig
 
-from trinity_lightning.common.devices import GPUS, Gpu, free_memory, known_gpu
-from trinity_lightning.common.hardware import GIB, TORCH_DTYPES, product_flops
-from trinity_lightning.common.memory_plan import (
-    CUDA_CONTEXT,
-    WORKSPACES,
-    MemoryPlan,
-    Rollouts,
-    cache_bytes,
-    engine_alone,
-    engine_weights,
-    gib,
-    plan,
-)
+from trinity_lightning.common.hardware import GIB, GPUS, TORCH_DTYPES, Gpu, free_memory, known_gpu, product_flops
 from trinity_lightning.common.model_memory import GPU_TOKENS, ModelShape, tokens_that_fit
 from trinity_lightning.config.engines import SENT, TRAINER_GPU, capabilities_of
 from trinity_lightning.config.models import resolve_model
@@ -31,14 +19,17 @@ from trinity_lightning.config.values import AUTO, unknown_name
 from trinity_lightning.engines import settle_dtypes
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
-from trinity_lightning.gpu_plan import (
-    Gpus,
-    adapters_of,
-    planned,
-    rollouts_of,
-    trainers_of,
-    training_of,
-    value_model_of,
+from trinity_lightning.plan.gpu import Gpus, adapters_of, planned, rollouts_of, trainers_of, training_of, value_model_of
+from trinity_lightning.plan.memory import (
+    CUDA_CONTEXT,
+    WORKSPACES,
+    MemoryPlan,
+    Rollouts,
+    cache_bytes,
+    engine_alone,
+    engine_weights,
+    gib,
+    plan,
 )
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
@@ -46,7 +37,7 @@ from trinity_lightning.trainer.layout import worth_sharing
 from trinity_lightning.trainer.objective import Objective
 
 if TYPE_CHECKING:
-    from trinity_lightning.plan import PlanConfig
+    from trinity_lightning.plan.__main__ import PlanConfig
 
 FORWARD = 1 / 3  # of the operations of a forward and backward pass
 # 10^9 bytes a second that weights are sent with: within a process on a CPU (benchmarks/weight_sync.py); on a GPU and

@@ -12,18 +12,18 @@ from support.fake_model import FakeModel, Scripted, ScriptedRepeatable, an_exper
 from support.places import without_places
 
 from trinity_lightning.algorithm.add_strategy import DrGRPOAddStrategy
+from trinity_lightning.algorithm.add_strategy.add_strategy import ListWriter
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.common.runs import UNTRAINED, Untrained
-from trinity_lightning.common.writer import ListWriter
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ReadOnlyError
 from trinity_lightning.explorer import Status, WorkflowRunner
-from trinity_lightning.explorer.failures import failure_message
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.tasks.task import Task, messages_of
+from trinity_lightning.explorer.workflow_runner import failure_message
 from trinity_lightning.explorer.workflows import PartialFailure, SimpleWorkflow, Workflow
 
 

@@ -12,7 +12,13 @@ from support.compose import composed
 from support.runs import ROOT, RunTrain
 
 from trinity_lightning.common.hardware import GIB
-from trinity_lightning.common.memory_plan import (
+from trinity_lightning.common.model_memory import ModelShape, Training
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.schema import typed_config
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.plan.__main__ import as_json, as_text, register
+from trinity_lightning.plan.__main__ import plan as plan_of
+from trinity_lightning.plan.memory import (
     ACTIVATIONS,
     CACHE,
     ENGINE_WEIGHTS,
@@ -28,13 +34,7 @@ from trinity_lightning.common.memory_plan import (
     engine_alone,
     plan,
 )
-from trinity_lightning.common.model_memory import ModelShape, Training
-from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.schema import typed_config
-from trinity_lightning.errors import ConfigError
-from trinity_lightning.plan import as_json, as_text, register
-from trinity_lightning.plan import plan as plan_of
-from trinity_lightning.planner import RunPlan, training_flops
+from trinity_lightning.plan.run import RunPlan, training_flops
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.flops import ModelSize, Work
 

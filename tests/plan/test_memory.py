@@ -13,7 +13,12 @@ from support.shapes import QWEN_1_5B, QWEN_3B, SMOLLM2
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from trinity_lightning.common.hardware import GIB
-from trinity_lightning.common.memory_plan import (
+from trinity_lightning.common.model_memory import ModelShape, Training, activations, layer_bytes
+from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.schema import typed_config
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.plan.gpu import adapters_of
+from trinity_lightning.plan.memory import (
     CACHE,
     COPIES,
     CUDA_CONTEXT,
@@ -33,11 +38,6 @@ from trinity_lightning.common.memory_plan import (
     states_on_host,
     weight_states,
 )
-from trinity_lightning.common.model_memory import ModelShape, Training, activations, layer_bytes
-from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.schema import typed_config
-from trinity_lightning.errors import ConfigError
-from trinity_lightning.gpu_plan import adapters_of
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.adapter import Adapter
 from trinity_lightning.trainer.layers import lean_layers

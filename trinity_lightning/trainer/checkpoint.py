@@ -1,24 +1,96 @@
-"""Resuming a policy from a checkpoint: what of the checkpoint does not fit it, and a changed schedule."""
+"""Checkpoints: named by explore steps, written straight to disk and moved into place; never twice in memory."""
 
 import logging
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from trinity_lightning.common.files import new_file
 from trinity_lightning.common.random_state import restore_random_state
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.training import OFFLOADED, LoRAConfig, OptimizerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.optim import learning_rate_schedule, peak_learning_rates, schedule_settings
-from trinity_lightning.trainer.policy import BUDGET, COUNTERS, PolicyModule
+
+if TYPE_CHECKING:
+    from trinity_lightning.trainer.policy import PolicyModule
 
 logger = logging.getLogger(__name__)
 
+
 SCHEDULED = ("lr", "betas", "momentum")  # which schedules of torch change
+
+
+COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # attributes of PolicyModule, saved in checkpoints
+
+
+BUDGET = "max_tokens"  # saved, too
+
+
+def check_local(path: str | Path) -> None:
+    """Refuse an address, which would be taken for the name of a local folder; a ConfigError."""
+    if re.match(r"\w[\w+.-]*:/", str(path)):
+        raise ConfigError(f"checkpoints go to local folders, and '{path}' is an address: give a local dirpath.")
+
+
+class StepCheckpoint(ModelCheckpoint):
+    """Lightning's callback, whose `filename` may have the number of the explore step: `{explore_step:05d}`, from 1.
+
+    Its state in a checkpoint is that of Lightning's own, for runs to be resumed with either.
+    """
+
+    @property
+    def state_key(self) -> str:
+        return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
+
+    def format_checkpoint_name(self, metrics: dict[str, Any], *args: Any, **settings: Any) -> str:
+        """As of ModelCheckpoint; an explore step is an epoch, and Lightning counts those from 0."""
+        step = {"explore_step": metrics["epoch"] + 1} if "epoch" in metrics else {}
+        return super().format_checkpoint_name(metrics | step, *args, **settings)
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes to a temporary file next to the target, then renames it.
+
+    Lightning's own way builds the whole checkpoint in memory first, twice: gigabytes that a small machine lacks.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any] | Mapping[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint to a local path; a kill in the midst leaves the checkpoint that was there.
+
+        Raises:
+            ConfigError: the path is an address, such as s3://bucket/it.ckpt.
+            DiskFullError: the disk is full.
+            TypeError: storage options, which a local file does not have.
+        """
+        if storage_options is not None:
+            raise TypeError("`Trainer.save_checkpoint(..., storage_options=...)`: a local file has no storage options.")
+        check_local(path)
+        with new_file(Path(path)) as file:
+            torch.save(checkpoint, file)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """All of a checkpoint, one in shards (`trainer.shards`) too.
+
+        Raises:
+            ConfigError: its shards are damaged.
+        """
+        if Path(path).is_dir():
+            from trinity_lightning.common.checkpoints import contents, whole
+
+            return whole(path, contents(path))
+        return super().load_checkpoint(path, map_location, weights_only)
 
 
 class Resumption:
@@ -37,7 +109,7 @@ class Resumption:
             group.
     """
 
-    def __init__(self, policy: PolicyModule, checkpoint: dict[str, Any], own_optimizer: bool) -> None:
+    def __init__(self, policy: "PolicyModule", checkpoint: dict[str, Any], own_optimizer: bool) -> None:
         state = checkpoint["policy"]
         check_version(state, (*COUNTERS, BUDGET), "the policy")
         if not own_optimizer:

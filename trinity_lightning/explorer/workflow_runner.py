@@ -7,10 +7,11 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Never, cast
 
 from trinity_lightning.common.experience import EID, Experience, ExperienceError, group_by
 from trinity_lightning.common.experience.experience import check_assigned
+from trinity_lightning.common.failures import listed
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.own_code import described, keep_place
@@ -271,8 +272,6 @@ def summarize(
     """The status of a task's runs, and the experiences to train on: none if it is evaluated on."""
     message = None
     if errors:
-        from trinity_lightning.explorer.failures import failure_message
-
         message = failure_message(errors, num_runs)
     status = Status(
         ok=not errors,
@@ -334,3 +333,89 @@ async def _end(instances: list[asyncio.Task[Attempt]]) -> None:
     _, stuck = await asyncio.wait(instances, timeout=CANCEL_GRACE_SECONDS)
     if stuck:
         logger.warning("%d runs go on after they were cancelled; they are left to themselves.", len(stuck))
+
+
+REMEMBERED = 1000  # messages
+
+NAMED_TASKS = 50  # of those that failed alike
+
+_FEW = 3  # different errors of reward functions that a message shows
+
+
+def report_tasks(what: str, statuses: Sequence[Status], tasks: int, nothing: bool, cure: str = "") -> None:
+    """Log which tasks of a step failed, those together that failed alike, and why.
+
+    If they gave no experience, raise RewardError if all failed in their reward functions, with the `cure` for that, and
+    else RolloutError.
+    """
+    kinds: dict[object, list[Status]] = {}
+    for status in statuses:
+        if not status.ok:
+            kinds.setdefault(status.kind, []).append(status)
+    for alike in kinds.values():
+        names = listed([status.task_id for status in alike], NAMED_TASKS)
+        logger.warning("%s: %d of %d tasks failed (%s): %s", what, len(alike), tasks, names, alike[0].message)
+    if nothing:
+        _refuse_nothing(what, statuses, tasks, cure)
+
+
+def _refuse_nothing(what: str, statuses: Sequence[Status], tasks: int, cure: str) -> Never:
+    nothing = f"{what}: none of its {tasks} tasks gave an experience"
+    if statuses and all(map(fails_by_reward, statuses)):
+        errors = list(dict.fromkeys(error.partition(": ")[2] for status in statuses for error in status.errors))
+        more = f"; and {len(errors) - _FEW} other errors" if len(errors) > _FEW else ""
+        raise RewardError(f"{nothing}: {'; '.join(errors[:_FEW])}{more}{cure and f'. {cure}'}")
+    reasons = dict.fromkeys(str(status.message) for status in statuses) or [
+        "They were given up: see the errors above in the log"
+    ]
+    raise RolloutError(f"{nothing}. {'; '.join(reasons)}")
+
+
+def failure_message(errors: Sequence[str], num_runs: int) -> str:
+    """How many of how many runs of a task failed, and why."""
+    kinds: dict[str, list[str]] = {}
+    for text in errors:
+        kinds.setdefault(kind_of(text), []).append(text)
+    return f"{len(errors)} of {num_runs} runs failed: {'; '.join(map(_cause, kinds.values()))}"
+
+
+def _cause(texts: Sequence[str]) -> str:
+    count = f"{len(texts)} x " if len(texts) > 1 else ""
+    return f"{count}{texts[0]}{', and the like' if len(set(texts)) > 1 else ''}"
+
+
+def note(task: Task, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
+    """Log what is new of why an attempt at a task failed, with the traceback of the user's own code.
+
+    Returns:
+        whether others will fail so, too: a reward function has raised the same at every answer, to several tasks.
+    """
+    name = f"{task.batch_id}/{task.task_id}"
+    for run, error in attempt.errors.items():
+        [text] = describe({run: error})
+        if not outcomes.succeeded:
+            comes_again = isinstance(error, RewardError) and not error.may_pass
+            outcomes.failed[name, run] = kind_of(text) if comes_again else None
+        own_traceback = "\n".join(getattr(error, "__notes__", []))
+        if is_new(outcomes, own_traceback or kind_of(text)):
+            level, where = (logging.WARNING, ". It was raised at\n") if own_traceback else (logging.INFO, "")
+            logger.log(level, "task %s, attempt %d: %s%s%s", name, number, text, where, own_traceback)
+    if outcomes.succeeded or len(outcomes.failed) < ENOUGH_FAILURES:
+        return False
+    tasks, reasons = {each for each, _ in outcomes.failed}, set(outcomes.failed.values())
+    return len(tasks) > 1 and len(reasons) == 1 and None not in reasons
+
+
+def report(task: Task, status: Status, outcomes: Outcomes) -> None:
+    """Log how a task failed: of several of a batch that failed alike, that of the first."""
+    if is_new(outcomes, (task.batch_id, status.kind)):
+        logger.warning("task %s/%s: %s", task.batch_id, task.task_id, status.message)
+
+
+def is_new(outcomes: Outcomes, message: object) -> bool:
+    """Whether the log has not had it lately; it is then noted as said."""
+    if len(outcomes.said) >= REMEMBERED:  # errors that name a time or an address are different each time
+        outcomes.said.clear()
+    before = len(outcomes.said)
+    outcomes.said.add(message)
+    return len(outcomes.said) > before
