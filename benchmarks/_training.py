@@ -13,7 +13,8 @@ from _rollouts import Rollout
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.training import AlgorithmConfig, LoRAConfig, OptimizerConfig
+from trinity_lightning.config.algorithm import AlgorithmConfig
+from trinity_lightning.config.model import LoRAConfig, OptimizerConfig
 from trinity_lightning.trainer.policy import PolicyModule
 
 WARM_UP = 4  # steps until buffers and compiled primitives are there

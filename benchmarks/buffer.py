@@ -22,7 +22,7 @@ from trinity_lightning.buffer.reader import create_reader
 from trinity_lightning.buffer.sql import SqlStorage
 from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.config.schema import BufferConfig
+from trinity_lightning.config.buffer import BufferConfig
 
 Groups = list[list[Experience]]
 Write = Callable[[int, list[Experience]], object]

@@ -16,7 +16,7 @@ from collections import Counter
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.explorer import Scheduler, Status
 from trinity_lightning.explorer.tasks import Task
 from trinity_lightning.explorer.workflows import Workflow

@@ -22,7 +22,7 @@ import psutil
 from faults import NoModel, Trivial
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.explorer import Scheduler, Status
 from trinity_lightning.explorer.tasks import Task
 

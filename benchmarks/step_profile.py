@@ -112,7 +112,7 @@ def measure(model: str, case: str, dtype: str, vocabulary: int, tokens: int | st
     from _training import batch_of, fit
     from torch.profiler import ProfilerActivity, profile
 
-    from trinity_lightning.config.training import AlgorithmConfig
+    from trinity_lightning.config.algorithm import AlgorithmConfig
     from trinity_lightning.trainer.flops import peak_flops
 
     batch = batch_of(CASES[case].rollouts(GROUPS, GROUP_SIZE, vocabulary))
@@ -153,7 +153,7 @@ def main() -> None:
     from transformers import AutoConfig
 
     from trinity_lightning.common.hardware import faster_dtype
-    from trinity_lightning.config.models import resolve_model
+    from trinity_lightning.config.model_files import resolve_model
 
     dtype = faster_dtype("cpu").value
     vocabulary = AutoConfig.from_pretrained(resolve_model(args.model)).vocab_size

@@ -71,7 +71,7 @@ def our_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> float
     import lightning as L
     from _training import batch_of, fit
 
-    from trinity_lightning.config.training import AlgorithmConfig
+    from trinity_lightning.config.algorithm import AlgorithmConfig
 
     def batches() -> Iterator[Any]:
         batch = batch_of(groups)
@@ -100,7 +100,7 @@ def our_check(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
     import lightning as L
     from _training import batch_of, fit
 
-    from trinity_lightning.config.training import AlgorithmConfig
+    from trinity_lightning.config.algorithm import AlgorithmConfig
 
     found: dict[str, Any] = {}
 
@@ -243,7 +243,7 @@ def folder_of(model: str, scratch: Path) -> tuple[str, int]:
     import torch
     from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
-    from trinity_lightning.config.models import load_tokenizer, resolve_model
+    from trinity_lightning.config.model_files import load_tokenizer, resolve_model
 
     folder = Path(resolve_model(model)) if model != "qwen2" else scratch / model
     if not folder.exists():

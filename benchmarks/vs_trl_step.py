@@ -71,7 +71,7 @@ def train_ours(spec: dict[str, Any], folder: str) -> None:
 
     from trinity_lightning.build import build
     from trinity_lightning.config import hydra as compose
-    from trinity_lightning.config.schema import config_dir
+    from trinity_lightning.config.registry import config_dir
 
     turns = Turns()
 
@@ -199,7 +199,7 @@ def main() -> None:
         work(json.loads(args.work))
         return
     from trinity_lightning.common.hardware import faster_dtype
-    from trinity_lightning.config.models import resolve_model
+    from trinity_lightning.config.model_files import resolve_model
 
     dtype = faster_dtype().value
     with tempfile.TemporaryDirectory() as folder:

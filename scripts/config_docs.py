@@ -14,9 +14,9 @@ from typing import Any
 
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, PolicyLossFn
 from trinity_lightning.algorithm.policy_loss.arguments import loss_arguments
-from trinity_lightning.config import schema
-from trinity_lightning.config.objectives import CriticConfig
-from trinity_lightning.config.schema import config_dir
+from trinity_lightning.config import run
+from trinity_lightning.config.algorithm import CriticConfig
+from trinity_lightning.config.registry import config_dir
 from trinity_lightning.explorer.rewards import REWARDS, equality
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +27,7 @@ ALGORITHMS = ROOT / "docs" / "algorithms.md"
 def pages() -> dict[str, str]:
     """File name to text of every page."""
     groups = {path.name for path in config_dir("conf").iterdir() if path.is_dir()}
-    typed = {field.name: field for field in dataclasses.fields(schema.TrainConfig) if _schema_of(field)}
+    typed = {field.name: field for field in dataclasses.fields(run.TrainConfig) if _schema_of(field)}
     names = sorted(groups | set(typed))
     written = {f"{name}.md": _page(name, typed.get(name)) for name in names}
     return written | {"reward.md": _rewards(), "README.md": _index(names)}
@@ -41,12 +41,12 @@ def _index(names: list[str]) -> str:
         "",
     ]
     lines += ["| group or section | what it is |", "|---|---|"]
-    typed = {field.name: field for field in dataclasses.fields(schema.TrainConfig)}
+    typed = {field.name: field for field in dataclasses.fields(run.TrainConfig)}
     for name in names:
         cls = _schema_of(typed[name]) if name in typed else None
         lines.append(f"| [{name}]({name}.md) | {_summary(cls) if cls else FREE.get(name, '')} |")
     lines.append("| [reward](reward.md) | What a response is worth: the registered names. |")
-    return "\n".join([*lines, "", "## The run itself", "", *_knobs(schema.TrainConfig, "", skip=set(names)), ""])
+    return "\n".join([*lines, "", "## The run itself", "", *_knobs(run.TrainConfig, "", skip=set(names)), ""])
 
 
 FREE = {

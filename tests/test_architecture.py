@@ -17,10 +17,10 @@ from trinity_lightning.algorithm.add_strategy import ADD_STRATEGY
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN
 from trinity_lightning.buffer.operators import EXPERIENCE_OPERATORS
 from trinity_lightning.build import train_source
-from trinity_lightning.config.explain import explain
-from trinity_lightning.config.hydra import CONFIG_ERRORS, register
+from trinity_lightning.config.explain import CONFIG_ERRORS, explain
+from trinity_lightning.config.hydra import register
 from trinity_lightning.config.registry import PARTS, import_object
-from trinity_lightning.config.schema import typed_config
+from trinity_lightning.config.run import typed_config
 from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.rewards import REWARDS
 from trinity_lightning.explorer.tasks import Taskset
@@ -52,7 +52,7 @@ def write_examples(folder: Path) -> None:
 
 def test_the_table_has_a_row_of_every_kind_with_an_example() -> None:
     assert {row[1] for row in PART_ROWS} == set(EXAMPLES) - {"my_schedule.py", "my_tasks.py"}
-    assert {row[0] for row in PART_ROWS} == PARTS.keys() - {"KL estimate", "optimizer", "schedule"}
+    assert {row[0] for row in PART_ROWS} == PARTS.keys() - {"KL estimate", "built-in model", "optimizer", "schedule"}
 
 
 def test_parts_of_ones_own_train_together(run_train: RunTrain, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from support.compose import composed
 from support.runs import ROOT, RunTrain
 
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.schema import options, typed_config
+from trinity_lightning.config.registry import options
+from trinity_lightning.config.run import typed_config
 from trinity_lightning.trainer.policy import PolicyModule
 
 RunBenchmark = Callable[..., dict[str, Any]]

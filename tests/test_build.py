@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from support.compose import composed
 
 from trinity_lightning.build import eval_sources, finish, given, train_source
-from trinity_lightning.config.schema import typed_config
+from trinity_lightning.config.run import typed_config
 from trinity_lightning.errors import ConfigError
 
 

@@ -4,8 +4,7 @@ import pytest
 from support.compose import composed
 
 from trinity_lightning.config.hydra import CHOICES
-from trinity_lightning.config.registry import PARTS, import_object
-from trinity_lightning.config.schema import options
+from trinity_lightning.config.registry import PARTS, import_object, options
 
 PRESETS = {"ppo_critic", "dapo", "dr_grpo"}  # choices of algorithm that are known under a name of their own
 

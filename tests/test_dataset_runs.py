@@ -12,7 +12,7 @@ from support.runs import TRAINERS, Commands, RunTrain, alike, finished, rows, sa
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule, offline_data_module
 from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.config.schema import typed_config
+from trinity_lightning.config.run import typed_config
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.resume import check_resumed_data
 from trinity_lightning.trainer.objective import Objective

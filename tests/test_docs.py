@@ -10,8 +10,8 @@ from omegaconf import OmegaConf, open_dict
 from support.compose import composed
 from support.runs import ROOT
 
-from trinity_lightning.config.checks import validate
 from trinity_lightning.config.registry import PARTS
+from trinity_lightning.config.run import validate
 from trinity_lightning.plan.__main__ import PlanConfig, register
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))

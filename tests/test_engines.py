@@ -18,9 +18,10 @@ from trinity_lightning.build import explorer_callback
 from trinity_lightning.common import hardware
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.thoughts import answer_part
-from trinity_lightning.config.engines import EngineConfig
-from trinity_lightning.config.schema import ExplorerConfig, TrainConfig, typed_config
-from trinity_lightning.config.training import ModelConfig
+from trinity_lightning.config.engine import EngineConfig
+from trinity_lightning.config.explorer import ExplorerConfig
+from trinity_lightning.config.model import ModelConfig
+from trinity_lightning.config.run import TrainConfig, typed_config
 from trinity_lightning.engines import check_room
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_server import server_cores

@@ -16,8 +16,9 @@ from support.runs import only, rows, start
 from support.tiny_model import tiny_model, train_a_little
 from support.tiny_vllm import tiny_engine
 
-from trinity_lightning.config.engines import EngineSleep
-from trinity_lightning.config.training import Layout, LoRAConfig, OptimizerConfig
+from trinity_lightning.config.algorithm import Layout
+from trinity_lightning.config.engine import EngineSleep
+from trinity_lightning.config.model import LoRAConfig, OptimizerConfig
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.sync.stream import weight_stream
 from trinity_lightning.trainer.layers import FlexSharedPrefix, Segments

@@ -9,8 +9,8 @@ from my_engine import PlainEngine
 from support.compose import composed
 from support.runs import ROOT, SMALL, RunTrain
 
-from trinity_lightning.config.checks import validate
-from trinity_lightning.config.engines import Capabilities, capabilities_of
+from trinity_lightning.config.engine import Capabilities, capabilities_of
+from trinity_lightning.config.run import validate
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
 

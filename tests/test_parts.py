@@ -13,7 +13,7 @@ from support.runs import TWO
 
 from trinity_lightning.build import _summary, build, online_data, record_config
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.config.schema import typed_config
+from trinity_lightning.config.run import typed_config
 from trinity_lightning.errors import DiskFullError
 
 

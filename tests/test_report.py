@@ -12,7 +12,7 @@ from support.runs import SMALL, RunTrain
 from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.build import checkpoint_of
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.report import main, write_report
 

@@ -17,7 +17,7 @@ from support.runs import SMALL, Commands, only, rolled_out, rows, wait_for
 from trinity_lightning.build import checkpoint_of
 from trinity_lightning.config.checkpoints import RECORD, settle_auto
 from trinity_lightning.config.hydra import sole_writer
-from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import ConfigError
 
 STEPS = ("+recipe=grpo", *SMALL, "engine=transformers", "steps=20", "callbacks.checkpoint.every_n_epochs=1")

@@ -11,9 +11,11 @@ from support.buffer import make_group
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import create_reader
 from trinity_lightning.buffer.sql import SqlStorage
-from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.schema import BufferConfig, TrainConfig
-from trinity_lightning.config.training import AlgorithmConfig, ModelConfig
+from trinity_lightning.config.algorithm import AlgorithmConfig
+from trinity_lightning.config.buffer import BufferConfig
+from trinity_lightning.config.model import ModelConfig
+from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import ConfigError, StorageError
 from trinity_lightning.resume import OFFLINE, ONLINE, check_model, check_resumed_data, checkpoint_to_resume
 

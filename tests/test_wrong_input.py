@@ -21,13 +21,11 @@ from support.runs import TWO, RunTrain, environment
 from trinity_lightning.build import instantiate
 from trinity_lightning.common.model_memory import CPU_TOKENS
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.checks import validate
-from trinity_lightning.config.explain import explain
-from trinity_lightning.config.objectives import CriticConfig
+from trinity_lightning.config.algorithm import CriticConfig, KLConfig
+from trinity_lightning.config.explain import CONFIG_ERRORS, explain
 from trinity_lightning.config.registry import import_object
-from trinity_lightning.config.schema import typed_config
+from trinity_lightning.config.run import typed_config, validate
 from trinity_lightning.config.trainer import check_launched
-from trinity_lightning.config.training import KLConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check, check_models
 from trinity_lightning.trainer.objective import Objective
@@ -769,7 +767,7 @@ def test_refused_with_one_sentence(case: str, tmp_path: Path, monkeypatch: pytes
     """What the command checks before it loads anything, in its order."""
     monkeypatch.chdir(tmp_path)
     arguments, expected = REFUSED[case]
-    with pytest.raises(compose.CONFIG_ERRORS) as refused:
+    with pytest.raises(CONFIG_ERRORS) as refused:
         check(composed(*arguments, "output_dir=x"))
     sentence = explain(refused.value)
     assert all(part in sentence for part in expected), sentence

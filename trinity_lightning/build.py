@@ -19,18 +19,17 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
-from trinity_lightning import config as late
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.failures import causes
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
-from trinity_lightning.config.checks import workflow_arguments
-from trinity_lightning.config.engines import EngineConfig, capabilities_of
-from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.checkpoints import checkpoints_in, holds_a_run, resume_command
+from trinity_lightning.config.engine import EngineConfig, capabilities_of
+from trinity_lightning.config.model_files import load_tokenizer
 from trinity_lightning.config.own_code import where
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
-from trinity_lightning.config.schema import TrainConfig, typed_config
-from trinity_lightning.config.training import trains_together
+from trinity_lightning.config.run import TrainConfig, typed_config, workflow_arguments
+from trinity_lightning.config.trainer import trains_together
 from trinity_lightning.engines import (
     auxiliary_models_of,
     check_room,
@@ -162,9 +161,9 @@ def _not_saved(failed: Mapping[str, Exception], folder: Path) -> ModelNotSavedEr
     written = "".join(f" {note}" for error in raised for note in getattr(error, "__notes__", ()))
     if "model" not in failed and (folder / "model").is_dir():
         written = f" The model is in '{folder / 'model'}', whole."
-    checkpoints = late.checkpoints.checkpoints_in(folder / "checkpoints")
+    checkpoints = checkpoints_in(folder / "checkpoints")
     newest = f"The newest checkpoint is '{checkpoints[-1]}'." if checkpoints else "There is no checkpoint."
-    command = late.checkpoints.resume_command(folder) if checkpoints else None
+    command = resume_command(folder) if checkpoints else None
     fix = f" Once this is mended, write what is missing with: {command}" if command else ""
     return ModelNotSavedError(f"training came to its end, and not all of it is saved. {reasons}{written} {newest}{fix}")
 
@@ -230,7 +229,7 @@ def checkpoint_of(config: TrainConfig | DictConfig, folder: Path, begins: bool =
 
         return checkpoint_to_resume(config, folder)
     if begins and (folder / "config.yaml").exists():
-        raise late.checkpoints.holds_a_run(folder)
+        raise holds_a_run(folder)
     return None
 
 
@@ -353,7 +352,7 @@ def explorer_callback(
         explorer,
         config.synchronizer,
         folder=folder / "checkpoints",
-        command=lambda: late.checkpoints.resume_command(folder),
+        command=lambda: resume_command(folder),
         watcher=monitor,
         offload=offload,
     )

@@ -9,16 +9,17 @@ import lightning as L
 import torch
 from omegaconf import DictConfig
 
-from trinity_lightning import config as late
 from trinity_lightning.common.hardware import faster_dtype
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.thoughts import Markers
-from trinity_lightning.config.auxiliary_models import AuxiliaryConfig
-from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
-from trinity_lightning.config.models import BUILT_IN_MODELS, resolve_model
+from trinity_lightning.config.engine import EngineConfig, EngineDtype, capabilities_of
+from trinity_lightning.config.explorer import AuxiliaryConfig, auxiliary_servers
+from trinity_lightning.config.model import WeightDtype
+from trinity_lightning.config.model_files import BUILT_IN_MODELS, resolve_model
 from trinity_lightning.config.registry import PARTS, import_object
-from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.training import WeightDtype, compute_dtype, weight_dtype
+from trinity_lightning.config.run import TrainConfig
+from trinity_lightning.config.servers import gpus_of_a_server
+from trinity_lightning.config.trainer import compute_dtype, processes_of, weight_dtype
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
@@ -46,7 +47,7 @@ def check_room(config: TrainConfig, sends: bool = True) -> None:
     """
     started: list[tuple[str, str, EngineConfig, bool]] = []
     if config.auxiliary_models:
-        started += late.auxiliary_models.auxiliary_servers(config)
+        started += auxiliary_servers(config)
     if capabilities_of(config.engine.name).is_vllm and not config.engine.urls:
         started.append(("engine", config.model.name, config.engine, False))
     for key, model, engine, follows in started:
@@ -56,7 +57,7 @@ def check_room(config: TrainConfig, sends: bool = True) -> None:
         from trinity_lightning.common.hardware import check_caches
 
         if config.engine.per_rank and "engine" in caches:
-            caches["engine"] *= late.trainer.processes_of(config.trainer or {})
+            caches["engine"] *= processes_of(config.trainer or {})
         check_caches(caches)
     if sends and config.model.name not in BUILT_IN_MODELS:
         from trinity_lightning.explorer.models.vllm_engine import check_experts
@@ -72,7 +73,7 @@ def _check_model(key: str, name: str, engine: EngineConfig, follows: bool) -> No
     except (OSError, ValueError):  # vLLM may know a model that transformers does not, or says what is wrong
         return
     if engine.gpus:
-        late.servers.gpus_of_a_server(key, engine, name, getattr(model, "num_attention_heads", 0))
+        gpus_of_a_server(key, engine, name, getattr(model, "num_attention_heads", 0))
     longest = getattr(model, "max_position_embeddings", None)
     # Scaled positions have rules of their own, and vLLM can be made to go beyond: both are left to it.
     scaled = "hf_overrides" in engine.args or "factor" in (getattr(model, "rope_parameters", None) or {})

@@ -12,12 +12,14 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common.checkpoints import contents
+from trinity_lightning.config.algorithm import critic_config
+from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING, last_checkpoint, recorded_run
-from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.objectives import critic_config
-from trinity_lightning.config.schema import BufferConfig, TrainConfig
+from trinity_lightning.config.model import LoRAConfig, WeightDtype
+from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.sections import section_of
-from trinity_lightning.config.training import HALF, LoRAConfig, WeightDtype, weight_dtype
+from trinity_lightning.config.trainer import HALF, weight_dtype
 from trinity_lightning.errors import ConfigError, ForeignPositionError
 from trinity_lightning.sync.files import saved_weights
 from trinity_lightning.trainer.checkpoint import check_lora, check_resumed

@@ -19,14 +19,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trinity_lightning import config as late
 from trinity_lightning.common.failures import causes
 from trinity_lightning.common.files import disk_full_named
+from trinity_lightning.config import explain
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.checks import check_loggers, check_targets, validate, workflow_arguments
-from trinity_lightning.config.models import BUILT_IN_MODELS
-from trinity_lightning.config.schema import TrainConfig, config_dir, typed_config
-from trinity_lightning.config.training import trains_together
+from trinity_lightning.config.checkpoints import check_checkpoint, settle_auto
+from trinity_lightning.config.lightning_objects import check_loggers, check_targets
+from trinity_lightning.config.model_files import BUILT_IN_MODELS
+from trinity_lightning.config.registry import config_dir
+from trinity_lightning.config.run import TrainConfig, check_there, typed_config, validate, workflow_arguments
+from trinity_lightning.config.signatures import check_arguments
+from trinity_lightning.config.trainer import STARTED_BY, trains_together
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 
@@ -57,10 +60,10 @@ def check(config: DictConfig, here: bool = True) -> None:
     """Refuse what cannot work on this machine, or, if not `here`, on any, before anything is loaded; a ConfigError."""
     run = validate(config, here=here)
     if here and config.ckpt_path is not None:
-        late.checkpoints.check_checkpoint(config)
+        check_checkpoint(config)
     tasksets = [*(run.tasksets or {"": run.taskset}).values(), *run.eval_tasksets.values()]
     reads = here and run.buffer.has_rollouts and any(each.source == "dataset" for each in tasksets)
-    if reads and late.trainer.STARTED_BY not in os.environ:  # the process that starts others has checked for them
+    if reads and STARTED_BY not in os.environ:  # the process that starts others has checked for them
         from trinity_lightning.explorer.tasks.sources import check_files
 
         check_files(tasksets)
@@ -105,7 +108,7 @@ def check_weighing(run: TrainConfig) -> None:
 
             for label, each in run.operators.items():
                 what, key = f"operator '{label}'", f"operators.{label}.args"
-                late.signatures.check_arguments(what, operator_class(each.name), each.args, key)
+                check_arguments(what, operator_class(each.name), each.args, key)
     except ConfigError:
         raise
     except (ValueError, TypeError) as error:
@@ -117,7 +120,7 @@ def check_models(run: TrainConfig) -> None:
     from trinity_lightning.explorer.rewards import resolve_rewards
 
     if run.model.name not in BUILT_IN_MODELS or run.auxiliary_models or run.algorithm.critic is not None:
-        late.own_models.check_there(run)
+        check_there(run)
     resolve_rewards(run.reward)
 
 
@@ -139,7 +142,7 @@ def _main(config: DictConfig) -> float | None:
         leads = not (trains_together(config.trainer) and _follows())
         with compose.sole_writer(Path(config.output_dir)) if leads else nullcontext():
             record = partial(compose.record_composition, compose.composition(config), Path(config.output_dir))
-            late.checkpoints.settle_auto(config, leads)
+            settle_auto(config, leads)
             begins = not Path(config.output_dir, "config.yaml").exists()
             if leads and begins:  # at once: the report of a sweep names jobs that were refused
                 record()
@@ -170,7 +173,7 @@ def main() -> None:
 
     `trinity-lightning plan ...` is `python -m trinity_lightning.plan ...`, and so with the other programs.
     """
-    if (name := "".join(sys.argv[1:2])) in compose.PROGRAMS:
+    if (name := "".join(sys.argv[1:2])) in explain.PROGRAMS:
         del sys.argv[1]
         import_module(f"trinity_lightning.{name}").main()
     else:

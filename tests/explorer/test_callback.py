@@ -15,10 +15,11 @@ from support.trainer import quiet_trainer
 from torch import Tensor
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.config.engines import EngineDtype, SynchronizerConfig
-from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
-from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig
+from trinity_lightning.config.algorithm import AlgorithmConfig
+from trinity_lightning.config.engine import EngineDtype, SynchronizerConfig
+from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
+from trinity_lightning.config.model import OptimizerConfig
+from trinity_lightning.config.model_files import resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource

@@ -16,7 +16,7 @@ from support.fake_model import FakeModel
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.threads import run_in_thread
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyncError, WorkflowBlockedError
 from trinity_lightning.explorer import WorkflowRunner
 from trinity_lightning.explorer import driver as driver_module

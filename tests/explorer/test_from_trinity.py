@@ -10,8 +10,8 @@ from support.compose import composed
 from support.fake_model import FakeModel
 from support.runs import ROOT
 
-from trinity_lightning.config.checks import validate
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.explorer import ExplorerConfig
+from trinity_lightning.config.run import validate
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import WorkflowRunner
 

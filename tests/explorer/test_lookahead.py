@@ -8,7 +8,7 @@ from support.fake_model import FakeModel
 from support.rollouts import training_rollouts
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer import interruption
 from trinity_lightning.explorer.explorer import Explorer, TaskSource

@@ -8,7 +8,7 @@ from support.places import without_places
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.thoughts import Response
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer import workflow_runner
 from trinity_lightning.explorer.explorer import TaskSource

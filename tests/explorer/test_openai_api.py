@@ -13,7 +13,7 @@ from support.judge_server import JudgeServer, judge_server
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.common.thoughts import Response
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError
 from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
@@ -155,7 +155,7 @@ def test_variables_of_a_call_reach_the_chat_template_of_the_model_that_is_asked(
 def tiny_engine() -> Any:
     from transformers import AutoModelForCausalLM
 
-    from trinity_lightning.config.models import resolve_model
+    from trinity_lightning.config.model_files import resolve_model
     from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 
     engine = TransformersEngine("tiny", max_model_len=128)

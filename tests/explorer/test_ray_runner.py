@@ -23,8 +23,8 @@ from support.runs import environment
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.checks import validate
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.explorer import ExplorerConfig
+from trinity_lightning.config.run import validate
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer import Scheduler, Status
 from trinity_lightning.explorer import ray as ray_runner_module
@@ -288,7 +288,7 @@ JOIN = """
 import asyncio, json, os, signal, sys
 import ray
 from support.fake_model import FakeModel, scripted, succeed
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.run import ExplorerConfig
 from trinity_lightning.explorer import Scheduler
 from trinity_lightning.explorer.interruption import keep_sigterm
 

@@ -33,7 +33,7 @@ from support.reward_functions import (
 )
 from support.runs import ROOT, wait_for
 
-from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig
+from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer import Explorer, Scheduler
 from trinity_lightning.explorer.explorer import TaskSource

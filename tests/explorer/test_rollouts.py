@@ -10,7 +10,7 @@ import torch
 from support.fake_model import FakeModel
 from support.rollouts import training_rollouts
 
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource

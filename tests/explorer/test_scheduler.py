@@ -23,7 +23,7 @@ from support.places import without_places
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.random_state import rollout_seed
-from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
+from trinity_lightning.config.explorer import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RewardError
 from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper, workflow_runner
 from trinity_lightning.explorer.rewards import resolve_rewards, score

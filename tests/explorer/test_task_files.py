@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.hub import hub_of
 from support.runs import environment
 
-from trinity_lightning.config.schema import TasksetConfig
+from trinity_lightning.config.taskset import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks import files
 from trinity_lightning.explorer.tasks.files import FileEntries

@@ -14,7 +14,7 @@ import reasoning_gym
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_lightning.config.schema import TasksetConfig
+from trinity_lightning.config.taskset import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.tasks.sources import (

@@ -8,7 +8,7 @@ import pytest
 from support.fake_model import FakeModel
 
 from trinity_lightning.common.thoughts import Response
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.models.tool_calls import ToolCall

@@ -21,7 +21,7 @@ from support.tiny_vllm import driven_engine, standing_still
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.schema import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
+from trinity_lightning.config.explorer import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
 from trinity_lightning.explorer import Scheduler
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.metrics import rollout_metrics

@@ -12,7 +12,7 @@ from support.tiny_vllm import driven_engine
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine

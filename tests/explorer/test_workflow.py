@@ -9,8 +9,8 @@ import pytest
 from support.fake_model import FakeModel
 
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer import RunnerWrapper, TaskWrapper
 from trinity_lightning.explorer.tasks.task import Task

@@ -10,18 +10,13 @@ from support.shapes import SMOLLM2
 
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.model_memory import Training
-from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep
-from trinity_lightning.config.schema import BufferConfig, ExplorerConfig, TrainConfig
-from trinity_lightning.config.training import (
-    REPLICAS,
-    AlgorithmConfig,
-    DatasetConfig,
-    KLConfig,
-    LoRAConfig,
-    ModelConfig,
-    OptimizerConfig,
-    WeightDtype,
-)
+from trinity_lightning.config.algorithm import AlgorithmConfig, KLConfig
+from trinity_lightning.config.buffer import BufferConfig, DatasetConfig
+from trinity_lightning.config.engine import EngineConfig, EngineDtype, EngineSleep
+from trinity_lightning.config.explorer import ExplorerConfig
+from trinity_lightning.config.model import LoRAConfig, ModelConfig, OptimizerConfig, WeightDtype
+from trinity_lightning.config.run import TrainConfig
+from trinity_lightning.config.trainer import REPLICAS
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
 from trinity_lightning.plan import gpu as gpu_plan

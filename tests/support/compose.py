@@ -7,7 +7,7 @@ from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.schema import config_dir
+from trinity_lightning.config.registry import config_dir
 
 
 def composed(*overrides: str, name: str = "train", hydra: bool = False) -> DictConfig:

@@ -17,7 +17,8 @@ import torch
 from support.policy import groups, make_experiences, pairs
 from support.replicas import STRATEGIES, move_adapters, settings, trained
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.config.training import KLConfig, LoRAConfig
+from trinity_lightning.config.algorithm import KLConfig
+from trinity_lightning.config.model import LoRAConfig
 from trinity_lightning.trainer.policy import PolicyModule
 
 STEPS = 20

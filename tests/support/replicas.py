@@ -36,7 +36,8 @@ from support.streams import STREAMS, read
 from trinity_lightning.buffer.offline import marked
 from trinity_lightning.common import checkpoints
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.config.training import KLConfig, LoRAConfig, OptimizerConfig
+from trinity_lightning.config.algorithm import KLConfig
+from trinity_lightning.config.model import LoRAConfig, OptimizerConfig
 from trinity_lightning.errors import TrinityError
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.sync.proof import perturbed

@@ -11,9 +11,9 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trinity_lightning.config.engines import EngineConfig
-from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.training import ModelConfig
+from trinity_lightning.config.engine import EngineConfig
+from trinity_lightning.config.model import ModelConfig
+from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.explorer.models.vllm_engine import check_experts
 from trinity_lightning.sync import stream as conversions

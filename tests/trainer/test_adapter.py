@@ -29,9 +29,10 @@ from support.tiny_model import logprobs, train_a_little
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from trinity_lightning.config.checks import validate
-from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.training import KLConfig, LoRAConfig, ModelConfig, OptimizerConfig
+from trinity_lightning.config.algorithm import KLConfig
+from trinity_lightning.config.model import LoRAConfig, ModelConfig, OptimizerConfig
+from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.run import validate
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.evaluation import Evaluation
 from trinity_lightning.sync.proof import perturbed

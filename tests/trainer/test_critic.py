@@ -24,7 +24,8 @@ from support.policy import (
 )
 
 from trinity_lightning.algorithm.gae import gae, whitened
-from trinity_lightning.config.training import Layout, LoRAConfig, OptimizerConfig
+from trinity_lightning.config.algorithm import Layout
+from trinity_lightning.config.model import LoRAConfig, OptimizerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.resume import checkpoint_to_resume
 from trinity_lightning.sync.stream import weight_stream

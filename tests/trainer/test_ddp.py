@@ -44,7 +44,7 @@ from support.runs import Commands
 from torch import nn
 
 from trinity_lightning.common.ranks import Ranks
-from trinity_lightning.config.training import KLConfig
+from trinity_lightning.config.algorithm import KLConfig
 from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.evaluation import merged_weights
 from trinity_lightning.sync.files import checkpoint_weights

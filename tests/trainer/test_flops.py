@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from trinity_lightning.common import hardware
-from trinity_lightning.config.training import LoRAConfig
+from trinity_lightning.config.model import LoRAConfig
 from trinity_lightning.trainer.adapter import Adapter
 from trinity_lightning.trainer.flops import ModelSize, Peak, Work, attended, peak_flops, product_shapes
 from trinity_lightning.trainer.layout import Part, PrefixGroup, cut_padded

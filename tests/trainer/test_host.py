@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trinity_lightning.config.training import OptimizerConfig
+from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.trainer.host import PORTABLE, HostBlock, HostMasters, HostMemory, kept_of
 from trinity_lightning.trainer.optim import MasterWeights, make_optimizer, optimizer_factory
 

@@ -12,7 +12,7 @@ from support.tiers import examples
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
-from trinity_lightning.config.training import AlgorithmConfig, Layout
+from trinity_lightning.config.algorithm import AlgorithmConfig, Layout
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.layout import (
     MOST_PROMPTS,

@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from trinity_lightning.common.model_memory import CPU_TOKENS, useful_tokens
-from trinity_lightning.config.training import AlgorithmConfig, Dropout, KLConfig, Layout, OptimizerConfig
+from trinity_lightning.config.algorithm import AlgorithmConfig, KLConfig, Layout
+from trinity_lightning.config.model import Dropout, OptimizerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer import model as models
 from trinity_lightning.trainer.flops import ModelSize

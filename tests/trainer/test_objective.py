@@ -30,8 +30,9 @@ from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule, marked
 from trinity_lightning.buffer.reader import MemoryReader
 from trinity_lightning.common.experience import ExperienceError
-from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, options
-from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout, RolloutCorrectionConfig
+from trinity_lightning.config.algorithm import AlgorithmConfig, KLConfig, Layout, RolloutCorrectionConfig
+from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
+from trinity_lightning.config.registry import options
 from trinity_lightning.errors import ConfigError, PartError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource

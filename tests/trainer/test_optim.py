@@ -20,8 +20,8 @@ from transformers import (
     get_scheduler,
 )
 
+from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.config.training import OptimizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.optim import MasterWeights, learning_rate_schedule, parameter_groups
 

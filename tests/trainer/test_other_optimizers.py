@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils._pytree import tree_leaves
 
-from trinity_lightning.config.checks import validate
-from trinity_lightning.config.training import OptimizerConfig
+from trinity_lightning.config.model import OptimizerConfig
+from trinity_lightning.config.run import validate
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.checkpoint import check_resumed, schedule_changed
 from trinity_lightning.trainer.host import HostMemory, moments_of

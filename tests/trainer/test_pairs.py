@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.training import KLConfig, Layout
+from trinity_lightning.config.algorithm import KLConfig, Layout
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.layout import collate, cut, deal
 from trinity_lightning.trainer.placement import WHOLE

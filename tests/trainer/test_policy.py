@@ -23,7 +23,8 @@ from support.policy import (
 
 from trinity_lightning.buffer.datamodule import ExperienceLoader, MemoryStorage
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.config.training import KLConfig, OptimizerConfig
+from trinity_lightning.config.algorithm import KLConfig
+from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.placement import WHOLE
 

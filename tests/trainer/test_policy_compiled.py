@@ -9,7 +9,8 @@ from support.replicas import Metrics
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
-from trinity_lightning.config.training import KLConfig, Layout, OptimizerConfig
+from trinity_lightning.config.algorithm import KLConfig, Layout
+from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import weight_stream
 from trinity_lightning.trainer import other_models

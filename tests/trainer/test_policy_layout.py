@@ -28,7 +28,7 @@ from support.tiers import examples
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout
+from trinity_lightning.config.algorithm import AlgorithmConfig, KLConfig, Layout
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer import model as models
 from trinity_lightning.trainer.layout import better_layout, collate, cut, rows_to_train

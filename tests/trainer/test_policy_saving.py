@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.model_files import resolve_model
 from trinity_lightning.errors import ConfigError, DiskFullError
 from trinity_lightning.trainer.policy import PolicyModule
 

@@ -30,7 +30,8 @@ from support.trainer import quiet_trainer
 from torch.utils._pytree import tree_leaves
 
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.config.training import AlgorithmConfig, KLConfig, Layout, OptimizerConfig
+from trinity_lightning.config.algorithm import AlgorithmConfig, KLConfig, Layout
+from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.trainer import flops

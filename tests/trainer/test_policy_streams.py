@@ -25,7 +25,7 @@ from torch import Tensor
 from trinity_lightning.algorithm.policy_loss import aggregate
 from trinity_lightning.buffer.offline import marked
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.config.training import KLConfig
+from trinity_lightning.config.algorithm import KLConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.objective import Streams
 

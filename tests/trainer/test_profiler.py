@@ -15,7 +15,7 @@ from torch.autograd import _profiler_enabled as is_profiling  # pyright: ignore[
 
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.schema import config_dir
+from trinity_lightning.config.registry import config_dir
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.profiler import StepProfiler
 

@@ -9,7 +9,7 @@ tokens are trained. `num_tokens` are the trained tokens of the whole optimizer b
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import MAX_LOG_RATIO, aggregate, log_ratio, peak, token_share
-from trinity_lightning.config.training import CORRECTION_LEVELS, CORRECTION_MODES
+from trinity_lightning.config.algorithm import CORRECTION_LEVELS, CORRECTION_MODES
 from trinity_lightning.config.values import one_of
 from trinity_lightning.errors import ConfigError
 

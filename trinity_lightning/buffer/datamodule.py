@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trinity_lightning.buffer.offline import ExpertData
     from trinity_lightning.buffer.operators import AuxiliaryModels
     from trinity_lightning.buffer.pipeline import MoreRollouts
-    from trinity_lightning.config.parts import OperatorConfig
+    from trinity_lightning.config.buffer import OperatorConfig
 
 # Writes the experiences of an explore step somewhere, in place of those of an earlier attempt at it.
 StepKeeper = Callable[[int, list[Experience]], object]

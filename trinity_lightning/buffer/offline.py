@@ -17,9 +17,10 @@ from trinity_lightning.buffer.reader import BufferReader, create_reader
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.messages import Conversation, check_roles, warn_of_unread
 from trinity_lightning.common.optimizer_batch import IS_EXPERT, OptimizerBatch
+from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.checkpoints import resume_command
-from trinity_lightning.config.models import load_generation_config, load_tokenizer
-from trinity_lightning.config.schema import BufferConfig, TrainConfig
+from trinity_lightning.config.model_files import load_generation_config, load_tokenizer
+from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, StorageError
 from trinity_lightning.explorer.interruption import StopCheckpoint

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trinity_lightning.buffer.operators import AuxiliaryModels
     from trinity_lightning.buffer.operators.experience_operator import OperatorChain
     from trinity_lightning.common.runs import Criterion
-    from trinity_lightning.config.parts import OperatorConfig
+    from trinity_lightning.config.buffer import OperatorConfig
 
 StrategySpec = str | Sequence[tuple[str, Mapping[str, Any]]]
 

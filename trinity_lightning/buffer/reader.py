@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.config.schema import BufferConfig
+from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.errors import ForeignPositionError
 
 Cursor = tuple[int, ...]

@@ -16,7 +16,7 @@ from trinity_lightning.common.experience import Experience, ExperienceFormatErro
 from trinity_lightning.common.experience.codec import MAGIC
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.optimizer_batch import is_expert, trained_mask
-from trinity_lightning.config.schema import BufferConfig
+from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.errors import StorageError, StorageFormatError
 
 FOLDER = "experiences"

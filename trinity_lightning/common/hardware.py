@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trinity_lightning.config.training import WeightDtype
+from trinity_lightning.config.model import WeightDtype
 from trinity_lightning.errors import ConfigError
 
 # -- Memory ------------------------------------------------------------------------------------------------------------

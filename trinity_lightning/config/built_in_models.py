@@ -6,15 +6,12 @@
 import importlib.util
 import logging
 import string
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from trinity_lightning.config.models import CACHE_VARIABLE
 from trinity_lightning.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +37,7 @@ def smollm2_gguf() -> Path:
     return files[0]
 
 
-def _convert_smollm2(folder: Path) -> None:
+def convert_smollm2(folder: Path) -> None:
     """De-quantize the GGUF once, into bfloat16 safetensors that load like any Llama."""
     logger.info("Converting SmolLM2-135M-Instruct into %s (once, some seconds)", folder.parent.parent)
     gguf = smollm2_gguf()
@@ -56,7 +53,7 @@ def _convert_smollm2(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _build_tiny(folder: Path) -> None:
+def build_tiny(folder: Path) -> None:
     """A random Llama of 0.1M float32 parameters; heads of 32, the smallest that vLLM's CPU attention accepts."""
     tokenizer = _tiny_tokenizer()
     config = LlamaConfig(
@@ -98,28 +95,3 @@ def _tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = _CHATML
     return tokenizer
-
-
-BUILDERS = {"smollm2": _convert_smollm2, "tiny": _build_tiny}
-
-
-def write_once(target: Path, build: Callable[[Path], None]) -> None:
-    """Make a folder by `build(folder)`: next to its place, and then renamed, so that one seen there is complete.
-
-    Of two processes that build at once, the second keeps the first's. A ModelLoadError: the cache cannot be written.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
-    except OSError as error:
-        raise ModelLoadError(
-            f"cannot write into the model cache {target.parent}: {error}. Set {CACHE_VARIABLE} to a writable folder."
-        ) from error
-    with scratch:
-        built = Path(scratch.name) / target.name
-        build(built)
-        try:
-            built.rename(target)
-        except OSError:
-            if not target.is_dir():
-                raise

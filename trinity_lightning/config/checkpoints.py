@@ -12,7 +12,7 @@ from zipfile import ZipFile
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from trinity_lightning.config.schema import PACKAGE_DIR
+from trinity_lightning.config.registry import PACKAGE_DIR
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, TakenFolderError
 

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -18,17 +18,19 @@ from typing import Any, NoReturn
 
 import yaml
 from hydra.core.override_parser.types import Override
-from hydra.errors import ConfigCompositionException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from trinity_lightning.config.engines import CAPABILITIES
-from trinity_lightning.config.hydra import CONFIG_ERRORS, LOCK, PROGRAMS, begun
 from trinity_lightning.config.own_code import described, place_of
-from trinity_lightning.config.schema import TrainConfig, config_dir, options
-from trinity_lightning.config.sections import S, schema_of
-from trinity_lightning.config.trainer import NOT_OF_A_RUN
-from trinity_lightning.config.training import SET_INSTEAD
+from trinity_lightning.config.registry import config_dir, options
+from trinity_lightning.config.run import TrainConfig
+from trinity_lightning.config.sections import (
+    choice_of,
+    groups,
+    sentence_of,
+)
+from trinity_lightning.config.trainer import NOT_OF_A_RUN, SET_INSTEAD
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TakenFolderError, TrinityError
 
@@ -69,9 +71,26 @@ def explain(error: BaseException) -> str:
     if file and root.full_key == file[1]:
         return f"{place}write '# @package _global_' as its first line, for its keys to be those of the whole run."
     group, _, name = str(root.full_key).rpartition(".")
-    if group in _groups() and name in options(group):
+    if group in groups() and name in options(group):
         return f"'{group}.{name}' is not there: choose it first, {group}={name}."
-    return place + (_explain_choice(root) or sentence_of(root))
+    return place + (_explain_choice(root) or _explain_key_of_others(root) or sentence_of(root))
+
+
+def _explain_key_of_others(error: OmegaConfBaseException) -> str | None:
+    """The sentence for a missing key of the planner or of Lightning's Trainer; None for any other error."""
+    key = str(error.full_key or error.key or "")
+    if "not in" not in str(error):
+        return None
+    if key == "plan":
+        return "plan.* is asked of another command: python -m trinity_lightning.plan, with the run's own arguments."
+    if key == "trainer.strategy":
+        return "trainer.strategy comes with a group: choose trainer=ddp or trainer=fsdp2."
+    prefix, _, name = key.rpartition(".")
+    if prefix == "trainer" and name in NOT_OF_A_RUN:
+        return f"{key} {NOT_OF_A_RUN[name]}."
+    if prefix == "trainer" and name in SET_INSTEAD:
+        return f"{key}: {SET_INSTEAD[name][1]}."
+    return None
 
 
 def explain_composition(error: Exception) -> str | None:
@@ -129,7 +148,7 @@ def _no_choice(frames: Sequence[FrameType]) -> Override | None:
     given = next((frame.f_locals["parsed_overrides"] for frame in frames if "parsed_overrides" in frame.f_locals), [])
     for override in given:
         value = override.value()
-        is_list = isinstance(value, list) and override.key_or_group in {*_groups(), "recipe"}
+        is_list = isinstance(value, list) and override.key_or_group in {*groups(), "recipe"}
         if is_list and not all(isinstance(name, str) for name in value):
             return override
     return None
@@ -202,11 +221,7 @@ def _explain_choice(error: OmegaConfBaseException) -> str | None:
         return None
     sections = {getattr(each.type, "__name__", ""): each.name for each in fields(TrainConfig)}
     group = sections.get(found[1], str(error.full_key))
-    return choice_of(group) if group in _groups() else None
-
-
-def _groups() -> set[str]:
-    return {path.name for path in config_dir("conf").iterdir() if path.is_dir()}
+    return choice_of(group) if group in groups() else None
 
 
 def _root(error: BaseException) -> BaseException:
@@ -297,186 +312,15 @@ def exit_code(stop: KeyboardInterrupt | SystemExit) -> int | str | None:
 # -- what OmegaConf says of a value -----------------------------------------------------------------------------------
 
 
-_NULL = re.compile(r"Incompatible value 'None' for field|field '[\w.]+' is not Optional")
-_OF_A_RESOLVER = "ConfigError raised while resolving interpolation: "
-# What OmegaConf says of a wrong value, and what we say.
-_WRONG_VALUES = [
-    (re.compile(pattern), said)
-    for pattern, said in (
-        (r"Value '(.*)' of type '\w+' could not be converted to Integer", "is '{}'; give a whole number"),
-        (r"Value '(.*)' of type '\w+' could not be converted to Float", "is '{}'; give a number"),
-        (r"Value '(.*)' is not a valid bool", "is '{}'; give true or false"),
-        (r"Invalid value '(.*)', expected one of \[(.*)\]", "is '{}'; give one of {}"),
-        (r"Cannot convert '\w+' to string: '(.*)'", "is {}; give some text"),
-        (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple", "holds several values; give a list, [A,B]"),
-        (r"Value '(.*)' of type '\w+' is incompatible .* 'Union\[int", "is '{}'; give a whole number or a name"),
-        (r"Value '(.*)' of type '\w+' is incompatible .* 'Union\[bool", "is '{}'; give true, false or a name"),
-        (r"Merge error: .* is not a subclass of .* value: (.*)", "holds '{}' where keys belong; give {{KEY: VALUE}}"),
-        (r"Cannot merge DictConfig with ListConfig", "holds a list where keys belong; give {{KEY: VALUE}}"),
-        (r"(?:Cannot assign|Invalid type assigned:) \w+ (?:to|is not a subclass of)", "has keys; give {{KEY: VALUE}}"),
-        (r"does not support deletion", "cannot be left out; give another value"),
-    )
-]
-
-
-def sentence_of(error: OmegaConfBaseException) -> str:
-    """What OmegaConf found wrong: the key, and what to give."""
-    key = str(error.full_key or error.key or "")
-    if isinstance(error, MissingMandatoryValue):
-        return f"{key} has no default: give it a value."
-    if error.parent_node is not None and error.key is not None and "not in" in str(error):
-        return _not_there(key, error.parent_node)
-    message = str(error).strip().splitlines()[0]
-    if _OF_A_RESOLVER in message:  # one of ours, which says it all
-        return message.partition(_OF_A_RESOLVER)[2]
-    if _NULL.search(message):
-        return f"{key} cannot be null; {_instead_of_null(key, error)}.".lstrip()
-    for pattern, said in _WRONG_VALUES:
-        if found := pattern.search(message):
-            said = re.sub("'(True|False)'", lambda flag: flag[1].lower(), said.format(*found.groups()))
-            return f"{key} {said}.".lstrip()
-    return f"{key}: {message}" if key else message
-
-
-def _instead_of_null(key: str, error: OmegaConfBaseException) -> str:
-    """What to give: a value, or, of a section, its keys or nothing."""
-    parent = error.parent_node
-    if not (
-        isinstance(parent, DictConfig) and isinstance(parent._get_node(error.key, validate_access=False), DictConfig)
-    ):
-        return "give a value"
-    can_be_deleted = error.object_type in (dict, TrainConfig)
-    return "give {KEY: VALUE}, or leave it out" + (f": '~{key}'" if can_be_deleted else "")
-
-
-def _not_there(key: str, parent: Any) -> str:
-    """What to write for a key that its parent does not have: an argument, an addition, or the nearest key."""
-    siblings = [str(each) for each in parent] if isinstance(parent, DictConfig) else []
-    prefix, _, name = key.rpartition(".")
-    if key == "plan":
-        return "plan.* is asked of another command: python -m trinity_lightning.plan, with the run's own arguments."
-    if key == "trainer.strategy":
-        return "trainer.strategy comes with a group: choose trainer=ddp or trainer=fsdp2."
-    if prefix == "trainer":
-        if name in NOT_OF_A_RUN:
-            return f"{key} {NOT_OF_A_RUN[name]}."
-        if name in SET_INSTEAD:
-            return f"{key}: {SET_INSTEAD[name][1]}."
-    if key in RENAMED or nearest(name, siblings) or (not prefix and _keys_meant(prefix, name, siblings)):
-        return unknown_key(key, siblings)
-    if name == "args":
-        return f"'{prefix}' is a bare name, which has no arguments: give {prefix}.name=NAME as well as {key}."
-    if "args" in siblings:
-        return f"unknown key '{key}'. Arguments go into {prefix}.args: {prefix}.args.{name}=VALUE."
-    if OmegaConf.get_type(parent) is dict:
-        return f"'{key}' is not set yet: add it with a plus sign, +{key}=VALUE."
-    return unknown_key(key, siblings)
-
-
 # -- keys that are not there -------------------------------------------------------------------------------------------
-
-
-# What keys of earlier versions, and of other libraries, are called here.
-RENAMED = {
-    "algorithm.beta": "algorithm.kl.coef",
-    "algorithm.kl_coef": "algorithm.kl.coef",
-    "algorithm.policy_loss_args": "algorithm.policy_loss.args",
-    "engine.kind": "engine.name",
-    "learning_rate": "optimizer.lr",
-    "max_completion_length": "sampling.max_tokens",
-    "max_steps": "steps",
-    "num_generations": "explorer.repeat_times",
-    "optimizer.learning_rate": "optimizer.lr",
-}
-
-
-def unknown_key(key: str, siblings: Iterable[str]) -> str:
-    """A message for a key that is not there: what it is called, or the nearest of its siblings."""
-    if key in RENAMED:
-        return f"unknown key '{key}'. It is called {RENAMED[key]}."
-    prefix, _, name = key.rpartition(".")
-    if name == "name" and prefix in _groups():
-        return f"unknown key '{key}'. Choose by {prefix}=NAME or, in a recipe's defaults, '- override /{prefix}: NAME'."
-    names = sorted(siblings)
-    meant = [each if each == _RECIPE else f"'{each}'" for each in _keys_meant(prefix, name, names)]
-    hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
-    return f"unknown key '{key}'.{hint} Known here: {', '.join(names) or 'none'}."
-
-
-_MOST_SUGGESTED = 3
-_RECIPE = "+recipe=NAME"
-
-
-def _keys_meant(prefix: str, name: str, siblings: Sequence[str]) -> list[str]:
-    """The keys that a name in a section may stand for: those of the same last part elsewhere, or else the nearest.
-
-    A top-level name is compared with its siblings and with the last parts of all keys: `lr` is optimizer.lr.
-    """
-    places = {key: [new] for key, new in RENAMED.items() if "." not in key} | {"recipe": [_RECIPE]}
-    for key in _dotted_keys(schema_of(TrainConfig)):
-        places.setdefault(key.rpartition(".")[2], []).append(key)
-    meant = places.get(name, [])
-    if (
-        not meant
-        and (match := nearest(name, siblings if prefix else {**dict.fromkeys(siblings), **places})) is not None
-    ):
-        meant = [f"{prefix}.{match}".removeprefix(".")] if match in siblings else places[match]
-    within = [key for key in meant if prefix and key.startswith(f"{prefix}.")]
-    return (within or meant)[:_MOST_SUGGESTED]
-
-
-def _dotted_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """The keys of a schema, dotted, those of sections too."""
-    for key in map(str, node):
-        yield f"{prefix}{key}"
-        inner = node._get_node(key)
-        if isinstance(inner, DictConfig) and not inner._is_none() and not inner._is_missing():
-            yield from _dotted_keys(inner, f"{prefix}{key}.")
-
-
-def choice_of(group: str) -> str:
-    """What to write instead of the name of a choice as the value of its group."""
-    return f"{group} has keys: a recipe chooses them in its defaults, '- override /{group}: NAME'."
-
-
-def unread_key(key: str, engine: str) -> str:
-    """A message for a key of `engine` that this engine does not read: which ones do."""
-    owners = [name for name, each in CAPABILITIES.items() if key in each.keys]
-    of_vllm = len(owners) > 1 and all(CAPABILITIES[name].is_vllm for name in owners)
-    owner = "vLLM" if of_vllm else f"engine={' or '.join(owners)}"
-    return f"engine.{key} belongs to {owner}, and {engine} ignores it: leave the key out."
 
 
 # -- sections under another key than their class's own, and given as mappings by scripts and checkpoints ---------------
 
+PROGRAMS = ("plan", "evaluate", "report")
 
-def check_sections_by_other_names(config: DictConfig) -> None:
-    """Refuse them as a section refuses itself, which does not know under what name it stands; a ConfigError."""
-    groups = ("tasksets", "eval_tasksets")
-    tasksets = {f"{group}.{name}": taskset for group in groups for name, taskset in config[group].items()}
-    tasksets["buffer.expert.dataset"] = config.buffer.expert.dataset
-    for key, section in {"eval_sampling": config.eval_sampling, **tasksets}.items():
-        name = "sampling" if key == "eval_sampling" else "taskset"
-        try:
-            OmegaConf.to_object(section)
-        except ConfigError as error:
-            said = re.sub(rf"(?<![\w./'-]){name}\.", lambda _: f"{key}.", str(error))  # noqa: B023  # used at once
-            raise ConfigError(said) from error
+CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 
+begun: set[Path] = set()  # folders that this process made, or had Hydra make, for runs and evaluations
 
-def section_given(key: str, kind: type[S], given: Any) -> S:
-    """The section of that kind that stands under the dotted key, of these values; errors as `section_of`."""
-    named = tuple(each.name for each in fields(kind))  # type: ignore[arg-type]
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{key} is {given!r}; give a mapping of {', '.join(named)}, or leave it out.")
-    tree = OmegaConf.create()
-    OmegaConf.update(tree, key, schema_of(kind))
-    section = OmegaConf.select(tree, key)
-    try:
-        section.merge_with(given)
-        return OmegaConf.to_object(section)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        raise ConfigError(sentence_of(error)) from error
-    except ConfigError as error:
-        said = str(error)
-        raise ConfigError(said if kind._key else f"{key}{'.' if said.startswith(named) else ': '}{said}") from error
+LOCK = ".lock"

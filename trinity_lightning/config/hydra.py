@@ -16,26 +16,35 @@ from typing import Any, Optional
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from trinity_lightning import config as late
-from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING, RECORD
+from trinity_lightning.config.algorithm import AlgorithmConfig
+from trinity_lightning.config.buffer import check_composed
+from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING, RECORD, folder_of_same_run, folder_to_resume
+from trinity_lightning.config.explain import (
+    CONFIG_ERRORS,
+    LOCK,
+    begun,
+    end_by_own_code,
+    end_command,
+    end_run,
+    exit_code,
+    log_end,
+)
+from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.config.output import end_unread, only_shows, outlive_readers
-from trinity_lightning.config.registry import PARTS
-from trinity_lightning.config.schema import NAMED_PARTS, TasksetConfig, TrainConfig, config_dir, options
+from trinity_lightning.config.registry import PARTS, config_dir, options
+from trinity_lightning.config.run import NAMED_PARTS, TrainConfig
 from trinity_lightning.config.sections import schema_of
-from trinity_lightning.config.training import AlgorithmConfig, OptimizerConfig, trains_together
+from trinity_lightning.config.taskset import TasksetConfig
+from trinity_lightning.config.trainer import check_start, trains_together
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, TakenFolderError, TrinityError
 
 logger = logging.getLogger(__name__)
 
-PROGRAMS = ("plan", "evaluate", "report")
-CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 
 # Groups of conf/ whose choices are parts of a kind, and what choosing one sets. A part needs a file there only if it
 # has arguments to show.
@@ -79,9 +88,6 @@ def register(within: str | None = "") -> None:
     OmegaConf.register_new_resolver("trinity.tags", _tags, replace=True)
 
 
-begun: set[Path] = set()  # folders that this process made, or had Hydra make, for runs and evaluations
-
-
 def _folder(within: str | None, root: str, name: str, ckpt_path: str | None, *, _root_: DictConfig) -> str:
     """Where Hydra writes: `output_dir`, if that is given, or a new folder."""
     if within is None:
@@ -96,7 +102,7 @@ def _folder(within: str | None, root: str, name: str, ckpt_path: str | None, *, 
             _begin(Path(_root_.output_dir))
         return _root_.output_dir
     if ckpt_path == AUTO and not within:
-        same = late.checkpoints.folder_of_same_run(Path(root, name), _root_)
+        same = folder_of_same_run(Path(root, name), _root_)
         return run_dir(root, name, None) if same is None else str(same)
     return run_dir(root, name, None if within else ckpt_path, within)
 
@@ -116,7 +122,7 @@ def run_dir(root: str, name: str, ckpt_path: str | None, within: str = "") -> st
         raise ConfigError(f"name: '{name}' cannot be a folder's name; use letters, digits, '_', '-', '.', '+', '='.")
     if ckpt_path != "last":
         return str(_new_folder(Path(root, name, within, datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))))
-    return str(late.checkpoints.folder_to_resume(Path(root, name)))
+    return str(folder_to_resume(Path(root, name)))
 
 
 def _new_folder(folder: Path) -> Path:
@@ -132,9 +138,6 @@ def _new_folder(folder: Path) -> Path:
                 raise ConfigError(f"output_root: cannot make the folder '{folder}': {error.strerror}.") from error
             number += 1
             folder = folder.with_name(f"{folder.name.partition('~')[0]}~{number}")
-
-
-LOCK = ".lock"
 
 
 @contextmanager
@@ -251,13 +254,13 @@ def check_folder(config: DictConfig) -> None:
 def check_read(config: DictConfig) -> None:
     """Refuse keys about rollouts, of the command line or the user's own recipe, without rollouts; a ConfigError."""
     if (storage := OmegaConf.select(config, "buffer.storage")) != "memory":
-        late.stored.check_composed(storage, HydraConfig.get())
+        check_composed(storage, HydraConfig.get())
 
 
 def check_processes(config: DictConfig) -> None:
     """Refuse a sweep, and torchrun's processes without one folder, if processes train together; a ConfigError."""
     if isinstance(config.trainer, DictConfig) and trains_together(config.trainer):
-        late.trainer.check_start(config, HydraConfig.get())
+        check_start(config, HydraConfig.get())
 
 
 @contextmanager
@@ -273,15 +276,15 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
         yield
     except (TrinityError, OmegaConfBaseException, KeyboardInterrupt, SystemExit) as error:
         if not in_sweep:
-            late.explain.end_run(error, folder if Path(folder).resolve() in begun else None)
+            end_run(error, folder if Path(folder).resolve() in begun else None)
         if isinstance(error, Exception):
-            late.explain.log_end(error)
+            log_end(error)
         raise
     except Exception as error:
         if in_sweep:
-            late.explain.log_end(error)
+            log_end(error)
         else:
-            late.explain.end_by_own_code(error)
+            end_by_own_code(error)
         raise
 
 
@@ -297,7 +300,7 @@ def run_command(command: Callable[[], None], within: str | None = "") -> None:
         register(within)
         command()
     except (*CONFIG_ERRORS, ValueError, TypeError, OSError, RecursionError) as error:
-        late.explain.end_command(error)
+        end_command(error)
         raise
     except (KeyboardInterrupt, SystemExit) as stop:
-        sys.exit(late.explain.exit_code(stop))
+        sys.exit(exit_code(stop))

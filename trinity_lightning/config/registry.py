@@ -4,12 +4,16 @@ A new part is a file and a line here. A part of one's own needs no line: its dot
 """
 
 import importlib
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Generic, TypeVar, cast
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from trinity_lightning import config as late
+from trinity_lightning.config.signatures import check_methods
 from trinity_lightning.config.values import unknown_name
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, UnfinishedClassError
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -66,6 +70,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "step_wise_grpo": "step_wise_add_strategy.StepWiseGRPOStrategy",
         },
     ),
+    "built-in model": _within("config.built_in_models", {"smollm2": "convert_smollm2", "tiny": "build_tiny"}),
     "experience operator": _within(
         "buffer.operators",
         {
@@ -155,10 +160,10 @@ def import_object(path: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
-        late.parts.check_module(path, error)
+        check_module(path, error)
         raise
     if not hasattr(module, attribute):
-        late.parts.refuse_attribute(module, attribute)
+        refuse_attribute(module, attribute)
     return getattr(module, attribute)
 
 
@@ -202,9 +207,9 @@ class Registry(Generic[T]):
         if isinstance(part, str):
             part = import_object(part) if "." in part and part not in self else self.get(part)
         if getattr(part, "__abstractmethods__", None):
-            late.parts.refuse_unfinished(self.kind, part)
+            refuse_unfinished(self.kind, part)
         if isinstance(part, type) and not part.__module__.startswith("trinity_lightning."):
-            late.signatures.check_methods(self.kind, part)
+            check_methods(self.kind, part)
         return part
 
     def __contains__(self, name: object) -> bool:
@@ -212,3 +217,65 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter({**self._paths, **self._items})
+
+
+def check_module(path: str, error: ImportError | SyntaxError) -> None:
+    """ConfigError if the module of this path was not found, or cannot be imported for a line of the user's own.
+
+    If the line is of something installed, its traceback is the answer.
+    """
+    module, missing = path.rpartition(".")[0], getattr(error, "name", None)
+    not_found = isinstance(error, ModuleNotFoundError) and missing is not None
+    if not_found and (module == missing or module.startswith(f"{missing}.")):
+        raise ConfigError(
+            f"cannot import '{path}': there is no module '{missing}'. "
+            "A module of your own must lie in the current folder or on PYTHONPATH."
+        ) from error
+    if isinstance(error, SyntaxError):
+        file, line, what = error.filename, error.lineno, error.msg
+    else:
+        stack = traceback.extract_tb(error.__traceback__)
+        place = [frame for frame in stack if not frame.filename.startswith("<frozen")][-1]
+        file, line, what = place.filename, place.lineno, str(error)
+    installed = (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+    if file and not any(Path(file).is_relative_to(folder) for folder in installed):
+        raise ConfigError(f"cannot import '{path}': {file}, line {line}: {type(error).__name__}: {what}.") from error
+
+
+def refuse_attribute(module: ModuleType, attribute: str) -> NoReturn:
+    """ConfigError: the module has no such name; the message has the nearest of those defined in it, or its package."""
+    name = module.__name__
+    package = name.partition(".")[0]
+    known = [
+        each
+        for each, value in vars(module).items()
+        if not each.startswith("_")
+        and not isinstance(value, ModuleType)
+        and str(getattr(value, "__module__", package)).partition(".")[0] == package
+    ]
+    raise ConfigError(f"cannot import '{name}.{attribute}': {unknown_name(f'name in module {name}', attribute, known)}")
+
+
+def refuse_unfinished(kind: str, part: Any) -> NoReturn:
+    """UnfinishedClassError: a class of that kind lacks these methods or properties, which its base leaves to it."""
+    lacking = ", ".join(sorted(part.__abstractmethods__))
+    raise UnfinishedClassError(f"{kind} '{part.__name__}' does not define {lacking}: see its base class.")
+
+
+PACKAGE_DIR = Path(__file__).resolve().parents[1]
+
+
+def config_dir(name: str) -> Path:
+    """The folder `conf` or `recipes`: inside the package in a wheel, next to it in a checkout."""
+    for parent in (PACKAGE_DIR, PACKAGE_DIR.parent):
+        if (parent / name).is_dir():
+            return parent / name
+    raise FileNotFoundError(
+        f"the folder '{name}' is neither inside {PACKAGE_DIR} nor next to it: reinstall the package."
+    )
+
+
+def options(group: str) -> list[str]:
+    """Names of the choices of a config group, or of the recipes."""
+    folder = config_dir("recipes") if group == "recipe" else config_dir("conf") / group
+    return sorted(path.stem for path in folder.glob("*.yaml"))

@@ -6,41 +6,32 @@ Imported by the runs that have any of them.
 import importlib.util
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from trinity_lightning.config.auxiliary_models import AuxiliaryConfig
-from trinity_lightning.config.engines import (
+from trinity_lightning.config.engine import (
+    PARALLEL,
     SENT,
     SET_BY,
     TRAINER_GPU,
     Capabilities,
     EngineConfig,
     EngineSleep,
+    check_vllm_args,
+    gpu_count,
     require_vllm,
 )
-from trinity_lightning.config.models import check_model_name
-from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
-from trinity_lightning.config.trainer import gpu_count, processes_of
-from trinity_lightning.config.values import AUTO, unknown_name, url, whole_number
+from trinity_lightning.config.explorer import AuxiliaryConfig
+from trinity_lightning.config.model import LORA_ARGUMENTS, LORA_RANKS
+from trinity_lightning.config.model_files import check_model_name
+from trinity_lightning.config.trainer import processes_of
+from trinity_lightning.config.values import AUTO, whole_number
 from trinity_lightning.errors import ConfigError
 
+if TYPE_CHECKING:
+    from trinity_lightning.config.run import TrainConfig
+
 WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
-
-
-def check_places(engine: EngineConfig) -> None:
-    """Refuse URLs that are no URLs, and GPUs that are no different numbers; a ConfigError."""
-    for each in engine.urls:
-        url("engine.urls", each, "http://node7:8000")
-    gpus = list(engine.gpus or ())
-    if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
-        raise ConfigError(f"engine.gpus is {gpus}; give different numbers of 0 or more.")
-
-
-def visible_gpus() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES lists, numbers or names, in order; None if it is not set: all of the machine."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if listed is None else [name.strip() for name in listed.split(",") if name.strip()]
 
 
 def require_ray() -> None:
@@ -55,7 +46,7 @@ def require_ray() -> None:
 # -- what is there, and what is asked of it ----------------------------------------------------------------------------
 
 
-def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any], here: bool) -> None:
+def check_servers(run: "TrainConfig", can: Capabilities, trainer: Mapping[str, Any], here: bool) -> None:
     """Refuse servers, auxiliary models, Ray's workers and GPUs that cannot work, or, of a run `here`, are not there.
 
     `trainer` is what Lightning's Trainer is given. A ConfigError names the key and the fix.
@@ -87,7 +78,7 @@ def check_servers(run: TrainConfig, can: Capabilities, trainer: Mapping[str, Any
         _check_gpu_to_gpu(run, can, trainer.get("accelerator", AUTO), gpu_count() if here else None)
 
 
-def check_synchronizer(run: TrainConfig, can: Capabilities) -> None:
+def check_synchronizer(run: "TrainConfig", can: Capabilities) -> None:
     """Refuse a way of sending weights that the engine does not take, and a folder that nothing is written to.
 
     A ConfigError.
@@ -165,7 +156,7 @@ def check_gpus_apart(key: str, gpus: Sequence[int], training: int, there: int) -
         )
 
 
-def _check_gpu_to_gpu(run: TrainConfig, can: Capabilities, accelerator: str, there: int | None) -> None:
+def _check_gpu_to_gpu(run: "TrainConfig", can: Capabilities, accelerator: str, there: int | None) -> None:
     """Refuse it between devices that do not allow it, of which there are so many here; None: it is for elsewhere."""
     method, engine = run.synchronizer.method, run.engine
     taken = [name for name in SET_BY[method] if name in engine.args]
@@ -227,25 +218,13 @@ def _check_auxiliary_model(key: str, model: AuxiliaryConfig, here: bool) -> None
         )
 
 
-def check_runner(explorer: ExplorerConfig) -> None:
-    """Refuse what the runners of explorer.runner do not use; a ConfigError."""
-    if explorer.runner == "local":
-        raise ConfigError(f"explorer.ray_address is {explorer.ray_address}, and needs explorer.runner=ray: set that.")
-    if explorer.ray_address is not None and "://" in explorer.ray_address:
-        raise ConfigError(f"explorer.ray_address is {explorer.ray_address!r}; give HOST:PORT, or auto.")
-    if explorer.reward_workers:
-        raise ConfigError(
-            "explorer.reward_workers: the runners of explorer.runner=ray are processes already, leave it out."
-        )
-
-
 def check_engine_for_ray(engine: str, can: Capabilities) -> None:
     """Refuse an engine, of that name in the message, that runners in other processes cannot reach; a ConfigError."""
     if not can.picklable:
         raise ConfigError(f"{engine} computes in this process: explorer.runner=ray needs engine=vllm_server, say.")
 
 
-def _check_workers(run: TrainConfig) -> None:
+def _check_workers(run: "TrainConfig") -> None:
     """Refuse more of Ray's workers than this machine can start; a ConfigError."""
     explorer, engine = run.explorer, run.engine
     cores, workers = len(os.sched_getaffinity(0)), explorer.runners * (len(engine.urls) or engine.servers)
@@ -258,7 +237,7 @@ def _check_workers(run: TrainConfig) -> None:
         )
 
 
-def _check_reachable(run: TrainConfig) -> None:
+def _check_reachable(run: "TrainConfig") -> None:
     """Refuse a Ray cluster whose machines cannot reach a server of this one; a ConfigError."""
     address = run.explorer.ray_address
     host = ((address or "").rpartition(":")[0] or address or "auto").strip("[]")
@@ -281,10 +260,7 @@ def _check_reachable(run: TrainConfig) -> None:
 # -- vLLM's own arguments (engine.args), speculative decoding and sleep ------------------------------------------------
 
 
-PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # their product is a server's GPUs
-
-
-def check_vllm(run: TrainConfig, in_process: bool, here: bool) -> None:
+def check_vllm(run: "TrainConfig", in_process: bool, here: bool) -> None:
     """Refuse settings of the policy's vLLM that cannot work with others, or on this machine; a ConfigError."""
     check_vllm_args("engine", run.engine, in_process, here)
     if run.engine.speculative and run.eval_sampling.min_p:
@@ -293,40 +269,34 @@ def check_vllm(run: TrainConfig, in_process: bool, here: bool) -> None:
         raise ConfigError("engine.sleep=always: vLLM sleeps on a GPU only, and this process sees none: leave it auto.")
 
 
-def check_vllm_args(key: str, engine: EngineConfig, in_process: bool, here: bool = True) -> None:
-    """Refuse what vLLM would do wrong, here or anywhere, or could not do within this process; a ConfigError.
+MERGE = "leave synchronizer.lora merged"
 
-    `key` is where the engine's section stands. With n-grams and float32, vLLM's CPU build gave a seed other tokens in a
-    batch than alone, and some that a random model is unsure of the log-probability 0; only greedy decoding was exact.
-    """
-    names = {"speculative": engine.speculative, "args.speculative_config": engine.args.get("speculative_config")}
-    asked = [name for name, value in names.items() if value]
-    if len(asked) > 1:
-        raise ConfigError(f"{key}.speculative asks for n-grams, and {key}.args.speculative_config too: leave one out.")
-    if asked and here and not gpu_count():
+
+def check_adapters(run: "TrainConfig") -> None:
+    """Refuse synchronizer.lora=adapter without adapters, or with an engine that does not take them; a ConfigError."""
+    engine, rank = run.engine, run.model.lora.r
+    if rank is None:
+        raise ConfigError(f"synchronizer.lora=adapter, and there is none: set model.lora.r=16, say, or {MERGE}.")
+    if engine.name not in ("vllm", "vllm_server"):
         raise ConfigError(
-            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
+            f"synchronizer.lora=adapter is for engine=vllm and vllm_server, not for engine={engine.name}: {MERGE}."
         )
-    for name in PARALLEL if in_process else ():
-        if engine.args.get(name, 1) != 1:
-            raise ConfigError(
-                f"engine.args.{name} is {engine.args[name]}, and engine=vllm computes on one device: choose "
-                "engine=vllm_server, and give its GPUs as engine.gpus."
-            )
-
-
-def check_known(args: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse arguments that vLLM does not know; a ConfigError with the nearest that it knows."""
-    names = list(known)
-    for name in args:
-        if name not in names:
-            raise ConfigError(f"engine.args: {unknown_name('argument of vLLM', name, names)}")
-
-
-def reason_of(error: Exception) -> str:
-    """Why vLLM could not load a model."""
-    from pydantic import ValidationError  # which vLLM brings
-
-    if isinstance(error, ValidationError):  # of vLLM's arguments: what it says besides is of pydantic
-        return error.errors()[0]["msg"]
-    return f"{type(error).__name__}: {error}"
+    if engine.urls:
+        raise ConfigError(
+            f"synchronizer.lora=adapter is for servers that are started here, and engine.urls names others: {MERGE}."
+        )
+    if run.synchronizer.method in SENT:
+        raise ConfigError(
+            f"synchronizer.lora=adapter gives servers a folder, and synchronizer={run.synchronizer.method} sends none: "
+            f"take synchronizer=checkpoint, or {MERGE}."
+        )
+    if engine.quantizes:
+        raise ConfigError(
+            "synchronizer.lora=adapter, and engine.args quantises the weights that the adapters are trained for: "
+            f"{MERGE}, or leave the quantization out."
+        )
+    if rank > LORA_RANKS[-1]:
+        raise ConfigError(f"model.lora.r is {rank}, and vLLM takes adapters up to rank {LORA_RANKS[-1]}: {MERGE}.")
+    for name in LORA_ARGUMENTS:
+        if name in engine.args:
+            raise ConfigError(f"synchronizer.lora=adapter sets {name} of vLLM itself: leave it out of engine.args.")

@@ -5,14 +5,17 @@ Imported by runs that have other settings than those of trainer=auto.
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trinity_lightning.config.engines import capabilities_of
-from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.training import MIXED, SHARDS, check_trainer_settings, strategy_of, trains_together
+from trinity_lightning.config.engine import capabilities_of, gpu_count
+from trinity_lightning.config.model import WeightDtype
+
+if TYPE_CHECKING:
+    from trinity_lightning.config.run import TrainConfig
+
 from trinity_lightning.config.values import AUTO, number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -33,7 +36,7 @@ NOT_OF_A_RUN = {
 }
 
 
-def check_trainer(run: TrainConfig, settings: Mapping[str, Any], here: bool) -> None:
+def check_trainer(run: "TrainConfig", settings: Mapping[str, Any], here: bool) -> None:
     """Refuse settings of `lightning.Trainer` that a run does not have, that do not go together with its others, or that
     ask, of a run `here`, for devices that this machine lacks; a ConfigError.
     """
@@ -135,7 +138,7 @@ def processes_of(trainer: Mapping[str, Any], gpus: int | None = None) -> int:
     return max(1, gpu_count() if gpus is None else gpus)
 
 
-def _check_engines_of_ranks(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
+def _check_engines_of_ranks(run: "TrainConfig", trainer: Mapping[str, Any]) -> None:
     """Refuse an engine in every process where only one trains, or they are not on one machine; a ConfigError."""
     if not trains_together(trainer):
         raise ConfigError("engine.per_rank is for several devices: choose trainer=ddp or fsdp2, or leave it out.")
@@ -179,7 +182,7 @@ def check_start(config: DictConfig, hydra: Any) -> None:
 # -- a policy in shards ------------------------------------------------------------------------------------------------
 
 
-def check_shards(run: TrainConfig, trainer: Mapping[str, Any]) -> None:
+def check_shards(run: "TrainConfig", trainer: Mapping[str, Any]) -> None:
     """Refuse what was not built for shards, with these settings of the Trainer; a ConfigError."""
     has_critic = run.algorithm.critic is not None
     check_shards_of(trainer.get("precision"), run.model.compile, run.optimizer.name, has_critic=has_critic)
@@ -220,8 +223,70 @@ def check_shards_of(precision: Any, compile_layers: bool, optimizer: str, *, has
         )
 
 
-def gpu_count() -> int:
-    """How many GPUs this process sees."""
-    import torch  # late: few configurations need it
+# Each precision that a policy trains in, by Lightning's names of it.
+FULL = (None, 32, "32", "32-true")
 
-    return torch.cuda.device_count()
+MIXED = ("bf16", "bf16-mixed")
+
+HALF = "bf16-true"
+
+# What joins several devices, each with the whole policy or with a share of it.
+REPLICAS = "trinity_lightning.trainer.ddp.ReplicaStrategy"
+
+SHARDS = "trinity_lightning.trainer.fsdp.ShardStrategy"
+
+
+def trains_together(settings: Mapping[str, Any]) -> bool:
+    """Whether these settings of `lightning.Trainer` are for processes that train one policy together."""
+    return strategy_of(settings) in (REPLICAS, SHARDS)
+
+
+def strategy_of(settings: Mapping[str, Any]) -> str | None:
+    """Dotted path of these settings' strategy, if they give one so."""
+    strategy = settings.get("strategy")
+    return strategy.get("_target_") if isinstance(strategy, Mapping) else None
+
+
+def _check_alone(settings: Mapping[str, Any]) -> None:
+    """Refuse several devices without trainer=ddp or fsdp2, and any other strategy; a ConfigError."""
+    strategy = settings.get("strategy") or AUTO
+    if strategy != AUTO:
+        name = strategy.get("_target_") if isinstance(strategy, Mapping) else strategy
+        raise ConfigError(f"trainer.strategy={name} is not supported: leave it out, or choose trainer=ddp or fsdp2.")
+    for key, one in (("num_nodes", 1), ("devices", "1")):
+        if (given := settings.get(key, 1)) not in (1, one):
+            raise ConfigError(f"trainer.{key} is {given}: for several devices choose trainer=ddp or trainer=fsdp2.")
+
+
+_CLIPPING = "the policy clips gradients, set algorithm.max_grad_norm"
+
+# Settings of Lightning's Trainer that the policy has its own of: the values that change nothing, and what to set.
+SET_INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
+    "gradient_clip_val": ((None, 0), _CLIPPING),
+    "gradient_clip_algorithm": ((None,), _CLIPPING),
+    "accumulate_grad_batches": ((1,), "set algorithm.max_tokens_per_micro_batch, and algorithm.optimizer_steps"),
+}
+
+
+def check_trainer_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse settings of `lightning.Trainer`, by name, under which a policy would not train, or not as they say.
+
+    A ConfigError names the setting and the knob to use.
+    """
+    for key, (allowed, fix) in SET_INSTEAD.items():
+        if (value := settings.get(key, allowed[0])) not in allowed:
+            raise ConfigError(f"trainer.{key} is {value}: {fix}.")
+    if not trains_together(settings):
+        _check_alone(settings)
+    if (precision := settings.get("precision")) not in (*FULL, *MIXED, HALF):
+        raise ConfigError(f"trainer.precision is {precision}: give 32-true, bf16-mixed or bf16-true.")
+
+
+def weight_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:
+    """How the weights are held: `precision` bf16-true is another name of model.dtype=bf16."""
+    return WeightDtype.bf16 if precision == HALF else dtype
+
+
+def compute_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:
+    """What a forward pass computes in: bfloat16 under mixed precision too, over float32 weights."""
+    return WeightDtype.bf16 if precision in MIXED else weight_dtype(dtype, precision)

@@ -16,7 +16,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.messages import check_roles, read_template_variables, warn_of_unread
 from trinity_lightning.common.solved import REWARD, USUAL, components, criterion_of, metrics_of
-from trinity_lightning.config.schema import ExplorerConfig, SamplingConfig, check_trained_sampling
+from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig, check_trained_sampling
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.metrics import evaluation_metrics, pass_rates, rollout_metrics
@@ -298,7 +298,7 @@ class Explorer:
                     f"make it a subclass of {Engine.__module__}.Engine."
                 )
             if config.samples_older_weights:
-                from trinity_lightning.config.objectives import check_older_weights
+                from trinity_lightning.config.algorithm import check_older_weights
 
                 check_older_weights(config, type(model).__name__, model.capabilities)
         if config.reward_workers:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.rewards import SCORER
 from trinity_lightning.explorer.tasks.task import Task

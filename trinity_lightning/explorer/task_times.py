@@ -1,6 +1,6 @@
 """With explorer.dynamic_timeout: a time-out of train tasks that follows how long they take."""
 
-from trinity_lightning.config.schema import ExplorerConfig
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.explorer.workflow_runner import Status
 
 

@@ -14,8 +14,8 @@ from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.failures import listed
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.own_code import described, keep_place
-from trinity_lightning.config.schema import ExplorerConfig
 from trinity_lightning.config.values import as_float
 from trinity_lightning.errors import RewardError, RolloutError
 from trinity_lightning.explorer.models.bound import BoundModel

@@ -13,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.schema import config_dir
+from trinity_lightning.config.registry import config_dir
 from trinity_lightning.config.sections import Section, checked, schema_of
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError

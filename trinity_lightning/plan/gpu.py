@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.hardware import GIB, free_memory
 from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training
-from trinity_lightning.config.engines import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
-from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.schema import TrainConfig
-from trinity_lightning.config.trainer import processes_of
-from trinity_lightning.config.training import ADAM, MIXED, OFFLOADED, SHARDS, WeightDtype, strategy_of
+from trinity_lightning.config.engine import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
+from trinity_lightning.config.model import ADAM, OFFLOADED, WeightDtype
+from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.run import TrainConfig
+from trinity_lightning.config.trainer import MIXED, SHARDS, processes_of, strategy_of
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.plan.memory import BATCHED_TOKENS, MemoryPlan, Rollouts, auxiliary_server, beside_others, plan
@@ -251,7 +251,7 @@ def rollouts_of(config: TrainConfig, gpus: int) -> Rollouts:
 
 def _adapters_in_vllm(config: TrainConfig) -> int:
     """Parameters of the adapters with the rank that vLLM makes room for."""
-    from trinity_lightning.config.optimization import room_for  # an option
+    from trinity_lightning.config.model import room_for  # an option
 
     rank = config.model.lora.r or 0
     return adapters_of(config)[0] * room_for(rank) // rank

@@ -9,12 +9,13 @@ from omegaconf import DictConfig
 
 from trinity_lightning.common.hardware import GIB, GPUS, TORCH_DTYPES, Gpu, free_memory, known_gpu, product_flops
 from trinity_lightning.common.model_memory import GPU_TOKENS, ModelShape, tokens_that_fit
-from trinity_lightning.config.engines import SENT, TRAINER_GPU, capabilities_of
-from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.schema import TrainConfig, typed_config
+from trinity_lightning.config.algorithm import Layout
+from trinity_lightning.config.engine import SENT, TRAINER_GPU, capabilities_of
+from trinity_lightning.config.model import OFFLOADED, WeightDtype
+from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.run import TrainConfig, typed_config
 from trinity_lightning.config.servers import check_gpus_apart, gpus_of_a_server
-from trinity_lightning.config.trainer import processes_of
-from trinity_lightning.config.training import OFFLOADED, Layout, WeightDtype, compute_dtype, trains_together
+from trinity_lightning.config.trainer import compute_dtype, processes_of, trains_together
 from trinity_lightning.config.values import AUTO, unknown_name
 from trinity_lightning.engines import settle_dtypes
 from trinity_lightning.errors import ConfigError

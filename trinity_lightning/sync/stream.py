@@ -18,8 +18,6 @@ from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.values import nearest
 from trinity_lightning.errors import WeightSyncError
 
-pass
-
 if TYPE_CHECKING:
     from trinity_lightning.sync.servers import Sender
 

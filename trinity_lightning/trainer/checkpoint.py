@@ -13,8 +13,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from trinity_lightning.common.files import new_file
 from trinity_lightning.common.random_state import restore_random_state
+from trinity_lightning.config.model import OFFLOADED, LoRAConfig, OptimizerConfig
 from trinity_lightning.config.sections import section_of
-from trinity_lightning.config.training import OFFLOADED, LoRAConfig, OptimizerConfig
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.optim import learning_rate_schedule, peak_learning_rates, schedule_settings

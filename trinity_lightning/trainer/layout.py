@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trinity_lightning.common.experience import Experience, gather_response_attrs, gather_rows
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
 from trinity_lightning.common.ranks import ALONE, Alone
-from trinity_lightning.config.training import Layout
+from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.trainer.layers import CpuSharedPrefix, Segments
 
 if TYPE_CHECKING:

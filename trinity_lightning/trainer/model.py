@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.model_config import BLOCK_BYTES, CHUNK_BYTES, GPU_BLOCK_BYTES, GPU_CHUNK_BYTES
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.models import load_generation_config, resolve_model
-from trinity_lightning.config.training import Dropout, Layout
+from trinity_lightning.config.algorithm import Layout
+from trinity_lightning.config.model import Dropout
+from trinity_lightning.config.model_files import load_generation_config, resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.layers import SHORT_SDPA, attention_implementation, lean_layers
 from trinity_lightning.trainer.layout import LogprobFn, collate, cut

@@ -16,10 +16,9 @@ from trinity_lightning.algorithm.policy_loss.terms import Term, with_terms
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.failures import listed
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, predicted_mask, trained_mask
-from trinity_lightning.config.objectives import STREAMS
+from trinity_lightning.config.algorithm import STREAMS, AlgorithmConfig
 from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.config.registry import OFF_POLICY_LOSSES, PARTS
-from trinity_lightning.config.training import AlgorithmConfig
 from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.trainer.layout import CANDIDATES, STREAM, MicroBatch, Part
 
@@ -92,7 +91,7 @@ class Objective:
 
     def expect_older_weights(self) -> None:
         """Experiences are going to be of weights before the present ones; a ConfigError if nothing corrects for it."""
-        from trinity_lightning.config.objectives import check_corrected, needs_correction
+        from trinity_lightning.config.algorithm import check_corrected, needs_correction
 
         check_corrected(self._config)
         self._needs_engine = self._against_engine or needs_correction(self._config)

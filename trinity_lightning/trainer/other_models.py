@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
-from trinity_lightning.config.training import HALF
+from trinity_lightning.config.trainer import HALF
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.layout import LogprobFn
 from trinity_lightning.trainer.model import logprobs_by_forward, name_of

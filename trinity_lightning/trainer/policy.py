@@ -30,17 +30,11 @@ from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, reuse_large_buffers
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.random_state import random_state
-from trinity_lightning.config.models import generation_file, load_tokenizer, resolve_model
+from trinity_lightning.config.algorithm import AlgorithmConfig
+from trinity_lightning.config.model import Dropout, LoRAConfig, OptimizerConfig, WeightDtype
+from trinity_lightning.config.model_files import generation_file, load_tokenizer, resolve_model
 from trinity_lightning.config.sections import plain, section_of
-from trinity_lightning.config.training import (
-    HALF,
-    AlgorithmConfig,
-    Dropout,
-    LoRAConfig,
-    OptimizerConfig,
-    WeightDtype,
-    check_trainer_settings,
-)
+from trinity_lightning.config.trainer import HALF, check_trainer_settings
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, DiskFullError, ModelLoadError
 from trinity_lightning.sync.stream import check_conversion

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trinity_lightning.algorithm.policy_loss import aggregate, create_policy_loss
-from trinity_lightning.config.training import AlgorithmConfig
+from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.errors import ArgumentError, ConfigError
 from trinity_lightning.trainer.objective import Objective
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, create_policy_loss, mix, ppo, sft
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, combine_metrics
 from trinity_lightning.algorithm.policy_loss.terms import streams, with_terms
-from trinity_lightning.config.objectives import stream_configs
+from trinity_lightning.config.algorithm import stream_configs
 from trinity_lightning.errors import ConfigError
 
 STREAMS: dict[str, Any] = {

@@ -22,7 +22,7 @@ from trinity_lightning.algorithm.correction import off_policy_mask, rollout_corr
 from trinity_lightning.algorithm.kl import kl_loss
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.training import KLConfig, RolloutCorrectionConfig
+from trinity_lightning.config.algorithm import KLConfig, RolloutCorrectionConfig
 
 B, R, MAX_COMPLETION = 6, 9, 12
 BETA = 0.3

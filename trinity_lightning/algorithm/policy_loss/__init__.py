@@ -11,7 +11,7 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn as 
 from trinity_lightning.algorithm.policy_loss.policy_loss import aggregate as aggregate
 from trinity_lightning.algorithm.policy_loss.policy_loss import create_policy_loss as create_policy_loss
 from trinity_lightning.algorithm.policy_loss.ppo import ppo as ppo  # the function, in place of the module
-from trinity_lightning.config.training import LOSS_AGG_MODES as LOSS_AGG_MODES
+from trinity_lightning.config.algorithm import LOSS_AGG_MODES as LOSS_AGG_MODES
 
 # For `import *`, the names that are imported on use too.
 __all__ = [*(n for n in globals() if n[0] != "_"), *POLICY_LOSS_FN]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypedDict, cast
 import torch
 from torch import Tensor
 
+from trinity_lightning.config.algorithm import LOSS_AGG_MODES
 from trinity_lightning.config.registry import PARTS, Registry
-from trinity_lightning.config.training import LOSS_AGG_MODES
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 

@@ -9,7 +9,7 @@ from typing import Any, Unpack, cast
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, PolicyLossFn, accepted, create_policy_loss
-from trinity_lightning.config.objectives import LOSSES, TEACHER_LOSS, StreamConfig, stream_configs
+from trinity_lightning.config.algorithm import LOSSES, TEACHER_LOSS, StreamConfig, stream_configs
 from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
 

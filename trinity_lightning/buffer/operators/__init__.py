@@ -6,5 +6,5 @@ from trinity_lightning.buffer.operators.experience_operator import ExperienceOpe
 from trinity_lightning.buffer.operators.experience_operator import ExperienceOperatorV1 as ExperienceOperatorV1
 from trinity_lightning.buffer.operators.experience_operator import LegacyOperator as LegacyOperator
 from trinity_lightning.buffer.operators.experience_operator import create_operators as create_operators
-from trinity_lightning.config.parts import OnError as OnError
-from trinity_lightning.config.parts import OperatorConfig as OperatorConfig
+from trinity_lightning.config.buffer import OnError as OnError
+from trinity_lightning.config.buffer import OperatorConfig as OperatorConfig

@@ -19,8 +19,8 @@ from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import RAW_REWARD, Untrained, is_valid_reward
+from trinity_lightning.config.buffer import OnError, OperatorConfig, on_error_of
 from trinity_lightning.config.own_code import described
-from trinity_lightning.config.parts import OnError, OperatorConfig, on_error_of
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.signatures import made_at_start
 from trinity_lightning.config.values import as_float, numbered

@@ -9,7 +9,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.random_state import rollout_seed
-from trinity_lightning.config.schema import DEFAULT_TEMPERATURE, check_trained_sampling
+from trinity_lightning.config.explorer import DEFAULT_TEMPERATURE, check_trained_sampling
 
 if TYPE_CHECKING:
     from trinity_lightning.explorer.models.blocking import BlockingModel

@@ -15,9 +15,10 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from trinity_lightning.config.engines import EngineConfig
-from trinity_lightning.config.optimization import LORA_ARGUMENTS, MERGE, room_for
-from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.engine import EngineConfig
+from trinity_lightning.config.model import LORA_ARGUMENTS, room_for
+from trinity_lightning.config.run import TrainConfig
+from trinity_lightning.config.servers import MERGE
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.server import ServerClient

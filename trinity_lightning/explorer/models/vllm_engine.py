@@ -15,7 +15,7 @@ from torch import Tensor
 from trinity_lightning.common.hardware import GIB, forget, trim_heap
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.config.engines import (
+from trinity_lightning.config.engine import (
     CAPABILITIES,
     EngineConfig,
     EngineDtype,
@@ -23,8 +23,8 @@ from trinity_lightning.config.engines import (
     capabilities_of,
     require_vllm,
 )
-from trinity_lightning.config.models import load_generation_config, resolve_model
-from trinity_lightning.config.schema import TrainConfig
+from trinity_lightning.config.model_files import load_generation_config, resolve_model
+from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes, skeleton
@@ -107,7 +107,7 @@ class VLLMEngine(InProcessEngine):
         require_vllm()
         self._config = dataclasses.replace(config or EngineConfig(), **overrides)
         if self._config.args or self._config.speculative:
-            from trinity_lightning.config.servers import check_vllm_args
+            from trinity_lightning.config.engine import check_vllm_args
 
             check_vllm_args("engine", self._config, in_process=True)
         super().__init__(self._config.max_model_len)
@@ -166,7 +166,7 @@ class VLLMEngine(InProcessEngine):
         except ConfigError:
             raise
         except Exception as error:
-            from trinity_lightning.config.servers import reason_of
+            from trinity_lightning.config.engine import reason_of
 
             self._close()
             raise ModelLoadError(f"vLLM cannot load '{path}': {reason_of(error)}") from error
@@ -188,7 +188,7 @@ class VLLMEngine(InProcessEngine):
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if self._config.args:
-            from trinity_lightning.config.servers import check_known
+            from trinity_lightning.config.engine import check_known
 
             check_known(self._config.args, [field.name for field in dataclasses.fields(EngineArgs)])
         on_cpu = current_platform.is_cpu()

@@ -18,10 +18,19 @@ from transformers import AutoConfig
 
 from trinity_lightning.common.hardware import TORCH_DTYPES
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.engines import CAPABILITIES, EngineConfig, EngineDtype, require_vllm
-from trinity_lightning.config.models import load_generation_config, load_tokenizer, resolve_model
-from trinity_lightning.config.schema import NEUTRAL_SAMPLING, PACKAGE_DIR, TrainConfig
-from trinity_lightning.config.servers import PARALLEL, check_vllm_args, visible_gpus
+from trinity_lightning.config.engine import (
+    CAPABILITIES,
+    PARALLEL,
+    EngineConfig,
+    EngineDtype,
+    check_vllm_args,
+    require_vllm,
+    visible_gpus,
+)
+from trinity_lightning.config.explorer import NEUTRAL_SAMPLING
+from trinity_lightning.config.model_files import load_generation_config, load_tokenizer, resolve_model
+from trinity_lightning.config.registry import PACKAGE_DIR
+from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import LoadedEngine

@@ -23,14 +23,14 @@ from trinity_lightning.common.messages import (
     read_template_variables,
     read_tools,
 )
-from trinity_lightning.config.stored import FILE_FORMATS, check_dataset_path
+from trinity_lightning.config.taskset import FILE_FORMATS, check_dataset_path
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.files import SUFFIXES, FileEntries
 from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, PROMPT
 
 if TYPE_CHECKING:
-    from trinity_lightning.config.schema import TasksetConfig
+    from trinity_lightning.config.taskset import TasksetConfig
     from trinity_lightning.explorer.tasks.taskset import Entries, Taskset
 
 logger = logging.getLogger(__name__)

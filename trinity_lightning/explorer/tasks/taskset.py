@@ -19,7 +19,7 @@ import numpy as np
 
 from trinity_lightning.common.messages import without_none
 from trinity_lightning.common.rows import MOST_NAMED, check_rows
-from trinity_lightning.config.schema import TASK_ORDERS, TasksetConfig
+from trinity_lightning.config.taskset import TASK_ORDERS, TasksetConfig
 from trinity_lightning.config.values import one_of, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, PROMPT

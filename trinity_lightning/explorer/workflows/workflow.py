@@ -147,7 +147,7 @@ class RewardedWorkflow(Workflow):
         """
         if cls.arguments_class is None:
             return None
-        from trinity_lightning.config.parts import arguments_of
+        from trinity_lightning.config.explorer import arguments_of
 
         own = own_arguments(cls)
         others = {name: value for name, value in workflow_args.items() if name not in own}

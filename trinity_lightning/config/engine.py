@@ -1,15 +1,18 @@
 """The typed sections that say where rollouts are generated, and how weights get there."""
 
 import importlib.util
+import inspect
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
-from trinity_lightning import config as late
-from trinity_lightning.config.registry import PARTS
+from trinity_lightning.config.model import WeightDtype
+from trinity_lightning.config.registry import PARTS, import_object, refuse_unfinished
 from trinity_lightning.config.sections import Section, checked
-from trinity_lightning.config.training import WeightDtype
-from trinity_lightning.config.values import number, one_of, whole_number
+from trinity_lightning.config.signatures import check_arguments, check_methods, parameters_beside
+from trinity_lightning.config.values import number, one_of, unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
 
 # Ways by which weights are sent to servers without a file, and the arguments of vLLM that each sets.
@@ -70,7 +73,7 @@ ENGINE_KEYS = tuple(dict.fromkeys(key for each in CAPABILITIES.values() for key 
 
 def capabilities_of(name: str) -> Capabilities:
     """Those of an engine by its name; of one of your own as `config.parts.own_capabilities`."""
-    return CAPABILITIES.get(name) or late.parts.own_capabilities(name)
+    return CAPABILITIES.get(name) or own_capabilities(name)
 
 
 EngineDtype = WeightDtype  # the engine's compute dtype; `auto` follows the trainer's
@@ -138,7 +141,7 @@ class EngineConfig(Section, key="engine"):
         one_of("engine", self.name, PARTS["engine"], with_paths=True)
         super().__post_init__()
         if self.urls or self.gpus:
-            late.servers.check_places(self)
+            check_places(self)
 
     @property
     def quantizes(self) -> bool:
@@ -174,3 +177,118 @@ class SynchronizerConfig(Section, key="synchronizer"):
     drill: bool = True
     sync_timeout: float = checked(600.0, number, above=0)
     lora: str = checked("merged", one_of, names=("merged", "adapter"))
+
+
+def own_capabilities(name: str) -> Capabilities:
+    """Those of an engine that is not built in; a ConfigError: there is no such, or it lacks members of `Engine`."""
+    try:
+        engine = import_object(PARTS["engine"].get(name, name))
+    except ValueError as error:
+        raise ConfigError(f"engine.name: {error}") from error
+    if not isinstance(found := getattr(engine, "capabilities", None), Capabilities):
+        raise ConfigError(
+            f"engine.name: '{name}' is no engine: give a subclass of trinity_lightning.explorer.models.engine.Engine."
+        )
+    if getattr(engine, "__abstractmethods__", None):
+        refuse_unfinished("engine.name:", engine)
+    check_methods("engine", cast("type", engine))
+    return found
+
+
+ENGINE_ARGS = "engine.args"
+
+
+def engine_arguments(kind: type[Any], model: str, config: EngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of an engine's constructor: the model's name and the section by name, and its own.
+
+    It has some if the user's constructor takes more than these two, which stand first or are called `model` and
+    `config`.
+
+    Raises:
+        ArgumentError: an argument that it does not have, or lacks.
+        ConfigError: a constructor that does not take these two.
+    """
+    what = f"engine '{config.name}'"
+    parameters = inspect.signature(kind).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][:2]
+    if {"model", "config"} <= {each.name for each in parameters}:
+        names = ["model", "config"]
+    if len(names) < 2:
+        raise ConfigError(f"{what} is made as {kind.__name__}(model, config), and takes ({', '.join(names)}).")
+    [owner] = [each for each in kind.__mro__ if "__init__" in vars(each)][:1]
+    own = parameters_beside(kind, names) if not owner.__module__.startswith("trinity_lightning.") else []
+    args = dict(config.args) if own else {}
+    check_arguments(what, kind, args, ENGINE_ARGS, names)
+    return dict(zip(names, (model, config), strict=True)), args
+
+
+def unread_key(key: str, engine: str) -> str:
+    """A message for a key of `engine` that this engine does not read: which ones do."""
+    owners = [name for name, each in CAPABILITIES.items() if key in each.keys]
+    of_vllm = len(owners) > 1 and all(CAPABILITIES[name].is_vllm for name in owners)
+    owner = "vLLM" if of_vllm else f"engine={' or '.join(owners)}"
+    return f"engine.{key} belongs to {owner}, and {engine} ignores it: leave the key out."
+
+
+def check_places(engine: EngineConfig) -> None:
+    """Refuse URLs that are no URLs, and GPUs that are no different numbers; a ConfigError."""
+    for each in engine.urls:
+        url("engine.urls", each, "http://node7:8000")
+    gpus = list(engine.gpus or ())
+    if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
+        raise ConfigError(f"engine.gpus is {gpus}; give different numbers of 0 or more.")
+
+
+def visible_gpus() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES lists, numbers or names, in order; None if it is not set: all of the machine."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if listed is None else [name.strip() for name in listed.split(",") if name.strip()]
+
+
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")  # their product is a server's GPUs
+
+
+def check_vllm_args(key: str, engine: EngineConfig, in_process: bool, here: bool = True) -> None:
+    """Refuse what vLLM would do wrong, here or anywhere, or could not do within this process; a ConfigError.
+
+    `key` is where the engine's section stands. With n-grams and float32, vLLM's CPU build gave a seed other tokens in a
+    batch than alone, and some that a random model is unsure of the log-probability 0; only greedy decoding was exact.
+    """
+    names = {"speculative": engine.speculative, "args.speculative_config": engine.args.get("speculative_config")}
+    asked = [name for name, value in names.items() if value]
+    if len(asked) > 1:
+        raise ConfigError(f"{key}.speculative asks for n-grams, and {key}.args.speculative_config too: leave one out.")
+    if asked and here and not gpu_count():
+        raise ConfigError(
+            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
+        )
+    for name in PARALLEL if in_process else ():
+        if engine.args.get(name, 1) != 1:
+            raise ConfigError(
+                f"engine.args.{name} is {engine.args[name]}, and engine=vllm computes on one device: choose "
+                "engine=vllm_server, and give its GPUs as engine.gpus."
+            )
+
+
+def check_known(args: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse arguments that vLLM does not know; a ConfigError with the nearest that it knows."""
+    names = list(known)
+    for name in args:
+        if name not in names:
+            raise ConfigError(f"engine.args: {unknown_name('argument of vLLM', name, names)}")
+
+
+def reason_of(error: Exception) -> str:
+    """Why vLLM could not load a model."""
+    from pydantic import ValidationError  # which vLLM brings
+
+    if isinstance(error, ValidationError):  # of vLLM's arguments: what it says besides is of pydantic
+        return error.errors()[0]["msg"]
+    return f"{type(error).__name__}: {error}"
+
+
+def gpu_count() -> int:
+    """How many GPUs this process sees."""
+    import torch  # late: few configurations need it
+
+    return torch.cuda.device_count()

@@ -1,20 +1,189 @@
-"""Rules of runs that read what they train on, or a part of it: stored experiences, and examples of a dataset."""
+"""Where experiences wait, what is stored of them, and what is trained on without rollouts."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.conf import HydraConf
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.config.schema import BUFFER_STORAGES, BufferConfig, ExpertConfig, TasksetConfig, TrainConfig
-from trinity_lightning.config.training import DatasetConfig, HeldOutConfig
-from trinity_lightning.config.values import nearest
+from trinity_lightning.config.sections import PartConfig, Section, checked, part_config
+from trinity_lightning.config.taskset import TasksetConfig, check_dataset_path
+from trinity_lightning.config.values import text
 from trinity_lightning.errors import ConfigError
 
+if TYPE_CHECKING:
+    from trinity_lightning.config.run import TrainConfig
+
+from trinity_lightning.config.values import number, one_of, whole_number
+
+BUFFER_STORAGES = ("memory", "file", "sql", "dataset")
+
+REPLAYS = ("priority", "random")
+
+
+@dataclass
+class ExpertConfig(Section, key="buffer.expert"):
+    """Expert data that join the rollouts of every explore step, for `algorithm.policy_loss=mix`.
+
+    Attributes:
+        per_step: expert experiences an explore step; 0: none. They begin again at their end.
+        storage: `dataset`, prompts and answers, the answer being the expert's response; or `file` or `sql`, experiences
+            that another run kept or a program wrote.
+        dataset: the prompts and answers, as of a taskset.
+        path: the folder of `file`, which `buffer.keep` wrote; of `sql` the SQLite database.
+        url: database of `sql`, instead of a path: postgresql://USER@HOST/NAME.
+    """
+
+    per_step: int = checked(0, whole_number, least=0)
+    storage: str = checked("dataset", one_of, names=("dataset", "file", "sql"))
+    dataset: TasksetConfig = field(default_factory=lambda: TasksetConfig(name="expert", source="dataset"))
+    path: str | None = None
+    url: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per_step > 0:
+            check_expert_data(self)
+
+
+@dataclass
+class HeldOutConfig(Section, key="buffer.dataset.held_out"):
+    """Examples that are not trained on: the loss on them is `eval/loss`, and of pairs there is `eval/accuracy`.
+
+    Attributes:
+        path: a second file, folder or hub name with such examples,
+        split: or another split of the dataset (of `path`, if that is given),
+        share: or a share of the examples, drawn by the run's seed.
+        interval: optimizer steps from one measurement to the next; the last step's weights are measured too.
+    """
+
+    path: str | None = None
+    split: str | None = None
+    share: float | None = checked(None, number, above=0, most=0.9, optional=True)
+    interval: int = checked(10, whole_number, least=1)
+
+    @property
+    def given(self) -> bool:
+        """Whether there are such examples."""
+        return (self.path, self.split, self.share) != (None, None, None)
+
+
+@dataclass
+class DatasetConfig(Section, key="buffer.dataset"):
+    """Examples to train on without rollouts (`buffer=dataset`).
+
+    The formats are TRL's, plain text or conversations: prompt, chosen and rejected for `algorithm=dpo` (without a
+    prompt, or with a text next to messages that contain it, it is what the other two begin with); for `algorithm=sft`
+    prompt and completion, messages, of which the assistant's turns are trained on, or text. A column `tools` is shown
+    to the model; one `chat_template_kwargs` has further variables of the chat template, such as enable_thinking.
+
+    Attributes:
+        subset: name of the dataset's configuration on the hub.
+        split: split, or a slice of it (`train[:90%]`).
+        shuffle: read in another order in each pass, which follows from the run's seed.
+        max_length: longest example in tokens; null: what the tokenizer allows.
+        overlong: what becomes of a longer one: `refuse` the run, `drop` it, or `truncate` its end; both are counted.
+        held_out: examples to measure the loss on.
+    """
+
+    subset: str | None = None
+    split: str = checked("train", text)
+    shuffle: bool = True
+    max_length: int | None = checked(None, whole_number, least=2, optional=True)
+    overlong: str = checked("refuse", one_of, names=("refuse", "drop", "truncate"))
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
+
+
+@dataclass
+class BufferConfig(Section, key="buffer"):
+    """Where experiences wait for the trainer, and what is kept of them.
+
+    Attributes:
+        storage: `memory`, filled by this run's rollouts; or `file` (the folder of steps that `keep` wrote) or `sql` (a
+            database) or `dataset` (examples), which are read: then there are no rollouts, and a step is one optimizer
+            step.
+        path: the folder of `file`; of `sql` the SQLite database; of `dataset` a JSONL, parquet or CSV file, a folder or
+            a hub name.
+        url: database of `sql`, instead of a path: postgresql://USER@HOST/NAME.
+        keep: write the experiences of every explore step, as they go to the trainer, to `experiences/` in the run's
+            folder; or, by `sql`, to the database at `url` or `path`, else to `experiences.db` in the run's folder.
+        order: in which a storage is read: `fifo` (as written); with `sql` also `priority` or `random`.
+        reuse_limit: how often an experience may be read in those two; null: without end.
+        batch_size: experiences an optimizer step reads (`file`, `sql`), by whole groups; or examples (`dataset`).
+        repeat: begin again at the end (`file`, `dataset`, and `sql` in `fifo` order).
+        decay, use_decay: `priority` takes the highest score first, which is info["priority"] (1 if there is none)
+            * decay ** age in explore steps * use_decay ** times read.
+        expert: expert data among the rollouts (`memory`).
+        dataset: how a `dataset` is read.
+    """
+
+    storage: str = checked("memory", one_of, names=BUFFER_STORAGES)
+    path: str | None = None
+    url: str | None = None
+    keep: bool | str = False
+    order: str = checked("fifo", one_of, names=("fifo", *REPLAYS))
+    reuse_limit: int | None = checked(1, whole_number, least=1, optional=True, only_with="order", among=REPLAYS)
+    decay: float = checked(1.0, number, above=0, most=1, only_with="order", among=("priority",))
+    use_decay: float = checked(1.0, number, above=0, most=1, only_with="order", among=("priority",))
+    batch_size: int = checked(64, whole_number, least=1, only_with="storage", among=BUFFER_STORAGES[1:])
+    repeat: bool = checked(True, only_with="storage", among=BUFFER_STORAGES[1:])
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        plain = self.has_rollouts and self.keep is False and self.order == "fifo" and self.dataset == DatasetConfig()
+        if not plain or self.path or self.url:
+            check_buffer(self)
+
+    @property
+    def has_rollouts(self) -> bool:
+        """True if this run's rollouts fill the buffer; otherwise it is read as another run left it."""
+        return self.storage == "memory"
+
+
+class OnError(Enum):
+    """What follows when an operator fails: `stop` the run, or `skip` the operator for this explore step."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+@dataclass
+class OperatorConfig(PartConfig):
+    """One experience operator.
+
+    Attributes:
+        on_error: `stop`, with the step's experiences saved to `rejected/`; or `skip`: the step goes on as if the
+            operator were not there.
+    """
+
+    on_error: OnError = OnError.stop
+
+
+def operator_configs(group: Mapping[str, Any]) -> dict[str, OperatorConfig]:
+    """The operators of {label: {name, args, on_error}}, in order; a ConfigError as `part_config`."""
+    operators = {label: part_config(f"operators.{label}", it, label, OperatorConfig) for label, it in group.items()}
+    for label, operator in operators.items():
+        one_of("operator", operator.name, PARTS["experience operator"], with_paths=True)
+        operator.on_error = on_error_of(label, operator.on_error)
+    return operators
+
+
+def on_error_of(label: str, given: OnError | str) -> OnError:
+    """What follows when the operator of that label fails, also by its name; a ConfigError if there is no such."""
+    if isinstance(given, OnError):
+        return given
+    return OnError(one_of(f"operators.{label}.on_error", given, [each.value for each in OnError]))
+
+
 DATASET_LOSSES = ("dpo", "sft")  # of examples out of a dataset, which have no advantages
+
 # Sections that runs without rollouts do not read, but for these keys: the longest row, for the memory plan, and, of
 # stored experiences, the longest response and weights by the log-probabilities that they have.
 OF_ROLLOUTS = (
@@ -32,13 +201,13 @@ OF_ROLLOUTS = (
     ),
     "workflow",
 )
+
 READ_BY_ALL = ("engine.max_model_len",)
+
 OF_STORED = ("algorithm.rollout_correction", "sampling.max_tokens", "workflow")
 
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
-
-def check_without_rollouts(run: TrainConfig) -> None:
+def check_without_rollouts(run: "TrainConfig") -> None:
     """Refuse an objective that does not fit what is read; a ConfigError."""
     algorithm, loss = run.algorithm, run.algorithm.policy_loss.name
     if algorithm.optimizer_steps > 1 or algorithm.inner_epochs > 1:
@@ -116,36 +285,6 @@ def check_steps(folder: Path) -> None:
         inside = folder / "experiences"
         hint = f"give '{inside}'" if inside.is_dir() else "give the folder `experiences` of a run with buffer.keep=true"
         raise ConfigError(f"buffer.path: there is no step_<n>.trxp in '{folder}': {hint}.")
-
-
-def is_local(path: str) -> bool:
-    """Whether a dataset's path is one of this machine; other names are the hub's, `name` or `org/name`, or a folder."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in FILE_FORMATS
-
-
-def check_dataset_path(key: str, path: str | None) -> None:
-    """Refuse a file or folder that is not there; a ConfigError."""
-    if path == "":
-        raise ConfigError(f"{key} is empty: give a file, a folder, or the name of a dataset on the hub.")
-    if path and is_local(path) and not (place := Path(path).expanduser()).exists():
-        match = nearest(place.name, [each.name for each in place.parent.iterdir()] if place.parent.is_dir() else [])
-        hint = f": did you mean '{place.parent / match}'?" if match else "."
-        raise ConfigError(f"{key}: there is no file or folder '{path}'{hint}")
-
-
-def check_taskset(taskset: TasksetConfig) -> None:
-    """Refuse what the source of a taskset does not have; a ConfigError."""
-    path = taskset.path if taskset.source == "dataset" else None
-    check_dataset_path("taskset.path", path)
-    if taskset.path is not None and taskset.source == "addition":
-        raise ConfigError(
-            f"taskset.path is {taskset.path}, and source=addition reads none: give source=dataset and path=FILE."
-        )
-    if taskset.size is not None and taskset.source != "reasoning_gym":
-        part = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
-        raise ConfigError(f"taskset.size belongs to taskset.source=reasoning_gym, not to {taskset.source}{part}.")
-    if taskset.split != "train" and taskset.source == "reasoning_gym":
-        raise ConfigError(f"taskset.split is {taskset.split}, and reasoning_gym has no splits: leave it out.")
 
 
 def check_buffer(buffer: BufferConfig) -> None:

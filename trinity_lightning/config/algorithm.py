@@ -1,34 +1,168 @@
-"""Rules of objectives: what add strategies, a critic, terms of a loss, expert data and older weights ask of the run.
+"""The objective: how experiences become optimizer steps."""
 
-Imported by runs that have any of these.
-"""
-
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
-from trinity_lightning.config.auxiliary_models import TEACHER_OPERATOR
-from trinity_lightning.config.engines import Capabilities
-from trinity_lightning.config.models import check_model_name, load_tokenizer
-from trinity_lightning.config.own_models import check_on_hub, check_same_vocabulary
-from trinity_lightning.config.parts import OnError
+from trinity_lightning.config.buffer import OnError
+from trinity_lightning.config.engine import Capabilities
+from trinity_lightning.config.explorer import TEACHER_OPERATOR, ExplorerConfig
+from trinity_lightning.config.model import LoRAConfig
+from trinity_lightning.config.model_files import check_model_name, check_on_hub, check_same_vocabulary, load_tokenizer
 from trinity_lightning.config.registry import FILTERING_STRATEGIES, OFF_POLICY_LOSSES, PARTS, SINGLE_RESPONSE_WORKFLOWS
-from trinity_lightning.config.schema import ExplorerConfig, TrainConfig
-from trinity_lightning.config.sections import Section, checked, section_of
-from trinity_lightning.config.training import AlgorithmConfig, LoRAConfig
-from trinity_lightning.config.values import flag, number, one_of, text, whole_number
+from trinity_lightning.config.sections import Section, checked, part_config, section_of
+from trinity_lightning.config.values import AUTO, flag, number, one_of, text, whole_number
 from trinity_lightning.errors import ConfigError
 
-# -- add strategies: not every loss, workflow or size of a group goes together with them -------------------------------
+if TYPE_CHECKING:
+    from trinity_lightning.config.run import TrainConfig
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+CORRECTION_LEVELS = ("token", "sequence")
+
+CORRECTION_MODES = ("truncate", "mask")
+
+
+class Layout(Enum):
+    """How the rows of a micro-batch lie in memory; all are exact.
+
+    `padded`: side by side, padded to the longest. `shared_prefix`: what several prompts begin with is computed once,
+    each row's rest behind it, without padding. `auto`: that which computes fewer tokens, for each optimizer batch.
+    """
+
+    auto = "auto"
+    padded = "padded"
+    shared_prefix = "shared_prefix"
+
+
+@dataclass
+class KLConfig(Section, key="algorithm.kl"):
+    """KL penalty against the frozen initial policy, as a loss term.
+
+    Attributes:
+        name: the estimate: k1, k2, k3, low_var_kl, abs, corrected_k3, none.
+        coef: its weight; 0 means none, and no reference model.
+    """
+
+    name: str = checked("k3", one_of, names=PARTS["KL estimate"])
+    coef: float = checked(0.0, number, least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.name == "none" and self.coef > 0:
+            raise ConfigError(
+                f"algorithm.kl.coef is {self.coef}, and algorithm.kl.name=none has no penalty to weigh: choose k3, or "
+                "set algorithm.kl.coef=0."
+            )
+
+
+@dataclass
+class RolloutCorrectionConfig(Section, key="algorithm.rollout_correction"):
+    """Importance weights exp(trainer - engine log-probability) for the mismatch between engine and trainer.
+
+    Attributes:
+        level: `token`, `sequence`, or `none`.
+        mode: what becomes of weights outside the range: `truncate`, its nearer end; or `mask`, 0.
+        low, high: the range of weights.
+    """
+
+    level: str = checked("token", one_of, names=("none", *CORRECTION_LEVELS))
+    mode: str = checked("truncate", one_of, names=CORRECTION_MODES)
+    low: float = checked(0.0, number, least=0)
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.high != math.inf:  # weights may be unbounded
+            number("algorithm.rollout_correction.high", self.high, above=0)
+        if self.low > self.high:
+            raise ConfigError(f"algorithm.rollout_correction.low ({self.low}) is above its high ({self.high}).")
+
+
+@dataclass
+class AlgorithmConfig(Section, key="algorithm"):
+    """The objective, and how a step's experiences become optimizer steps.
+
+    Attributes:
+        policy_loss: {name, args}: a registered name (`ppo`, alias `grpo`, ...) or the dotted path of your own function,
+            and its keyword arguments (clip_range_low, dual_clip, ...), see the table of losses. A name alone is short
+            for {name: it}.
+        loss_agg_mode: how token terms become one number: token-mean, seq-mean-token-mean, seq-mean-token-sum, or
+            seq-mean-token-sum-norm, which divides by sampling.max_tokens (with several turns engine.max_model_len, of
+            a dataset buffer.dataset.max_length); null takes the loss's own default.
+        kl: KL penalty.
+        entropy_coef: weight of the entropy bonus.
+        old_logprobs: what the ratio is against: `trainer`, the policy before the step's first update, computed by the
+            trainer; or `engine`, the policy that sampled, by the engine's log-probabilities: rollouts of older weights
+            are then clipped, and nothing is computed for several optimizer steps. It needs
+            rollout_correction.level=none, as the ratio corrects already.
+        rollout_correction: importance weights for the engine's mismatch.
+        off_policy_mask_threshold: leave tokens of negative advantage out of the loss in sequences that the policy has
+            moved away from by more than so many nats a token (DeepSeek-V3.2's sequence mask; 0.1 is a start). What
+            sampled is the engine, or, if its log-probabilities are not recorded, the policy before the step. null:
+            none is left out.
+        optimizer_steps: optimizer steps the experiences of one explore step are dealt into.
+        inner_epochs: passes over them.
+        layout: `padded`, rows padded to the longest of their micro-batch; `shared_prefix`, what several prompts begin
+            with computed once, each row's rest behind it, without padding; `auto`, the latter if it saves a fifth.
+            The loss is the same. Models whose layers are not plain full attention keep `padded`.
+        max_tokens_per_micro_batch: computed tokens of one forward and backward pass, padding included and shared
+            prefixes once: what bounds memory. A longer row, or pair of rows, is a micro-batch of
+            its own. `auto`: on a CPU 256 to 4,096 by what is free when the run starts, recorded in its config.yaml (a
+            resumed run keeps its own); on a GPU by the memory plan, 16,384 or a half of that and so on; on several
+            GPUs, and with engine=transformers, at most 4,096.
+        max_grad_norm: gradients are clipped to this norm, a number above 0; null: never.
+        max_bad_steps: a gradient that is not finite is left out and counted; so many in a row stop the run.
+        critic: a critic, whose values make the advantages (add_strategy=critic, algorithm=ppo_critic); null: none.
+    """
+
+    policy_loss: Any = "ppo"
+    loss_agg_mode: str | None = checked(None, one_of, names=LOSS_AGG_MODES, optional=True)
+    kl: KLConfig = field(default_factory=KLConfig)
+    entropy_coef: float = checked(0.0, number, least=0)
+    old_logprobs: str = checked("trainer", one_of, names=("trainer", "engine"))
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    off_policy_mask_threshold: float | None = checked(None, number, least=0, optional=True)
+    optimizer_steps: int = checked(1, whole_number, least=1)
+    inner_epochs: int = checked(1, whole_number, least=1)
+    layout: Layout = Layout.auto
+    max_tokens_per_micro_batch: int | str = checked(AUTO, whole_number, least=1, auto=True)
+    max_grad_norm: float | None = checked(1.0, number, above=0, optional=True)
+    max_bad_steps: int = checked(5, whole_number, least=1)
+    critic: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.critic is not None:
+            self.critic = critic_config(self.critic)
+        self.policy_loss = part_config("algorithm.policy_loss", self.policy_loss)
+        one_of("algorithm.policy_loss", self.policy_loss.name, PARTS["policy loss"], with_paths=True)
+        if "loss_agg_mode" in self.policy_loss.args:
+            raise ConfigError("algorithm.policy_loss.args has no loss_agg_mode: set algorithm.loss_agg_mode.")
+        if self.policy_loss.name == "streams":
+            streams_of(self)
+        if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
+            raise ConfigError(
+                "algorithm.old_logprobs=engine corrects already, and importance weights would once more: set "
+                "algorithm.rollout_correction.level=none."
+            )
+        if not isinstance(self.layout, Layout):  # a script may give its name
+            one_of("algorithm.layout", self.layout, [each.value for each in Layout])
+            self.layout = Layout(self.layout)
 
 
 # Strategies and operators by name; those of one's own are of none of these.
 COMPARING_STRATEGIES = ("asymre", "correct_bias", "dr_grpo", "grpo", "opmd", "rloo", "step_wise_grpo")  # within a group
+
 STEP_STRATEGIES = ("critic", "gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
+
 SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
 
 
-def check_strategies(run: TrainConfig, named: Sequence[str]) -> None:
+def check_strategies(run: "TrainConfig", named: Sequence[str]) -> None:
     """Refuse strategies of rollouts, by their names, that do not go together with the rest; a ConfigError."""
     if "asymre" in named and run.algorithm.policy_loss.name == "asymre":
         raise ConfigError(
@@ -58,7 +192,7 @@ def check_strategies(run: TrainConfig, named: Sequence[str]) -> None:
             )
 
 
-def _check_step_rewards(run: TrainConfig, built_in: list[str]) -> None:
+def _check_step_rewards(run: "TrainConfig", built_in: list[str]) -> None:
     """Refuse a strategy that compares runs by one reward if the steps of a run may have different ones."""
     one_a_run = [name for name in built_in if name not in STEP_STRATEGIES]
     shaping = [operator.name for operator in run.operators.values() if operator.name in SHAPING_OPERATORS]
@@ -83,9 +217,6 @@ def _check_groups_of_one(named: Sequence[str]) -> None:
                 f"explorer.repeat_times is 1, and add_strategy={name} compares the rollouts of a task: give "
                 "explorer.repeat_times=8, say, or choose add_strategy=reinforce."
             )
-
-
-# -- the critic of PPO (algorithm.critic) ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -151,7 +282,7 @@ def check_value_model(name: str, policy: str) -> None:
     check_same_vocabulary("algorithm.critic.model", name, load_tokenizer(policy))
 
 
-def check_critic(run: TrainConfig) -> None:
+def check_critic(run: "TrainConfig") -> None:
     """Refuse a critic without what it learns from, and what weighs by a critic without one; a ConfigError."""
     critic = run.algorithm.critic
     if critic is None:
@@ -190,14 +321,16 @@ def check_critic(run: TrainConfig) -> None:
     critic.check_alone(run.model.lora)
 
 
-# -- objectives of several terms (policy_loss=streams), and a teacher's top k (policy_loss=teacher_kl) -----------------
-
-
 STREAMS = "algorithm.policy_loss.args.streams"
+
 TOKENS = ("rollouts", "expert", "observations", "weights")
+
 TEACHER_LOSS = "teacher_kl"
+
 SUPERVISED = ("sft", TEACHER_LOSS)  # they need no advantages, and no policy that sampled the token
+
 LOSSES = [name for name in PARTS["policy loss"] if name not in ("dpo", "mix", "streams")]  # of tokens
+
 TAKEN = ("entropy", "kl", "pg")  # actor/NAME_loss is another metric
 
 
@@ -266,7 +399,7 @@ def streams_of(algorithm: AlgorithmConfig) -> dict[str, StreamConfig]:
     return {loss.name: StreamConfig(loss.name)}
 
 
-def check_streams(run: TrainConfig) -> bool:
+def check_streams(run: "TrainConfig") -> bool:
     """Whether a stream is of expert data; a ConfigError: a stream without its tokens, or a loss without its teacher."""
     streams = streams_of(run.algorithm)
     one_turn = run.workflow.name in SINGLE_RESPONSE_WORKFLOWS or run.workflow.args.get("mode") == "step_wise"
@@ -282,7 +415,7 @@ def check_streams(run: TrainConfig) -> bool:
     return any(stream.tokens == "expert" for stream in streams.values())
 
 
-def _check_teacher(run: TrainConfig) -> None:
+def _check_teacher(run: "TrainConfig") -> None:
     operators = run.operators.values()
     if not any(operator.name == TEACHER_OPERATOR or "." in operator.name for operator in operators):
         raise ConfigError(
@@ -302,10 +435,7 @@ def _check_teacher(run: TrainConfig) -> None:
             )
 
 
-# -- expert data among rollouts, and the losses that learn from them ---------------------------------------------------
-
-
-def check_expert(run: TrainConfig) -> None:
+def check_expert(run: "TrainConfig") -> None:
     """Expert data and the loss that learns from them go together."""
     expert, loss, rollouts = run.buffer.expert, run.algorithm.policy_loss.name, run.buffer.has_rollouts
     learns = loss == "mix"
@@ -325,9 +455,6 @@ def check_expert(run: TrainConfig) -> None:
         )
 
 
-# -- experiences that weights before the present ones sampled: of some steps ago, or of another run --------------------
-
-
 def needs_correction(algorithm: AlgorithmConfig) -> bool:
     """Whether the policy loss is for the policy that sampled.
 
@@ -343,7 +470,7 @@ def needs_correction(algorithm: AlgorithmConfig) -> bool:
     return any(loss not in OFF_POLICY_LOSSES for loss in built_in)
 
 
-def why_older(run: TrainConfig) -> str:
+def why_older(run: "TrainConfig") -> str:
     """The setting by which experiences are of older weights, for messages."""
     if not run.buffer.has_rollouts:
         return f" (buffer.storage={run.buffer.storage})"

