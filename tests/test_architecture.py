@@ -93,7 +93,7 @@ def test_a_knob_of_ones_own_loss_is_checked(tmp_path: Path, monkeypatch: pytest.
     assert "unknown argument of policy loss 'my_loss.tempered' 'tao'. Did you mean 'tau'?" in refused(
         loss.replace("tau", "tao")
     )
-    assert "argument 'tau' of policy loss 'my_loss.tempered' is 'hot'; give a number" in refused(
+    assert "argument 'tau' of policy loss 'my_loss.tempered' is 'hot': give a number" in refused(
         loss.replace("2.0", "hot")
     )
 

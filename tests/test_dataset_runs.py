@@ -270,7 +270,7 @@ def test_a_held_out_file_is_read_whole_whatever_slice_is_trained_on(tmp_path: Pa
     ("overrides", "words"),
     [
         (["share=0.2", "split=test"], "give a share of the examples, or a path or split of others, not both"),
-        (["share=1.0"], "held_out.share is 1.0; give a number above 0, at most 0.9"),
+        (["share=1.0"], "held_out.share is 1.0: give a number above 0, at most 0.9"),
         (["split=train"], "which is trained on: give another"),
         (["path=no.jsonl"], "held_out.path: there is no file or folder 'no.jsonl'"),
         (["interval=5"], "held_out.interval has no effect"),

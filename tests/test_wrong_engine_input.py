@@ -44,12 +44,12 @@ REFUSED = {
         f"a process for each runner, and {8 * CORES + 1} .*too many for {CORES} cores.*runner_per_model={4 * CORES}\\.",
     ),
     # numbers
-    "refills without end": (("explorer.max_refills=-1",), "explorer.max_refills is -1; give a whole"),
-    "negative retries": (("explorer.max_retry_times=-1",), "explorer.max_retry_times is -1; give a whole"),
-    "a negative lag": (("explorer.sync_offset=-1",), "explorer.sync_offset is -1; give a whole number of 0 or more"),
+    "refills without end": (("explorer.max_refills=-1",), "explorer.max_refills is -1: give a whole"),
+    "negative retries": (("explorer.max_retry_times=-1",), "explorer.max_retry_times is -1: give a whole"),
+    "a negative lag": (("explorer.sync_offset=-1",), "explorer.sync_offset is -1: give a whole number of 0 or more"),
     "chunks of nothing": (
         ("explorer.max_repeat_times_per_runner=0",),
-        "explorer.max_repeat_times_per_runner is 0; give a whole number of 1 or more",
+        "explorer.max_repeat_times_per_runner is 0: give a whole number of 1 or more",
     ),
     "a time-out of workers that there are not": (
         ("explorer.reward_timeout=5",),
@@ -57,7 +57,7 @@ REFUSED = {
     ),
     "a sync without time": (
         ("synchronizer.sync_timeout=0",),
-        r"synchronizer.sync_timeout is 0.0; give a finite number above 0",
+        r"synchronizer.sync_timeout is 0.0: give a finite number above 0",
     ),
     "a sync without end": (("synchronizer.sync_timeout=inf",), "synchronizer.sync_timeout is inf"),
     # weights without a file
@@ -107,7 +107,7 @@ REFUSED = {
         "unknown synchronizer.method 'ncll'. Did you mean 'nccl'",
     ),
     # servers
-    "no cores": ((*SERVER, "engine.cpu_cores=0"), "engine.cpu_cores is 0; give a whole number of 1 or more"),
+    "no cores": ((*SERVER, "engine.cpu_cores=0"), "engine.cpu_cores is 0: give a whole number of 1 or more"),
     "more cores than there are": (
         (*SERVER, f"engine.cpu_cores={CORES + 1}"),
         f"engine.cpu_cores is {CORES + 1}.*may use {CORES}",
@@ -120,7 +120,7 @@ REFUSED = {
     "servers there and to be started": ((*SERVER, URLS, "engine.servers=2"), "engine.urls .*engine.servers .*started"),
     "GPUs of servers elsewhere": ((*SERVER, URLS, "engine.gpus=[0]"), "engine.urls .*engine.gpus "),
     "a host without a scheme": ((*SERVER, "engine.urls=[node7:8000]"), "'node7:8000' is no URL.*http://node7:8000"),
-    "the same GPU twice": ((*SERVER, "engine.gpus=[1,1]"), r"engine.gpus is \[1, 1\]; give different numbers"),
+    "the same GPU twice": ((*SERVER, "engine.gpus=[1,1]"), r"engine.gpus is \[1, 1\]: give different numbers"),
     "a negative GPU": ((*SERVER, "engine.gpus=[-1]"), r"engine.gpus is \[-1\]"),
     "URLs of an engine of this process": (
         (URLS,),
@@ -165,7 +165,7 @@ REFUSED = {
         "engine.args.speculative_config too: leave one out",
     ),
     "n-grams of servers elsewhere": ((*SERVER, URLS, "engine.speculative=4"), "engine.speculative"),
-    "no n-grams": (("engine.speculative=0",), "engine.speculative is 0; give a whole number of 1 or more"),
+    "no n-grams": (("engine.speculative=0",), "engine.speculative is 0: give a whole number of 1 or more"),
     "n-grams without an engine": (
         ("engine=transformers", "engine.speculative=4"),
         "engine.speculative belongs to vLLM",
@@ -185,11 +185,11 @@ REFUSED = {
     ),
     "a judge without a context": (
         (JUDGE, "+auxiliary_models.judge.engine.max_model_len=0"),
-        "auxiliary_models.judge.engine.max_model_len is 0; give a whole number of 1 or more",
+        "auxiliary_models.judge.engine.max_model_len is 0: give a whole number of 1 or more",
     ),
     "a judge that decodes nothing": (
         (JUDGE, "+auxiliary_models.judge.engine.max_num_seqs=0"),
-        "auxiliary_models.judge.engine.max_num_seqs is 0; give a whole number of 1 or more",
+        "auxiliary_models.judge.engine.max_num_seqs is 0: give a whole number of 1 or more",
     ),
     "a judge's URL in the wrong place": (
         (JUDGE, "+auxiliary_models.judge.engine.urls=[http://node7:8000]"),

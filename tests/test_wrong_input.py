@@ -294,14 +294,14 @@ REFUSED = {
         ["+recipe=grpo", "logger=wandb_offline", "+logger.wandb.projct=mine"],
         ["unknown key 'logger.wandb.projct'. Did you mean 'logger.wandb.project'"],
     ),
-    "no logger": (["+recipe=grpo", "+logger.foo=1"], ["logger.foo is 1; give {_target_: DOTTED.PATH"]),
+    "no logger": (["+recipe=grpo", "+logger.foo=1"], ["logger.foo is 1: give {_target_: DOTTED.PATH"]),
     "a logger that cannot be imported": (
         ["+recipe=grpo", "+logger.mine={_target_: nowhere.Logger}"],
         ["logger.mine._target_: cannot import 'nowhere.Logger'"],
     ),
     "negative time-out of a strategy": (
         ["+recipe=grpo", "trainer=ddp", "trainer.strategy.timeout=-1"],
-        ["trainer.strategy.timeout is -1; give a finite number above 0."],
+        ["trainer.strategy.timeout is -1: give a finite number above 0."],
     ),
     **{
         f"{devices} devices": (
@@ -328,19 +328,19 @@ REFUSED = {
     ),
     "wrong type": (
         ["+recipe=grpo", "explorer.batch_size=many"],
-        ["batch_size is 'many'; give a whole number."],
+        ["batch_size is 'many': give a whole number."],
     ),
     "a number for text": (
         ["+recipe=grpo", "sampling.stop=3"],
-        ["sampling.stop holds several values; give a list, [A,B]."],
+        ["sampling.stop holds several values: give a list, [A,B]."],
     ),
-    "text for a number": (["+recipe=grpo", "optimizer.lr=fast"], ["optimizer.lr is 'fast'; give a number."]),
-    "text for a switch": (["+recipe=grpo", "save_model=perhaps"], ["save_model is 'perhaps'; give true or false."]),
+    "text for a number": (["+recipe=grpo", "optimizer.lr=fast"], ["optimizer.lr is 'fast': give a number."]),
+    "text for a switch": (["+recipe=grpo", "save_model=perhaps"], ["save_model is 'perhaps': give true or false."]),
     **{
-        f"a number for the switch {key}": (["+recipe=grpo", f"{key}={value}"], [f"{key} is '{value}'; give true or"])
+        f"a number for the switch {key}": (["+recipe=grpo", f"{key}={value}"], [f"{key} is '{value}': give true or"])
         for key, value in (("save_model", 3), ("model.compile", 0), ("model.lora.rslora", 1), ("engine.per_rank", 2))
     },
-    "a number for a switch in a text": (["+recipe=grpo", "save_model='1'"], ["save_model is '1'; give true or false."]),
+    "a number for a switch in a text": (["+recipe=grpo", "save_model='1'"], ["save_model is '1': give true or false."]),
     "a score that no evaluation measures": (
         ["+recipe=grpo", "sweep.metric=eval/sums/mean@1"],
         ["sweep.metric is eval/sums/mean@1", "measure eval/addition_heldout/..."],
@@ -352,19 +352,19 @@ REFUSED = {
     "a score that is no metric": (["+recipe=grpo", "sweep.metric=rewrad"], ["'rewrad' is no metric of a run"]),
     "a component without a threshold": (
         ["+recipe=grpo", "reward_solved=right"],
-        ["reward_solved is 'right'; give {COMPONENT: LEAST VALUE}"],
+        ["reward_solved is 'right': give {COMPONENT: LEAST VALUE}"],
     ),
     "a threshold that is no number": (["+recipe=grpo", "reward_solved={right: x}"], ["reward_solved.right is 'x'"]),
     "null for a section": (
         ["+recipe=grpo", "sampling=null"],
-        ["sampling cannot be null; give {KEY: VALUE}, or leave it out: '~sampling'."],
+        ["sampling cannot be null: give {KEY: VALUE}, or leave it out: '~sampling'."],
     ),
     "null for an inner section": (
         ["+recipe=grpo", "model.lora=null"],
-        ["model.lora cannot be null; give {KEY: VALUE}, or leave it out."],
+        ["model.lora cannot be null: give {KEY: VALUE}, or leave it out."],
     ),
-    "null for a number": (["+recipe=grpo", "steps=null"], ["steps cannot be null; give a value."]),
-    "a number for a section": (["+recipe=grpo", "workflow.args=3"], ["workflow.args has keys; give {KEY: VALUE}."]),
+    "null for a number": (["+recipe=grpo", "steps=null"], ["steps cannot be null: give a value."]),
+    "a number for a section": (["+recipe=grpo", "workflow.args=3"], ["workflow.args has keys: give {KEY: VALUE}."]),
     "a mapping for text": (["+recipe=grpo", "name={a: 1}"], ["name", "give some text."]),
     "a setting of a choice that was not made": (
         ["+recipe=grpo", "callbacks.profiler.step=5"],
@@ -399,12 +399,12 @@ REFUSED = {
         ["+recipe=grpo", "add_strategy=[reinforce,step_wise_grpo]", "explorer.repeat_times=1"],
         ["add_strategy=step_wise_grpo compares"],
     ),
-    "a negative seed": (["+recipe=grpo", "seed=-1"], ["seed is -1; give a whole number of 0 or more."]),
+    "a negative seed": (["+recipe=grpo", "seed=-1"], ["seed is -1: give a whole number of 0 or more."]),
     "shared prefixes of another attention": (
         ["+recipe=grpo", "algorithm.layout=shared_prefix", "model.attn_implementation=eager"],
         ["algorithm.layout=shared_prefix", "model.attn_implementation=sdpa, not eager"],
     ),
-    "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype is 'fp31'; give one of auto, bf16, fp32."]),
+    "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype is 'fp31': give one of auto, bf16, fp32."]),
     "no room for a prompt": (
         ["+recipe=grpo", "sampling.max_tokens=256"],
         ["sampling.max_tokens", "engine.max_model_len"],
@@ -452,7 +452,7 @@ REFUSED = {
     "key of a taskset": (["+recipe=grpo", "+eval_tasksets.addition_heldout.sizee=3"], ["sizee", "size"]),
     "more prompts than a step can hold": (
         ["+recipe=grpo", "explorer.batch_size=1000000000"],
-        ["explorer.batch_size is 1000000000; give a whole number from 1 to 100000"],
+        ["explorer.batch_size is 1000000000: give a whole number from 1 to 100000"],
     ),
     "clipping by Lightning, without a plus": (
         ["+recipe=grpo", "trainer.gradient_clip_val=1"],
@@ -607,11 +607,11 @@ REFUSED = {
         [*BY_SAMPLED_TOKENS, "+add_strategy.on_policy_distill.args.kl_coef=-1"],
         ["'add_strategy.on_policy_distill.args.kl_coef' is set already: leave out the plus sign"],
     ),
-    "a critic that does not learn": (["+recipe=ppo", "algorithm.critic.lr=0"], ["algorithm.critic.lr is 0.0; give"]),
+    "a critic that does not learn": (["+recipe=ppo", "algorithm.critic.lr=0"], ["algorithm.critic.lr is 0.0: give"]),
     "a key of other libraries": (["+recipe=grpo", "algorithm.kl_coef=0.1"], ["It is called algorithm.kl.coef."]),
     "a split without a name": (
         ["+recipe=sft", "buffer.path=pairs", "buffer.dataset.split="],
-        ["buffer.dataset.split is ''; give some text."],
+        ["buffer.dataset.split is '': give some text."],
     ),
     "a value model that is not there": (
         ["+recipe=ppo", "model=tiny", "algorithm.critic.model=smolm2"],
@@ -657,7 +657,7 @@ REFUSED = {
     ),
     "a negative stream": (
         [*STREAM, f"{STREAMS}={{rl: {{}}, tools: {{loss: sft, weight: -1}}}}"],
-        ["streams.tools.weight is -1.0; give a finite number of 0 or more"],
+        ["streams.tools.weight is -1.0: give a finite number of 0 or more"],
     ),
     "streams without weight": ([*STREAM, f"{STREAMS}.rl.weight=0"], ["all weights are 0, and nothing is trained"]),
     "a teacher that no strategy weighs by": (
@@ -668,11 +668,11 @@ REFUSED = {
         ["+recipe=grpo", f"+{TEACHER}"],
         ["auxiliary_models.teacher: no workflow or operator of this run asks it"],
     ),
-    "true for a number": (["+recipe=grpo", "steps=true"], ["steps is true; give a whole number."]),
-    "false for a number": (["+recipe=grpo", "optimizer.lr=false"], ["optimizer.lr is false; give a number."]),
+    "true for a number": (["+recipe=grpo", "steps=true"], ["steps is true: give a whole number."]),
+    "false for a number": (["+recipe=grpo", "optimizer.lr=false"], ["optimizer.lr is false: give a number."]),
     "true for a number or auto": (
         ["+recipe=grpo", "algorithm.max_tokens_per_micro_batch=true"],
-        ["algorithm.max_tokens_per_micro_batch is true; give a whole number or a name."],
+        ["algorithm.max_tokens_per_micro_batch is true: give a whole number or a name."],
     ),
     "no learning rate": (["+recipe=grpo", "optimizer.lr=0"], ["optimizer.lr is 0, and nothing would be trained"]),
     "arguments that displace the name": (
@@ -686,7 +686,7 @@ REFUSED = {
     "reversed gradients": (["+recipe=grpo", "algorithm.max_grad_norm=-1"], ["max_grad_norm is -1.0", "above 0"]),
     "a loss of a mixture that is no name": (
         ["+recipe=mix", "explorer.sync_interval=2", "+algorithm.policy_loss.args.usual={a: 1}"],
-        ["argument 'usual' of policy loss 'mix' is {'a': 1}; give a name."],
+        ["argument 'usual' of policy loss 'mix' is {'a': 1}: give a name."],
     ),
     "missing checkpoint": (["+recipe=grpo", "ckpt_path=missing.ckpt"], ["missing.ckpt"]),
 }
@@ -959,23 +959,23 @@ PAIRS = ("algorithm=dpo", "buffer=dataset", "buffer.path=pairs")
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((f"{ARGUMENTS}.clip_range_low=abc",), "'clip_range_low' of policy loss 'grpo' is 'abc'; give a number."),
-        ((f"{ARGUMENTS}.clip_range_low=true",), "is True; give a number."),
-        ((f"{ARGUMENTS}.dual_clip=[1]",), "is [1]; give a number or null."),
-        ((f"{ARGUMENTS}.clip_range_low=-1",), f"{ARGUMENTS}.clip_range_low is -1; give a finite number of 0 or more."),
+        ((f"{ARGUMENTS}.clip_range_low=abc",), "'clip_range_low' of policy loss 'grpo' is 'abc': give a number."),
+        ((f"{ARGUMENTS}.clip_range_low=true",), "is True: give a number."),
+        ((f"{ARGUMENTS}.dual_clip=[1]",), "is [1]: give a number or null."),
+        ((f"{ARGUMENTS}.clip_range_low=-1",), f"{ARGUMENTS}.clip_range_low is -1: give a finite number of 0 or more."),
         ((f"{ARGUMENTS}.clip_range_lo=0.1",), "'clip_range_lo'. Did you mean 'clip_range_low'"),
         (("algorithm=gspo", f"{ARGUMENTS}.dual_clip=3"), "Known: clip_range_high, clip_range_low."),
         ((f"{ARGUMENTS}.loss_agg_mode=token-men",), "set algorithm.loss_agg_mode"),
-        (("algorithm=mix", f"{ARGUMENTS}.mu=1.5"), f"{ARGUMENTS}.mu is 1.5; give a number from 0 to 1"),
+        (("algorithm=mix", f"{ARGUMENTS}.mu=1.5"), f"{ARGUMENTS}.mu is 1.5: give a number from 0 to 1"),
         (
             ("algorithm=mix", f"{ARGUMENTS}.usual_args.clip_range_high=x"),
             "'clip_range_high' of policy loss 'ppo' is 'x'",
         ),
         (("algorithm.policy_loss=nowhere.loss",), "no module 'nowhere'"),
-        ((*PAIRS, f"{ARGUMENTS}.label_smoothing=0.5"), "label_smoothing is 0.5; give a number from 0 to below 0.5."),
-        ((*PAIRS, f"{ARGUMENTS}.beta=0"), f"{ARGUMENTS}.beta is 0; give a finite number above 0."),
+        ((*PAIRS, f"{ARGUMENTS}.label_smoothing=0.5"), "label_smoothing is 0.5: give a number from 0 to below 0.5."),
+        ((*PAIRS, f"{ARGUMENTS}.beta=0"), f"{ARGUMENTS}.beta is 0: give a finite number above 0."),
         ((*PAIRS, "algorithm.loss_agg_mode=token-mean"), "policy loss 'dpo' has an average of its own: leave it out."),
-        (("algorithm=sapo", f"{ARGUMENTS}.tau_negative=0"), "tau_negative is 0; give a finite number above 0."),
+        (("algorithm=sapo", f"{ARGUMENTS}.tau_negative=0"), "tau_negative is 0: give a finite number above 0."),
         (("algorithm=rec", f"{ARGUMENTS}.clip_mode=ring", f"{ARGUMENTS}.epsilon_low=0.8"), "begin the ring"),
         ((*PAIRS, f"{ARGUMENTS}.reference_free=true", "algorithm.kl.coef=0.1"), "(or, with reference_free, has none)"),
     ],
@@ -985,7 +985,7 @@ def test_arguments_of_the_loss_are_checked_before_a_model_is_loaded(overrides: t
 
 
 def test_what_a_callback_refuses_keeps_its_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"^callbacks\.profiler\.step is 0; give a whole number of 1 or more\.$"):
+    with pytest.raises(ConfigError, match=r"^callbacks\.profiler\.step is 0: give a whole number of 1 or more\.$"):
         instantiate({"_target_": "trinity_lightning.monitor.profiler.StepProfiler", "folder": "x", "step": 0})
 
 
@@ -997,7 +997,7 @@ def test_an_argument_of_the_loss_is_refused_by_the_command(tmp_path: Path) -> No
         [sys.executable, "-c", DOOR, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )
     assert done.stdout == "exit 2 ['torch']\n", done.stdout + done.stderr
-    assert "is 'abc'; give a number." in done.stderr
+    assert "is 'abc': give a number." in done.stderr
     assert not list(tmp_path.glob("outputs/*/*"))
 
 

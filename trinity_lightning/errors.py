@@ -9,7 +9,18 @@ class TrinityError(Exception):
 
 
 class ConfigError(TrinityError, ValueError):
-    """A key, type or value of the configuration is wrong. Raised before a model is loaded."""
+    """A key, type or value of the configuration is wrong. Raised before a model is loaded.
+
+    Args:
+        message: the problem; a whole sentence if there is no `fix`.
+        key: the dotted key to change; None where no single key is at fault.
+        fix: the change that helps, which ends the message.
+    """
+
+    def __init__(self, message: str, *, key: str | None = None, fix: str | None = None) -> None:
+        super().__init__(message if fix is None else f"{message}: {fix}.")
+        self.key = key
+        self.fix = fix
 
 
 class TakenFolderError(ConfigError):

@@ -29,7 +29,7 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
     run = validate(config, trains=False)
     if not config.eval_tasksets:
         raise ConfigError(
-            "there is nothing to evaluate on: give eval_tasksets, or a recipe that has some (+recipe=NAME)."
+            "there is nothing to evaluate on", fix="give eval_tasksets, or a recipe that has some (+recipe=NAME)"
         )
     checkpoints = find_checkpoints(config)
     for each in checkpoints:
@@ -65,7 +65,7 @@ def find_checkpoints(config: DictConfig) -> list[Path]:
         return [path]
     found = sorted([*checkpoints_in(path), *checkpoints_in(path / "checkpoints")], key=_by_step)
     if not found:
-        raise ConfigError(f"ckpt_path: '{path}' is neither a checkpoint nor a folder that holds one.")
+        raise ConfigError(f"ckpt_path: '{path}' is neither a checkpoint nor a folder that holds one.", key="ckpt_path")
     return found
 
 
@@ -83,8 +83,8 @@ def _without_training(config: DictConfig) -> None:
     if OmegaConf.select(config, "synchronizer.method") in SENT:
         if config.engine.urls and config.synchronizer.folder is None:
             raise ConfigError(
-                "an evaluation gives the servers of engine.urls their weights as a folder: set synchronizer=checkpoint "
-                "and synchronizer.folder to one that they see."
+                "an evaluation gives the servers of engine.urls their weights as a folder",
+                fix="set synchronizer=checkpoint and synchronizer.folder to one that they see",
             )
         config.synchronizer.method = "auto"
     for key, default in {"explorer.sync_interval": 1, "explorer.sync_offset": 0, "engine.per_rank": False}.items():

@@ -40,12 +40,16 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(str(config.ckpt_path))
     step, _ = saved_weights(path)
     if step > config.steps:
-        raise ConfigError(f"steps is {config.steps}, and '{path}' was written after step {step}: give more steps.")
+        raise ConfigError(
+            f"steps is {config.steps}, and '{path}' was written after step {step}", key="steps", fix="give more steps"
+        )
     if (record := folder / "config.yaml").is_file():  # data in the seed's order would refuse another one, but late
         run = recorded_run(record)
         check_model(config.model.name, run.model.name)
         if run.get("seed", config.seed) != config.seed:
-            raise ConfigError(f"seed is {config.seed}, and that of the run to resume is {run.seed}: choose that one.")
+            raise ConfigError(
+                f"seed is {config.seed}, and that of the run to resume is {run.seed}", key="seed", fix="choose that one"
+            )
     checkpoint = contents(path)
     _check_kind(config.buffer.storage, checkpoint, path)
     _check_critic(config.algorithm.critic, checkpoint["state_dict"].keys(), path)
@@ -80,7 +84,9 @@ def check_model(asked: str, before: str, may_have_moved: bool = False) -> None:
             "back there, or link it" + (", or say where it is now: model.name=FOLDER." if may_have_moved else ".")
         ) from error
     if not is_same:
-        raise ConfigError(f"model.name is {asked}, and the checkpoint's run trains {before}: choose that one.")
+        raise ConfigError(
+            f"model.name is {asked}, and the checkpoint's run trains {before}", key="model.name", fix="choose that one"
+        )
 
 
 def _check_kind(storage: str, checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -88,8 +94,10 @@ def _check_kind(storage: str, checkpoint: Mapping[str, Any], path: Path) -> None
     this, other, theirs = ("with", "without", OFFLINE) if storage == "memory" else ("without", "with", ONLINE)
     if theirs in checkpoint:
         raise ConfigError(
-            f"'{path}' is of a run {other} rollouts, and buffer.storage={storage} means a run {this} them: give a "
-            "checkpoint of such a run, or begin a new run with the trained model (model.name=FOLDER/model)."
+            f"'{path}' is of a run {other} rollouts, and buffer.storage={storage} means a run {this} them",
+            fix=(
+                "give a checkpoint of such a run, or begin a new run with the trained model (model.name=FOLDER/model)"
+            ),
         )
 
 
@@ -103,8 +111,11 @@ def _check_items(algorithm: Any, checkpoint: Mapping[str, Any], path: Path) -> N
     if 0 < position < items and any(getattr(algorithm, key) != value for key, value in before.items()):
         raise ConfigError(
             f"'{path}' was written after item {position} of {items} of a step, which can only be finished as it was "
-            f"begun: set {' and '.join(f'algorithm.{key}={value}' for key, value in before.items())}, or resume from "
-            "the end of a step."
+            "begun",
+            fix=(
+                f"set {' and '.join(f'algorithm.{key}={value}' for key, value in before.items())}, or resume from "
+                "the end of a step"
+            ),
         )
 
 
@@ -116,8 +127,9 @@ def _check_critic(critic: Any, names: Iterable[str], path: Path) -> None:
         asked = CRITICS["critic.head" if critic_config(critic).model is None else "critic.model"]
     if asked != held:
         raise ConfigError(
-            f"algorithm.critic is {asked}, and that of the checkpoint '{path}' is {held}: set algorithm.critic as in "
-            "its run."
+            f"algorithm.critic is {asked}, and that of the checkpoint '{path}' is {held}",
+            key="algorithm.critic",
+            fix="set algorithm.critic as in its run",
         )
 
 
@@ -128,12 +140,14 @@ def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: Buf
     """
     state = contents(checkpoint).get(OFFLINE)
     if state is None:
-        raise ConfigError(f"'{checkpoint}' does not say what its run was reading: give one of a run without rollouts.")
+        raise ConfigError(
+            f"'{checkpoint}' does not say what its run was reading", fix="give one of a run without rollouts"
+        )
     here = data.state_dict()["reader"]
     if here and here.keys() != state["reader"].keys():  # other ranks than 0 have none
         raise ConfigError(
-            f"'{checkpoint}' is of a run that read its data in another way: set buffer.storage, buffer.order and "
-            "buffer.repeat as in that run."
+            f"'{checkpoint}' is of a run that read its data in another way",
+            fix="set buffer.storage, buffer.order and buffer.repeat as in that run",
         )
     try:
         data.load_state_dict(state)
@@ -156,8 +170,9 @@ def check_resumed_dtype(config: TrainConfig | DictConfig, checkpoint: Path) -> N
     if asked not in (WeightDtype.auto, held):
         raise ConfigError(
             f"model.dtype is {asked.value} (trainer.precision={HALF} means bf16), and the weights of the checkpoint "
-            f"'{checkpoint}' are {held.value}: a resumed run keeps its own: set model.dtype={held.value}, without that "
-            "precision."
+            f"'{checkpoint}' are {held.value}: a resumed run keeps its own",
+            key="model.dtype",
+            fix=f"set model.dtype={held.value}, without that precision",
         )
 
 

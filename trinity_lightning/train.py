@@ -93,7 +93,9 @@ def check_metric(name: str) -> None:
     from trinity_lightning.monitor.presentation import find_metric
 
     if find_metric(name) is None:
-        raise ConfigError(f"sweep.metric: '{name}' is no metric of a run; docs/metrics.md has their names.")
+        raise ConfigError(
+            f"sweep.metric: '{name}' is no metric of a run; docs/metrics.md has their names.", key="sweep.metric"
+        )
 
 
 def check_weighing(run: TrainConfig) -> None:

@@ -234,7 +234,7 @@ def test_data_that_end_and_numbers_that_cannot_be_are_refused():
     experts.commit()
     with pytest.raises(StorageError, match="have ended"):
         experts.read(2)
-    with pytest.raises(ConfigError, match="per_step is 0; give a whole number of 1 or more"):
+    with pytest.raises(ConfigError, match="per_step is 0: give a whole number of 1 or more"):
         ExpertData(MemoryReader([]), 0)
 
 

@@ -72,7 +72,7 @@ def test_an_old_key_in_a_recipe_too(key: str, tmp_path: Path) -> None:
         (lambda: section_of("algorithm", AlgorithmConfig, {"kl": {"coef": -1}}), "^algorithm.kl.coef is -1"),
         (
             lambda: section_of("algorithm", AlgorithmConfig, {"inner_epochs": "x"}),
-            "algorithm.inner_epochs is 'x'; give",
+            "algorithm.inner_epochs is 'x': give",
         ),
         (lambda: section_of("mine", AuxiliaryConfig, {"model": "x", "url": "y"}), "^mine.url: 'y' is no URL"),
         (
@@ -91,14 +91,14 @@ def test_a_scripts_keys_are_refused_alike(made: Callable[[], Any], message: str)
     [
         (f"{GLOBAL}sede: 1\n", "recipe/mine.yaml: unknown key 'sede'. Did you mean 'seed'?"),
         (f"{GLOBAL}explorer:\n  batch_sise: 1\n", "Did you mean 'explorer.batch_size'?"),
-        (f"{GLOBAL}steps: many\n", "recipe/mine.yaml: steps is 'many'; give a whole number."),
+        (f"{GLOBAL}steps: many\n", "recipe/mine.yaml: steps is 'many': give a whole number."),
         ("steps: 3\n", "recipe/mine.yaml: write '# @package _global_' as its first line"),
         (f"{GLOBAL}steps: 3\n\tname: x\n", "recipe/mine.yaml, line 3: there is a tab, and YAML takes spaces only."),
         (f"{GLOBAL}steps: 3\nsteps: 4\n", "recipe/mine.yaml, line 3: the key 'steps' is there twice: leave one"),
         (f"{GLOBAL}steps: [3\n", "recipe/mine.yaml, line 3: expected ',' or ']'"),
         (f'{GLOBAL}name: "a\x01b"\n', "unacceptable character #x0001"),
         (f"{GLOBAL}- steps\n", "recipe/mine.yaml: holds a list where keys belong"),
-        (f"{GLOBAL}algorithm:\n  kl: k3\n", "recipe/mine.yaml: holds 'k3' where keys belong; give {KEY: VALUE}."),
+        (f"{GLOBAL}algorithm:\n  kl: k3\n", "recipe/mine.yaml: holds 'k3' where keys belong: give {KEY: VALUE}."),
         *(
             (
                 f"{GLOBAL}{group}: {name}\n",
@@ -170,8 +170,8 @@ def test_a_recipe_that_is_not_there(name: str) -> None:
         ("ckpt_path=a/epoch=2.ckpt", "mean something to Hydra: 'ckpt_path=\"a/epoch=2.ckpt\"'."),
         ("name=a=b", "quote a value with other characters that mean something to Hydra: 'name=\"a=b\"'."),
         ("seed", "give KEY=VALUE."),
-        ("buffer.keep=1", "buffer.keep is '1'; give true, false or a name."),
-        ("algorithm.max_tokens_per_micro_batch=1.5", "is '1.5'; give a whole number or a name."),
+        ("buffer.keep=1", "buffer.keep is '1': give true, false or a name."),
+        ("algorithm.max_tokens_per_micro_batch=1.5", "is '1.5': give a whole number or a name."),
     ],
 )
 def test_an_override_that_cannot_be_read(override: str, fix: str) -> None:

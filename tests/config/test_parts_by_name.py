@@ -37,8 +37,8 @@ def test_every_key_is_optional_and_order_is_kept():
         ),
         ({"name": "judge", "on_error": "skipp"}, r"unknown operators.x.on_error 'skipp'.*Did you mean 'skip'"),
         ({"args": [1]}, r"operators.x.args is \[1\]"),
-        ({"name": 5}, "operators.x.name is 5; give a registered name, or a dotted path"),
-        (3, "operators.x is 3; give {name, args, on_error}"),
+        ({"name": 5}, "operators.x.name is 5: give a registered name, or a dotted path"),
+        (3, "operators.x is 3: give {name, args, on_error}"),
         ({"name": "judg"}, "unknown operator 'judg'.*Did you mean 'judge'"),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_section_knows_its_ranges(section: Callable[..., Any], key: str, value
 )
 @pytest.mark.parametrize("value", [-1.0, 0.0, NAN, float("inf")])
 def test_every_refusal_of_a_value_names_the_same_range(section: Callable[..., Any], key: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"{key} is {value}; give a finite number above 0"):
+    with pytest.raises(ConfigError, match=rf"{key} is {value}: give a finite number above 0"):
         section(**{key.rpartition(".")[2]: value})
 
 
@@ -102,21 +102,21 @@ def test_a_section_refuses_the_value_however_it_is_given(section: Callable[..., 
 @pytest.mark.parametrize(
     ("section", "arguments", "refusal"),
     [
-        (ExplorerConfig, {"batch_size": "8"}, "explorer.batch_size is '8'; give a whole number from 1 to 100000."),
+        (ExplorerConfig, {"batch_size": "8"}, "explorer.batch_size is '8': give a whole number from 1 to 100000."),
         (
             ExplorerConfig,
             {"repeat_times": None},
-            "explorer.repeat_times is None; give a whole number from 1 to 100000.",
+            "explorer.repeat_times is None: give a whole number from 1 to 100000.",
         ),
-        (AlgorithmConfig, {"entropy_coef": True}, "algorithm.entropy_coef is True; give a finite number of 0 or more."),
-        (AlgorithmConfig, {"max_grad_norm": "1"}, "max_grad_norm is '1'; give a finite number above 0, or null."),
-        (SamplingConfig, {"top_p": 1.5}, "sampling.top_p is 1.5; give a number above 0, at most 1, or null."),
-        (SamplingConfig, {"min_p": -0.5}, "sampling.min_p is -0.5; give a number from 0 to 1, or null."),
-        (HeldOutConfig, {"interval": 0}, "buffer.dataset.held_out.interval is 0; give a whole number of 1 or more."),
-        (HeldOutConfig, {"share": 5.0}, "held_out.share is 5.0; give a number above 0, at most 0.9, or null."),
-        (BufferConfig, {"reuse_limit": 0}, "buffer.reuse_limit is 0; give a whole number of 1 or more, or null."),
-        (BufferConfig, {"decay": 1.5}, "buffer.decay is 1.5; give a number above 0, at most 1."),
-        (BufferConfig, {"use_decay": 0.0}, "buffer.use_decay is 0.0; give a number above 0, at most 1."),
+        (AlgorithmConfig, {"entropy_coef": True}, "algorithm.entropy_coef is True: give a finite number of 0 or more."),
+        (AlgorithmConfig, {"max_grad_norm": "1"}, "max_grad_norm is '1': give a finite number above 0, or null."),
+        (SamplingConfig, {"top_p": 1.5}, "sampling.top_p is 1.5: give a number above 0, at most 1, or null."),
+        (SamplingConfig, {"min_p": -0.5}, "sampling.min_p is -0.5: give a number from 0 to 1, or null."),
+        (HeldOutConfig, {"interval": 0}, "buffer.dataset.held_out.interval is 0: give a whole number of 1 or more."),
+        (HeldOutConfig, {"share": 5.0}, "held_out.share is 5.0: give a number above 0, at most 0.9, or null."),
+        (BufferConfig, {"reuse_limit": 0}, "buffer.reuse_limit is 0: give a whole number of 1 or more, or null."),
+        (BufferConfig, {"decay": 1.5}, "buffer.decay is 1.5: give a number above 0, at most 1."),
+        (BufferConfig, {"use_decay": 0.0}, "buffer.use_decay is 0.0: give a number above 0, at most 1."),
     ],
 )
 def test_a_script_that_gives_another_type_is_refused_too(
@@ -129,9 +129,9 @@ def test_a_script_that_gives_another_type_is_refused_too(
 @pytest.mark.parametrize(
     ("given", "refused"),
     [
-        ({"ratio": 1.5}, r"explorer\.over_rollout\.ratio is 1\.5; give a number"),
+        ({"ratio": 1.5}, r"explorer\.over_rollout\.ratio is 1\.5: give a number"),
         ({"rate": 0.5}, r"unknown key 'explorer\.over_rollout\.rate'"),
-        (3, r"explorer\.over_rollout is 3; give a mapping of ratio, wait_after_min, or leave it out"),
+        (3, r"explorer\.over_rollout is 3: give a mapping of ratio, wait_after_min, or leave it out"),
     ],
 )
 def test_a_section_within_one_is_checked_if_a_script_gives_it_as_a_mapping(given: Any, refused: str) -> None:
@@ -155,7 +155,7 @@ def test_a_misspelt_key_is_refused_by_the_policy() -> None:
         ConfigError, match=r"unknown key 'algorithm.max_gradnorm'. Did you mean 'algorithm.max_grad_norm'"
     ):
         PolicyModule("tiny", {"max_gradnorm": 1.0})
-    with pytest.raises(ConfigError, match=r"optimizer.lr is 'fast'; give a number"):
+    with pytest.raises(ConfigError, match=r"optimizer.lr is 'fast': give a number"):
         PolicyModule("tiny", optimizer={"lr": "fast"})
 
 

@@ -806,5 +806,5 @@ def test_sections_may_be_given_as_mappings() -> None:
 
 
 def test_entries_that_are_no_taskset_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the taskset of a TaskSource is a list; give a TaskSelection\."):
+    with pytest.raises(ConfigError, match=r"the taskset of a TaskSource is a list: give a TaskSelection\."):
         TaskSource([{"prompt": "1 + 1", "answer": "2"}])  # type: ignore[arg-type]

@@ -394,7 +394,7 @@ def test_retry_asks_reasoning_gyms_own_verifier() -> None:
     [
         ({}, "workflow 'multi_turn' needs workflow.args.environment"),
         ({"environment": "guess_numbr"}, "Did you mean 'guess_number'"),
-        ({"environment": 3}, "environment.name is 3; give a registered name"),
+        ({"environment": 3}, "environment.name is 3: give a registered name"),
         ({"environment": {"name": "retry", "args": {"deca": 1}}}, "environment .*'retry'.*: .*'deca'"),
         ({"environment": "retry", "max_turn": 1}, "Did you mean 'max_turns'"),
         ({"environment": "retry", "max_turns": 0}, "max_turns is 0"),

@@ -287,7 +287,7 @@ def test_a_teacher_that_leaves_tokens_out_fails_the_runs() -> None:
 @pytest.mark.parametrize(("arguments", "name"), [(JudgeArguments, "judge"), (DistillArguments, "teacher")])
 @pytest.mark.parametrize("value", [-1, "umpire"])
 def test_the_model_that_is_asked_goes_by_its_number(arguments: type, name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is {value!r}; give a whole number of 0 or more"):
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}: give a whole number of 0 or more"):
         arguments(**{name: value})
 
 

@@ -267,7 +267,7 @@ def _size(weight: Tensor) -> float:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.lora.r=0"], "model.lora.r is 0; give a whole number of 1 or more"),
+        (["model.lora.r=0"], "model.lora.r is 0: give a whole number of 1 or more"),
         (["model.lora.alpha=8"], "model.lora.alpha has no effect without model.lora.r"),
         (["model.lora.r=4", "model.lora.targets=[]"], r"give all-linear, or \[q_proj,v_proj\]"),
         (["model.lora.r=4", "model.lora.dropout=1"], "model.lora.dropout is 1.0"),

@@ -113,7 +113,7 @@ class ExperienceLoader:
 
     def __iter__(self) -> Iterator[OptimizerBatch]:
         if self.storage.batch == 0 and not self.storage.experiences:
-            raise ConfigError("there are no rollouts to train on: give the Trainer an ExplorerCallback.")
+            raise ConfigError("there are no rollouts to train on", fix="give the Trainer an ExplorerCallback")
         if self._explore_step != self.storage.batch or self._position >= len(self):
             self._explore_step, self._position = self.storage.batch, 0
         for index in range(self._position, len(self)):

@@ -102,7 +102,8 @@ class Example:
         if not {"chosen", "rejected"} <= self._fields.keys():
             raise ConfigError(
                 f"algorithm.policy_loss=dpo learns from prompt, chosen and rejected, or from whole conversations "
-                f"in the latter two; it has {self._columns()}."
+                f"in the latter two; it has {self._columns()}.",
+                key="algorithm.policy_loss",
             )
         chosen, rejected = (self._column(name, str, list) for name in ("chosen", "rejected"))
         prompt = self._fields.get("prompt")
@@ -114,17 +115,17 @@ class Example:
                 length -= 1  # words have their space before them
             if length == 0:
                 raise ConfigError(
-                    "there is no prompt, and nothing before their answers that both chosen and rejected begin with: "
-                    "give the prompt, or leave the entry out."
+                    "there is no prompt, and nothing before their answers that both chosen and rejected begin with",
+                    fix="give the prompt, or leave the entry out",
                 )
             prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
         self._check_learned("chosen", chosen)
         (begin, good), (other, bad) = (self._rendered(prompt, answer) for answer in (chosen, rejected))
         begin = min(begin, other)
         if good == bad:
-            raise ConfigError("chosen and rejected are the same: leave the entry out.")
+            raise ConfigError("chosen and rejected are the same", fix="leave the entry out")
         if begin == min(len(good), len(bad)):
-            raise ConfigError(f"{'chosen' if begin == len(good) else 'rejected'} is empty: leave the entry out.")
+            raise ConfigError(f"{'chosen' if begin == len(good) else 'rejected'} is empty", fix="leave the entry out")
         return Experience(tokens=good[:begin], chosen=good[begin:], rejected=bad[begin:])
 
     def response(self) -> Experience:
@@ -151,24 +152,27 @@ class Example:
             return Experience(tokens=self._imitation.text(text), prompt_length=1)
         raise ConfigError(
             "algorithm.policy_loss=sft learns from prompt and completion, from messages, or from text; it has "
-            f"{self._columns()}."
+            f"{self._columns()}.",
+            key="algorithm.policy_loss",
         )
 
     def _check_learned(self, name: str, value: Any) -> None:
         """Refuse a column that is empty, or has an empty turn of the assistant; an empty `rejected` may be meant."""
         if isinstance(value, str | list) and not value:
-            raise ConfigError(f"{name} is empty: there is nothing to learn; leave the entry out.")
+            raise ConfigError(f"{name} is empty: there is nothing to learn", fix="leave the entry out")
         messages: list[dict[str, Any]] = value if isinstance(value, list) else []
         for turn, message in enumerate(messages):
             said = [content for key, content in message.items() if key not in ("role", "name")]
             if message.get("role") == "assistant" and not any(said):
-                raise ConfigError(f"turn {turn} of {name} is empty: there is nothing to learn; leave the entry out.")
+                raise ConfigError(
+                    f"turn {turn} of {name} is empty: there is nothing to learn", fix="leave the entry out"
+                )
 
     def _column(self, name: str, *kinds: type) -> Any:
         value = self._fields[name]
         if not isinstance(value, kinds):
             names = " or ".join({str: "text", list: "a list of messages"}[kind] for kind in kinds)
-            raise ConfigError(f"column '{name}' is {value!r}; give {names}.")
+            raise ConfigError(f"column '{name}' is {value!r}", fix=f"give {names}")
         return value
 
     def _columns(self) -> str:
@@ -230,8 +234,8 @@ def read_examples(
         if (length := _length(one)) > most:
             if overlong == "refuse":
                 raise ConfigError(
-                    f"{length} tokens, more than {most} (buffer.dataset.max_length): give more, or set "
-                    "buffer.dataset.overlong=drop or truncate."
+                    f"{length} tokens, more than {most} (buffer.dataset.max_length)",
+                    fix="give more, or set buffer.dataset.overlong=drop or truncate",
                 )
             longer += 1
             if overlong == "drop" or not _cut(one, most):
@@ -293,8 +297,9 @@ class ExampleReader(CursorReader):
         if not buffer.repeat and config.steps > enough_for:
             raise ConfigError(
                 f"steps is {config.steps}, and {len(examples)} examples, each read once (buffer.repeat=false), are "
-                f"enough for {enough_for} of {buffer.batch_size} (buffer.batch_size): set buffer.repeat=true, or "
-                f"steps={enough_for}."
+                f"enough for {enough_for} of {buffer.batch_size} (buffer.batch_size)",
+                key="steps",
+                fix=f"set buffer.repeat=true, or steps={enough_for}",
             )
         if buffer.repeat and len(examples) < buffer.batch_size:
             logger.warning("buffer.batch_size=%d repeats some of %d examples.", buffer.batch_size, len(examples))
@@ -399,8 +404,9 @@ def held_out_of_run(
         count = round(settings.share * len(examples))
         if not 0 < count < len(examples):
             raise ConfigError(
-                f"buffer.dataset.held_out.share is {settings.share}, which is {count} of {len(examples)} examples: "
-                "leave some on both sides."
+                f"buffer.dataset.held_out.share is {settings.share}, which is {count} of {len(examples)} examples",
+                key="buffer.dataset.held_out.share",
+                fix="leave some on both sides",
             )
         chosen = set(np.random.default_rng([config.seed, count]).permutation(len(examples))[:count].tolist())
         trained = [each for index, each in enumerate(examples) if index not in chosen]

@@ -325,8 +325,9 @@ class ExpertData:
         """Go on where `state_dict` was taken; errors as the reader's, and a ConfigError if that is of another kind."""
         if ("reader" in state) != ("reader" in self._taken):
             raise ConfigError(
-                "buffer.expert.storage: the checkpoint's expert data are of another storage: give the one it was saved "
-                "with, or begin a new run."
+                "buffer.expert.storage: the checkpoint's expert data are of another storage",
+                key="buffer.expert.storage",
+                fix="give the one it was saved with, or begin a new run",
             )
         self._reader.load_state_dict(state)
         self._taken, self._ahead = state, False
@@ -408,8 +409,11 @@ class AnswerReader(BufferReader):
         self._variables.update(conversation.template_variables)
         if not conversation or not answer["content"].strip():
             raise ConfigError(
-                "no answer: set buffer.expert.dataset.answer_field to the field with the response, end `messages` with "
-                "it, or leave such entries out."
+                "no answer",
+                fix=(
+                    "set buffer.expert.dataset.answer_field to the field with the response, end `messages` with "
+                    "it, or leave such entries out"
+                ),
             )
 
     def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
@@ -460,7 +464,7 @@ class AnswerReader(BufferReader):
         try:
             self._taskset.load_state_dict(cursor)
         except ConfigError as error:
-            raise ConfigError(f"buffer.expert.dataset: {error}") from error
+            raise ConfigError(f"buffer.expert.dataset: {error}", key="buffer.expert.dataset") from error
 
 
 def marked(experience: Experience, expert: bool) -> Experience:

@@ -98,13 +98,17 @@ def database_url(place: str | Path) -> sa.URL:
         url = sa.make_url(place)
     except ArgumentError as error:
         raise ConfigError(
-            f"buffer.url is {place!r}; give one such as sqlite:///FILE or postgresql://USER@HOST/NAME."
+            f"buffer.url is {place!r}",
+            key="buffer.url",
+            fix="give one such as sqlite:///FILE or postgresql://USER@HOST/NAME",
         ) from error
     if url.drivername == "postgresql":
         url = url.set(drivername="postgresql+psycopg")
     if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
         raise ConfigError(
-            "buffer.url names a database in memory; give a file, sqlite:///FILE, or buffer.storage=memory."
+            "buffer.url names a database in memory",
+            key="buffer.url",
+            fix="give a file, sqlite:///FILE, or buffer.storage=memory",
         )
     return url
 
@@ -228,10 +232,11 @@ def _make_engine(url: sa.URL, create: bool) -> sa.Engine:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"buffer.url needs the driver '{error.name}'. Install it: `pip install 'trinity-lightning[sql]'` brings "
-            "that of PostgreSQL."
+            "that of PostgreSQL.",
+            key="buffer.url",
         ) from error
     except NoSuchModuleError as error:
-        raise ConfigError(f"buffer.url: SQLAlchemy knows no database '{url.drivername}'.") from error
+        raise ConfigError(f"buffer.url: SQLAlchemy knows no database '{url.drivername}'.", key="buffer.url") from error
     if engine.dialect.name != "sqlite":
         return engine
 

@@ -230,7 +230,8 @@ def check_caches(caches: Mapping[str, float]) -> None:
     if sum(caches.values()) * GIB > (free := free_memory()):
         raise ConfigError(
             f"{' and '.join(f'{key}.kv_cache_gb' for key in caches)}: {sum(caches.values()):g} GiB in all, and "
-            f"{free / GIB:.1f} GiB of memory are free: give less, or null."
+            f"{free / GIB:.1f} GiB of memory are free",
+            fix="give less, or null",
         )
 
 

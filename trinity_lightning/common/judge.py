@@ -17,7 +17,7 @@ class VerdictError(RolloutError):
 def check_prompt(key: str, prompt: str) -> None:
     """ConfigError unless it is a template that shows the judge the response."""
     if "{response}" not in text(key, prompt):
-        raise ConfigError(f"{key} must contain {{response}}, or the judge sees nothing of it.")
+        raise ConfigError(f"{key} must contain {{response}}, or the judge sees nothing of it.", key=key)
 
 
 def filled(prompt: str, values: Mapping[str, str]) -> str:

@@ -73,8 +73,8 @@ def check_media(entry: Mapping[str, Any]) -> None:
         value = entry.get(name)
         if value is not None and not (isinstance(value, Sequence | Mapping) and len(value) == 0):
             raise ConfigError(
-                f"column '{name}' is not empty, and only text is trained on yet: leave such entries or the column out "
-                "(rename it if it has no pictures, sound or film)."
+                f"column '{name}' is not empty, and only text is trained on yet",
+                fix="leave such entries or the column out (rename it if it has no pictures, sound or film)",
             )
 
 
@@ -140,7 +140,7 @@ def _conversation_in(column: str, text: str) -> Any:
     if not text.lstrip().startswith("["):
         return text
     if _PYTHON_MESSAGES.match(text):
-        raise ConfigError(f"{column} is a conversation as Python's str() writes it: write it by json.dumps.")
+        raise ConfigError(f"{column} is a conversation as Python's str() writes it", fix="write it by json.dumps")
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -161,7 +161,7 @@ def _read_message(where: str, message: Any) -> dict[str, Any]:
     if "from" in message:
         role = read["role"] = _SHAREGPT_ROLES.get(role, role)
     if role in ("system", "developer", "user") and "content" not in read:
-        raise ConfigError(f"{where}, of role '{role}', has no content: give it.")
+        raise ConfigError(f"{where}, of role '{role}', has no content", fix="give it")
     if "content" in read:
         read["content"] = _read_content(where, read["content"])
     return read
@@ -171,12 +171,12 @@ def _read_content(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ConfigError(f"{where}: its content is {content!r:.80}; give text, or parts of type 'text'.")
+        raise ConfigError(f"{where}: its content is {content!r:.80}", fix="give text, or parts of type 'text'")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             named = f"a part of type '{kind}'" if kind else f"the part {part!r:.80}"
-            raise ConfigError(f"{where} has {named}, and only text is trained on yet: leave such entries out.")
+            raise ConfigError(f"{where} has {named}, and only text is trained on yet", fix="leave such entries out")
     return "".join(part["text"] for part in content)
 
 

@@ -54,8 +54,9 @@ class KLConfig(Section, key="algorithm.kl"):
         super().__post_init__()
         if self.name == "none" and self.coef > 0:
             raise ConfigError(
-                f"algorithm.kl.coef is {self.coef}, and algorithm.kl.name=none has no penalty to weigh: choose k3, or "
-                "set algorithm.kl.coef=0."
+                f"algorithm.kl.coef is {self.coef}, and algorithm.kl.name=none has no penalty to weigh",
+                key="algorithm.kl.coef",
+                fix="choose k3, or set algorithm.kl.coef=0",
             )
 
 
@@ -79,7 +80,10 @@ class RolloutCorrectionConfig(Section, key="algorithm.rollout_correction"):
         if self.high != math.inf:  # weights may be unbounded
             number("algorithm.rollout_correction.high", self.high, above=0)
         if self.low > self.high:
-            raise ConfigError(f"algorithm.rollout_correction.low ({self.low}) is above its high ({self.high}).")
+            raise ConfigError(
+                f"algorithm.rollout_correction.low ({self.low}) is above its high ({self.high}).",
+                key="algorithm.rollout_correction.low",
+            )
 
 
 @dataclass
@@ -141,13 +145,18 @@ class AlgorithmConfig(Section, key="algorithm"):
         self.policy_loss = part_config("algorithm.policy_loss", self.policy_loss)
         one_of("algorithm.policy_loss", self.policy_loss.name, PARTS["policy loss"], with_paths=True)
         if "loss_agg_mode" in self.policy_loss.args:
-            raise ConfigError("algorithm.policy_loss.args has no loss_agg_mode: set algorithm.loss_agg_mode.")
+            raise ConfigError(
+                "algorithm.policy_loss.args has no loss_agg_mode",
+                key="algorithm.policy_loss.args",
+                fix="set algorithm.loss_agg_mode",
+            )
         if self.policy_loss.name == "streams":
             streams_of(self)
         if self.old_logprobs == "engine" and self.rollout_correction.level != "none":
             raise ConfigError(
-                "algorithm.old_logprobs=engine corrects already, and importance weights would once more: set "
-                "algorithm.rollout_correction.level=none."
+                "algorithm.old_logprobs=engine corrects already, and importance weights would once more",
+                key="algorithm.old_logprobs",
+                fix="set algorithm.rollout_correction.level=none",
             )
         if not isinstance(self.layout, Layout):  # a script may give its name
             one_of("algorithm.layout", self.layout, [each.value for each in Layout])
@@ -166,18 +175,24 @@ def check_strategies(run: "TrainConfig", named: Sequence[str]) -> None:
     """Refuse strategies of rollouts, by their names, that do not go together with the rest; a ConfigError."""
     if "asymre" in named and run.algorithm.policy_loss.name == "asymre":
         raise ConfigError(
-            "algorithm.policy_loss=asymre and add_strategy=asymre would both shift the baseline: choose "
-            "add_strategy=dr_grpo, or algorithm.policy_loss=reinforce."
+            "algorithm.policy_loss=asymre and add_strategy=asymre would both shift the baseline",
+            key="algorithm.policy_loss",
+            fix="choose add_strategy=dr_grpo, or algorithm.policy_loss=reinforce",
         )
     own_parts = any("." in each.name for each in (run.workflow, *run.operators.values()))
     if "on_policy_distill" in named and run.workflow.name != "on_policy_distill" and not own_parts:
         raise ConfigError(
-            f"add_strategy=on_policy_distill weighs by a teacher, and workflow={run.workflow.name} asks none: choose "
-            "workflow=on_policy_distill, and give +auxiliary_models.teacher.model=FOLDER."
+            f"add_strategy=on_policy_distill weighs by a teacher, and workflow={run.workflow.name} asks none",
+            key="add_strategy",
+            fix="choose workflow=on_policy_distill, and give +auxiliary_models.teacher.model=FOLDER",
         )
     step_wise = run.workflow.args.get("step_reward") == "own"
     if "gigpo" in named and run.workflow.name in ("multi_turn", "tool_use") and not step_wise:
-        raise ConfigError("add_strategy=gigpo sums the rewards of single steps: set workflow.args.step_reward=own.")
+        raise ConfigError(
+            "add_strategy=gigpo sums the rewards of single steps",
+            key="add_strategy",
+            fix="set workflow.args.step_reward=own",
+        )
     if run.workflow.args.get("mode") == "step_wise":
         _check_step_rewards(run, [name for name in named if name in PARTS["add strategy"]])
     if run.explorer.repeat_times == 1:
@@ -188,7 +203,8 @@ def check_strategies(run: "TrainConfig", named: Sequence[str]) -> None:
         if earlier.name in PARTS["add strategy"] and not filters:
             raise ConfigError(
                 f"add_strategy={earlier.name} sets advantages, and {named[-1]} behind it would set them again: choose "
-                f"one of them; in front of it may be filters: {', '.join(FILTERING_STRATEGIES)}."
+                f"one of them; in front of it may be filters: {', '.join(FILTERING_STRATEGIES)}.",
+                key="add_strategy",
             )
 
 
@@ -200,8 +216,8 @@ def _check_step_rewards(run: "TrainConfig", built_in: list[str]) -> None:
     if one_a_run and (own or shaping):
         what = "workflow.args.step_reward=own" if own else f"operator '{shaping[0]}'"
         raise ConfigError(
-            f"{what} gives the steps of a run different rewards, and add_strategy={one_a_run[0]} compares runs by one: "
-            f"choose add_strategy=step_wise_grpo or gigpo{', or step_reward=return' if own else ''}."
+            f"{what} gives the steps of a run different rewards, and add_strategy={one_a_run[0]} compares runs by one",
+            fix=f"choose add_strategy=step_wise_grpo or gigpo{', or step_reward=return' if own else ''}",
         )
 
 
@@ -209,13 +225,15 @@ def _check_groups_of_one(named: Sequence[str]) -> None:
     for name in named:
         if name in FILTERING_STRATEGIES:
             raise ConfigError(
-                f"explorer.repeat_times is 1, and add_strategy={name} keeps groups whose rewards differ: give "
-                "explorer.repeat_times=8, say."
+                f"explorer.repeat_times is 1, and add_strategy={name} keeps groups whose rewards differ",
+                key="explorer.repeat_times",
+                fix="give explorer.repeat_times=8, say",
             )
         if name in COMPARING_STRATEGIES:
             raise ConfigError(
-                f"explorer.repeat_times is 1, and add_strategy={name} compares the rollouts of a task: give "
-                "explorer.repeat_times=8, say, or choose add_strategy=reinforce."
+                f"explorer.repeat_times is 1, and add_strategy={name} compares the rollouts of a task",
+                key="explorer.repeat_times",
+                fix="give explorer.repeat_times=8, say, or choose add_strategy=reinforce",
             )
 
 
@@ -254,21 +272,27 @@ class CriticConfig(Section, key="algorithm.critic"):
         super().__post_init__()
         if self.kl_target is not None and self.kl_coef == 0:
             raise ConfigError(
-                "algorithm.critic.kl_target adapts algorithm.critic.kl_coef, which is 0 and would stay so: give it."
+                "algorithm.critic.kl_target adapts algorithm.critic.kl_coef, which is 0 and would stay so",
+                key="algorithm.critic.kl_target",
+                fix="give it",
             )
 
     def check_alone(self, lora: LoRAConfig) -> None:
         """Refuse adapters together with a critic; a ConfigError."""
         if lora.r is not None:
             raise ConfigError(
-                "algorithm.critic is not for adapters: leave out model.lora, or set algorithm.critic=null."
+                "algorithm.critic is not for adapters",
+                key="algorithm.critic",
+                fix="leave out model.lora, or set algorithm.critic=null",
             )
 
 
 def critic_config(given: Any) -> CriticConfig:
     """The section out of a mapping, or a copy of one; a ConfigError as of every section."""
     if not isinstance(given, Mapping | CriticConfig):
-        raise ConfigError(f"algorithm.critic is {given!r}; give null or a mapping, such as {{lr: 1.0e-4}}.")
+        raise ConfigError(
+            f"algorithm.critic is {given!r}: give null or a mapping, such as {{lr: 1.0e-4}}.", key="algorithm.critic"
+        )
     return section_of("algorithm.critic", CriticConfig, given)
 
 
@@ -278,7 +302,7 @@ def check_value_model(name: str, policy: str) -> None:
         check_model_name(name)
         check_on_hub(name)
     except ConfigError as error:
-        raise ConfigError(f"algorithm.critic.model: {error}") from error
+        raise ConfigError(f"algorithm.critic.model: {error}", key="algorithm.critic.model") from error
     check_same_vocabulary("algorithm.critic.model", name, load_tokenizer(policy))
 
 
@@ -287,36 +311,46 @@ def check_critic(run: "TrainConfig") -> None:
     critic = run.algorithm.critic
     if critic is None:
         raise ConfigError(
-            "add_strategy=critic leaves advantages to a critic, and there is none: choose algorithm=ppo_critic, or "
-            "another add_strategy."
+            "add_strategy=critic leaves advantages to a critic, and there is none",
+            key="add_strategy",
+            fix="choose algorithm=ppo_critic, or another add_strategy",
         )
     if not run.buffer.has_rollouts:
         raise ConfigError(
-            f"algorithm.critic learns from the rewards of rollouts, and buffer.storage={run.buffer.storage} has none: "
-            "set algorithm.critic=null."
+            f"algorithm.critic learns from the rewards of rollouts, and buffer.storage={run.buffer.storage} has none",
+            key="algorithm.critic",
+            fix="set algorithm.critic=null",
         )
     if (weighs := [each.name for each in run.add_strategy.values()][-1]) != "critic":
         raise ConfigError(
-            f"algorithm.critic makes the advantages, and add_strategy={weighs} would, too: choose add_strategy=critic."
+            f"algorithm.critic makes the advantages, and add_strategy={weighs} would, too",
+            key="algorithm.critic",
+            fix="choose add_strategy=critic",
         )
     if run.buffer.expert.per_step > 0:
         raise ConfigError(
-            "algorithm.critic makes advantages of rewards, and expert data (buffer.expert.per_step) have none: set "
-            "buffer.expert.per_step=0, or algorithm.critic=null."
+            "algorithm.critic makes advantages of rewards, and expert data (buffer.expert.per_step) have none",
+            key="algorithm.critic",
+            fix="set buffer.expert.per_step=0, or algorithm.critic=null",
         )
     if run.workflow.args.get("step_reward") == "own" and run.workflow.args.get("mode") != "single":
         raise ConfigError(
             "workflow.args.step_reward=own gives a step its own reward, and algorithm.critic does not see the steps "
-            "behind it: set workflow.args.step_reward=return, or workflow.args.mode=single."
+            "behind it",
+            key="workflow.args.step_reward",
+            fix="set workflow.args.step_reward=return, or workflow.args.mode=single",
         )
     if critic.kl_name != CriticConfig.kl_name and critic.kl_coef == 0:
         raise ConfigError(
-            "algorithm.critic.kl_name has no effect without algorithm.critic.kl_coef: set that, or leave it out."
+            "algorithm.critic.kl_name has no effect without algorithm.critic.kl_coef",
+            key="algorithm.critic.kl_name",
+            fix="set that, or leave it out",
         )
     if critic.warmup_steps >= (steps := run.steps * run.items):
         raise ConfigError(
             f"algorithm.critic.warmup_steps is {critic.warmup_steps}, and the run takes {steps} optimizer steps: none "
-            "would train the policy. Give fewer, or more steps."
+            "would train the policy. Give fewer, or more steps.",
+            key="algorithm.critic.warmup_steps",
         )
     critic.check_alone(run.model.lora)
 
@@ -356,9 +390,11 @@ class StreamConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tokens in ("expert", "observations") and "." not in self.loss and self.loss not in SUPERVISED:
-            raise ConfigError(f"loss={self.loss} needs tokens that the policy sampled, not {self.tokens}: use sft.")
+            raise ConfigError(
+                f"loss={self.loss} needs tokens that the policy sampled, not {self.tokens}", fix="use sft"
+            )
         if self.tokens == "expert" and self.loss == TEACHER_LOSS:
-            raise ConfigError("loss=teacher_kl is of rollouts, and no teacher reads tokens=expert: use sft.")
+            raise ConfigError("loss=teacher_kl is of rollouts, and no teacher reads tokens=expert", fix="use sft")
 
 
 def stream_configs(given: Any) -> dict[str, StreamConfig]:
@@ -371,21 +407,25 @@ def stream_configs(given: Any) -> dict[str, StreamConfig]:
     if given is None:
         given = {"rollouts": {}}
     if not isinstance(given, Mapping) or not given:
-        raise ConfigError(f"{STREAMS} is {given!r}; give {{name: {{loss, tokens, weight, args}}}}, at least one.")
+        raise ConfigError(f"{STREAMS} is {given!r}: give {{name: {{loss, tokens, weight, args}}}}, at least one.")
     for name in TAKEN:
         if name in given:
             raise ConfigError(
-                f"{STREAMS}.{name}: the metric actor/{name}_loss is something else: give it another name."
+                f"{STREAMS}.{name}: the metric actor/{name}_loss is something else", fix="give it another name"
             )
     streams = {str(name): _stream(f"{STREAMS}.{name}", it) for name, it in given.items()}
     if not any(stream.weight for stream in streams.values()):
-        raise ConfigError(f"{STREAMS}: all weights are 0, and nothing is trained: give one of them a weight above 0.")
+        raise ConfigError(
+            f"{STREAMS}: all weights are 0, and nothing is trained", fix="give one of them a weight above 0"
+        )
     return streams
 
 
 def _stream(key: str, given: Any) -> StreamConfig:
     if not isinstance(given, Mapping | StreamConfig):
-        raise ConfigError(f"{key} is {given!r}; give {{loss, tokens, weight, args}}, each of them optional.")
+        raise ConfigError(
+            f"{key} is {given!r}", key=key, fix="give {loss, tokens, weight, args}, each of them optional"
+        )
     if isinstance(given, Mapping) and given.get("args", {}) is None:  # `args:` alone, in YAML
         given = {**given, "args": {}}
     return section_of(key, StreamConfig, given)
@@ -408,7 +448,8 @@ def check_streams(run: "TrainConfig") -> bool:
             if stream.tokens == "observations":
                 raise ConfigError(
                     f"{STREAMS}.{name}: the experiences of workflow={run.workflow.name} have one turn, and nothing "
-                    "observed in it: choose workflow=multi_turn or workflow=tool_use, with workflow.args.mode=single."
+                    "observed in it",
+                    fix="choose workflow=multi_turn or workflow=tool_use, with workflow.args.mode=single",
                 )
     if any(stream.loss == TEACHER_LOSS for stream in streams.values()) and run.buffer.has_rollouts:
         _check_teacher(run)
@@ -419,19 +460,19 @@ def _check_teacher(run: "TrainConfig") -> None:
     operators = run.operators.values()
     if not any(operator.name == TEACHER_OPERATOR or "." in operator.name for operator in operators):
         raise ConfigError(
-            "loss teacher_kl needs a teacher: choose operators=teacher_top_k, and give its model as "
-            "+auxiliary_models.teacher.model=FOLDER."
+            "loss teacher_kl needs a teacher",
+            fix="choose operators=teacher_top_k, and give its model as +auxiliary_models.teacher.model=FOLDER",
         )
     if run.sampling.temperature != 1:
         raise ConfigError(
-            f"loss teacher_kl compares distributions at temperature 1, not {run.sampling.temperature}: set "
-            "sampling.temperature=1."
+            f"loss teacher_kl compares distributions at temperature 1, not {run.sampling.temperature}",
+            fix="set sampling.temperature=1",
         )
     for operator in operators:
         if operator.name == TEACHER_OPERATOR and operator.on_error is OnError.skip:
             raise ConfigError(
-                "operator teacher_top_k: on_error is skip, and loss teacher_kl cannot do without the teacher: leave "
-                "on_error out."
+                "operator teacher_top_k: on_error is skip, and loss teacher_kl cannot do without the teacher",
+                fix="leave on_error out",
             )
 
 
@@ -444,14 +485,21 @@ def check_expert(run: "TrainConfig") -> None:
     if expert.per_step > 0 and loss in PARTS["policy loss"] and not learns:
         raise ConfigError(
             f"buffer.expert.per_step is {expert.per_step}, and algorithm.policy_loss={loss} learns nothing from expert "
-            "data: choose algorithm.policy_loss=mix (or a stream with tokens=expert), or buffer.expert.per_step=0."
+            "data",
+            key="buffer.expert.per_step",
+            fix="choose algorithm.policy_loss=mix (or a stream with tokens=expert), or buffer.expert.per_step=0",
         )
     if expert.per_step > 0 and not rollouts:
-        raise ConfigError("buffer.expert joins rollouts (buffer.storage=memory): set buffer.expert.per_step=0.")
+        raise ConfigError(
+            "buffer.expert joins rollouts (buffer.storage=memory)",
+            key="buffer.expert",
+            fix="set buffer.expert.per_step=0",
+        )
     if expert.per_step == 0 and learns and rollouts:
         raise ConfigError(
-            f"algorithm.policy_loss={loss} needs expert data: give buffer.expert.per_step=8 and "
-            "buffer.expert.dataset.path=FILE of prompts and answers."
+            f"algorithm.policy_loss={loss} needs expert data",
+            key="algorithm.policy_loss",
+            fix="give buffer.expert.per_step=8 and buffer.expert.dataset.path=FILE of prompts and answers",
         )
 
 
@@ -484,7 +532,9 @@ def check_corrected(algorithm: AlgorithmConfig, why: str = "") -> None:
     if needs_correction(algorithm) and not corrected:
         raise ConfigError(
             f"algorithm.policy_loss={algorithm.policy_loss.name} needs a correction for experiences of older weights"
-            f"{why}, and there is none: set algorithm.rollout_correction.level=token, or algorithm.old_logprobs=engine."
+            f"{why}, and there is none",
+            key="algorithm.policy_loss",
+            fix="set algorithm.rollout_correction.level=token, or algorithm.old_logprobs=engine",
         )
 
 
@@ -495,10 +545,13 @@ def check_older_weights(explorer: ExplorerConfig, engine: str, can: Capabilities
     if explorer.sync_interval > 1 and can.shares_weights:
         raise ConfigError(
             f"explorer.sync_interval is {explorer.sync_interval}, and {engine} generates with the training model "
-            "itself: leave the key out, or choose another engine."
+            "itself",
+            key="explorer.sync_interval",
+            fix="leave the key out, or choose another engine",
         )
     if explorer.sync_offset > 0 and not can.overlaps_training:
         raise ConfigError(
             f"explorer.sync_offset is {explorer.sync_offset}, and {engine} cannot generate while the trainer trains. "
-            "Choose engine=vllm_server."
+            "Choose engine=vllm_server.",
+            key="explorer.sync_offset",
         )

@@ -212,19 +212,21 @@ def check_without_rollouts(run: "TrainConfig") -> None:
     algorithm, loss = run.algorithm, run.algorithm.policy_loss.name
     if algorithm.optimizer_steps > 1 or algorithm.inner_epochs > 1:
         raise ConfigError(
-            "without rollouts (buffer.storage) there is one optimizer step a read: set algorithm.optimizer_steps=1 and "
-            "algorithm.inner_epochs=1."
+            "without rollouts (buffer.storage) there is one optimizer step a read",
+            fix="set algorithm.optimizer_steps=1 and algorithm.inner_epochs=1",
         )
     if run.buffer.storage == "dataset" and loss in PARTS["policy loss"] and loss not in DATASET_LOSSES:
         raise ConfigError(
-            f"algorithm.policy_loss={loss} needs advantages, which the examples of buffer=dataset do not have: choose "
-            f"{' or '.join(DATASET_LOSSES)}."
+            f"algorithm.policy_loss={loss} needs advantages, which the examples of buffer=dataset do not have",
+            key="algorithm.policy_loss",
+            fix=f"choose {' or '.join(DATASET_LOSSES)}",
         )
     constant = algorithm.loss_agg_mode == "seq-mean-token-sum-norm"
     if run.buffer.storage == "dataset" and constant and run.buffer.dataset.max_length is None:
         raise ConfigError(
-            "algorithm.loss_agg_mode=seq-mean-token-sum-norm divides by buffer.dataset.max_length, which is not given: "
-            "give it."
+            "algorithm.loss_agg_mode=seq-mean-token-sum-norm divides by buffer.dataset.max_length, which is not given",
+            key="algorithm.loss_agg_mode",
+            fix="give it",
         )
 
 
@@ -284,60 +286,84 @@ def check_steps(folder: Path) -> None:
     if folder.is_dir() and not any(folder.glob("step_*.trxp")):
         inside = folder / "experiences"
         hint = f"give '{inside}'" if inside.is_dir() else "give the folder `experiences` of a run with buffer.keep=true"
-        raise ConfigError(f"buffer.path: there is no step_<n>.trxp in '{folder}': {hint}.")
+        raise ConfigError(f"buffer.path: there is no step_<n>.trxp in '{folder}': {hint}.", key="buffer.path")
 
 
 def check_buffer(buffer: BufferConfig) -> None:
     """Refuse invalid places to read from or to write to, and settings that the storage does not have; a ConfigError."""
     if not isinstance(buffer.keep, bool) and buffer.keep != "sql":
-        raise ConfigError(f"buffer.keep is {buffer.keep!r}; give true, false or sql.")
+        raise ConfigError(f"buffer.keep is {buffer.keep!r}", key="buffer.keep", fix="give true, false or sql")
     if buffer.has_rollouts and buffer.keep == "sql":
         check_place("buffer", buffer.path, buffer.url)
     elif buffer.has_rollouts and (buffer.path or buffer.url):
         raise ConfigError(
             "buffer.path and buffer.url are places to read from (buffer.storage=file, sql) or to write to "
-            "(buffer.keep=sql): leave them out."
+            "(buffer.keep=sql)",
+            key="buffer.path",
+            fix="leave them out",
         )
     elif not buffer.has_rollouts and buffer.keep:
-        raise ConfigError(f"buffer.keep is about rollouts, and buffer.storage={buffer.storage} has none: leave it out.")
+        raise ConfigError(
+            f"buffer.keep is about rollouts, and buffer.storage={buffer.storage} has none",
+            key="buffer.keep",
+            fix="leave it out",
+        )
     elif buffer.storage in ("file", "sql"):
         check_stored("buffer", buffer)
     elif buffer.storage == "dataset":
         _check_examples(buffer)
     if buffer.storage != "dataset" and buffer.dataset != DatasetConfig():
-        raise ConfigError(f"buffer.dataset has no effect with buffer.storage={buffer.storage}: set buffer=dataset.")
+        raise ConfigError(
+            f"buffer.dataset has no effect with buffer.storage={buffer.storage}",
+            key="buffer.dataset",
+            fix="set buffer=dataset",
+        )
     if buffer.order != "fifo" and buffer.storage != "sql":
-        raise ConfigError(f"buffer.order={buffer.order} needs buffer.storage=sql, not {buffer.storage}.")
+        raise ConfigError(
+            f"buffer.order={buffer.order} needs buffer.storage=sql, not {buffer.storage}.", key="buffer.order"
+        )
 
 
 def _check_examples(buffer: BufferConfig) -> None:
     """Refuse examples that are not there, and held-out ones that are none or are trained on; a ConfigError."""
     if buffer.path is None or buffer.url is not None:
-        raise ConfigError("buffer=dataset reads buffer.path=FILE, a folder or a hub name, and no buffer.url.")
+        raise ConfigError(
+            "buffer=dataset reads buffer.path=FILE, a folder or a hub name, and no buffer.url.", key="buffer"
+        )
     check_dataset_path("buffer.path", buffer.path)
     dataset, held_out, key = buffer.dataset, buffer.dataset.held_out, "buffer.dataset.held_out"
     if held_out.share is not None and (held_out.path or held_out.split):
-        raise ConfigError(f"{key}: give a share of the examples, or a path or split of others, not both.")
+        raise ConfigError(f"{key}", key=key, fix="give a share of the examples, or a path or split of others, not both")
     check_dataset_path(f"{key}.path", held_out.path)
     if held_out.path is None and dataset.split in (held_out.split, (held_out.split or "").partition("[")[0]):
-        raise ConfigError(f"{key}.split is {held_out.split}, which is trained on: give another.")
+        raise ConfigError(
+            f"{key}.split is {held_out.split}, which is trained on", key=f"{key}.split", fix="give another"
+        )
     if held_out.interval != HeldOutConfig.interval and not held_out.given:
-        raise ConfigError(f"{key}.interval has no effect: give {key}.path, split or share, too.")
+        raise ConfigError(
+            f"{key}.interval has no effect", key=f"{key}.interval", fix=f"give {key}.path, split or share, too"
+        )
 
 
 def check_stored(key: str, section: ExpertConfig | BufferConfig) -> None:
     """Refuse a section that names no experiences to read, or two places of them."""
     storage, path, url = section.storage, section.path, section.url
     if storage == "file" and url is not None:
-        raise ConfigError(f"{key}.storage=file has no {key}.url: give {key}.path, or {key}.storage=sql.")
+        raise ConfigError(
+            f"{key}.storage=file has no {key}.url", key=f"{key}.storage", fix=f"give {key}.path, or {key}.storage=sql"
+        )
     check_place(key, path, url)
     if path is None and url is None:
         raise ConfigError(
-            f"{key}.storage={storage} reads what another run wrote: give {key}.path=PLACE, such as the folder "
-            "outputs/grpo/TIME/experiences of a run with buffer.keep=true."
+            f"{key}.storage={storage} reads what another run wrote",
+            key=f"{key}.storage",
+            fix=(
+                f"give {key}.path=PLACE, such as the folder "
+                "outputs/grpo/TIME/experiences of a run with buffer.keep=true"
+            ),
         )
     if path is not None and not Path(path).exists():
-        raise ConfigError(f"{key}.path: there is no file or folder '{path}'.")
+        raise ConfigError(f"{key}.path: there is no file or folder '{path}'.", key=f"{key}.path")
 
 
 def check_expert_data(expert: ExpertConfig) -> None:
@@ -346,16 +372,19 @@ def check_expert_data(expert: ExpertConfig) -> None:
         check_stored("buffer.expert", expert)
     elif (expert.dataset.source == "addition") != (expert.dataset.path is None):
         raise ConfigError(
-            "buffer.expert.dataset: give source=dataset and path=FILE, or source=addition, which has no path."
+            "buffer.expert.dataset",
+            key="buffer.expert.dataset",
+            fix="give source=dataset and path=FILE, or source=addition, which has no path",
         )
 
 
 def check_place(key: str, path: str | None, url: str | None) -> None:
     """Refuse two places of stored experiences, or a URL that is none; a ConfigError."""
     if path is not None and url is not None:
-        raise ConfigError(f"{key}: give {key}.path or {key}.url, not both.")
+        raise ConfigError(f"{key}", key=key, fix=f"give {key}.path or {key}.url, not both")
     if url is not None and "://" not in url:
         raise ConfigError(
-            f"{key}.url: '{url}' is no database URL; give one such as postgresql://USER@HOST/NAME, or a file as "
-            f"{key}.path."
+            f"{key}.url: '{url}' is no database URL",
+            key=f"{key}.url",
+            fix=f"give one such as postgresql://USER@HOST/NAME, or a file as {key}.path",
         )

@@ -20,8 +20,10 @@ def check_template_variables(key: str, value: Any) -> dict[str, Any]:
         ConfigError: it is no mapping, or has an argument of rendering itself.
     """
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} is {value!r}; give a mapping, such as {{enable_thinking: false}}.")
+        raise ConfigError(f"{key} is {value!r}: give a mapping, such as {{enable_thinking: false}}.", key=key)
     variables = {str(name): setting for name, setting in value.items() if setting is not None}
     if reserved := sorted(variables.keys() & set(RENDERING_ARGUMENTS)):
-        raise ConfigError(f"{key} has {reserved[0]}, which is no variable of the chat template: leave it out.")
+        raise ConfigError(
+            f"{key} has {reserved[0]}, which is no variable of the chat template", key=key, fix="leave it out"
+        )
     return variables

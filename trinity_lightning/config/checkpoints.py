@@ -65,14 +65,16 @@ def check_whole(path: Path) -> None:
     """
     if not is_checkpoint(path):
         what = "is a folder, and no whole checkpoint" if path.is_dir() else "is no file"
-        raise ConfigError(f"ckpt_path: '{path}' {what}: give FOLDER/checkpoints/NAME.ckpt, or last.")
+        raise ConfigError(
+            f"ckpt_path: '{path}' {what}", key="ckpt_path", fix="give FOLDER/checkpoints/NAME.ckpt, or last"
+        )
     if (problem := _problem(path)) is None:
         return
     there = reversed(checkpoints_in(path.parent))
     before = (each for each in there if each != path and each.stat().st_mtime <= path.stat().st_mtime)
     whole = next((each for each in before if _problem(each) is None), None)
     fix = f"the one before it, ckpt_path='{whole}'" if whole else "another, or leave ckpt_path out to begin again"
-    raise ConfigError(f"'{path}' is no checkpoint of a training run, or a damaged one ({problem}): give {fix}.")
+    raise ConfigError(f"'{path}' is no checkpoint of a training run, or a damaged one ({problem})", fix=f"give {fix}")
 
 
 def _problem(path: Path) -> str | None:
@@ -98,8 +100,8 @@ def check_file(path: Path) -> None:
     check_whole(path)
     if path.is_dir():
         raise ConfigError(
-            f"'{path}' is in shards, and a file is needed: give it to Trainer.fit as ckpt_path, or take the folder "
-            "`model` of its run (save_model=true)."
+            f"'{path}' is in shards, and a file is needed",
+            fix="give it to Trainer.fit as ckpt_path, or take the folder `model` of its run (save_model=true)",
         )
 
 
@@ -107,7 +109,7 @@ def folder_to_resume(runs: Path) -> Path:
     """The folder of the run, of those in a folder, whose checkpoint is the newest; a ConfigError if none has one."""
     found = checkpoints_in(runs, "*/checkpoints/*.ckpt")
     if not found:
-        raise ConfigError(f"ckpt_path=last: there is no checkpoint under {runs} to resume from.")
+        raise ConfigError(f"ckpt_path=last: there is no checkpoint under {runs} to resume from.", key="ckpt_path")
     return found[-1].parents[1]
 
 
@@ -163,7 +165,9 @@ def _newest(folder: Path) -> Path:
     if not found:
         raise ConfigError(
             f"ckpt_path=last: there is no checkpoint in {folder / 'checkpoints'} (a job of a sweep has a new folder of "
-            "its own): give ckpt_path=FILE, or output_dir=FOLDER of the run to go on with."
+            "its own)",
+            key="ckpt_path",
+            fix="give ckpt_path=FILE, or output_dir=FOLDER of the run to go on with",
         )
     return found[-1]
 

@@ -25,8 +25,11 @@ def require_vllm() -> None:
     """ConfigError, with what to install, if vLLM is not."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "vLLM is not installed: pip install 'trinity-lightning[cpu]' (no GPU) or 'trinity-lightning[vllm]', or "
-            "choose engine=transformers."
+            "vLLM is not installed",
+            fix=(
+                "pip install 'trinity-lightning[cpu]' (no GPU) or 'trinity-lightning[vllm]', or "
+                "choose engine=transformers"
+            ),
         )
 
 
@@ -184,10 +187,12 @@ def own_capabilities(name: str) -> Capabilities:
     try:
         engine = import_object(PARTS["engine"].get(name, name))
     except ValueError as error:
-        raise ConfigError(f"engine.name: {error}") from error
+        raise ConfigError(f"engine.name: {error}", key="engine.name") from error
     if not isinstance(found := getattr(engine, "capabilities", None), Capabilities):
         raise ConfigError(
-            f"engine.name: '{name}' is no engine: give a subclass of trinity_lightning.explorer.models.engine.Engine."
+            f"engine.name: '{name}' is no engine",
+            key="engine.name",
+            fix="give a subclass of trinity_lightning.explorer.models.engine.Engine",
         )
     if getattr(engine, "__abstractmethods__", None):
         refuse_unfinished("engine.name:", engine)
@@ -236,7 +241,7 @@ def check_places(engine: EngineConfig) -> None:
         url("engine.urls", each, "http://node7:8000")
     gpus = list(engine.gpus or ())
     if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
-        raise ConfigError(f"engine.gpus is {gpus}; give different numbers of 0 or more.")
+        raise ConfigError(f"engine.gpus is {gpus}", key="engine.gpus", fix="give different numbers of 0 or more")
 
 
 def visible_gpus() -> list[str] | None:
@@ -257,16 +262,23 @@ def check_vllm_args(key: str, engine: EngineConfig, in_process: bool, here: bool
     names = {"speculative": engine.speculative, "args.speculative_config": engine.args.get("speculative_config")}
     asked = [name for name, value in names.items() if value]
     if len(asked) > 1:
-        raise ConfigError(f"{key}.speculative asks for n-grams, and {key}.args.speculative_config too: leave one out.")
+        raise ConfigError(
+            f"{key}.speculative asks for n-grams, and {key}.args.speculative_config too",
+            key=f"{key}.speculative",
+            fix="leave one out",
+        )
     if asked and here and not gpu_count():
         raise ConfigError(
-            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities: leave it out."
+            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities",
+            key=f"{key}.{asked[0]}",
+            fix="leave it out",
         )
     for name in PARALLEL if in_process else ():
         if engine.args.get(name, 1) != 1:
             raise ConfigError(
-                f"engine.args.{name} is {engine.args[name]}, and engine=vllm computes on one device: choose "
-                "engine=vllm_server, and give its GPUs as engine.gpus."
+                f"engine.args.{name} is {engine.args[name]}, and engine=vllm computes on one device",
+                key=f"engine.args.{name}",
+                fix="choose engine=vllm_server, and give its GPUs as engine.gpus",
             )
 
 
@@ -275,7 +287,7 @@ def check_known(args: Mapping[str, Any], known: Iterable[str]) -> None:
     names = list(known)
     for name in args:
         if name not in names:
-            raise ConfigError(f"engine.args: {unknown_name('argument of vLLM', name, names)}")
+            raise ConfigError(f"engine.args: {unknown_name('argument of vLLM', name, names)}", key="engine.args")
 
 
 def reason_of(error: Exception) -> str:

@@ -118,7 +118,7 @@ def explain_composition(error: Exception) -> str | None:
     if isinstance(failed, OSError) and failed.strerror:
         where = f", '{failed.filename}'" if failed.filename else ""  # a full disk's has none
         return (
-            f"output_dir or hydra.run.dir: cannot write the run's folder{where}: {failed.strerror}; give another one."
+            f"output_dir or hydra.run.dir: cannot write the run's folder{where}: {failed.strerror}: give another one."
         )
     return None
 

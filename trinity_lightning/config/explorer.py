@@ -95,11 +95,15 @@ def check_trained_sampling(settings: Mapping[str, Any]) -> None:
         if settings.get(name) is not None:
             raise ConfigError(
                 f"sampling.{name} is for evaluation only: training needs the whole distribution. Leave it out, or "
-                "use eval_sampling."
+                "use eval_sampling.",
+                key=f"sampling.{name}",
             )
     temperature = settings.get("temperature")
     if temperature is not None and not temperature > 0:
-        raise ConfigError(f"sampling.temperature is {temperature}; training needs one above 0, such as 1.0.")
+        raise ConfigError(
+            f"sampling.temperature is {temperature}; training needs one above 0, such as 1.0.",
+            key="sampling.temperature",
+        )
 
 
 @dataclass
@@ -210,7 +214,9 @@ class WorkflowConfig(Section, key="workflow"):
 
     def __post_init__(self) -> None:
         if self.name == "evaluation":
-            raise ConfigError("workflow.name=evaluation trains nothing: give it as eval_workflow.")
+            raise ConfigError(
+                "workflow.name=evaluation trains nothing", key="workflow.name", fix="give it as eval_workflow"
+            )
         if self.name != MISSING:
             one_of("workflow.name", self.name, PARTS["workflow"], with_paths=True)
 
@@ -229,19 +235,28 @@ def arguments_of(workflow: str, kind: type[A], given: Mapping[str, Any]) -> A:
             raise ConfigError(unknown_name(f"argument of workflow '{workflow}'", name, parameters))
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and given.get(name) is None:
-            raise ConfigError(f"workflow '{workflow}' needs workflow.args.{name}.")
+            raise ConfigError(f"workflow '{workflow}' needs workflow.args.{name}.", key="workflow")
     return kind(**given)
 
 
 def check_runner(explorer: ExplorerConfig) -> None:
     """Refuse what the runners of explorer.runner do not use; a ConfigError."""
     if explorer.runner == "local":
-        raise ConfigError(f"explorer.ray_address is {explorer.ray_address}, and needs explorer.runner=ray: set that.")
+        raise ConfigError(
+            f"explorer.ray_address is {explorer.ray_address}, and needs explorer.runner=ray",
+            key="explorer.ray_address",
+            fix="set that",
+        )
     if explorer.ray_address is not None and "://" in explorer.ray_address:
-        raise ConfigError(f"explorer.ray_address is {explorer.ray_address!r}; give HOST:PORT, or auto.")
+        raise ConfigError(
+            f"explorer.ray_address is {explorer.ray_address!r}",
+            key="explorer.ray_address",
+            fix="give HOST:PORT, or auto",
+        )
     if explorer.reward_workers:
         raise ConfigError(
-            "explorer.reward_workers: the runners of explorer.runner=ray are processes already, leave it out."
+            "explorer.reward_workers: the runners of explorer.runner=ray are processes already, leave it out.",
+            key="explorer.reward_workers",
         )
 
 
@@ -273,18 +288,24 @@ class AuxiliaryConfig(Section):
             url("url", self.url, "http://node7:8000/v1")
             if self.engine != EngineConfig():
                 raise ConfigError(
-                    f"engine describes a server that is started here, and {self.url} runs already: leave one out."
+                    f"engine describes a server that is started here, and {self.url} runs already",
+                    key="engine",
+                    fix="leave one out",
                 )
         if self.engine.urls:
-            raise ConfigError("engine.urls is not read: give the endpoint as url.")
+            raise ConfigError("engine.urls is not read", key="engine.urls", fix="give the endpoint as url")
         for name in self.engine.changed("name", "servers", "sleep"):
             value = getattr(self.engine, name)
             raise ConfigError(
                 f"engine.{name} is {getattr(value, 'value', value)}, and an auxiliary model has one server of vLLM "
-                "that never sleeps: leave the key out, and give the knobs of its engine one by one."
+                "that never sleeps",
+                key=f"engine.{name}",
+                fix="leave the key out, and give the knobs of its engine one by one",
             )
         if self.url is None and self.api_key_env is not None:
-            raise ConfigError("api_key_env belongs to an endpoint, and there is no url: give it, or leave the key out.")
+            raise ConfigError(
+                "api_key_env belongs to an endpoint, and there is no url", fix="give it, or leave the key out"
+            )
 
 
 def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
@@ -292,7 +313,9 @@ def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
     named = {"model": "", **given} if isinstance(given, Mapping) else given
     section = section_of(key, AuxiliaryConfig, named) if isinstance(named, Mapping | AuxiliaryConfig) else None
     if section is None or not section.model:
-        raise ConfigError(f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows.")
+        raise ConfigError(
+            f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows.", key=key
+        )
     return section
 
 
@@ -378,18 +401,23 @@ def check_teachers(run: "TrainConfig") -> None:
         if run.workflow.name == TEACHER_WORKFLOW and run.sampling.temperature != 1:
             raise ConfigError(
                 f"workflow={TEACHER_WORKFLOW} compares log-probabilities at temperature 1, not "
-                f"{run.sampling.temperature}: set sampling.temperature=1."
+                f"{run.sampling.temperature}",
+                key="workflow",
+                fix="set sampling.temperature=1",
             )
         if teacher.url is not None and run.workflow.name == TEACHER_WORKFLOW and name == teachers[-1]:
             raise ConfigError(
                 f"workflow={TEACHER_WORKFLOW} asks for log-probabilities, and an endpoint (auxiliary_models.{name}.url)"
-                " only chats: leave out the url for a model that the run starts, or choose operators=teacher_top_k."
+                " only chats",
+                key="workflow",
+                fix="leave out the url for a model that the run starts, or choose operators=teacher_top_k",
             )
         if teacher.url is None and teacher.engine.max_model_len <= longest:
             raise ConfigError(
                 f"auxiliary_models.{name}.engine.max_model_len is {teacher.engine.max_model_len}, and this teacher "
-                f"reads sequences of up to {longest} tokens (engine.max_model_len) and samples one more: give "
-                f"{longest + 1}."
+                f"reads sequences of up to {longest} tokens (engine.max_model_len) and samples one more",
+                key=f"auxiliary_models.{name}.engine.max_model_len",
+                fix=f"give {longest + 1}",
             )
 
 
@@ -401,7 +429,9 @@ def _check_weighed(run: "TrainConfig") -> None:
     if run.workflow.name == TEACHER_WORKFLOW and not weighed:
         raise ConfigError(
             f"workflow={TEACHER_WORKFLOW} asks a teacher, and add_strategy={strategies[-1]} does not weigh by its "
-            f"answers: choose add_strategy={TEACHER_WORKFLOW}, or another workflow."
+            "answers",
+            key="workflow",
+            fix=f"choose add_strategy={TEACHER_WORKFLOW}, or another workflow",
         )
 
 
@@ -419,8 +449,12 @@ def check_asked(run: "TrainConfig") -> None:
     for name in models:
         if name not in asked:
             raise ConfigError(
-                f"auxiliary_models.{name}: no workflow or operator of this run asks it: leave it out, or choose one "
-                f"that does, such as operators=judge with operators.judge.args.model={name}."
+                f"auxiliary_models.{name}: no workflow or operator of this run asks it",
+                key=f"auxiliary_models.{name}",
+                fix=(
+                    "leave it out, or choose one "
+                    f"that does, such as operators=judge with operators.judge.args.model={name}"
+                ),
             )
 
 

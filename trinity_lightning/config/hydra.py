@@ -97,7 +97,11 @@ def _folder(within: str | None, root: str, name: str, ckpt_path: str | None, *, 
     given = _root_._get_node("output_dir")
     if isinstance(given, Node) and given._value() != "${hydra:runtime.output_dir}":
         if given._value() == "":  # the current folder, for Hydra
-            raise ConfigError("output_dir is empty (of a variable that is not set?): give a folder, or leave it out.")
+            raise ConfigError(
+                "output_dir is empty (of a variable that is not set?)",
+                key="output_dir",
+                fix="give a folder, or leave it out",
+            )
         with suppress(OSError):  # which Hydra will have, too, as it makes the folder
             _begin(Path(_root_.output_dir))
         return _root_.output_dir
@@ -119,7 +123,9 @@ def run_dir(root: str, name: str, ckpt_path: str | None, within: str = "") -> st
     a name that is no folder's name, or the folder cannot be made.
     """
     if not re.fullmatch(r"[\w.+=@-]*\w[\w.+=@-]*", name):
-        raise ConfigError(f"name: '{name}' cannot be a folder's name; use letters, digits, '_', '-', '.', '+', '='.")
+        raise ConfigError(
+            f"name: '{name}' cannot be a folder's name", fix="use letters, digits, '_', '-', '.', '+', '='"
+        )
     if ckpt_path != "last":
         return str(_new_folder(Path(root, name, within, datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))))
     return str(folder_to_resume(Path(root, name)))
@@ -135,7 +141,9 @@ def _new_folder(folder: Path) -> Path:
             return folder
         except OSError as error:
             if not folder.is_dir():
-                raise ConfigError(f"output_root: cannot make the folder '{folder}': {error.strerror}.") from error
+                raise ConfigError(
+                    f"output_root: cannot make the folder '{folder}': {error.strerror}.", key="output_root"
+                ) from error
             number += 1
             folder = folder.with_name(f"{folder.name.partition('~')[0]}~{number}")
 
@@ -237,8 +245,8 @@ def check_overrides(config: DictConfig) -> None:
             raise ConfigError(f"{override} chooses nothing: give {name}=NAME. Known: {', '.join(choices)}.")
         if re.fullmatch(r"\{\s*\}", value) and (entries := OmegaConf.select(config, name)):
             raise ConfigError(
-                f"{override} changes nothing, since Hydra merges mappings: leave out an entry by "
-                f"'~{name}.{next(iter(entries))}', or all of them by '~{name}'."
+                f"{override} changes nothing, since Hydra merges mappings",
+                fix=f"leave out an entry by '~{name}.{next(iter(entries))}', or all of them by '~{name}'",
             )
 
 
@@ -246,8 +254,12 @@ def check_folder(config: DictConfig) -> None:
     """Refuse an `output_dir` that is not where Hydra writes its files and the log; a ConfigError."""
     if (there := Path(HydraConfig.get().runtime.output_dir).resolve()) != Path(config.output_dir).resolve():
         raise ConfigError(
-            f"output_dir is '{config.output_dir}', and this run's other files go to '{there}': give output_dir without "
-            "hydra.run.dir, or, for the jobs of a sweep, output_root or hydra.sweep.dir instead."
+            f"output_dir is '{config.output_dir}', and this run's other files go to '{there}'",
+            key="output_dir",
+            fix=(
+                "give output_dir without "
+                "hydra.run.dir, or, for the jobs of a sweep, output_root or hydra.sweep.dir instead"
+            ),
         )
 
 

@@ -38,8 +38,9 @@ def check_loggers(config: DictConfig) -> None:
         packages, install = LOGGER_PACKAGES.get(kind, ((), ""))
         if packages and not any(importlib.util.find_spec(name) for name in packages):
             raise ConfigError(
-                f"logger.{key} needs the package {packages[0]}, which is not installed: pip install {install}, or "
-                "choose logger=csv."
+                f"logger.{key} needs the package {packages[0]}, which is not installed",
+                key=f"logger.{key}",
+                fix=f"pip install {install}, or choose logger=csv",
             )
         if kind in (*HANDED_ON, "RunLogger") and not node.get("offline"):
             _check_login(f"logger.{key}")
@@ -56,7 +57,9 @@ def _check_login(key: str) -> None:
     except wandb.Error as error:  # a key that can be none
         problem = str(error).rstrip(".")
     raise ConfigError(
-        f"{key} uploads to W&B, and {problem}: run `wandb login`, set WANDB_API_KEY, or choose logger=wandb_offline."
+        f"{key} uploads to W&B, and {problem}",
+        key=key,
+        fix="run `wandb login`, set WANDB_API_KEY, or choose logger=wandb_offline",
     )
 
 
@@ -68,7 +71,7 @@ def lightning_objects(config: DictConfig) -> dict[str, Mapping[str, Any]]:
         objects |= {name: node} if name == "trainer" else {f"{name}.{key}": entry for key, entry in node.items()}
     for key, entry in objects.items():
         if not isinstance(entry, Mapping) or "_target_" not in entry:
-            raise ConfigError(f"{key} is {entry!r}; give {{_target_: DOTTED.PATH, ARGUMENT: VALUE}}.")
+            raise ConfigError(f"{key} is {entry!r}: give {{_target_: DOTTED.PATH, ARGUMENT: VALUE}}.", key=key)
     return objects
 
 
@@ -77,7 +80,7 @@ def _check_arguments(key: str, node: Mapping[str, Any]) -> None:
         try:
             part = import_object(node["_target_"])
         except ConfigError as error:
-            raise ConfigError(f"{key}._target_: {error}") from error
+            raise ConfigError(f"{key}._target_: {error}", key=f"{key}._target_") from error
         check_arguments(key, part, [name for name in node if not name.startswith("_")])
     for name, value in node.items():
         if isinstance(value, Mapping):

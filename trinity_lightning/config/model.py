@@ -97,8 +97,9 @@ class ModelConfig(Section, key="model"):
         super().__post_init__()
         if self.thoughts is not None and not (len(self.thoughts) == len({*self.thoughts} - {""}) == 2):
             raise ConfigError(
-                f"model.thoughts is {self.thoughts!r}; give [opening, closing], two different texts, such as "
-                "['<think>', '</think>']."
+                f"model.thoughts is {self.thoughts!r}",
+                key="model.thoughts",
+                fix="give [opening, closing], two different texts, such as ['<think>', '</think>']",
             )
         self.chat_template_kwargs = check_template_variables("model.chat_template_kwargs", self.chat_template_kwargs)
 
@@ -142,7 +143,9 @@ class OptimizerConfig(Section, key="optimizer"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"optimizer.betas is {list(self.betas)}; give two numbers in [0, 1).")
+            raise ConfigError(
+                f"optimizer.betas is {list(self.betas)}", key="optimizer.betas", fix="give two numbers in [0, 1)"
+            )
         if self.name != "adamw" or self.args:
             check_optimizer(self)
         self.lr_scheduler = part_config("optimizer.lr_scheduler", self.lr_scheduler)
@@ -158,9 +161,13 @@ def check_lora(lora: LoRAConfig) -> None:
     """Refuse targets that are no names of layers, and adapters without peft; a ConfigError."""
     named = isinstance(lora.targets, list) and lora.targets and all(isinstance(each, str) for each in lora.targets)
     if lora.targets != ALL_LINEAR and not named:
-        raise ConfigError(f"model.lora.targets is {lora.targets!r}; give {ALL_LINEAR}, or [q_proj,v_proj], say.")
+        raise ConfigError(
+            f"model.lora.targets is {lora.targets!r}",
+            key="model.lora.targets",
+            fix=f"give {ALL_LINEAR}, or [q_proj,v_proj], say",
+        )
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.lora needs peft: pip install 'trinity-lightning[lora]'.")
+        raise ConfigError("model.lora needs peft", key="model.lora", fix="pip install 'trinity-lightning[lora]'")
 
 
 def settled_alpha(lora: LoRAConfig) -> int:
@@ -177,10 +184,19 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
     """Refuse an optimizer whose package is missing, and settings of another; a ConfigError."""
     name, args = optimizer.name, optimizer.args
     if name in ADAM and args:
-        raise ConfigError(f"optimizer.args are for an optimizer of your own: {name} has betas, eps and weight_decay.")
+        raise ConfigError(
+            f"optimizer.args are for an optimizer of your own: {name} has betas, eps and weight_decay.",
+            key="optimizer.args",
+        )
     if name not in ADAM and (list(optimizer.betas), optimizer.eps) != (BETAS, EPS):
-        raise ConfigError(f"optimizer.betas and eps belong to {', '.join(ADAM)}: {name} has optimizer.args.")
+        raise ConfigError(
+            f"optimizer.betas and eps belong to {', '.join(ADAM)}: {name} has optimizer.args.", key="optimizer.betas"
+        )
     if taken := sorted({"lr", "weight_decay"} & args.keys()):
-        raise ConfigError(f"optimizer.args has {taken[0]}: set optimizer.{taken[0]}.")
+        raise ConfigError(f"optimizer.args has {taken[0]}", key="optimizer.args", fix=f"set optimizer.{taken[0]}")
     if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        raise ConfigError("optimizer.name=adamw_8bit needs torchao: pip install 'trinity-lightning[optim]'.")
+        raise ConfigError(
+            "optimizer.name=adamw_8bit needs torchao",
+            key="optimizer.name",
+            fix="pip install 'trinity-lightning[optim]'",
+        )

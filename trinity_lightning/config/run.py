@@ -184,7 +184,9 @@ class TrainConfig(Section, root=True):
 def check_solved(reward_solved: Any) -> None:
     """ConfigError unless these are thresholds by component, or null."""
     if not isinstance(reward_solved, Mapping | None):
-        raise ConfigError(f"reward_solved is {reward_solved!r}; give {{COMPONENT: LEAST VALUE}}, or null.")
+        raise ConfigError(
+            f"reward_solved is {reward_solved!r}: give {{COMPONENT: LEAST VALUE}}, or null.", key="reward_solved"
+        )
     for component, least in (reward_solved or {}).items():
         number(f"reward_solved.{component}", least)
 
@@ -193,7 +195,7 @@ def check_seed(seed: int) -> None:
     """ConfigError unless every generator takes the seed."""
     whole_number("seed", seed, least=0)
     if seed >= 2**32:
-        raise ConfigError(f"seed is {seed}; give a number below 2**32.")
+        raise ConfigError(f"seed is {seed}", key="seed", fix="give a number below 2**32")
 
 
 def typed_config(config: DictConfig) -> TrainConfig:
@@ -267,7 +269,7 @@ def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> T
     _restore_left_out(config)
     settle_parts(config)
     if OmegaConf.is_missing(config.model, "name"):
-        raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.")
+        raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.", key="model")
     check_seed(config.seed)  # before explorer.seed, which follows it
     run, trainer = typed_config(config), config.trainer or {}
     check_model_name(run.model.name)
@@ -329,9 +331,13 @@ def _check_weighing(run: TrainConfig) -> None:
     """Refuse strategies that set no advantages, or do not go together with the loss, the workflow or the group size."""
     named = [strategy.name for strategy in run.add_strategy.values()]
     if not named:
-        raise ConfigError("add_strategy is empty: choose one, such as add_strategy=grpo.")
+        raise ConfigError("add_strategy is empty", key="add_strategy", fix="choose one, such as add_strategy=grpo")
     if named[-1] in FILTERING_STRATEGIES and run.algorithm.policy_loss.name != "sft":
-        raise ConfigError(f"add_strategy={named[-1]} only filters: choose, say, add_strategy=[{named[-1]},grpo].")
+        raise ConfigError(
+            f"add_strategy={named[-1]} only filters",
+            key="add_strategy",
+            fix=f"choose, say, add_strategy=[{named[-1]},grpo]",
+        )
     one_run, step_wise = run.explorer.repeat_times == 1, run.workflow.args.get("mode") == "step_wise"
     if one_run or step_wise or len(named) > 1 or not set(named).isdisjoint(STRATEGIES_WITH_RULES):
         check_strategies(run, named)
@@ -346,16 +352,23 @@ def _check_training(run: TrainConfig) -> None:
         check_without_rollouts(run)
     elif algorithm.policy_loss.name == "dpo":
         raise ConfigError(
-            "algorithm.policy_loss=dpo learns from preference pairs: set buffer=dataset and buffer.path=FILE of them."
+            "algorithm.policy_loss=dpo learns from preference pairs",
+            key="algorithm.policy_loss",
+            fix="set buffer=dataset and buffer.path=FILE of them",
         )
     if algorithm.optimizer_steps > 1 or algorithm.kl != KLConfig() or optimizer.warmup_steps or optimizer.total_steps:
         check_optimization(run)
     if optimizer.lr == 0 and "." not in optimizer.lr_scheduler.name and algorithm.critic is None:
-        raise ConfigError("optimizer.lr is 0, and nothing would be trained: give a number above 0, such as 1e-6.")
+        raise ConfigError(
+            "optimizer.lr is 0, and nothing would be trained",
+            key="optimizer.lr",
+            fix="give a number above 0, such as 1e-6",
+        )
     if algorithm.layout is Layout.shared_prefix and run.model.attn_implementation != "sdpa":
         raise ConfigError(
-            "algorithm.layout=shared_prefix needs model.attn_implementation=sdpa, not "
-            f"{run.model.attn_implementation}: choose that one, or algorithm.layout=padded."
+            f"algorithm.layout=shared_prefix needs model.attn_implementation=sdpa, not {run.model.attn_implementation}",
+            key="algorithm.layout",
+            fix="choose that one, or algorithm.layout=padded",
         )
 
 
@@ -372,8 +385,9 @@ def _check_sampling(run: TrainConfig, trains: bool) -> None:
     check_trained_sampling(vars(run.sampling))
     if run.eval_repeat_times > 1 and run.eval_sampling.temperature == 0:
         raise ConfigError(
-            f"eval_repeat_times is {run.eval_repeat_times}, and all are the same at eval_sampling.temperature=0: set "
-            "eval_sampling.temperature=1, or eval_repeat_times=1."
+            f"eval_repeat_times is {run.eval_repeat_times}, and all are the same at eval_sampling.temperature=0",
+            key="eval_repeat_times",
+            fix="set eval_sampling.temperature=1, or eval_repeat_times=1",
         )
 
 
@@ -389,8 +403,9 @@ def _check_score(run: TrainConfig) -> None:
     if not run.score.startswith(tuple(measured)):
         given = ", ".join(f"{name}..." if name.endswith("/") else name for name in measured) or "nothing"
         raise ConfigError(
-            f"sweep.metric is {run.score}, and the evaluations of this run measure {given}: choose another metric, or "
-            "set eval_tasksets and explorer.eval_interval."
+            f"sweep.metric is {run.score}, and the evaluations of this run measure {given}",
+            key="sweep.metric",
+            fix="choose another metric, or set eval_tasksets and explorer.eval_interval",
         )
 
 
@@ -462,23 +477,30 @@ def check_optimization(run: TrainConfig) -> None:
     if run.buffer.has_rollouts and algorithm.optimizer_steps > prompts:
         raise ConfigError(
             f"algorithm.optimizer_steps ({algorithm.optimizer_steps}) is more than explorer.batch_size "
-            f"({prompts}), and the rollouts of a prompt stay together: give fewer."
+            f"({prompts}), and the rollouts of a prompt stay together",
+            key="algorithm.optimizer_steps",
+            fix="give fewer",
         )
     if algorithm.kl.name not in ("none", KLConfig.name) and algorithm.kl.coef == 0:
         raise ConfigError(
-            f"algorithm.kl.name={algorithm.kl.name} has no effect without algorithm.kl.coef: set that, or leave it out."
+            f"algorithm.kl.name={algorithm.kl.name} has no effect without algorithm.kl.coef",
+            key="algorithm.kl.name",
+            fix="set that, or leave it out",
         )
     schedule, steps = optimizer.lr_scheduler.name, run.steps * run.items
     horizon = optimizer.total_steps or steps
     if schedule in ENDING and horizon < steps:
         raise ConfigError(
             f"optimizer.total_steps is {horizon}, and optimizer.lr_scheduler={schedule} ends there; the run takes "
-            f"{steps} optimizer steps: give at least as many, or leave it out."
+            f"{steps} optimizer steps",
+            key="optimizer.total_steps",
+            fix="give at least as many, or leave it out",
         )
     if optimizer.warmup_steps >= horizon:
         raise ConfigError(
             f"optimizer.warmup_steps is {optimizer.warmup_steps}, and there are {horizon} optimizer steps: the "
-            "learning rate would not reach optimizer.lr. Give fewer, or optimizer.total_steps of a longer run."
+            "learning rate would not reach optimizer.lr. Give fewer, or optimizer.total_steps of a longer run.",
+            key="optimizer.warmup_steps",
         )
 
 

@@ -59,7 +59,7 @@ class Section:
                 other = getattr(self, needed)
                 if not (other in among if among else other):
                     words = f"{self._key}{needed}" + (f"={' or '.join(among)}" if among else "")
-                    raise ConfigError(f"{key} has no effect without {words}: set that, or leave it out.")
+                    raise ConfigError(f"{key} has no effect without {words}", key=key, fix="set that, or leave it out")
 
 
 T = TypeVar("T")
@@ -163,18 +163,20 @@ def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = P
     known = [each.name for each in fields(kind)]
     entry = {"name": given} if isinstance(given, str) else {} if given is None else given
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{key} is {entry!r}; give {{{', '.join(known)}}}, each of them optional.")
+        raise ConfigError(f"{key} is {entry!r}", key=key, fix=f"give {{{', '.join(known)}}}, each of them optional")
     for each in entry:
         if each not in known:
             said = unknown_key(f"{key}.{each}", known)
             raise ConfigError(f"{said} Arguments go into {key}.args: {key}.args.{each}.")
     name, args = entry.get("name") or name, entry.get("args") or {}
     if name is None:
-        raise ConfigError(f"{key} has no name: give {key}.name=NAME, in the place of {key}=NAME if there are args too.")
+        raise ConfigError(
+            f"{key} has no name", key=key, fix=f"give {key}.name=NAME, in the place of {key}=NAME if there are args too"
+        )
     if not (isinstance(name, str) or callable(name)):
-        raise ConfigError(f"{key}.name is {name!r}; give a registered name, or a dotted path.")
+        raise ConfigError(f"{key}.name is {name!r}", key=f"{key}.name", fix="give a registered name, or a dotted path")
     if not isinstance(args, Mapping):
-        raise ConfigError(f"{key}.args is {args!r}; give {{argument: value}}.")
+        raise ConfigError(f"{key}.args is {args!r}: give {{argument: value}}.", key=f"{key}.args")
     return kind(**{**entry, "name": name, "args": dict(args)})
 
 
@@ -262,18 +264,18 @@ _OF_A_RESOLVER = "ConfigError raised while resolving interpolation: "
 _WRONG_VALUES = [
     (re.compile(pattern), said)
     for pattern, said in (
-        (r"Value '(.*)' of type '\w+' could not be converted to Integer", "is '{}'; give a whole number"),
-        (r"Value '(.*)' of type '\w+' could not be converted to Float", "is '{}'; give a number"),
-        (r"Value '(.*)' is not a valid bool", "is '{}'; give true or false"),
-        (r"Invalid value '(.*)', expected one of \[(.*)\]", "is '{}'; give one of {}"),
-        (r"Cannot convert '\w+' to string: '(.*)'", "is {}; give some text"),
-        (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple", "holds several values; give a list, [A,B]"),
-        (r"Value '(.*)' of type '\w+' is incompatible .* 'Union\[int", "is '{}'; give a whole number or a name"),
-        (r"Value '(.*)' of type '\w+' is incompatible .* 'Union\[bool", "is '{}'; give true, false or a name"),
-        (r"Merge error: .* is not a subclass of .* value: (.*)", "holds '{}' where keys belong; give {{KEY: VALUE}}"),
-        (r"Cannot merge DictConfig with ListConfig", "holds a list where keys belong; give {{KEY: VALUE}}"),
-        (r"(?:Cannot assign|Invalid type assigned:) \w+ (?:to|is not a subclass of)", "has keys; give {{KEY: VALUE}}"),
-        (r"does not support deletion", "cannot be left out; give another value"),
+        (r"Value '(.*)' of type '\w+' could not be converted to Integer", "is '{}': give a whole number"),
+        (r"Value '(.*)' of type '\w+' could not be converted to Float", "is '{}': give a number"),
+        (r"Value '(.*)' is not a valid bool", "is '{}': give true or false"),
+        (r"Invalid value '(.*)', expected one of \[(.*)\]", "is '{}': give one of {}"),
+        (r"Cannot convert '\w+' to string: '(.*)'", "is {}: give some text"),
+        (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple", "holds several values: give a list, [A,B]"),
+        (r"Value '(.*)' of type '\w+' is incompatible .* 'Union\[int", "is '{}': give a whole number or a name"),
+        (r"Value '(.*)' of type '\w+' is incompatible .* 'Union\[bool", "is '{}': give true, false or a name"),
+        (r"Merge error: .* is not a subclass of .* value: (.*)", "holds '{}' where keys belong: give {{KEY: VALUE}}"),
+        (r"Cannot merge DictConfig with ListConfig", "holds a list where keys belong: give {{KEY: VALUE}}"),
+        (r"(?:Cannot assign|Invalid type assigned:) \w+ (?:to|is not a subclass of)", "has keys: give {{KEY: VALUE}}"),
+        (r"does not support deletion", "cannot be left out: give another value"),
     )
 ]
 
@@ -289,7 +291,7 @@ def sentence_of(error: OmegaConfBaseException) -> str:
     if _OF_A_RESOLVER in message:  # one of ours, which says it all
         return message.partition(_OF_A_RESOLVER)[2]
     if _NULL.search(message):
-        return f"{key} cannot be null; {_instead_of_null(key, error)}.".lstrip()
+        return f"{key} cannot be null: {_instead_of_null(key, error)}.".lstrip()
     for pattern, said in _WRONG_VALUES:
         if found := pattern.search(message):
             said = re.sub("'(True|False)'", lambda flag: flag[1].lower(), said.format(*found.groups()))
@@ -327,7 +329,7 @@ def section_given(key: str, kind: type[S], given: Any) -> S:
     """The section of that kind that stands under the dotted key, of these values; errors as `section_of`."""
     named = tuple(each.name for each in fields(kind))  # type: ignore[arg-type]
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{key} is {given!r}; give a mapping of {', '.join(named)}, or leave it out.")
+        raise ConfigError(f"{key} is {given!r}", key=key, fix=f"give a mapping of {', '.join(named)}, or leave it out")
     tree = OmegaConf.create()
     OmegaConf.update(tree, key, schema_of(kind))
     section = OmegaConf.select(tree, key)

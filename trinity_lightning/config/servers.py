@@ -39,7 +39,8 @@ def require_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "explorer.runner=ray: Ray is not installed. Install it with `pip install 'trinity-lightning[ray]'`, or "
-            "choose explorer.runner=local."
+            "choose explorer.runner=local.",
+            key="explorer.runner",
         )
 
 
@@ -62,8 +63,9 @@ def check_servers(run: "TrainConfig", can: Capabilities, trainer: Mapping[str, A
     started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "speculative", "args")
     if run.engine.urls and (given := run.engine.changed(*started)):
         raise ConfigError(
-            f"engine.urls names servers that run already, and engine.{given[0]} is for servers that are started here: "
-            "leave one of them out."
+            f"engine.urls names servers that run already, and engine.{given[0]} is for servers that are started here",
+            key="engine.urls",
+            fix="leave one of them out",
         )
     engines = {f"auxiliary_models.{name}.engine": model.engine for name, model in run.auxiliary_models.items()}
     if "servers" in can.keys:
@@ -87,12 +89,17 @@ def check_synchronizer(run: "TrainConfig", can: Capabilities) -> None:
     method, methods = synchronizer.method, can.sync_methods
     if method not in ("auto", *methods):
         raise ConfigError(
-            f"synchronizer.method is {method}, and weights reach engine={engine.name} by {' or '.join(methods)}: set "
-            f"synchronizer={methods[0]}, or auto."
+            f"synchronizer.method is {method}, and weights reach engine={engine.name} by {' or '.join(methods)}",
+            key="synchronizer.method",
+            fix=f"set synchronizer={methods[0]}, or auto",
         )
     if synchronizer.folder is not None and (method in SENT or "checkpoint" not in methods):
         other = f"synchronizer={method}" if method in SENT else f"engine={engine.name}"
-        raise ConfigError(f"synchronizer.folder belongs to synchronizer=checkpoint, not to {other}: leave it out.")
+        raise ConfigError(
+            f"synchronizer.folder belongs to synchronizer=checkpoint, not to {other}",
+            key="synchronizer.folder",
+            fix="leave it out",
+        )
 
 
 def _check_share(key: str, engine: EngineConfig, sync_offset: int, here: bool) -> None:
@@ -101,7 +108,8 @@ def _check_share(key: str, engine: EngineConfig, sync_offset: int, here: bool) -
     if here and gpus and max(gpus) >= (there := gpu_count()):
         raise ConfigError(
             f"{key}.gpus is {gpus}, numbers from 0 of the GPUs that this process sees, which are {there} (by "
-            "CUDA_VISIBLE_DEVICES, if it is set)."
+            "CUDA_VISIBLE_DEVICES, if it is set).",
+            key=f"{key}.gpus",
         )
     gpus_of_a_server(key, engine)
     if not here or engine.cpu_cores is None:
@@ -110,12 +118,15 @@ def _check_share(key: str, engine: EngineConfig, sync_offset: int, here: bool) -
     if taken > cores:
         raise ConfigError(
             f"{key}.cpu_cores is {engine.cpu_cores}, for servers that take {taken} cores in all, and this process may "
-            f"use {cores}: give fewer, or null."
+            f"use {cores}",
+            key=f"{key}.cpu_cores",
+            fix="give fewer, or null",
         )
     if taken == cores and sync_offset > 0:  # two that compute on one core slow each other down many times over
         raise ConfigError(
             f"{key}.cpu_cores is {engine.cpu_cores}: that leaves none of the {cores} cores to the trainer, which "
-            f"computes at the same time (explorer.sync_offset={sync_offset}). Give fewer, or null."
+            f"computes at the same time (explorer.sync_offset={sync_offset}). Give fewer, or null.",
+            key=f"{key}.cpu_cores",
         )
 
 
@@ -127,7 +138,8 @@ def gpus_of_a_server(key: str, engine: EngineConfig, model: str = "", heads: int
     if left:
         raise ConfigError(
             f"{key}.gpus ({len(engine.gpus)} of them) cannot be shared out evenly among engine.servers "
-            f"({engine.servers}): every server takes as many."
+            f"({engine.servers}): every server takes as many.",
+            key=f"{key}.gpus",
         )
     sizes = {name: engine.args[name] for name in PARALLEL if name in engine.args}
     for name, size in sizes.items():
@@ -136,12 +148,15 @@ def gpus_of_a_server(key: str, engine: EngineConfig, model: str = "", heads: int
         asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(
             f"{key}.args ({asked}) spread a server over {math.prod(sizes.values())} GPUs, and {key}.gpus gives each "
-            f"{each}: leave them out for tensor_parallel_size={each}, or give as many."
+            f"{each}",
+            key=f"{key}.args",
+            fix=f"leave them out for tensor_parallel_size={each}, or give as many",
         )
     if heads % (split := sizes.get("tensor_parallel_size", 1 if sizes else each)):
         raise ConfigError(
-            f"{key}.gpus gives a server {each} GPUs, and the {heads} heads of {model} cannot be split over {split}: "
-            f"give a number that divides them{', or more servers (engine.servers)' if key == 'engine' else ''}."
+            f"{key}.gpus gives a server {each} GPUs, and the {heads} heads of {model} cannot be split over {split}",
+            key=f"{key}.gpus",
+            fix=f"give a number that divides them{', or more servers (engine.servers)' if key == 'engine' else ''}",
         )
     return each
 
@@ -151,8 +166,9 @@ def check_gpus_apart(key: str, gpus: Sequence[int], training: int, there: int) -
     if any(TRAINER_GPU < gpu < training for gpu in gpus):
         left = max(there - len(gpus), 1)
         raise ConfigError(
-            f"{key}.gpus is {gpus}, and trainer.devices={training} trains on the first {training} GPUs: give the "
-            f"servers others, such as trainer.devices={left} {key}.gpus={list(range(left, there))}."
+            f"{key}.gpus is {gpus}, and trainer.devices={training} trains on the first {training} GPUs",
+            key=f"{key}.gpus",
+            fix=f"give the servers others, such as trainer.devices={left} {key}.gpus={list(range(left, there))}",
         )
 
 
@@ -162,26 +178,34 @@ def _check_gpu_to_gpu(run: "TrainConfig", can: Capabilities, accelerator: str, t
     taken = [name for name in SET_BY[method] if name in engine.args]
     if taken:
         raise ConfigError(
-            f"synchronizer={method} sets {taken[0]} of the servers itself: leave it out of engine.args, or take "
-            "synchronizer=checkpoint."
+            f"synchronizer={method} sets {taken[0]} of the servers itself",
+            key="synchronizer",
+            fix="leave it out of engine.args, or take synchronizer=checkpoint",
         )
     if method == "nccl" and there is not None:
         require_vllm()  # its sending end
     if there == 0 or accelerator == "cpu":
         why = "this process sees none" if there == 0 else "trainer.accelerator is cpu"
         how = "from GPU to GPU" if method == "nccl" else "within a GPU"
-        raise ConfigError(f"synchronizer={method} sends weights {how}, and {why}: take synchronizer=checkpoint.")
+        raise ConfigError(
+            f"synchronizer={method} sends weights {how}, and {why}",
+            key="synchronizer",
+            fix="take synchronizer=checkpoint",
+        )
     if method == "nccl":
         _check_nccl(engine, can, there)
     elif engine.urls:
         raise ConfigError(
             "synchronizer=ipc shares memory of the trainer's GPU with servers that are started here, and engine.urls "
-            "names servers that run already: take synchronizer=nccl or checkpoint."
+            "names servers that run already",
+            key="synchronizer",
+            fix="take synchronizer=nccl or checkpoint",
         )
     elif engine.gpus and set(engine.gpus) != {TRAINER_GPU}:
         raise ConfigError(
-            f"engine.gpus is {engine.gpus}, and synchronizer=ipc shares memory of the trainer's GPU ({TRAINER_GPU}): "
-            "leave engine.gpus out, or take synchronizer=nccl."
+            f"engine.gpus is {engine.gpus}, and synchronizer=ipc shares memory of the trainer's GPU ({TRAINER_GPU})",
+            key="engine.gpus",
+            fix="leave engine.gpus out, or take synchronizer=nccl",
         )
 
 
@@ -190,14 +214,17 @@ def _check_nccl(engine: EngineConfig, can: Capabilities, there: int | None) -> N
         return
     if there == 1:
         raise ConfigError(
-            "synchronizer=nccl needs a GPU for the trainer and others for the servers, and this process sees one: take "
-            "synchronizer=checkpoint."
+            "synchronizer=nccl needs a GPU for the trainer and others for the servers, and this process sees one",
+            key="synchronizer",
+            fix="take synchronizer=checkpoint",
         )
     if not engine.gpus or TRAINER_GPU in engine.gpus:
         others = "others, such as [1]" if there is None else f"some of {list(range(1, there))}"
         raise ConfigError(
             f"engine.gpus is {engine.gpus}, and synchronizer=nccl needs GPUs for the servers that are not the "
-            f"trainer's ({TRAINER_GPU}): give {others}."
+            f"trainer's ({TRAINER_GPU})",
+            key="engine.gpus",
+            fix=f"give {others}",
         )
 
 
@@ -210,11 +237,14 @@ def _check_auxiliary_model(key: str, model: AuxiliaryConfig, here: bool) -> None
     if model.url is None:
         require_vllm()
     elif importlib.util.find_spec("openai") is None:
-        raise ConfigError(f"{key}.url needs the package openai: `pip install 'trinity-lightning[openai]'`.")
+        raise ConfigError(
+            f"{key}.url needs the package openai: `pip install 'trinity-lightning[openai]'`.", key=f"{key}.url"
+        )
     elif model.api_key_env is not None and not os.environ.get(model.api_key_env):
         raise ConfigError(
             f"{key}.api_key_env: the environment variable {model.api_key_env} is not set. Set it to the endpoint's "
-            "key, or leave api_key_env out for a server that needs none."
+            "key, or leave api_key_env out for a server that needs none.",
+            key=f"{key}.api_key_env",
         )
 
 
@@ -232,8 +262,9 @@ def _check_workers(run: "TrainConfig") -> None:
         fewer = max(WORKERS_PER_CORE * cores * explorer.runners // (2 * workers), 1)
         raise ConfigError(
             f"explorer.runner=ray starts a process for each runner, and {workers} of them (explorer."
-            f"runner_per_model={explorer.runners}) are too many for {cores} cores: give "
-            f"explorer.runner_per_model={fewer}."
+            f"runner_per_model={explorer.runners}) are too many for {cores} cores",
+            key="explorer.runner",
+            fix=f"give explorer.runner_per_model={fewer}",
         )
 
 
@@ -246,14 +277,14 @@ def _check_reachable(run: "TrainConfig") -> None:
     unreachable = f"explorer.ray_address={address}: workers on other machines cannot reach"
     if not run.engine.urls:
         raise ConfigError(
-            f"{unreachable} a server that is started here, which listens on a socket of this machine: start it "
-            "yourself and give engine.urls=[http://HOST:PORT]."
+            f"{unreachable} a server that is started here, which listens on a socket of this machine",
+            fix="start it yourself and give engine.urls=[http://HOST:PORT]",
         )
     for name, model in run.auxiliary_models.items():
         if model.url is None:
             raise ConfigError(
-                f"{unreachable} the server of auxiliary model '{name}', which is started here: start it yourself and "
-                f"give auxiliary_models.{name}.url=http://HOST:PORT/v1."
+                f"{unreachable} the server of auxiliary model '{name}', which is started here",
+                fix=f"start it yourself and give auxiliary_models.{name}.url=http://HOST:PORT/v1",
             )
 
 
@@ -264,9 +295,16 @@ def check_vllm(run: "TrainConfig", in_process: bool, here: bool) -> None:
     """Refuse settings of the policy's vLLM that cannot work with others, or on this machine; a ConfigError."""
     check_vllm_args("engine", run.engine, in_process, here)
     if run.engine.speculative and run.eval_sampling.min_p:
-        raise ConfigError("eval_sampling.min_p: vLLM has no speculative decoding (engine.speculative) with it.")
+        raise ConfigError(
+            "eval_sampling.min_p: vLLM has no speculative decoding (engine.speculative) with it.",
+            key="eval_sampling.min_p",
+        )
     if here and run.engine.sleep is EngineSleep.always and not gpu_count():
-        raise ConfigError("engine.sleep=always: vLLM sleeps on a GPU only, and this process sees none: leave it auto.")
+        raise ConfigError(
+            "engine.sleep=always: vLLM sleeps on a GPU only, and this process sees none",
+            key="engine.sleep",
+            fix="leave it auto",
+        )
 
 
 MERGE = "leave synchronizer.lora merged"
@@ -276,27 +314,41 @@ def check_adapters(run: "TrainConfig") -> None:
     """Refuse synchronizer.lora=adapter without adapters, or with an engine that does not take them; a ConfigError."""
     engine, rank = run.engine, run.model.lora.r
     if rank is None:
-        raise ConfigError(f"synchronizer.lora=adapter, and there is none: set model.lora.r=16, say, or {MERGE}.")
+        raise ConfigError(
+            "synchronizer.lora=adapter, and there is none",
+            key="synchronizer.lora",
+            fix=f"set model.lora.r=16, say, or {MERGE}",
+        )
     if engine.name not in ("vllm", "vllm_server"):
         raise ConfigError(
-            f"synchronizer.lora=adapter is for engine=vllm and vllm_server, not for engine={engine.name}: {MERGE}."
+            f"synchronizer.lora=adapter is for engine=vllm and vllm_server, not for engine={engine.name}: {MERGE}.",
+            key="synchronizer.lora",
         )
     if engine.urls:
         raise ConfigError(
-            f"synchronizer.lora=adapter is for servers that are started here, and engine.urls names others: {MERGE}."
+            f"synchronizer.lora=adapter is for servers that are started here, and engine.urls names others: {MERGE}.",
+            key="synchronizer.lora",
         )
     if run.synchronizer.method in SENT:
         raise ConfigError(
-            f"synchronizer.lora=adapter gives servers a folder, and synchronizer={run.synchronizer.method} sends none: "
-            f"take synchronizer=checkpoint, or {MERGE}."
+            f"synchronizer.lora=adapter gives servers a folder, and synchronizer={run.synchronizer.method} sends none",
+            key="synchronizer.lora",
+            fix=f"take synchronizer=checkpoint, or {MERGE}",
         )
     if engine.quantizes:
         raise ConfigError(
             "synchronizer.lora=adapter, and engine.args quantises the weights that the adapters are trained for: "
-            f"{MERGE}, or leave the quantization out."
+            f"{MERGE}, or leave the quantization out.",
+            key="synchronizer.lora",
         )
     if rank > LORA_RANKS[-1]:
-        raise ConfigError(f"model.lora.r is {rank}, and vLLM takes adapters up to rank {LORA_RANKS[-1]}: {MERGE}.")
+        raise ConfigError(
+            f"model.lora.r is {rank}, and vLLM takes adapters up to rank {LORA_RANKS[-1]}: {MERGE}.", key="model.lora.r"
+        )
     for name in LORA_ARGUMENTS:
         if name in engine.args:
-            raise ConfigError(f"synchronizer.lora=adapter sets {name} of vLLM itself: leave it out of engine.args.")
+            raise ConfigError(
+                f"synchronizer.lora=adapter sets {name} of vLLM itself",
+                key="synchronizer.lora",
+                fix="leave it out of engine.args",
+            )

@@ -69,7 +69,9 @@ def check_call(what: str, function: Callable[..., Any], names: Sequence[str], sh
     except TypeError as error:
         for parameter in signature.parameters.values():
             if key and parameter.kind is Parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
-                raise ArgumentError(f"{key}.{parameter.name} is missing: {what} has no default for it.") from error
+                raise ArgumentError(
+                    f"{key}.{parameter.name} is missing: {what} has no default for it.", key=f"{key}.{parameter.name}"
+                ) from error
         raise ConfigError(f"{what} cannot be called as {shown}: {error}{_hints(signature, names)}.") from error
     for name, parameter in zip(names, _positional(signature), strict=False):
         if (why := _misplaced(parameter.name, name, names)) is not None:
@@ -153,12 +155,15 @@ def check_arguments(
         known = [*dict.fromkeys([*known, *_handed_on(make, given)])] if known or _is_of_the_library(make) else [*args]
     for name in args:
         if name not in known:
-            raise ArgumentError(f"{key}.{name}: {unknown_name(f'argument of {what}', name, known)}")
+            raise ArgumentError(
+                f"{key}.{name}: {unknown_name(f'argument of {what}', name, known)}", key=f"{key}.{name}"
+            )
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in args:
             raise ArgumentError(
                 f"{key}.{parameter.name} is missing: {what} has no default for it. "
-                f"It takes {', '.join(map(str, named))}."
+                f"It takes {', '.join(map(str, named))}.",
+                key=f"{key}.{parameter.name}",
             )
 
 

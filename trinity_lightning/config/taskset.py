@@ -74,11 +74,11 @@ def is_local(path: str) -> bool:
 def check_dataset_path(key: str, path: str | None) -> None:
     """Refuse a file or folder that is not there; a ConfigError."""
     if path == "":
-        raise ConfigError(f"{key} is empty: give a file, a folder, or the name of a dataset on the hub.")
+        raise ConfigError(f"{key} is empty", key=key, fix="give a file, a folder, or the name of a dataset on the hub")
     if path and is_local(path) and not (place := Path(path).expanduser()).exists():
         match = nearest(place.name, [each.name for each in place.parent.iterdir()] if place.parent.is_dir() else [])
         hint = f": did you mean '{place.parent / match}'?" if match else "."
-        raise ConfigError(f"{key}: there is no file or folder '{path}'{hint}")
+        raise ConfigError(f"{key}: there is no file or folder '{path}'{hint}", key=key)
 
 
 def check_taskset(taskset: TasksetConfig) -> None:
@@ -87,10 +87,18 @@ def check_taskset(taskset: TasksetConfig) -> None:
     check_dataset_path("taskset.path", path)
     if taskset.path is not None and taskset.source == "addition":
         raise ConfigError(
-            f"taskset.path is {taskset.path}, and source=addition reads none: give source=dataset and path=FILE."
+            f"taskset.path is {taskset.path}, and source=addition reads none",
+            key="taskset.path",
+            fix="give source=dataset and path=FILE",
         )
     if taskset.size is not None and taskset.source != "reasoning_gym":
         part = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
-        raise ConfigError(f"taskset.size belongs to taskset.source=reasoning_gym, not to {taskset.source}{part}.")
+        raise ConfigError(
+            f"taskset.size belongs to taskset.source=reasoning_gym, not to {taskset.source}{part}.", key="taskset.size"
+        )
     if taskset.split != "train" and taskset.source == "reasoning_gym":
-        raise ConfigError(f"taskset.split is {taskset.split}, and reasoning_gym has no splits: leave it out.")
+        raise ConfigError(
+            f"taskset.split is {taskset.split}, and reasoning_gym has no splits",
+            key="taskset.split",
+            fix="leave it out",
+        )

@@ -41,20 +41,22 @@ def check_trainer(run: "TrainConfig", settings: Mapping[str, Any], here: bool) -
     ask, of a run `here`, for devices that this machine lacks; a ConfigError.
     """
     if not settings:
-        raise ConfigError("trainer has been left out, and a run needs one: choose trainer=auto.")
+        raise ConfigError("trainer has been left out, and a run needs one", key="trainer", fix="choose trainer=auto")
     for key, reason in NOT_OF_A_RUN.items():
         if settings.get(key) is not None:
-            raise ConfigError(f"trainer.{key} {reason}.")
+            raise ConfigError(f"trainer.{key} {reason}.", key=f"trainer.{key}")
     if (epochs := settings.get("max_epochs")) != run.steps:
         raise ConfigError(
-            f"trainer.max_epochs is {epochs} and steps is {run.steps}, both the number of explore steps: set steps "
-            "alone."
+            f"trainer.max_epochs is {epochs} and steps is {run.steps}, both the number of explore steps",
+            key="trainer.max_epochs",
+            fix="set steps alone",
         )
     one_of("trainer.accelerator", settings.get("accelerator", AUTO), (AUTO, "cpu", "gpu", "cuda"))
     devices = str(settings.get("devices", AUTO))
     if devices not in (AUTO, "-1") and not (devices.isdigit() and int(devices) > 0):
         raise ConfigError(
-            f"trainer.devices is {devices}: give how many train, or auto; CUDA_VISIBLE_DEVICES chooses which they are."
+            f"trainer.devices is {devices}: give how many train, or auto; CUDA_VISIBLE_DEVICES chooses which they are.",
+            key="trainer.devices",
         )
     whole_number("trainer.num_nodes", settings.get("num_nodes", 1), least=1)
     check_trainer_settings(settings)
@@ -66,7 +68,9 @@ def check_trainer(run: "TrainConfig", settings: Mapping[str, Any], here: bool) -
         _check_engines_of_ranks(run, settings)
     if here and settings.get("accelerator") in ("gpu", "cuda") and not gpu_count():
         raise ConfigError(
-            f"trainer.accelerator is {settings['accelerator']}, and this process sees no GPU: set trainer=cpu, or auto."
+            f"trainer.accelerator is {settings['accelerator']}, and this process sees no GPU",
+            key="trainer.accelerator",
+            fix="set trainer=cpu, or auto",
         )
     if here and trains_together(settings):
         check_processes_here(settings)
@@ -87,17 +91,23 @@ def check_processes_here(trainer: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"trainer.num_nodes is {nodes}, and no launcher started this process, which would wait for the others: on "
             f"every machine, run torchrun --nnodes {nodes} --node-rank NUMBER --nproc-per-node {devices} --master-addr "
-            "HOST --master-port 29500 -m trinity_lightning.train with the same arguments, or use srun."
+            "HOST --master-port 29500 -m trinity_lightning.train with the same arguments, or use srun.",
+            key="trainer.num_nodes",
         )
     if trainer.get("accelerator") != "cpu" and gpu_count():
         return
     if devices == "-1":
-        raise ConfigError("trainer.devices is -1, all GPUs, and this process sees none: give how many processes train.")
+        raise ConfigError(
+            "trainer.devices is -1, all GPUs, and this process sees none",
+            key="trainer.devices",
+            fix="give how many processes train",
+        )
     cores = len(os.sched_getaffinity(0))
     if devices.isdigit() and int(devices) > max(cores, ALWAYS):
         raise ConfigError(
-            f"trainer.devices is {devices}, each a process of its own, and this process may use {cores} CPU cores: "
-            f"give at most {max(cores, ALWAYS)}."
+            f"trainer.devices is {devices}, each a process of its own, and this process may use {cores} CPU cores",
+            key="trainer.devices",
+            fix=f"give at most {max(cores, ALWAYS)}",
         )
 
 
@@ -124,7 +134,8 @@ def check_launched(trainer: Mapping[str, Any]) -> None:
     other = "" if left else f", or give trainer.devices={each} +trainer.num_nodes={machines}"
     raise ConfigError(
         f"{launcher} has started {processes} of the processes (machines: {machines}), and trainer.devices={devices} "
-        f"asks for {devices * nodes} (trainer.num_nodes={nodes}): start as many{other}."
+        f"asks for {devices * nodes} (trainer.num_nodes={nodes})",
+        fix=f"start as many{other}",
     )
 
 
@@ -141,14 +152,21 @@ def processes_of(trainer: Mapping[str, Any], gpus: int | None = None) -> int:
 def _check_engines_of_ranks(run: "TrainConfig", trainer: Mapping[str, Any]) -> None:
     """Refuse an engine in every process where only one trains, or they are not on one machine; a ConfigError."""
     if not trains_together(trainer):
-        raise ConfigError("engine.per_rank is for several devices: choose trainer=ddp or fsdp2, or leave it out.")
+        raise ConfigError(
+            "engine.per_rank is for several devices",
+            key="engine.per_rank",
+            fix="choose trainer=ddp or fsdp2, or leave it out",
+        )
     if trainer.get("num_nodes", 1) > 1:
         raise ConfigError(
-            f"engine.per_rank is for processes on one machine, and trainer.num_nodes is {trainer['num_nodes']}: choose "
-            "engine=vllm_server, one on each machine, by engine.urls."
+            f"engine.per_rank is for processes on one machine, and trainer.num_nodes is {trainer['num_nodes']}",
+            key="engine.per_rank",
+            fix="choose engine=vllm_server, one on each machine, by engine.urls",
         )
     if run.synchronizer.lora == "adapter":
-        raise ConfigError("synchronizer.lora=adapter is not for engine.per_rank: leave it merged.")
+        raise ConfigError(
+            "synchronizer.lora=adapter is not for engine.per_rank", key="synchronizer.lora", fix="leave it merged"
+        )
 
 
 def check_start(config: DictConfig, hydra: Any) -> None:
@@ -161,21 +179,26 @@ def check_start(config: DictConfig, hydra: Any) -> None:
     if hydra.mode == RunMode.MULTIRUN and not by_srun:
         raise ConfigError(
             "trainer=ddp and trainer=fsdp2 start this command once more for every device, and each would begin the "
-            "sweep again: start its jobs one by one, without --multirun."
+            "sweep again",
+            key="trainer",
+            fix="start its jobs one by one, without --multirun",
         )
     sweeper, launcher = (hydra.runtime.choices[f"hydra/{name}"] for name in ("sweeper", "launcher"))
     if hydra.mode == RunMode.MULTIRUN and sweeper != "basic" and launcher == "basic":
         raise ConfigError(
             f"hydra/sweeper={sweeper} chooses a job by the results of others, and each task of srun would run one of "
-            "its own: start the command without srun, with hydra/launcher=submitit_slurm, or give the values to try, "
-            "such as optimizer.lr=1e-5,1e-4."
+            "its own",
+            fix=(
+                "start the command without srun, with hydra/launcher=submitit_slurm, or give the values to try, "
+                "such as optimizer.lr=1e-5,1e-4"
+            ),
         )
     given = (*hydra.overrides.hydra, *hydra.overrides.task)
     named = any(each.lstrip("+").startswith(("hydra.run.dir=", "output_dir=")) for each in given)
     if "RANK" in os.environ and not named and config.ckpt_path != "last":
         raise ConfigError(
-            "processes that torchrun starts need one folder for the run: give it, such as "
-            f"output_dir={config.output_root}/{config.name}/first."
+            "processes that torchrun starts need one folder for the run",
+            fix=f"give it, such as output_dir={config.output_root}/{config.name}/first",
         )
 
 
@@ -188,38 +211,54 @@ def check_shards(run: "TrainConfig", trainer: Mapping[str, Any]) -> None:
     check_shards_of(trainer.get("precision"), run.model.compile, run.optimizer.name, has_critic=has_critic)
     check_distributed_checkpoint(trainer["strategy"].get("save_distributed_checkpoint", AUTO))
     if run.synchronizer.lora == "adapter":
-        raise ConfigError("synchronizer.lora=adapter is not for a policy in shards (trainer=fsdp2): leave it merged.")
+        raise ConfigError(
+            "synchronizer.lora=adapter is not for a policy in shards (trainer=fsdp2)",
+            key="synchronizer.lora",
+            fix="leave it merged",
+        )
     if run.buffer.has_rollouts and capabilities_of(run.engine.name).shares_weights:
         raise ConfigError(
-            f"engine={run.engine.name} generates with the training model itself, which trainer=fsdp2 holds in shards: "
-            "choose engine=vllm or vllm_server, or trainer=ddp."
+            f"engine={run.engine.name} generates with the training model itself, which trainer=fsdp2 holds in shards",
+            key="engine",
+            fix="choose engine=vllm or vllm_server, or trainer=ddp",
         )
 
 
 def check_distributed_checkpoint(given: Any) -> None:
     """Refuse anything but true, false and auto; a ConfigError."""
     if given != AUTO and not isinstance(given, bool):
-        raise ConfigError(f"trainer.strategy.save_distributed_checkpoint is {given!r}: give true, false or {AUTO}.")
+        raise ConfigError(
+            f"trainer.strategy.save_distributed_checkpoint is {given!r}",
+            key="trainer.strategy.save_distributed_checkpoint",
+            fix=f"give true, false or {AUTO}",
+        )
 
 
 def check_shards_of(precision: Any, compile_layers: bool, optimizer: str, *, has_critic: bool) -> None:
     """Refuse mixed precision, layers that are compiled, optimizers but AdamW, and a critic; a ConfigError."""
     if has_critic:
         raise ConfigError(
-            "algorithm.critic is not for a policy in shards (trainer=fsdp2): choose trainer=ddp, or set "
-            "algorithm.critic=null."
+            "algorithm.critic is not for a policy in shards (trainer=fsdp2)",
+            key="algorithm.critic",
+            fix="choose trainer=ddp, or set algorithm.critic=null",
         )
     if precision in MIXED:
         raise ConfigError(
             f"trainer.precision is {precision}: trainer=fsdp2 computes in bfloat16 over float32 shards by "
-            "model.dtype=bf16, set that."
+            "model.dtype=bf16, set that.",
+            key="trainer.precision",
         )
     if compile_layers:
-        raise ConfigError("model.compile=true is not for layers in shards: leave it out, or choose trainer=ddp.")
+        raise ConfigError(
+            "model.compile=true is not for layers in shards",
+            key="model.compile",
+            fix="leave it out, or choose trainer=ddp",
+        )
     if optimizer != "adamw":
         raise ConfigError(
             f"optimizer.name={optimizer}: trainer=fsdp2 puts the state of adamw together for a checkpoint, choose that "
-            "one, or trainer=ddp."
+            "one, or trainer=ddp.",
+            key="optimizer.name",
         )
 
 
@@ -252,10 +291,17 @@ def _check_alone(settings: Mapping[str, Any]) -> None:
     strategy = settings.get("strategy") or AUTO
     if strategy != AUTO:
         name = strategy.get("_target_") if isinstance(strategy, Mapping) else strategy
-        raise ConfigError(f"trainer.strategy={name} is not supported: leave it out, or choose trainer=ddp or fsdp2.")
+        raise ConfigError(
+            f"trainer.strategy={name} is not supported",
+            key="trainer.strategy",
+            fix="leave it out, or choose trainer=ddp or fsdp2",
+        )
     for key, one in (("num_nodes", 1), ("devices", "1")):
         if (given := settings.get(key, 1)) not in (1, one):
-            raise ConfigError(f"trainer.{key} is {given}: for several devices choose trainer=ddp or trainer=fsdp2.")
+            raise ConfigError(
+                f"trainer.{key} is {given}: for several devices choose trainer=ddp or trainer=fsdp2.",
+                key=f"trainer.{key}",
+            )
 
 
 _CLIPPING = "the policy clips gradients, set algorithm.max_grad_norm"
@@ -275,11 +321,13 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
     """
     for key, (allowed, fix) in SET_INSTEAD.items():
         if (value := settings.get(key, allowed[0])) not in allowed:
-            raise ConfigError(f"trainer.{key} is {value}: {fix}.")
+            raise ConfigError(f"trainer.{key} is {value}: {fix}.", key=f"trainer.{key}")
     if not trains_together(settings):
         _check_alone(settings)
     if (precision := settings.get("precision")) not in (*FULL, *MIXED, HALF):
-        raise ConfigError(f"trainer.precision is {precision}: give 32-true, bf16-mixed or bf16-true.")
+        raise ConfigError(
+            f"trainer.precision is {precision}", key="trainer.precision", fix="give 32-true, bf16-mixed or bf16-true"
+        )
 
 
 def weight_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:

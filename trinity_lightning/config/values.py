@@ -45,7 +45,9 @@ def number(
     is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not (above < value and least <= value <= most):  # type: ignore[operator]
         kind = "a finite number" if most == math.inf else "a number"
-        raise ConfigError(f"{key} is {value!r}; give {kind}{_bounds(least, above, most)}{_or_null(optional)}.")
+        raise ConfigError(
+            f"{key} is {value!r}", key=key, fix=f"give {kind}{_bounds(least, above, most)}{_or_null(optional)}"
+        )
     return value
 
 
@@ -58,28 +60,30 @@ def whole_number(
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or not least <= value <= most:  # type: ignore[operator]
         others = f", or {AUTO}" if auto else _or_null(optional)
-        raise ConfigError(f"{key} is {value!r}; give a whole number{_bounds(least, -math.inf, most)}{others}.")
+        raise ConfigError(
+            f"{key} is {value!r}", key=key, fix=f"give a whole number{_bounds(least, -math.inf, most)}{others}"
+        )
     return value
 
 
 def flag(key: str, value: T) -> T:
     """True or False."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{key} is {value!r}; give true or false.")
+        raise ConfigError(f"{key} is {value!r}", key=key, fix="give true or false")
     return value
 
 
 def text(key: str, value: T, *, optional: bool = False) -> T:
     """Text that is not empty; or None, if `optional`."""
     if (not isinstance(value, str) or not value) and not (optional and value is None):
-        raise ConfigError(f"{key} is {value!r}; give some text{_or_null(optional)}.")
+        raise ConfigError(f"{key} is {value!r}", key=key, fix=f"give some text{_or_null(optional)}")
     return value
 
 
 def url(key: str, value: T, example: str) -> T:
     """Text that begins as a URL does."""
     if not isinstance(value, str) or not value.startswith(("http://", "https://")):
-        raise ConfigError(f"{key}: {value!r} is no URL; give one such as {example}.")
+        raise ConfigError(f"{key}: {value!r} is no URL", key=key, fix=f"give one such as {example}")
     return value
 
 
@@ -108,8 +112,8 @@ def check_version(state: Mapping[str, Any], names: Sequence[str], part: str) -> 
     missing = [name for name in names if name not in state]
     if missing:
         raise ConfigError(
-            f"the checkpoint is of an earlier version (its state of {part} lacks '{missing[0]}') and cannot go on: "
-            "finish that run with its version, or begin a new one."
+            f"the checkpoint is of an earlier version (its state of {part} lacks '{missing[0]}') and cannot go on",
+            fix="finish that run with its version, or begin a new one",
         )
 
 

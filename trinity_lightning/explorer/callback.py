@@ -84,7 +84,7 @@ class ExplorerCallback(StopCheckpoint):
         ranks = ranks_of(trainer)
         if trainer.world_size != ranks.size or ranks.rank > 0:
             raise ConfigError(
-                "ExplorerCallback is for rank 0 of a ReplicaStrategy: give the others an ExplorerFollower."
+                "ExplorerCallback is for rank 0 of a ReplicaStrategy", fix="give the others an ExplorerFollower"
             )
         if self.explorer.config.samples_older_weights:
             policy_of(pl_module).objective.expect_older_weights()

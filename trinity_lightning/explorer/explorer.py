@@ -100,7 +100,9 @@ class TaskSource:
 
     def __post_init__(self) -> None:
         if not isinstance(self.taskset, TaskSelection):
-            raise ConfigError(f"the taskset of a TaskSource is a {type(self.taskset).__name__}; give a TaskSelection.")
+            raise ConfigError(
+                f"the taskset of a TaskSource is a {type(self.taskset).__name__}", fix="give a TaskSelection"
+            )
         self.sampling = section_of("sampling", SamplingConfig, self.sampling)
         workflow = check_workflow(self.workflow, self.workflow_args)
         reward_fn = getattr(workflow, "default_reward", None) if self.reward_fn is None else self.reward_fn
@@ -131,8 +133,8 @@ class TaskSource:
         def check_entry(raw_task: dict[str, Any]) -> None:
             if comparing and ANSWER not in raw_task:
                 raise ConfigError(
-                    f"no answer, which reward function '{comparing[0]}' compares with: set the taskset's "
-                    f"answer_field={nested_answer(raw_task) or 'NAME'}, or choose another reward."
+                    f"no answer, which reward function '{comparing[0]}' compares with",
+                    fix=f"set the taskset's answer_field={nested_answer(raw_task) or 'NAME'}, or choose another reward",
                 )
             for check in checks:
                 check(raw_task)
@@ -294,8 +296,8 @@ class Explorer:
         for model in models:
             if not isinstance(model, Engine):
                 raise ConfigError(
-                    f"{type(model).__name__} is no engine that an explorer can load, send weights to and shut down: "
-                    f"make it a subclass of {Engine.__module__}.Engine."
+                    f"{type(model).__name__} is no engine that an explorer can load, send weights to and shut down",
+                    fix=f"make it a subclass of {Engine.__module__}.Engine",
                 )
             if config.samples_older_weights:
                 from trinity_lightning.config.algorithm import check_older_weights

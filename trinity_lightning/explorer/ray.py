@@ -275,7 +275,9 @@ def _pickled(value: object, what: str) -> bytes:
         return cloudpickle.dumps(value)  # pyright: ignore[reportPrivateImportUsage]
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{what} cannot be sent to Ray runners: {reason}; choose explorer.runner=local.") from error
+        raise ConfigError(
+            f"{what} cannot be sent to Ray runners: {reason}", fix="choose explorer.runner=local"
+        ) from error
 
 
 def _future(reference: Any) -> "asyncio.Future[Any]":
@@ -345,8 +347,9 @@ class RayCluster:
             socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"explorer.ray_address={self._address}: {error}; give HOST:PORT of the cluster's head, or null to "
-                "start one here."
+                f"explorer.ray_address={self._address}: {error}",
+                key="explorer.ray_address",
+                fix="give HOST:PORT of the cluster's head, or null to start one here",
             ) from error
 
     async def start(self, runners: Sequence[RayRunner]) -> None:

@@ -118,7 +118,9 @@ class SyncPolicy:
         token_ids = policy.tokenizer.encode(PROBE_TEXT)
         said = policy.tokenizer.decode(token_ids)
         if any(each.tokenizer and each.tokenizer.decode(token_ids) != said for each in engines):
-            raise ConfigError(f"an engine's tokenizer is not that of '{policy.model_name}': give it that model, too.")
+            raise ConfigError(
+                f"an engine's tokenizer is not that of '{policy.model_name}'", fix="give it that model, too"
+            )
         token_ids = token_ids[: min(engine.max_model_len for engine in engines) - 1]
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),
@@ -251,7 +253,7 @@ class TrainingRollouts(Watcher):
         while explorer.step < target:
             if not await explorer.explore_step():
                 done = f"the taskset is exhausted after {explorer.step} explore steps"
-                raise ConfigError(f"{done}; lower `steps`, or let it repeat.")
+                raise ConfigError(f"{done}", fix="lower `steps`, or let it repeat")
             self.pending.metrics[explorer.step], first = first | explorer.metrics, {}
 
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:

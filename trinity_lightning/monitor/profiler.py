@@ -37,7 +37,11 @@ class StepProfiler(L.Callback):
         """Refuse, before anything is loaded, a run that ends before the step; a ConfigError."""
         last = trainer.max_epochs
         if last is not None and 0 <= last < self._step:
-            raise ConfigError(f"callbacks.profiler.step is {self._step}, and the run ends with step {last}: give less.")
+            raise ConfigError(
+                f"callbacks.profiler.step is {self._step}, and the run ends with step {last}",
+                key="callbacks.profiler.step",
+                fix="give less",
+            )
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Warn if a resumed run has the step behind it."""

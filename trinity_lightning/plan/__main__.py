@@ -65,7 +65,7 @@ def plan(config: DictConfig) -> "RunPlan":
     A ConfigError: a value that cannot work, or what does not fit, with numbers and the knobs that help.
     """
     if not isinstance(config.plan, DictConfig):
-        raise ConfigError(f"plan is {config.plan!r}, and has keys: give plan.device={config.plan}.")
+        raise ConfigError(f"plan is {config.plan!r}, and has keys", fix=f"give plan.device={config.plan}")
     with open_dict(config):
         asked: PlanConfig = OmegaConf.to_object(config.pop("plan"))  # type: ignore[assignment]
     check(config, here=False)

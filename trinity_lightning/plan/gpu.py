@@ -113,7 +113,9 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
     if found.offload and engine.per_rank:
         raise ConfigError(
             "engine.per_rank: beside vLLM there is room for masters and moments only if they wait in the host's memory "
-            "while it generates, which those of rank 0 alone do: leave the key out, or choose engine=vllm_server."
+            "while it generates, which those of rank 0 alone do",
+            key="engine.per_rank",
+            fix="leave the key out, or choose engine=vllm_server",
         )
     return replace(config, engine=planned_engine(engine, found, gpus.total)), found
 
@@ -161,7 +163,8 @@ def _on_the_trainers_gpu(key: str, engine: EngineConfig) -> bool:
     if TRAINER_GPU in gpus and len(gpus) > 1:
         raise ConfigError(
             f"{key}.gpus is {gpus}, and the trainer uses {TRAINER_GPU}: all servers have the same share of their "
-            "GPUs, and on that one it would be less. Give them other GPUs, or that one alone."
+            "GPUs, and on that one it would be less. Give them other GPUs, or that one alone.",
+            key=f"{key}.gpus",
         )
     return TRAINER_GPU in gpus
 

@@ -89,7 +89,8 @@ class Rollouts:
     def __post_init__(self) -> None:
         if self.sleep and self.servers:
             raise ConfigError(
-                "engine.sleep=always is of engine=vllm: a server never sleeps, leave the key out or choose that engine."
+                "engine.sleep=always is of engine=vllm: a server never sleeps, leave it out or choose that engine.",
+                key="engine.sleep",
             )
 
     @property
@@ -219,7 +220,9 @@ def plan(shape: ModelShape, training: Training, rollouts: Rollouts | None, devic
     if (needed := sum(on_host.values())) > host:
         raise ConfigError(
             f"optimizer.name=adamw_offload does not fit into the {gib(host)} that are free of the host's memory: all "
-            f"trainers need {_listed(on_host)}. Choose adamw or adamw_8bit, fewer trainer.devices, or a host with more."
+            f"trainers need {_listed(on_host)}. "
+            "Choose adamw or adamw_8bit, fewer trainer.devices, or a host with more.",
+            key="optimizer.name",
         )
     asked = _Asked(shape, training, rollouts, device, host - needed)
     ways = list(asked.ways())

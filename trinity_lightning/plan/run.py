@@ -168,7 +168,9 @@ def _model(name: str) -> Any:
         return skeleton(str(resolve_model(name)))
     except Exception as error:  # whatever a wrong config provokes in transformers
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        raise ConfigError(f"model.name: '{name}' has no config that transformers can read: {reason}") from error
+        raise ConfigError(
+            f"model.name: '{name}' has no config that transformers can read: {reason}", key="model.name"
+        ) from error
 
 
 # -- what it runs on ---------------------------------------------------------------------------------------------------
@@ -178,17 +180,27 @@ def gpu_of(asked: "PlanConfig", accelerator: str) -> tuple[str, Gpu] | None:
     """The GPU to plan for and its name; None: this CPU. ConfigError: not in the table, or the trainer on the CPU."""
     if asked.device is not None:
         if accelerator == "cpu":
-            raise ConfigError(f"plan.device is {asked.device}, and trainer.accelerator is cpu: leave one of them out.")
+            raise ConfigError(
+                f"plan.device is {asked.device}, and trainer.accelerator is cpu",
+                key="plan.device",
+                fix="leave one of them out",
+            )
         if asked.device not in GPUS:
             raise ConfigError(unknown_name("plan.device", asked.device, GPUS))
         if (asked.memory_gb or 0) > (most := GPUS[asked.device].gib):
-            raise ConfigError(f"plan.memory_gb is {asked.memory_gb:g}, and {asked.device} has {most:g} GiB: give less.")
+            raise ConfigError(
+                f"plan.memory_gb is {asked.memory_gb:g}, and {asked.device} has {most:g} GiB",
+                key="plan.memory_gb",
+                fix="give less",
+            )
         return asked.device, GPUS[asked.device]
     if accelerator == "cpu" or not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
     if (gpu := known_gpu(name)) is None:
-        raise ConfigError(f"this machine's GPU, {name}, is not in the table: give one that is like it as plan.device.")
+        raise ConfigError(
+            f"this machine's GPU, {name}, is not in the table", fix="give one that is like it as plan.device"
+        )
     return name, gpu
 
 
@@ -209,7 +221,9 @@ def _hardware(asked: "PlanConfig", gpu: tuple[str, Gpu] | None, run: TrainConfig
         count, (free, total), host = torch.cuda.device_count(), torch.cuda.mem_get_info(), host or free_memory()
     else:
         if trains_together(settings) and str(settings.get("devices", AUTO)) in (AUTO, "-1"):
-            raise ConfigError(f"trainer.devices is {AUTO}, and {name} is planned for: give a number.")
+            raise ConfigError(
+                f"trainer.devices is {AUTO}, and {name} is planned for", key="trainer.devices", fix="give a number"
+            )
         count, total, host = 1, int(known.gib * GIB), host or ENOUGH_HOST
         free = total - (CUDA_CONTEXT - WORKSPACES)
     return Hardware(name, False, Gpus(count, given or free, given or total, host), speed, bandwidth or known.bandwidth)

@@ -81,7 +81,9 @@ def check_device(device: torch.device, method: str) -> None:
     """Refuse to send weights by that method if they are in no GPU's memory; a ConfigError."""
     if device.type != "cuda":
         raise ConfigError(
-            f"synchronizer={method} sends from a GPU, and the policy is on {device}: take synchronizer=checkpoint."
+            f"synchronizer={method} sends from a GPU, and the policy is on {device}",
+            key="synchronizer",
+            fix="take synchronizer=checkpoint",
         )
 
 

@@ -212,7 +212,11 @@ def check_adapter(config: ModelConfig) -> None:
     adapted = [each for name, each in model.named_modules() if name.rpartition(".")[2] in targets]
     most = max(min(each.weight.shape) for each in adapted if isinstance(each, (nn.Linear, Conv1D)))
     if (config.lora.r or 0) > most:
-        raise ConfigError(f"model.lora.r is {config.lora.r}, and no layer's weight has a rank above {most}: give less.")
+        raise ConfigError(
+            f"model.lora.r is {config.lora.r}, and no layer's weight has a rank above {most}",
+            key="model.lora.r",
+            fix="give less",
+        )
 
 
 def put_base_in(checkpoint: dict[str, Any], module: Any) -> None:
@@ -224,7 +228,8 @@ def put_base_in(checkpoint: dict[str, Any], module: Any) -> None:
     check_lora(checkpoint, module.lora)
     if checkpoint["adapter"]["base"] != module.adapter.base:
         raise ConfigError(
-            "the adapters of the checkpoint belong to other weights than these: give the model.name that its run has."
+            "the adapters of the checkpoint belong to other weights than these",
+            fix="give the model.name that its run has",
         )
     frozen = {name: each for name, each in module.state_dict().items() if not _TRAINED.search(name)}
     checkpoint["state_dict"] = frozen | checkpoint["state_dict"]

@@ -37,7 +37,7 @@ BUDGET = "max_tokens"  # saved, too
 def check_local(path: str | Path) -> None:
     """Refuse an address, which would be taken for the name of a local folder; a ConfigError."""
     if re.match(r"\w[\w+.-]*:/", str(path)):
-        raise ConfigError(f"checkpoints go to local folders, and '{path}' is an address: give a local dirpath.")
+        raise ConfigError(f"checkpoints go to local folders, and '{path}' is an address", fix="give a local dirpath")
 
 
 class StepCheckpoint(ModelCheckpoint):
@@ -174,7 +174,9 @@ def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> Non
     if "policy" in checkpoint:
         check_version(checkpoint, ("hyper_parameters",), "the policy")
     if "optimizer" not in checkpoint.get("hyper_parameters", {}):
-        raise ConfigError("the checkpoint has no settings of an optimizer: give one that a run of train has written.")
+        raise ConfigError(
+            "the checkpoint has no settings of an optimizer", fix="give one that a run of train has written"
+        )
     optimizers = checkpoint.get("optimizer_states", [])  # none where only weights were saved
     if any(len(each["param_groups"]) == 1 for each in optimizers):
         raise ConfigError(
@@ -183,19 +185,27 @@ def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> Non
         )
     before = checkpoint["hyper_parameters"]["optimizer"].get("name", "adamw")  # earlier versions had that alone
     if optimizers and before != config.name and {before, config.name} != {"adamw", OFFLOADED}:  # whose states are alike
-        raise ConfigError(f"optimizer.name is {config.name}, and the checkpoint's optimizer is {before}: choose that.")
+        raise ConfigError(
+            f"optimizer.name is {config.name}, and the checkpoint's optimizer is {before}",
+            key="optimizer.name",
+            fix="choose that",
+        )
 
 
 def check_lora(checkpoint: Mapping[str, Any], lora: LoRAConfig) -> None:
     """Refuse a checkpoint of other adapters than configured, or of none; a ConfigError."""
     saved = checkpoint.get("adapter")
     if saved is None and lora.r is not None:
-        raise ConfigError("the checkpoint has the weights of a whole model, and no adapters: leave model.lora out.")
+        raise ConfigError(
+            "the checkpoint has the weights of a whole model, and no adapters", fix="leave model.lora out"
+        )
     for key, held in (saved or {"lora": {}})["lora"].items():
         if (asked := getattr(lora, key)) != held:
             asked, held = ("null" if each is None else each for each in (asked, held))
             raise ConfigError(
-                f"model.lora.{key} is {asked}, but the checkpoint was trained with {held}: set model.lora.{key}={held}."
+                f"model.lora.{key} is {asked}, but the checkpoint was trained with {held}",
+                key=f"model.lora.{key}",
+                fix=f"set model.lora.{key}={held}",
             )
 
 

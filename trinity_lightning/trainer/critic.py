@@ -137,8 +137,9 @@ class Critic(nn.Module):
             if each.advantages is not None or not is_valid_reward(each.reward):
                 lack = "has advantages already" if each.advantages is not None else "has no finite reward"
                 raise ConfigError(
-                    f"algorithm.critic makes advantages of rewards, and experience {each.eid} {lack}: choose "
-                    "add_strategy=critic."
+                    f"algorithm.critic makes advantages of rewards, and experience {each.eid} {lack}",
+                    key="algorithm.critic",
+                    fix="choose add_strategy=critic",
                 )
             given.append([float(each.reward)])
         nothing = [torch.zeros(each.response_length) for each in batch.experiences]

@@ -86,8 +86,11 @@ class ReplicaStrategy(DDPStrategy):
         strange = [f"{where} on rank {rank}" for rank, (where, seen) in enumerate(found) if not seen]
         if strange:
             raise ConfigError(
-                f"the run's folder is {found[0][0]} on rank 0, and another one, {', '.join(strange)}: give every "
-                "process the same folder, which all machines share, such as hydra.run.dir=/shared/outputs/first."
+                f"the run's folder is {found[0][0]} on rank 0, and another one, {', '.join(strange)}",
+                fix=(
+                    "give every "
+                    "process the same folder, which all machines share, such as hydra.run.dir=/shared/outputs/first"
+                ),
             )
 
     def _terminated(self) -> bool:
@@ -203,7 +206,8 @@ def _mark(folder: Path) -> Any:
         return tempfile.NamedTemporaryFile(dir=folder)
     except OSError as error:
         raise ConfigError(
-            f"the folder of the run cannot be written to ({error}): give another one, such as hydra.run.dir=FOLDER."
+            f"the folder of the run cannot be written to ({error})",
+            fix="give another one, such as hydra.run.dir=FOLDER",
         ) from error
 
 

@@ -398,8 +398,9 @@ class ShardStrategy(ReplicaStrategy):
         check_distributed_checkpoint(save_distributed_checkpoint)
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise ConfigError(
-                f"trainer=fsdp2 needs a newer torch than {torch.__version__}, 2.13 for example: choose trainer=ddp, or "
-                "upgrade torch."
+                f"trainer=fsdp2 needs a newer torch than {torch.__version__}, 2.13 for example",
+                key="trainer",
+                fix="choose trainer=ddp, or upgrade torch",
             )
         super().__init__(**settings)
         self._in_shards = save_distributed_checkpoint
@@ -422,7 +423,9 @@ class ShardStrategy(ReplicaStrategy):
         if not isinstance(self.ranks, Ranks):
             return
         if not hasattr(module, "check_trainable") or hasattr(module.policy, "shards"):
-            raise ConfigError("trainer=fsdp2 trains a PolicyModule that no other Trainer has trained in shards.")
+            raise ConfigError(
+                "trainer=fsdp2 trains a PolicyModule that no other Trainer has trained in shards.", key="trainer"
+            )
         name = module.optimizer_config.name
         has_critic = module.algorithm.critic is not None
         check_shards_of(module.trainer.precision, module.hparams["compile_layers"], name, has_critic=has_critic)

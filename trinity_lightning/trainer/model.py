@@ -369,7 +369,10 @@ def usable_layout(layout: Layout, model: Any, function: LogprobFn) -> Layout:
     if obstacle is None:
         return layout
     if layout is Layout.shared_prefix:
-        raise ConfigError(f"algorithm.layout=shared_prefix: {name_of(model)} {obstacle}. Set algorithm.layout=padded.")
+        raise ConfigError(
+            f"algorithm.layout=shared_prefix: {name_of(model)} {obstacle}. Set algorithm.layout=padded.",
+            key="algorithm.layout",
+        )
     logger.info("%s %s: the padded layout is used.", name_of(model), obstacle)
     return Layout.padded
 

@@ -189,7 +189,9 @@ class Objective:
             return micro.columns["advantages"]
         if self._ignores_advantages:
             return torch.zeros_like(micro.action_mask, dtype=torch.float32)
-        raise ConfigError("experiences without advantages reached the trainer: choose an add strategy that sets them.")
+        raise ConfigError(
+            "experiences without advantages reached the trainer", fix="choose an add strategy that sets them"
+        )
 
     def _corrected(
         self, advantages: Tensor, micro: MicroBatch, old: Tensor, sampled_tokens: int
@@ -220,7 +222,9 @@ def column(columns: Mapping[str, Any], name: str) -> Any:
     """The column of that name; a ConfigError if there is none."""
     if name in columns:
         return columns[name]
-    raise ConfigError(f"the optimizer batch lacks the column '{name}': set it to PolicyModule.prepare_step's result.")
+    raise ConfigError(
+        f"the optimizer batch lacks the column '{name}'", fix="set it to PolicyModule.prepare_step's result"
+    )
 
 
 def _requires_reference(loss_fn: PolicyLossFn) -> bool:
@@ -293,7 +297,8 @@ class Streams:
             if term.stream.tokens == "observations" and not self._supervised[name]:
                 raise ConfigError(
                     f"{STREAMS}.{name}: loss {term.stream.loss} uses advantages, or log-probabilities of the policy "
-                    "that sampled or of the reference, and observations have none: use sft."
+                    "that sampled or of the reference, and observations have none",
+                    fix="use sft",
                 )
 
     def add_columns(self, batch: OptimizerBatch) -> None:
@@ -435,22 +440,28 @@ def check_settings(
     if pairs and config.kl.coef != 0:
         raise ConfigError(
             f"algorithm.kl.coef is {config.kl.coef}, and policy loss '{name}' itself holds the policy near the "
-            "reference (or, with reference_free, has none): set algorithm.kl.coef=0."
+            "reference (or, with reference_free, has none)",
+            key="algorithm.kl.coef",
+            fix="set algorithm.kl.coef=0",
         )
     if against_engine and not any(map(_has_ratio, losses)):
         raise ConfigError(
-            f"algorithm.old_logprobs=engine, and policy loss '{name}' has no ratio to them: set "
-            "algorithm.old_logprobs=trainer, with algorithm.rollout_correction for importance weights."
+            f"algorithm.old_logprobs=engine, and policy loss '{name}' has no ratio to them",
+            key="algorithm.old_logprobs",
+            fix="set algorithm.old_logprobs=trainer, with algorithm.rollout_correction for importance weights",
         )
     if config.off_policy_mask_threshold is not None and ignores_advantages:
         raise ConfigError(
             "algorithm.off_policy_mask_threshold leaves out tokens of negative advantage, and policy loss "
-            f"'{name}' trains on all, whatever their advantage: leave it out."
+            f"'{name}' trains on all, whatever their advantage",
+            key="algorithm.off_policy_mask_threshold",
+            fix="leave it out",
         )
     if config.critic is not None and ignores_advantages:
         raise ConfigError(
-            f"algorithm.critic goes with a loss by advantages alone, and policy loss '{name}' trains without them, "
-            "too: choose algorithm.policy_loss=ppo, or set algorithm.critic=null."
+            f"algorithm.critic goes with a loss by advantages alone, and policy loss '{name}' trains without them, too",
+            key="algorithm.critic",
+            fix="choose algorithm.policy_loss=ppo, or set algorithm.critic=null",
         )
 
 

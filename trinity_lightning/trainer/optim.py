@@ -116,7 +116,8 @@ def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig) -> Any
     except Exception as error:  # whatever the user's code raises
         reason = str(error).rstrip(".")
         raise ConfigError(
-            f"optimizer.lr_scheduler={name} cannot be made of these args: {reason}{where(error)}."
+            f"optimizer.lr_scheduler={name} cannot be made of these args: {reason}{where(error)}.",
+            key="optimizer.lr_scheduler",
         ) from error
 
 
@@ -131,7 +132,11 @@ def schedule_settings(config: OptimizerConfig) -> tuple[str, dict[str, Any]]:
     if None in taken.values():
         raise ValueError(f"optimizer.lr_scheduler={name} needs optimizer.total_steps.")
     if config.warmup_steps > 0 and "num_warmup_steps" not in taken:
-        raise ConfigError(f"optimizer.lr_scheduler={name} has no warm-up: set optimizer.warmup_steps=0.")
+        raise ConfigError(
+            f"optimizer.lr_scheduler={name} has no warm-up",
+            key="optimizer.lr_scheduler",
+            fix="set optimizer.warmup_steps=0",
+        )
     return name, {**taken, **config.lr_scheduler.args}
 
 
@@ -303,7 +308,7 @@ def own_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
     make: Any = import_object(config.name)
     if isinstance(make, type):
         if not issubclass(make, Optimizer):
-            raise ConfigError(f"optimizer.name={config.name} is no torch.optim.Optimizer.")
+            raise ConfigError(f"optimizer.name={config.name} is no torch.optim.Optimizer.", key="optimizer.name")
         check_arguments("optimizer.args", make, config.args)
     settings = {"lr": config.lr, "weight_decay": config.weight_decay}
     try:
@@ -313,7 +318,9 @@ def own_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
             del settings["weight_decay"]  # it has none; one that takes any keyword may decay by default
         signature.bind([], **settings, **config.args)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.name={config.name} cannot be made with these arguments: {error}.") from error
+        raise ConfigError(
+            f"optimizer.name={config.name} cannot be made with these arguments: {error}.", key="optimizer.name"
+        ) from error
     if takes_any and config.weight_decay == 0 and "weight_decay" not in signature.parameters:
         return partial(_without_decay, make, lr=config.lr, **config.args)
     return partial(make, **settings, **config.args)
@@ -339,20 +346,22 @@ def try_out(config: OptimizerConfig, alone: bool) -> None:
     except Exception as error:  # whatever the user's code raises
         of_args = f" of optimizer.args={config.args}" if config.args else ""
         raise ConfigError(
-            f"optimizer.name={config.name}{of_args} cannot train a policy: {error}{where(error)}"
+            f"optimizer.name={config.name}{of_args} cannot train a policy: {error}{where(error)}", key="optimizer.name"
         ) from error
     schedule = learning_rate_schedule(optimizer, replace(config, total_steps=config.total_steps or 1))
     if isinstance(schedule, ReduceLROnPlateau) or not hasattr(schedule, "step"):
         raise ConfigError(
-            f"optimizer.lr_scheduler={config.lr_scheduler.name} is no schedule of steps alone: choose a class of "
-            "torch.optim.lr_scheduler that is."
+            f"optimizer.lr_scheduler={config.lr_scheduler.name} is no schedule of steps alone",
+            key="optimizer.lr_scheduler",
+            fix="choose a class of torch.optim.lr_scheduler that is",
         )
     meant = config.lr == 0 and not (alone and "." in config.lr_scheduler.name)  # named schedules scale it
     if config.total_steps and not meant and not _ever_learns(schedule, config.total_steps):
         fix = "change its args" if config.lr > 0 else "give optimizer.lr, a number above 0"
         raise ConfigError(
             f"optimizer.lr_scheduler={config.lr_scheduler.name} gives the learning rate 0 at all {config.total_steps} "
-            f"steps, and nothing would be trained: {fix}."
+            f"steps, and nothing would be trained: {fix}.",
+            key="optimizer.lr_scheduler",
         )
 
 

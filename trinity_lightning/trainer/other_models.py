@@ -56,11 +56,16 @@ def compile_layers_of(model: Any) -> None:
 def check_compilable(model: Any) -> None:
     """ConfigError for a model that `compile_layers_of` finds nothing in, or whose graphs no compiler could build."""
     if not layers_of(model):
-        raise ConfigError(f"model.compile=true: {name_of(model)} has no layers of transformers' own. Set it to false.")
+        raise ConfigError(
+            f"model.compile=true: {name_of(model)} has no layers of transformers' own. Set it to false.",
+            key="model.compile",
+        )
     compiler = os.environ.get("CXX", "g++")  # as torch's inductor finds it
     if model.device.type == "cpu" and shutil.which(compiler) is None:
         raise ConfigError(
-            f"model.compile=true needs a C++ compiler, and there is no {compiler}: install it, or name yours in CXX."
+            f"model.compile=true needs a C++ compiler, and there is no {compiler}",
+            key="model.compile",
+            fix="install it, or name yours in CXX",
         )
 
 
@@ -89,5 +94,8 @@ def hold_weights(strategy: Any, loaded: torch.dtype | str | None) -> None:
         ConfigError: they are loaded in another dtype, `loaded`.
     """
     if loaded not in (None, torch.bfloat16):
-        raise ConfigError("trainer.precision=bf16-true: the model is loaded in float32 already, give dtype=bf16.")
+        raise ConfigError(
+            "trainer.precision=bf16-true: the model is loaded in float32 already, give dtype=bf16.",
+            key="trainer.precision",
+        )
     strategy.precision_plugin = BFloat16Weights()

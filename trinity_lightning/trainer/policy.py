@@ -124,7 +124,7 @@ class PolicyModule(L.LightningModule):
         self._reference: list[Any] = []
         self._optimizer_factory = optimizer_factory
         if WeightDtype(dtype) is WeightDtype.auto:
-            raise ConfigError("dtype is auto, which the commands settle: give bf16, fp32, or faster_dtype().")
+            raise ConfigError("dtype is auto, which the commands settle", fix="give bf16, fp32, or faster_dtype()")
         self._dtype = TORCH_DTYPES[WeightDtype(dtype)]
         self._resumption: Resumption | None = None  # until a resumed run trains
         self.peak: Peak | None = None  # of the devices that train, once they do
@@ -477,7 +477,8 @@ class PolicyModule(L.LightningModule):
             raise ConfigError(
                 f"model '{self.model_name}' could not be saved once it is trained ({type(error).__name__}: "
                 f"{' '.join(str(error).split())}): mend its files, or train it with save_model=false, which leaves its "
-                "weights in checkpoints."
+                "weights in checkpoints.",
+                key="model",
             ) from error
 
     def _save(self, folder: Path, weights: dict[str, Tensor]) -> None:

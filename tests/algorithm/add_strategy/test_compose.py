@@ -125,7 +125,7 @@ def test_a_step_that_failed_leaves_nothing_to_the_next():
         (
             {"grpo": {}},
             ConfigError,
-            r"add_strategy is {'grpo': {}}; give a name, or in order \[\(name, ",
+            r"add_strategy is {'grpo': {}}: give a name, or in order \[\(name, ",
         ),
         (["reward_variance", "grpo"], ConfigError, r"give a name, or in order \[\(name, "),
         (Failing, ConfigError, r"give a name, or in order \[\(name, "),

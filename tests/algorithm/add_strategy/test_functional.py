@@ -152,7 +152,7 @@ def test_wrong_arguments_are_named():
         functional.grpo_advantages(rewards, groups, std_level="grup")
     with pytest.raises(ConfigError, match="logavgexp"):
         functional.opmd_advantages(rewards, groups, "median")
-    with pytest.raises(ConfigError, match=r"tau is 0\.0; give a finite number above 0"):
+    with pytest.raises(ConfigError, match=r"tau is 0\.0: give a finite number above 0"):
         functional.opmd_advantages(rewards, groups, "logavgexp", 0.0)
 
 

@@ -96,14 +96,14 @@ def test_metrics_are_means_over_pairs(tensors):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"label_smoothing": 0.5}, "label_smoothing is 0.5; give a number from 0 to below 0.5"),
+        ({"label_smoothing": 0.5}, "label_smoothing is 0.5: give a number from 0 to below 0.5"),
         ({"label_smoothing": -0.1}, "label_smoothing is -0.1"),
         (
             {"label_smoothing": 0.1, "loss_type": "hinge"},
             "label_smoothing applies to loss_type=sigmoid only, not to hinge",
         ),
         ({"loss_type": "sigmiod"}, "Did you mean 'sigmoid'"),
-        ({"beta": 0.0}, "beta is 0.0; give a finite number above 0"),
+        ({"beta": 0.0}, "beta is 0.0: give a finite number above 0"),
     ],
 )
 def test_arguments_that_are_no_dpo_are_refused(arguments, words, tensors):

@@ -65,8 +65,8 @@ def test_certain_tokens_stay_finite(divergence):
     ("args", "message"),
     [
         ({"divergence": "js"}, "args.divergence 'js'"),
-        ({"threshold": 0.0}, "args.threshold is 0.0; give a number above 0, at most 1"),
-        ({"threshold": 2.0}, "args.threshold is 2.0; give a number above 0, at most 1"),
+        ({"threshold": 0.0}, "args.threshold is 0.0: give a number above 0, at most 1"),
+        ({"threshold": 2.0}, "args.threshold is 2.0: give a number above 0, at most 1"),
     ],
 )
 def test_wrong_arguments_are_refused(args, message):

@@ -194,10 +194,10 @@ def test_combined_metrics_add_except_maxima():
             "unknown argument of policy loss 'ppo'.*Did you mean 'clip_range_low'",
         ),
         ("ppo", {"num_tokens": 1}, TypeError, "unknown argument"),
-        ("ppo", {"clip_range_high": -0.1}, ConfigError, "clip_range_high is -0.1; give a finite number of 0 or more"),
-        ("ppo", {"clip_range_low": -0.1}, ConfigError, r"clip_range_low is -0\.1; give a finite number of 0 or more"),
+        ("ppo", {"clip_range_high": -0.1}, ConfigError, "clip_range_high is -0.1: give a finite number of 0 or more"),
+        ("ppo", {"clip_range_low": -0.1}, ConfigError, r"clip_range_low is -0\.1: give a finite number of 0 or more"),
         ("ppo", {"clip_range_high": float("nan")}, ConfigError, "'clip_range_high' of policy loss 'ppo' is nan"),
-        ("ppo", {"dual_clip": 1.0}, ConfigError, "dual_clip is 1.0; give a finite number above 1, or null"),
+        ("ppo", {"dual_clip": 1.0}, ConfigError, "dual_clip is 1.0: give a finite number above 1, or null"),
         ("ppo", {"loss_agg_mode": "token-men"}, ConfigError, "Did you mean 'token-mean'"),
         ("gspo", {"clip_range_low": -1}, ConfigError, "clip_range_low"),
         ("cispo", {"absolute_cap": 0}, ConfigError, "absolute_cap"),
@@ -216,7 +216,7 @@ def test_arguments_with_postponed_annotations_are_checked():
     for wrong in ({"width": "abc"}, {"cap": "abc"}):
         with pytest.raises(TypeError, match=f"argument '{next(iter(wrong))}'.*give a number"):
             create_policy_loss("support.postponed_loss.postponed", **wrong)
-    with pytest.raises(ConfigError, match=r"argument 'width' of .* is nan; give a number"):
+    with pytest.raises(ConfigError, match=r"argument 'width' of .* is nan: give a number"):
         create_policy_loss("support.postponed_loss.postponed", width=float("nan"))
     create_policy_loss("support.postponed_loss.postponed", width=2, cap=None)
     create_policy_loss("support.postponed_loss.unresolved", width="anything")  # its types cannot be known
@@ -229,7 +229,7 @@ def labelled(logprobs, old_logprobs, action_mask, advantages, *, name: str = "pl
 
 def test_an_argument_of_a_loss_of_ones_own_may_be_called_name():
     assert create_policy_loss(f"{__name__}.labelled", name="other")(*batch())[1] == {"name": "other"}
-    with pytest.raises(TypeError, match=r"argument 'name' of policy loss '.*labelled' is 5; give a name"):
+    with pytest.raises(TypeError, match=r"argument 'name' of policy loss '.*labelled' is 5: give a name"):
         create_policy_loss(f"{__name__}.labelled", name=5)
 
 

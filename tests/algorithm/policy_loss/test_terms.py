@@ -129,11 +129,11 @@ def test_a_weight_multiplies_a_tokens_loss_and_not_its_count(loss: str, mode: st
     ("given_", "message"),
     [
         ({}, "at least one"),
-        ({"rl": "ppo"}, r"streams\.rl is 'ppo'; give {loss, tokens, weight, args}"),
+        ({"rl": "ppo"}, r"streams\.rl is 'ppo': give {loss, tokens, weight, args}"),
         ({"rl": {"los": "ppo"}}, r"unknown key '.*streams\.rl\.los'. Did you mean '.*\.loss'"),
         ({"rl": {"loss": "pppo"}}, r"streams\.rl: .*'pppo'.*Did you mean 'ppo'"),
         ({"rl": {"loss": "mix"}}, r"streams\.rl: .*'mix'"),
-        ({"rl": {"args": "fast"}}, r"streams\.rl\.args has keys; give {KEY: VALUE}"),
+        ({"rl": {"args": "fast"}}, r"streams\.rl\.args has keys: give {KEY: VALUE}"),
         ({"rl": {}, "kl": {}}, r"streams\.kl: the metric actor/kl_loss is something else"),
         ({"rl": {"tokens": "experts"}}, r"streams\.rl: .*Did you mean 'expert'"),
         ({"rl": {"weight": float("nan")}}, r"streams\.rl\.weight is nan"),
@@ -226,7 +226,7 @@ def test_the_usual_loss_is_a_choice_with_arguments_of_its_own():
 
 
 def test_wrong_arguments_of_mix_are_refused():
-    with pytest.raises(ConfigError, match=r"mu is 1\.5; give a number from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"mu is 1\.5: give a number from 0 to 1"):
         mix(*batch(), mu=1.5)
     for usual in ("dpo", "mix", "streams", "teacher_kl"):
         with pytest.raises(ConfigError, match=rf"unknown algorithm\.policy_loss\.args\.usual '{usual}'"):

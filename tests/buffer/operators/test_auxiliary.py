@@ -261,8 +261,8 @@ def test_what_the_prompt_asks_for_must_be_there():
     [
         ({"prompt": "Is {prompt} good?"}, r"prompt must contain \{response\}"),
         ({"weight": float("nan")}, "weight"),
-        ({"timeout": 0}, "timeout is 0; give a finite number above 0"),
-        ({"max_retries": -1}, "max_retries is -1; give a whole number of 0 or more"),
+        ({"timeout": 0}, "timeout is 0: give a finite number above 0"),
+        ({"max_retries": -1}, "max_retries is -1: give a whole number of 0 or more"),
     ],
 )
 def test_values_out_of_range_are_told(args, message):

@@ -144,7 +144,7 @@ def test_an_entry_that_is_no_number_is_told():
         ),
         ({"stats_key": "q", "wieght": 1}, "Did you mean 'weight'"),
         ({"op_type": "ADD"}, "give stats_key"),
-        ({"stats_key": "q", "weight": NAN}, "weight is nan; give a finite number"),
+        ({"stats_key": "q", "weight": NAN}, "weight is nan: give a finite number"),
         ("q", "give {stats_key, op_type, weight}"),
     ],
 )

@@ -440,10 +440,17 @@ def create_add_strategy(specs: Sequence[tuple[str, Mapping[str, Any]]], writer: 
 def _check_specs(specs: Any) -> None:
     """ConfigError unless these are strategies with their arguments, at least one."""
     if not specs:
-        raise ConfigError(f"add_strategy names no strategy: give at least one of {', '.join(sorted(ADD_STRATEGY))}.")
+        raise ConfigError(
+            "add_strategy names no strategy",
+            key="add_strategy",
+            fix=f"give at least one of {', '.join(sorted(ADD_STRATEGY))}",
+        )
     pairs = specs if isinstance(specs, list | tuple) else [specs]
     if not all(isinstance(each, list | tuple) and len(each) == 2 for each in pairs):
-        raise ConfigError(f"add_strategy is {specs!r}; give a name, or in order [(name, {{argument: value}}), ...].")
+        raise ConfigError(
+            f"add_strategy is {specs!r}: give a name, or in order [(name, {{argument: value}}), ...].",
+            key="add_strategy",
+        )
 
 
 def check_strategy(name: str, args: Mapping[str, Any], key: str = "args") -> type[AddStrategy]:

@@ -50,7 +50,7 @@ def with_arguments(name: str, loss: Any, args: Mapping[str, Any]) -> PolicyLossF
     if isinstance(loss, type):
         loss, args = instance_of(name, loss, args)
     if not callable(loss):
-        raise ConfigError(f"policy loss '{name}' cannot be called: give a function, called as {LOSS}.")
+        raise ConfigError(f"policy loss '{name}' cannot be called", fix=f"give a function, called as {LOSS}")
     fn = cast("PolicyLossFn", loss) if name in PARTS["policy loss"] else in_our_terms(name, loss, args)
     check_arguments(name, fn, args)
     return functools.partial(fn, **args)
@@ -66,7 +66,11 @@ def check_arguments(name: str, fn: PolicyLossFn, args: Mapping[str, Any]) -> Non
     valid = loss_arguments(fn)
     for arg, value in args.items():
         if arg == "loss_agg_mode" and arg not in valid:
-            raise ConfigError(f"algorithm.loss_agg_mode: policy loss '{name}' has an average of its own: leave it out.")
+            raise ConfigError(
+                f"algorithm.loss_agg_mode: policy loss '{name}' has an average of its own",
+                key="algorithm.loss_agg_mode",
+                fix="leave it out",
+            )
         if arg not in valid:
             own = valid.keys() - {"loss_agg_mode"}  # a key of its own in the configuration
             what = unknown_name(f"argument of policy loss '{name}'", arg, own)
@@ -98,7 +102,7 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
 def _check_type(argument: str, value: object, annotation: Any) -> None:
     """ArgumentError if the annotation has plain types only and the value fits none; ConfigError if it is NaN."""
     if isinstance(value, float) and math.isnan(value):
-        raise ConfigError(f"{argument} is nan; give a number.")
+        raise ConfigError(f"{argument} is nan", fix="give a number")
     choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     plain = [_PLAIN.get(get_origin(choice) or choice) for choice in choices]
     known = [each for each in plain if each is not None]
@@ -106,7 +110,7 @@ def _check_type(argument: str, value: object, annotation: Any) -> None:
     fits = bool in types if isinstance(value, bool) else isinstance(value, tuple(types))  # True is an int to Python
     if fits or len(known) < len(plain):
         return
-    raise ArgumentError(f"{argument} is {value!r}; give {' or '.join(words for _, words in known)}.")
+    raise ArgumentError(f"{argument} is {value!r}", fix=f"give {' or '.join(words for _, words in known)}")
 
 
 # -- how a loss of your own is called: TRL, verl and OpenRLHF have other names, and another order ----------------------
@@ -194,7 +198,8 @@ def _check_names(
         if parameter.name not in theirs and parameter.name not in args and parameter.default is parameter.empty:
             raise ConfigError(
                 f"{what}, in which '{parameter.name}' is not known, and the others do not stand where they are given: "
-                f"it is called as {LOSS}; use these names, or this order."
+                f"it is called as {LOSS}",
+                fix="use these names, or this order",
             )
     if "logprobs" not in theirs.values():
         raise ConfigError(f"{what} and no logprobs, which are what is trained: it is called as {LOSS}.")
@@ -234,7 +239,7 @@ def instance_of(name: str, kind: type[Any], args: Mapping[str, Any]) -> tuple[Ca
     """
     method = "forward" if issubclass(kind, nn.Module) else "__call__"
     if not has_method(kind, method):
-        raise ConfigError(f"policy loss '{name}' cannot be called: give the class a method __call__, as {LOSS}.")
+        raise ConfigError(f"policy loss '{name}' cannot be called", fix=f"give the class a method __call__, as {LOSS}")
     of_call = {arg for arg in inspect.signature(getattr(kind, method)).parameters if arg in args}
     of_call -= inspect.signature(kind).parameters.keys()
     its_own = {arg: value for arg, value in args.items() if arg not in of_call}

@@ -155,9 +155,17 @@ def dpo(
     one_of(f"{key}.loss_type", loss_type, LOSS_TYPES)
     number(f"{key}.label_smoothing", label_smoothing, least=0)
     if label_smoothing >= 0.5:
-        raise ConfigError(f"{key}.label_smoothing is {label_smoothing}; give a number from 0 to below 0.5.")
+        raise ConfigError(
+            f"{key}.label_smoothing is {label_smoothing}",
+            key=f"{key}.label_smoothing",
+            fix="give a number from 0 to below 0.5",
+        )
     if label_smoothing > 0 and loss_type != "sigmoid":
-        raise ConfigError(f"{key}.label_smoothing applies to loss_type=sigmoid only, not to {loss_type}: leave it out.")
+        raise ConfigError(
+            f"{key}.label_smoothing applies to loss_type=sigmoid only, not to {loss_type}",
+            key=f"{key}.label_smoothing",
+            fix="leave it out",
+        )
     mask = action_mask.bool()
     if pairs is None and len(mask) % 2:
         raise ExperienceError(f"dpo is of pairs of rows, chosen and rejected, and here are {len(mask)}: leave one out.")

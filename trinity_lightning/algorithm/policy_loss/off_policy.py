@@ -163,11 +163,16 @@ def rec(
         ("temp", "weight=advantage: give that", weight != "advantage" and temp != 1),
     ):
         if unread:
-            raise ConfigError(f"algorithm.policy_loss.args.{argument} has no effect without {fix}.")
+            raise ConfigError(
+                f"algorithm.policy_loss.args.{argument} has no effect without {fix}.",
+                key=f"algorithm.policy_loss.args.{argument}",
+            )
     if clip_mode == "ring" and (epsilon_low_prime < epsilon_low or epsilon_high_prime < epsilon_high):
         raise ConfigError(
             "algorithm.policy_loss.args.epsilon_low_prime and epsilon_high_prime begin the ring, which is outside the "
-            "range of epsilon_low and epsilon_high: give larger ones."
+            "range of epsilon_low and epsilon_high",
+            key="algorithm.policy_loss.args.epsilon_low_prime",
+            fix="give larger ones",
         )
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     ratio = log_r.detach().exp()

@@ -83,8 +83,9 @@ def cispo(
     number("algorithm.policy_loss.args.absolute_cap", absolute_cap, above=0, optional=True)
     if absolute_cap is not None and (clip_range_low, clip_range_high) != CISPO_RANGE:
         raise ConfigError(
-            "algorithm.policy_loss.args.absolute_cap takes the place of clip_range_low and clip_range_high: leave "
-            "them out."
+            "algorithm.policy_loss.args.absolute_cap takes the place of clip_range_low and clip_range_high",
+            key="algorithm.policy_loss.args.absolute_cap",
+            fix="leave them out",
         )
     log_r = log_ratio(logprobs, old_logprobs, action_mask).detach()
     ratio = log_r.exp()

@@ -119,7 +119,7 @@ class JudgeOperator(AskingOperator):
         self.prompt = prompt
         self.weight = number("weight", weight)
         if not isinstance(sampling, Mapping | None):
-            raise ConfigError(f"sampling must be {{argument: value}}, not {sampling!r}.")
+            raise ConfigError(f"sampling must be {{argument: value}}, not {sampling!r}.", key="sampling")
         self.sampling = {"temperature": 0.0, **(sampling or {})}
         self._names: dict[int, str] = {}
 

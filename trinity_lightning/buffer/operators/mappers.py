@@ -36,12 +36,12 @@ class _Rule:
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> "_Rule":
         if not isinstance(config, Mapping):
-            raise ConfigError(f"{where} is {config!r}; give {{stats_key, op_type, weight}}.")
+            raise ConfigError(f"{where} is {config!r}", fix="give {stats_key, op_type, weight}")
         for key in config:
             if key not in KEYS:
                 raise ConfigError(f"{where}: {unknown_name('key', str(key), KEYS)}")
         if not isinstance(config.get("stats_key"), str):
-            raise ConfigError(f"{where}: give stats_key, the entry of Experience.info that shapes the reward.")
+            raise ConfigError(f"{where}", fix="give stats_key, the entry of Experience.info that shapes the reward")
         op_type = str(config.get("op_type", "ADD")).upper()
         if op_type not in OPERATIONS:
             raise ConfigError(f"{where}: {unknown_name('op_type', op_type, OPERATIONS)}")

@@ -116,8 +116,8 @@ def _check_shown(tokenizer: Any, template: str, messages: Messages) -> None:
         shown = _shown_places(tokenizer, template, role)
         if False in shown and True not in shown:
             raise ConfigError(
-                f"the chat template leaves out messages of role '{role}': give them another role, or the tokenizer "
-                "another template (chat_template)."
+                f"the chat template leaves out messages of role '{role}'",
+                fix="give them another role, or the tokenizer another template (chat_template)",
             )
 
 

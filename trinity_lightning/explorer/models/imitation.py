@@ -159,8 +159,11 @@ class Imitation:
             self._report(CUT_BESIDE_CALLS)
         elif lacks:
             raise ConfigError(
-                f"the chat template leaves out '{lacks}' of turn {place}: write it into the content as the model is to "
-                "write it, give another template (chat_template of the tokenizer), or leave it out yourself."
+                f"the chat template leaves out '{lacks}' of turn {place}",
+                fix=(
+                    "write it into the content as the model is to "
+                    "write it, give another template (chat_template of the tokenizer), or leave it out yourself"
+                ),
             )
         if response is not None:
             return Turn(context, *self._ended(response))
@@ -332,7 +335,7 @@ class Imitation:
     def _text(self, messages: Messages, **settings: Any) -> str:
         """The conversation as the chat template shows it. ConfigError: it refuses it, or there is no message."""
         if not messages:
-            raise ConfigError("the assistant's turn follows no message: begin conversations with another role.")
+            raise ConfigError("the assistant's turn follows no message", fix="begin conversations with another role")
         return apply_template(self._tokenizer, messages, self._tools, tokenize=False, **settings, **self._variables)
 
     def _encode(self, text: str) -> list[int]:

@@ -232,7 +232,8 @@ def _check(body: Mapping[str, Any]) -> None:
             raise ConfigError(unknown_name("argument of chat.completions.create", name, known))
         if name in _FIXED and value not in _FIXED[name]:
             raise ConfigError(
-                f"chat.completions.create({name}={value!r}) is not supported by a model in this process: leave it out."
+                f"chat.completions.create({name}={value!r}) is not supported by a model in this process",
+                fix="leave it out",
             )
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise ConfigError("chat.completions.create needs messages: a list that is not empty.")
@@ -339,8 +340,8 @@ def _refused(what: str) -> Callable[..., Any]:
 
     async def refuse(self: "OpenAIModel", *_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
-            f"{what}: the endpoint {self._url} only chats. Let the run start the model: leave out `url` of the "
-            "auxiliary model."
+            f"{what}: the endpoint {self._url} only chats. Let the run start the model",
+            fix="leave out `url` of the auxiliary model",
         )
 
     return refuse

@@ -202,7 +202,7 @@ class EngineAnswers:
             self._server = await asyncio.start_unix_server(self._serve, path)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be a socket ({error}): set TMPDIR to a short path, such as /tmp."
+                f"{path} cannot be a socket ({error})", fix="set TMPDIR to a short path, such as /tmp"
             ) from error
         return path
 

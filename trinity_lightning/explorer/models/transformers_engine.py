@@ -207,7 +207,11 @@ class TransformersEngine(InProcessEngine):
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
         if unknown := sorted(set(sampling) - set(SUPPORTED)):
-            raise ConfigError(f"engine=transformers knows {', '.join(SUPPORTED)}, not {', '.join(unknown)}: use vLLM.")
+            raise ConfigError(
+                f"engine=transformers knows {', '.join(SUPPORTED)}, not {', '.join(unknown)}",
+                key="engine",
+                fix="use vLLM",
+            )
         self._check_tokens(token_ids)
         request = Request(token_ids, n, **sampling)
         if n < 1 or request.max_tokens < 1 or not request.temperature >= 0:

@@ -459,8 +459,9 @@ def check_experts(config: TrainConfig) -> None:
     # By the model's own names: checkpoints of some (GraniteMoe) do not call their experts so.
     if any(".experts." in parameter for parameter, _ in skeleton(str(resolve_model(name))).named_parameters()):
         raise ConfigError(
-            f"model.name={name} is a mixture of experts, and vLLM without a GPU does not take new weights of experts: "
-            "choose engine=transformers, or a machine with a GPU."
+            f"model.name={name} is a mixture of experts, and vLLM without a GPU does not take new weights of experts",
+            key="model.name",
+            fix="choose engine=transformers, or a machine with a GPU",
         )
 
 

@@ -319,7 +319,8 @@ class VLLMServerEngine(LoadedEngine):
         if served < self.max_model_len:
             raise ConfigError(
                 f"{self._url} serves a context of {served} tokens, less than engine.max_model_len "
-                f"({self.max_model_len}): start it with --max-model-len {self.max_model_len}, or lower that."
+                f"({self.max_model_len})",
+                fix=f"start it with --max-model-len {self.max_model_len}, or lower that",
             )
 
     async def _check_settings(self, url: str) -> None:
@@ -327,7 +328,9 @@ class VLLMServerEngine(LoadedEngine):
         try:
             await self.workers()
         except ValueError as error:
-            raise ConfigError(f"{url} takes no weights ({error}): start it with VLLM_SERVER_DEV_MODE=1.") from error
+            raise ConfigError(
+                f"{url} takes no weights ({error})", fix="start it with VLLM_SERVER_DEV_MODE=1"
+            ) from error
         try:
             sampling = {"temperature": PROBE_TEMPERATURE, "max_tokens": 8, "seed": 0}
             [sampled] = await self._completions(self._tokenizer.encode(PROBE), 1, sampling)
@@ -339,8 +342,8 @@ class VLLMServerEngine(LoadedEngine):
         # Equal to those of temperature 1, although some of these tokens are unsure: the temperature was left out.
         if max(far) < PROBE_ROUNDING and min(plain) < -10 * PROBE_ROUNDING:
             raise ConfigError(
-                f"{url} gives log-probabilities without the temperature: start it with --logprobs-mode "
-                "processed_logprobs."
+                f"{url} gives log-probabilities without the temperature",
+                fix="start it with --logprobs-mode processed_logprobs",
             )
 
     async def shutdown(self) -> None:

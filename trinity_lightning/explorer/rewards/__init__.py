@@ -62,7 +62,9 @@ def resolve_rewards(reward_fn: Any) -> list[Reward]:
     else:
         rewards = [_reward(reward_fn, 1.0)]
     if not rewards:
-        raise ConfigError("the list of reward functions is empty: name one, or leave it out for the workflow's own.")
+        raise ConfigError(
+            "the list of reward functions is empty", fix="name one, or leave it out for the workflow's own"
+        )
     names = [reward.name for reward in rewards]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"two reward functions are called {', '.join(twice)}: their metrics would be the same.")
@@ -135,7 +137,7 @@ def _reward(entry: Any, weight: Any) -> Reward:
     weight, args = settings.get("weight", 1.0), settings.get("args") or {}
     number(f"weight of reward function {entry!r}", weight)
     if not isinstance(args, Mapping):
-        raise ConfigError(f"reward.args is {args!r}; give {{argument: value}}.")
+        raise ConfigError(f"reward.args is {args!r}: give {{argument: value}}.", key="reward.args")
     source = REWARDS.resolve(entry)
     function = with_arguments(entry, source, args)
     own_name = getattr(source, "__name__", type(source).__name__)
@@ -152,10 +154,12 @@ def with_arguments(entry: Any, source: Any, args: Mapping[str, Any]) -> RewardFu
     what = f"reward function {entry if isinstance(entry, str) else getattr(source, '__name__', source)!r}"
     if isinstance(source, type):
         if not has_method(source, "__call__"):
-            raise ConfigError(f"{what} is a class: give a function {SHOWN}, or a class with a method __call__{SHOWN}.")
+            raise ConfigError(
+                f"{what} is a class", fix=f"give a function {SHOWN}, or a class with a method __call__{SHOWN}"
+            )
         source, args = made_at_start(what, source, args, "reward.args"), {}
     if not callable(source):
-        raise ConfigError(f"{what} cannot be called: give a registered name, a path, or a function.")
+        raise ConfigError(f"{what} cannot be called", fix="give a registered name, a path, or a function")
     check_call(what, partial(source, **args) if args else source, ("response", "task"), SHOWN, "reward.args")
     function: Any = partial(source, **args) if args else source
     if args:

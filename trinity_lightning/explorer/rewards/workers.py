@@ -141,7 +141,8 @@ def _sendable(reward: Reward, task: Task) -> bytes:
     except Exception as error:
         raise ConfigError(
             f"task {task.batch_id}/{task.task_id} cannot be sent to the process of reward function '{reward.name}': "
-            f"{type(error).__name__}: {error}; set explorer.reward_workers=0."
+            f"{type(error).__name__}: {error}",
+            fix="set explorer.reward_workers=0",
         ) from error
 
 
@@ -172,8 +173,9 @@ def check_importable(reward: Reward) -> str | None:
     in_a_notebook = path.startswith("__main__.") and not hasattr(sys.modules["__main__"], "__file__")
     if not found or in_a_notebook:
         raise ConfigError(
-            f"reward function '{reward.name}' cannot be imported as '{path}', which explorer.reward_workers needs: "
-            "write it at the top level of a module, or set explorer.reward_workers=0."
+            f"reward function '{reward.name}' cannot be imported as '{path}', which explorer.reward_workers needs",
+            key="reward",
+            fix="write it at the top level of a module, or set explorer.reward_workers=0",
         )
     return path
 

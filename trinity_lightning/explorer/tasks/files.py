@@ -256,7 +256,8 @@ def _csv_row(text: str, header: Sequence[str], where: str) -> dict[str, Any]:
     cells = _cells(text)
     if len(cells) != len(header):
         raise ConfigError(
-            f"{where} has {len(cells)} cells, and the header {len(header)}: put cells that contain commas in quotes."
+            f"{where} has {len(cells)} cells, and the header {len(header)}",
+            fix="put cells that contain commas in quotes",
         )
     return {name: cell or None for name, cell in zip(header, cells, strict=True)}
 

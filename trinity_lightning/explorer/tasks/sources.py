@@ -134,9 +134,9 @@ def dataset_entries(path: str, split: str, subset: str | None, as_text: bool = F
     local = Path(path).expanduser()
     check_dataset_path("dataset", path)
     if local.is_file() and local.suffix not in FILE_FORMATS:
-        raise ConfigError(f"dataset '{path}' is of no known format: give one of {', '.join(FILE_FORMATS)}.")
+        raise ConfigError(f"dataset '{path}' is of no known format", fix=f"give one of {', '.join(FILE_FORMATS)}")
     if local.is_file() and local.stat().st_size == 0:
-        raise ConfigError(f"dataset '{path}' is empty: give a file with entries.")
+        raise ConfigError(f"dataset '{path}' is empty", fix="give a file with entries")
     import datasets  # a second to import
     from datasets.exceptions import DatasetsError
 
@@ -216,7 +216,9 @@ def _copy_of_hub(path: str) -> str | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     if _unfinished(path).exists():
-        raise ConfigError(f"dataset '{path}' was downloaded in part only: start once with a connection to the hub.")
+        raise ConfigError(
+            f"dataset '{path}' was downloaded in part only", fix="start once with a connection to the hub"
+        )
     try:
         return snapshot_download(path, repo_type="dataset", local_files_only=True)
     except (HFValidationError, LocalEntryNotFoundError):
@@ -253,8 +255,8 @@ def _check_one_format(folder: Path) -> None:
     kinds = {FILE_FORMATS[path.suffix]: path.name for path in paths if path.suffix in FILE_FORMATS}
     if len(kinds) > 1:
         raise ConfigError(
-            f"dataset '{folder}' has files of several formats, such as {' and '.join(sorted(kinds.values()))}: leave "
-            "those of one format there, or give a single file."
+            f"dataset '{folder}' has files of several formats, such as {' and '.join(sorted(kinds.values()))}",
+            fix="leave those of one format there, or give a single file",
         )
 
 
@@ -325,10 +327,14 @@ def taskset_of(config: "TasksetConfig", settings: Mapping[str, Any]) -> "Taskset
     from trinity_lightning.explorer.tasks.taskset import Taskset
 
     if config.path is None:
-        raise ConfigError(f"taskset.path of '{config.name}' is not given, and source {config.source} needs it.")
+        raise ConfigError(
+            f"taskset.path of '{config.name}' is not given, and source {config.source} needs it.", key="taskset.path"
+        )
     if config.source == "reasoning_gym":
         if config.size is None:
-            raise ConfigError(f"taskset.size of '{config.name}' is not given: say how many entries.")
+            raise ConfigError(
+                f"taskset.size of '{config.name}' is not given: say how many entries.", key="taskset.size"
+            )
         generated = ReasoningGymEntries(config.path, config.size, config.seed, dict(config.args))
         return Taskset(generated, name=config.name, **settings)
     entries = dataset_entries(config.path, config.split, config.args.get("subset"))
@@ -431,8 +437,11 @@ class Formatter:
         if not present:
             fields, match = ", ".join(sorted(map(str, entry))), nearest(candidates[0], map(str, entry))
             raise ConfigError(
-                f"there is no field '{candidates[0]}' among {fields or 'none'}: name that of the question, "
-                f"prompt_field={match or 'NAME'}, or of a conversation, messages_field=NAME."
+                f"there is no field '{candidates[0]}' among {fields or 'none'}",
+                fix=(
+                    "name that of the question, "
+                    f"prompt_field={match or 'NAME'}, or of a conversation, messages_field=NAME"
+                ),
             )
         for name in present:
             value = entry[name]

@@ -185,7 +185,7 @@ class Taskset(TaskSelection):
         one_of("order of a taskset", order, TASK_ORDERS)
         whole_number(f"epochs of taskset '{name}'", epochs, least=1, optional=True)
         if len(entries) == 0:
-            raise ConfigError(f"taskset '{name}' has no entries.")
+            raise ConfigError(f"taskset '{name}' has no entries.", key="taskset")
         whole_number(f"seed of taskset '{name}'", seed, least=0)
         self.name = name
         self.order = order
@@ -268,7 +268,7 @@ class Taskset(TaskSelection):
         try:
             return self._raw_task(index)
         except ConfigError as error:
-            raise ConfigError(f"taskset '{self.name}', {self.place(index)}: {error}") from error
+            raise ConfigError(f"taskset '{self.name}', {self.place(index)}: {error}", key="taskset") from error
 
     def _raw_task(self, index: int) -> dict[str, Any]:
         task = self._formatter(self._entries[index])
@@ -308,7 +308,8 @@ class Taskset(TaskSelection):
             raise ConfigError(
                 f"taskset '{self.name}' is not the one that was saved: of the entries that were tried {len(changed)} "
                 f"have changed ({places}), so that its cursor would point at other tasks. Resume with these entries as "
-                "they were (others may change), or start a new run."
+                "they were (others may change), or start a new run.",
+                key="taskset",
             )
 
     def place(self, index: int) -> str:
@@ -380,13 +381,17 @@ class Ranking(Order):
     def __init__(self, entries: Entries, name: str, field: str | None) -> None:
         super().__init__(len(entries), None)
         if field is None:
-            raise ConfigError(f"taskset '{name}': order 'easy_to_hard' needs difficulty_field, a field with a number.")
+            raise ConfigError(
+                f"taskset '{name}': order 'easy_to_hard' needs difficulty_field, a field with a number.", key="taskset"
+            )
         difficulties: list[float] = []
         for index in range(len(entries)):
             value = entries[index].get(field)
             if not isinstance(value, Real) or not math.isfinite(value):
                 where = place_of(entries, index)
-                raise ConfigError(f"taskset '{name}', {where}: '{field}' is {value!r}, expected a finite number.")
+                raise ConfigError(
+                    f"taskset '{name}', {where}: '{field}' is {value!r}, expected a finite number.", key="taskset"
+                )
             difficulties.append(float(value))
         self._ranking = sorted(range(len(difficulties)), key=lambda index: difficulties[index])
 
@@ -519,7 +524,8 @@ class TasksetMixture(TaskSelection):
         if state.get("weights") != self._weights:
             raise ConfigError(
                 f"taskset '{self.name}' mixes {self._weights}, the saved one {state.get('weights')}: its cursor would "
-                "point at other tasks. Resume with the saved tasksets, or start a new run."
+                "point at other tasks. Resume with the saved tasksets, or start a new run.",
+                key="taskset",
             )
         for name, cursor in state["tasksets"].items():
             self._tasksets[name].load_state_dict(cursor)
@@ -551,5 +557,6 @@ def check_state(name: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> 
     if different:
         raise ConfigError(
             f"taskset '{name}' is not the one that was saved ({', '.join(different)}): its cursor would point "
-            "at other tasks. Resume with the saved taskset, or start a new run."
+            "at other tasks. Resume with the saved taskset, or start a new run.",
+            key="taskset",
         )

@@ -24,8 +24,9 @@ class AskingWorkflow(SimpleWorkflow):
         """One of the auxiliary models; ConfigError if there are not so many."""
         if not 0 <= index < len(self.auxiliary_models):
             raise ConfigError(
-                f"workflow '{self.name}' asks auxiliary model {index}, and there are {len(self.auxiliary_models)}: "
-                "give the explorer auxiliary models."
+                f"workflow '{self.name}' asks auxiliary model {index}, and there are {len(self.auxiliary_models)}",
+                key="workflow",
+                fix="give the explorer auxiliary models",
             )
         return self.auxiliary_models[index]
 
@@ -133,8 +134,10 @@ class OnPolicyDistillWorkflow(AskingWorkflow):
         super().reset(task)
         if not task.is_eval and task.rollout_args.get("temperature") not in (None, 1.0):
             raise ConfigError(
-                f"workflow 'on_policy_distill' compares log-probabilities at temperature 1, not "
-                f"{task.rollout_args['temperature']}: set sampling.temperature=1."
+                "workflow 'on_policy_distill' compares log-probabilities at temperature 1, not "
+                f"{task.rollout_args['temperature']}",
+                key="workflow",
+                fix="set sampling.temperature=1",
             )
         self.teacher = self.auxiliary_model(self.arguments.teacher)
 
@@ -166,7 +169,9 @@ class EvaluationWorkflow(SimpleWorkflow):
     def reset(self, task: Task) -> None:
         """Take another task; ConfigError for one to train on."""
         if not task.is_eval:
-            raise ConfigError("workflow 'evaluation' is for evaluation tasks: give it as eval_workflow.")
+            raise ConfigError(
+                "workflow 'evaluation' is for evaluation tasks", key="workflow", fix="give it as eval_workflow"
+            )
         super().reset(task)
 
     async def _experience(self, completion: Completion, run: int) -> Experience:

@@ -311,7 +311,7 @@ class MultiTurnArguments(EpisodeArguments):
                 names = (name,) if is_bound else ("self", name)
                 check_call(f"{what}: its {method}", getattr(part, method), names, f"{method}({name})")
             elif not has_method(part, "__getattr__"):  # by which it may hand on to another environment
-                raise ConfigError(f"{what} has no method {method}({name}): see docs/architecture.md.")
+                raise ConfigError(f"{what} has no method {method}({name})", fix="see docs/architecture.md")
 
     @property
     def make(self) -> partial[Environment]:
@@ -320,7 +320,9 @@ class MultiTurnArguments(EpisodeArguments):
         part = part_config("workflow.args.environment", given)
         made_by = ENVIRONMENTS.resolve(part.name)
         if not callable(made_by):
-            raise ConfigError(f"environment {part.name!r} cannot be called: give a class or a function that makes one.")
+            raise ConfigError(
+                f"environment {part.name!r} cannot be called", fix="give a class or a function that makes one"
+            )
         return partial(cast("Callable[..., Environment]", made_by), **part.args)
 
 

@@ -78,7 +78,7 @@ def make_tool(entry: str | Callable[..., Any]) -> Tool:
     except ValueError as error:
         raise ConfigError(f"tool '{entry}': {error}") from error
     if not callable(function):
-        raise ConfigError(f"tool {entry!r} cannot be called: give a function, or the dotted path of one.")
+        raise ConfigError(f"tool {entry!r} cannot be called", fix="give a function, or the dotted path of one")
     from transformers.utils.chat_template_utils import get_json_schema  # takes seconds: only if needed
 
     try:
@@ -98,7 +98,9 @@ def make_tools(entries: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
     for entry in entries:
         if not isinstance(entry, str) and not callable(entry):
             raise ConfigError(
-                f"workflow.args.tools has the entry {entry!r}: give a function, or the dotted path of one alone."
+                f"workflow.args.tools has the entry {entry!r}",
+                key="workflow.args.tools",
+                fix="give a function, or the dotted path of one alone",
             )
     tools = [make_tool(entry) for entry in entries]
     names = [tool.name for tool in tools]
@@ -187,7 +189,7 @@ class ToolUseArguments(EpisodeArguments):
         super().__post_init__()
         whole_number("max_result_length", self.max_result_length, least=1)
         if not self.tool_timeout > 0:
-            raise ConfigError(f"tool_timeout is {self.tool_timeout}; give seconds, more than 0.")
+            raise ConfigError(f"tool_timeout is {self.tool_timeout}", fix="give seconds, more than 0")
         make_tools(self.tools)
         self.parser()
 
@@ -219,8 +221,8 @@ class ToolUseWorkflow(EpisodeWorkflow):
         """Refuse an entry with tools of its own, which could not be called."""
         if read_tools(raw_task):
             raise ConfigError(
-                "column 'tools' is not shown by workflow tool_use, which offers those of workflow.args.tools: leave "
-                "the column out, or rename it."
+                "column 'tools' is not shown by workflow tool_use, which offers those of workflow.args.tools",
+                fix="leave the column out, or rename it",
             )
 
     def reset(self, task: Task) -> None:

@@ -166,7 +166,9 @@ def resolve_workflow(workflow: str | type[Workflow]) -> type[Workflow]:
     """
     found = WORKFLOWS.resolve(workflow)
     if not (isinstance(found, type) and issubclass(found, Workflow)):
-        raise ConfigError(f"workflow {workflow!r} is no subclass of {Workflow.__module__}.{Workflow.__name__}.")
+        raise ConfigError(
+            f"workflow {workflow!r} is no subclass of {Workflow.__module__}.{Workflow.__name__}.", key="workflow"
+        )
     return found
 
 
