@@ -100,7 +100,7 @@ def check_metric(name: str) -> None:
 
 def check_weighing(run: TrainConfig) -> None:
     """Refuse strategies and operators that are none, or have other arguments than they are given; a ConfigError."""
-    from trinity_lightning.algorithm.add_strategy.add_strategy import check_strategy
+    from trinity_lightning.algorithm.add_strategy.compose import check_strategy
 
     try:
         for label, strategy in run.add_strategy.items():

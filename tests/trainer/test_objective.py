@@ -25,7 +25,7 @@ from support.policy import (
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, aggregate
-from trinity_lightning.algorithm.policy_loss.policy_loss import accepted
+from trinity_lightning.algorithm.policy_loss.create import accepted
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule, marked
 from trinity_lightning.buffer.reader import MemoryReader

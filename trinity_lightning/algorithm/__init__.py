@@ -1,1 +1,1 @@
-"""What experiences are worth (add strategies), and what the policy makes of them (losses): plain torch."""
+"""The algorithms in plain torch: add strategies weigh experiences, policy losses learn from them."""

@@ -1,9 +1,13 @@
-"""The policy that sampled against the one that trains: how far they differ, and what makes up for it.
+"""The policy that sampled against the one that trains: their difference, and corrections for it.
 
 Responses are sampled by the inference engine, whose numerics (and sometimes weights) are not the trainer's. The
-functions take per-token tensors [b, r] of one micro-batch, and return metrics that combine by `combine_metrics`:
-log-probabilities of the trainer, by the weights that the engine had (`old`), and of the engine (`rollout`), and which
-tokens are trained. `num_tokens` are the trained tokens of the whole optimizer batch; None: of these tensors.
+functions take per-token tensors [b, r] of one micro-batch, and return metrics that combine by `combine_metrics`.
+Throughout:
+
+- `old_logprobs` are the trainer's log-probabilities before the step's first update;
+- `rollout_logprobs` are the engine's;
+- `action_mask` is True for trained tokens;
+- `num_tokens` are the trained tokens of the whole optimizer batch; None: those of these tensors.
 """
 
 from torch import Tensor
@@ -17,7 +21,7 @@ from trinity_lightning.errors import ConfigError
 def logprob_difference(
     old_logprobs: Tensor, rollout_logprobs: Tensor, action_mask: Tensor, *, num_tokens: int | None = None
 ) -> dict[str, Tensor]:
-    """logprob_diff/mean and logprob_diff/max of |old - rollout| over the trained tokens."""
+    """Metrics logprob_diff/mean and logprob_diff/max: |old - rollout| over the trained tokens."""
     difference = (old_logprobs.detach() - rollout_logprobs).abs().masked_fill(~action_mask.bool(), 0.0)
     return {
         "logprob_diff/mean": aggregate(difference, action_mask, num_tokens=num_tokens),
@@ -36,28 +40,31 @@ def rollout_correction(
     max_weight: float = 2.0,
     num_tokens: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Truncated or masked importance weights w = exp(old - rollout), for the policy loss to be multiplied by.
+    """Truncated or masked importance weights w = exp(old - rollout), to multiply the policy loss by.
 
-    Policy losses are linear in the advantages for weights of at least 0, so multiply the *advantages* by them; a loss
-    that ignores the advantages is not corrected. (Yao et al., "Your efficient RL framework secretly brings you
-    off-policy RL training", 2025.)
+    Multiply the *advantages* by them: policy losses are linear in the advantages for weights of at least 0. A loss that
+    ignores the advantages is not corrected. (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+    training", 2025.)
 
     Args:
-        level: "token": each token has its own weight; "sequence": all have the product over the sequence's tokens.
+        level: "token": each token has its own weight; "sequence": all tokens have the product over the sequence.
         mode: "truncate": clamp weights to [min_weight, max_weight]; "mask": set those outside to 0.
         min_weight, max_weight: the bounds.
 
     Returns:
         Weights without gradient, 0 outside the mask [b, r]; and metrics over trained tokens: is_weight/mean and
-        is_weight/max of the weights after truncation or masking, is_weight/clipfrac, the share outside the bounds.
+        is_weight/max after truncation or masking, and is_weight/clipfrac, the share outside the bounds.
 
     Raises:
         ConfigError: unknown level or mode, or not 0 <= min_weight <= max_weight.
     """
-    one_of("level of rollout correction", level, CORRECTION_LEVELS)
-    one_of("mode of rollout correction", mode, CORRECTION_MODES)
+    one_of("algorithm.rollout_correction.level", level, CORRECTION_LEVELS)
+    one_of("algorithm.rollout_correction.mode", mode, CORRECTION_MODES)
     if not 0 <= min_weight <= max_weight:
-        raise ConfigError(f"bounds of rollout correction must be 0 <= min <= max, not {min_weight} and {max_weight}.")
+        raise ConfigError(
+            f"bounds of rollout correction must be 0 <= min <= max, not {min_weight} and {max_weight}.",
+            key="algorithm.rollout_correction.low",
+        )
     log_w = log_ratio(old_logprobs.detach(), rollout_logprobs, action_mask)
     if level == "sequence":
         log_w = log_w.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(log_w)
@@ -84,17 +91,16 @@ def off_policy_mask(
     """A mask that leaves out bad tokens of sequences that the policy has moved away from; multiply *advantages* by it.
 
     Tokens with A < 0 are left out where the sequence's mean of (rollout - present) log-probability, an estimate of
-    KL(rollout || present), is above the threshold: what the policy no longer says need not be pushed down further
-    (DeepSeek-V3.2, arXiv 2512.02556, equation 9). The totals that normalise the loss still count them.
+    KL(rollout || present), is above the threshold: a response that the policy no longer gives need not be pushed down
+    further (DeepSeek-V3.2, arXiv 2512.02556, equation 9). The totals that normalise the loss still count them.
 
     Args:
-        logprobs, action_mask, advantages: as of `PolicyLossFn` [b, r].
-        rollout_logprobs: those of the policy that sampled [b, r].
+        logprobs, advantages: see `PolicyLossFn` [b, r].
         threshold: in nats a token.
-        num_tokens: trained tokens of the whole optimizer batch; None: of these tensors.
 
     Returns:
-        1 and 0 [b, r], without gradient; and the metric off_policy_mask/frac, the share of trained tokens left out.
+        1 for tokens that stay and 0 for the others [b, r], without gradient; and the metric off_policy_mask/frac, the
+        share of trained tokens that are left out.
     """
     drift = -log_ratio(logprobs.detach(), rollout_logprobs, action_mask)
     mean = drift.sum(-1, keepdim=True) / action_mask.sum(-1, keepdim=True).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Options of the loss: the KL of policy and reference; and a mask of tokens that it leaves out.
+"""Estimates of the KL of policy and reference, and the penalty that they make.
 
 With d = ref - lp, both log-probabilities of a token sampled from pi (Schulman, "Approximating KL divergence", 2020):
 k1 = -d is unbiased and noisy, k2 = d^2 / 2 biased and calm, k3 = exp(d) - d - 1 unbiased and never negative.
@@ -11,20 +11,15 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.policy_loss import (
-    MAX_LOG_RATIO,
-    BatchTotals,
-    aggregate,
-    trained,
-)
+from trinity_lightning.algorithm.policy_loss.policy_loss import MAX_LOG_RATIO, BatchTotals, aggregate, trained
 from trinity_lightning.config.registry import Registry
 
-# (logprobs, ref_logprobs, old_logprobs), each [b, r], to the estimate of each token [b, r]
+# From (logprobs, ref_logprobs, old_logprobs), each [b, r], to the estimate of each token [b, r].
 KLFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 KL_FN: Registry[KLFn] = Registry("KL estimate")
 
-MAX_LOW_VAR_KL = 10.0  # of the estimate low_var_kl
-MAX_CORRECTION = 2.0  # of the importance ratio of corrected_k3
+MAX_LOW_VAR_KL = 10.0  # bound of the estimate low_var_kl
+MAX_CORRECTION = 2.0  # bound of the importance ratio in corrected_k3
 
 
 def none(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -61,8 +56,8 @@ def absolute(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Te
 def corrected_k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """k3 times the importance ratio exp(lp - old), clamped to [0, 2].
 
-    The tokens were sampled from pi_old: the ratio, through which the gradient flows too, makes the estimate and its
-    gradient those of the current policy (DeepSeek-V3.2, arXiv 2512.02556).
+    The tokens were sampled from pi_old. The ratio, through which the gradient flows too, turns the estimate and its
+    gradient into the current policy's (DeepSeek-V3.2, arXiv 2512.02556).
     """
     log_r = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_r.exp().clamp(0.0, MAX_CORRECTION)
@@ -83,8 +78,8 @@ def kl_loss(
     """coefficient * KL, to be added to the policy loss; and the metric kl_loss, the KL without its coefficient.
 
     Args:
-        name: estimate, of `KL_FN`.
-        logprobs, ref_logprobs, old_logprobs, action_mask: as of `PolicyLossFn` [b, r].
+        name: the estimate's name in `KL_FN`.
+        logprobs, ref_logprobs, old_logprobs, action_mask: see `PolicyLossFn` [b, r].
         coefficient: weight of the KL.
         loss_agg_mode: see `aggregate`.
 
@@ -94,6 +89,3 @@ def kl_loss(
     per_token = KL_FN.get(name)(*(trained(t, action_mask) for t in (logprobs, ref_logprobs, old_logprobs)))
     kl = aggregate(per_token, action_mask, loss_agg_mode, **totals)
     return coefficient * kl, {"kl_loss": kl.detach()}
-
-
-# -- tokens that are left out: of bad responses that the policy no longer says -----------------------------------------

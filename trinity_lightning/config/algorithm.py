@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from trinity_lightning.config.buffer import OnError
 from trinity_lightning.config.engine import Capabilities
 from trinity_lightning.config.explorer import TEACHER_OPERATOR, ExplorerConfig
+from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.config.model import LoRAConfig
 from trinity_lightning.config.model_files import check_model_name, check_on_hub, check_same_vocabulary, load_tokenizer
-from trinity_lightning.config.registry import FILTERING_STRATEGIES, OFF_POLICY_LOSSES, PARTS, SINGLE_RESPONSE_WORKFLOWS
+from trinity_lightning.config.registry import FILTERING_STRATEGIES, PARTS, SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.sections import Section, checked, part_config, section_of
 from trinity_lightning.config.values import AUTO, flag, number, one_of, text, whole_number
 from trinity_lightning.errors import ConfigError
@@ -359,11 +360,8 @@ STREAMS = "algorithm.policy_loss.args.streams"
 
 TOKENS = ("rollouts", "expert", "observations", "weights")
 
-TEACHER_LOSS = "teacher_kl"
-
-SUPERVISED = ("sft", TEACHER_LOSS)  # they need no advantages, and no policy that sampled the token
-
-LOSSES = [name for name in PARTS["policy loss"] if name not in ("dpo", "mix", "streams")]  # of tokens
+# Built-in losses that may be a term: of tokens, and no mixture.
+TERM_LOSSES = [name for name, loss in LOSSES.items() if not (loss.needs.pairs or loss.needs.terms)]
 
 TAKEN = ("entropy", "kl", "pg")  # actor/NAME_loss is another metric
 
@@ -382,19 +380,21 @@ class StreamConfig(Section):
         args: arguments of the loss.
     """
 
-    loss: str = checked("ppo", one_of, names=LOSSES, with_paths=True)
+    loss: str = checked("ppo", one_of, names=TERM_LOSSES, with_paths=True)
     tokens: str = checked("rollouts", one_of, names=TOKENS)
     weight: float = checked(1.0, number, least=0)
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tokens in ("expert", "observations") and "." not in self.loss and self.loss not in SUPERVISED:
+        if (built_in := LOSSES.get(self.loss)) is None:
+            return
+        if self.tokens in ("expert", "observations") and not built_in.needs.supervised:
             raise ConfigError(
                 f"loss={self.loss} needs tokens that the policy sampled, not {self.tokens}", fix="use sft"
             )
-        if self.tokens == "expert" and self.loss == TEACHER_LOSS:
-            raise ConfigError("loss=teacher_kl is of rollouts, and no teacher reads tokens=expert", fix="use sft")
+        if self.tokens == "expert" and built_in.needs.teacher:
+            raise ConfigError(f"loss={self.loss} is of rollouts, and no teacher reads tokens=expert", fix="use sft")
 
 
 def stream_configs(given: Any) -> dict[str, StreamConfig]:
@@ -451,7 +451,8 @@ def check_streams(run: "TrainConfig") -> bool:
                     "observed in it",
                     fix="choose workflow=multi_turn or workflow=tool_use, with workflow.args.mode=single",
                 )
-    if any(stream.loss == TEACHER_LOSS for stream in streams.values()) and run.buffer.has_rollouts:
+    needs = [LOSSES[stream.loss].needs for stream in streams.values() if stream.loss in LOSSES]
+    if any(each.teacher for each in needs) and run.buffer.has_rollouts:
         _check_teacher(run)
     return any(stream.tokens == "expert" for stream in streams.values())
 
@@ -480,7 +481,7 @@ def check_expert(run: "TrainConfig") -> None:
     """Expert data and the loss that learns from them go together."""
     expert, loss, rollouts = run.buffer.expert, run.algorithm.policy_loss.name, run.buffer.has_rollouts
     learns = loss == "mix"
-    if loss in ("streams", "teacher_kl"):
+    if loss in LOSSES and LOSSES[loss].needs.teacher:
         learns = check_streams(run)
     if expert.per_step > 0 and loss in PARTS["policy loss"] and not learns:
         raise ConfigError(
@@ -506,16 +507,16 @@ def check_expert(run: "TrainConfig") -> None:
 def needs_correction(algorithm: AlgorithmConfig) -> bool:
     """Whether the policy loss is for the policy that sampled.
 
-    `opmd` and `sft` are made for experiences of any policy, and so may be a loss of one's own. `mix` is as the loss
-    of its rollouts, and `streams` as any of its own.
+    A loss of one's own may be made for experiences of any policy, as `opmd` and `sft` are. `mix` is as the loss of its
+    rollouts, and `streams` as any of its own.
     """
     losses = [algorithm.policy_loss.name]
     if losses == ["mix"]:
         losses = [algorithm.policy_loss.args.get("usual", "ppo")]
     elif losses == ["streams"]:
         losses = [stream.loss for stream in streams_of(algorithm).values()]
-    built_in = [loss for loss in losses if isinstance(loss, str) and loss in PARTS["policy loss"]]
-    return any(loss not in OFF_POLICY_LOSSES for loss in built_in)
+    built_in = [LOSSES[loss] for loss in losses if isinstance(loss, str) and loss in LOSSES]
+    return any(not loss.needs.any_policy for loss in built_in)
 
 
 def why_older(run: "TrainConfig") -> str:
@@ -527,9 +528,15 @@ def why_older(run: "TrainConfig") -> str:
 
 
 def check_corrected(algorithm: AlgorithmConfig, why: str = "") -> None:
-    """Refuse to train on such experiences with nothing that corrects for it; a ConfigError."""
+    """Refuse to train on experiences of older weights with nothing that corrects for them; a ConfigError."""
+    if needs_correction(algorithm):
+        refuse_uncorrected(algorithm, why)
+
+
+def refuse_uncorrected(algorithm: AlgorithmConfig, why: str = "") -> None:
+    """ConfigError unless something corrects for older weights, which the policy loss needs."""
     corrected = algorithm.old_logprobs == "engine" or algorithm.rollout_correction.level != "none"
-    if needs_correction(algorithm) and not corrected:
+    if not corrected:
         raise ConfigError(
             f"algorithm.policy_loss={algorithm.policy_loss.name} needs a correction for experiences of older weights"
             f"{why}, and there is none",

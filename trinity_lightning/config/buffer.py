@@ -10,6 +10,7 @@ from hydra.conf import HydraConf
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import PartConfig, Section, checked, part_config
 from trinity_lightning.config.taskset import TasksetConfig, check_dataset_path
@@ -182,7 +183,10 @@ def on_error_of(label: str, given: OnError | str) -> OnError:
     return OnError(one_of(f"operators.{label}.on_error", given, [each.value for each in OnError]))
 
 
-DATASET_LOSSES = ("dpo", "sft")  # of examples out of a dataset, which have no advantages
+# Losses that learn from the examples of a dataset, which have no advantages: dpo and sft.
+DATASET_LOSSES = [
+    name for name, loss in LOSSES.items() if loss.needs.pairs or (loss.needs.supervised and not loss.needs.teacher)
+]
 
 # Sections that runs without rollouts do not read, but for these keys: the longest row, for the memory plan, and, of
 # stored experiences, the longest response and weights by the log-probabilities that they have.

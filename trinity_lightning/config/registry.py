@@ -1,16 +1,17 @@
-"""Parts by name: one table from a name in the configuration (`grpo`) to a dotted path, imported when it is used.
+"""Parts by name: one table from what a configuration calls `grpo` to a dotted path, which is imported when it is used.
 
-A new built-in part needs a file and a line here. A user's own part needs no line: its dotted path is its name.
+A new part is a file and a line here. A part of one's own needs no line: its dotted path is its name.
 """
 
 import importlib
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from trinity_lightning.config.own_code import of_a_library
+from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.config.signatures import check_methods
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, UnfinishedClassError
@@ -24,28 +25,7 @@ def _within(package: str, paths: Mapping[str, str]) -> dict[str, str]:
 
 
 PARTS: Mapping[str, Mapping[str, str]] = {
-    "policy loss": _within(
-        "algorithm.policy_loss",
-        {
-            "asymre": "off_policy.asymre",
-            "cispo": "ratio.cispo",
-            "dpo": "likelihood.dpo",
-            "dppo": "ratio.dppo",
-            "grpo": "ppo.ppo",
-            "gspo": "ratio.gspo",
-            "mix": "terms.mix",
-            "opmd": "likelihood.opmd",
-            "ppo": "ppo.ppo",
-            "rec": "off_policy.rec",
-            "reinforce": "likelihood.reinforce",
-            "sapo": "ratio.sapo",
-            "sft": "likelihood.sft",
-            "sppo": "off_policy.sppo",
-            "streams": "terms.streams",
-            "teacher_kl": "likelihood.teacher_kl",
-            "topr": "off_policy.topr",
-        },
-    ),
+    "policy loss": _within("algorithm.policy_loss", {name: loss.path for name, loss in LOSSES.items()}),
     "KL estimate": _within(
         "algorithm.kl",
         {"abs": "absolute"} | {name: name for name in ("corrected_k3", "k1", "k2", "k3", "low_var_kl", "none")},
@@ -56,16 +36,16 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "asymre": "baseline_add_strategies.ASYMREAddStrategy",
             "correct_bias": "correct_bias_add_strategy.CorrectBiasAddStrategy",
             "critic": "baseline_add_strategies.CriticAddStrategy",
-            "dapo": "reward_variance_add_strategy.DAPOAddStrategy",
+            "dapo": "add_strategy.DAPOAddStrategy",
             "dr_grpo": "baseline_add_strategies.DrGRPOAddStrategy",
             "duplicate_informative": "duplicate_add_strategy.DuplicateInformativeAddStrategy",
             "gigpo": "step_wise_add_strategy.GiGPOAddStrategy",
             "grpo": "add_strategy.GRPOAddStrategy",
             "on_policy_distill": "baseline_add_strategies.OnPolicyDistillAddStrategy",
-            "opmd": "baseline_add_strategies.OPMDAddStrategy",
+            "opmd": "add_strategy.OPMDAddStrategy",
             "reinforce": "baseline_add_strategies.REINFORCEAddStrategy",
             "reinforce_plus_plus": "baseline_add_strategies.REINFORCEPlusPlusAddStrategy",
-            "reward_variance": "reward_variance_add_strategy.RewardVarianceAddStrategy",
+            "reward_variance": "add_strategy.RewardVarianceAddStrategy",
             "rloo": "baseline_add_strategies.RLOOAddStrategy",
             "step_wise_grpo": "step_wise_add_strategy.StepWiseGRPOStrategy",
         },
@@ -139,20 +119,18 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-# Facts about built-in parts that rules need before the part is imported.
+# What the checks before any import need to know of parts by name; parts of one's own have none of it.
 FILTERING_STRATEGIES = ("dapo", "duplicate_informative", "reward_variance")  # they set no advantages
-# Made for experiences of any policy: nothing corrects for older weights.
-OFF_POLICY_LOSSES = ("asymre", "dpo", "opmd", "sft", "teacher_kl")
 SINGLE_RESPONSE_WORKFLOWS = ("judge", "math", "on_policy_distill", "simple")  # one response of the policy each
 ASKING_WORKFLOWS = {"judge": "judge", "on_policy_distill": "teacher"}  # the argument that says which model is asked
 
 
 def import_object(path: str) -> object:
-    """Import the object at a dotted path such as `my_package.rewards.exact`.
+    """The object at a dotted path such as `my_package.rewards.exact`.
 
     Raises:
-        ConfigError: the module or the attribute does not exist, or a file of the user's has a syntax error or a wrong
-            import; the message names the file and the line.
+        ConfigError: the module or the attribute does not exist, or a file of one's own has an error of syntax or a
+            wrong import; the message says which, and where.
     """
     module_name, _, attribute = str(path).rpartition(".")
     if not (isinstance(path, str) and module_name.partition(".")[0]):  # a `_target_` may be anything
@@ -160,19 +138,18 @@ def import_object(path: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
-        if (refusal := _import_refusal(path, error)) is None:
-            raise
-        raise refusal from error
+        check_module(path, error)
+        raise
     if not hasattr(module, attribute):
-        raise ConfigError(_unknown_attribute(module, attribute))
+        refuse_attribute(module, attribute)
     return getattr(module, attribute)
 
 
 class Registry(Generic[T]):
-    """Classes or functions of one kind by name: the built-in ones of `PARTS`, and registered ones.
+    """The classes or functions of one kind by name: those of `PARTS`, and what is registered by a decorator.
 
     Args:
-        kind: a kind of `PARTS`, or another kind, in words for messages.
+        kind: a kind of `PARTS`, or another in words, for messages.
     """
 
     def __init__(self, kind: str) -> None:
@@ -181,9 +158,9 @@ class Registry(Generic[T]):
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[S], S]:
-        """Return a decorator that registers a part under `name`; a ValueError if the name is taken."""
+        """A decorator that files what it decorates under `name`; a name taken already is a ValueError."""
 
-        def decorator(item: S) -> S:  # S, not T: a decorated class keeps its own signature
+        def decorator(item: S) -> S:  # its own type comes back, so that a class keeps its own signature
             if name in self:
                 raise ValueError(f"{self.kind} '{name}' is registered already.")
             self._items[name] = cast(T, item)
@@ -192,7 +169,7 @@ class Registry(Generic[T]):
         return decorator
 
     def get(self, name: str) -> T:
-        """The part with this name, imported if need be; a ConfigError lists the names if there is none."""
+        """What is registered under `name`, imported if need be; a ConfigError lists the names if there is no such."""
         if name not in self:
             raise ConfigError(unknown_name(self.kind, name, self))
         if name not in self._items:
@@ -200,17 +177,15 @@ class Registry(Generic[T]):
         return self._items[name]
 
     def resolve(self, part: object) -> object:
-        """The part with this name or at this dotted path; anything but text is returned as the part itself.
+        """What is registered under a name, or is at a dotted path; what is no text is the part itself.
 
-        Raises:
-            ConfigError: as `get` and `import_object`; or a method of a user's class takes other arguments than the
-                method that it overrides.
-            UnfinishedClassError: the part is an abstract class.
+        Errors as `get`, or as `import_object`; an UnfinishedClassError: it is an abstract class; a ConfigError: a
+        method of a class of the user's own is not called as the one that it overrides.
         """
         if isinstance(part, str):
             part = import_object(part) if "." in part and part not in self else self.get(part)
         if getattr(part, "__abstractmethods__", None):
-            raise unfinished_class(self.kind, part)
+            refuse_unfinished(self.kind, part)
         if isinstance(part, type) and not part.__module__.startswith("trinity_lightning."):
             check_methods(self.kind, part)
         return part
@@ -222,57 +197,54 @@ class Registry(Generic[T]):
         return iter({**self._paths, **self._items})
 
 
-def _import_refusal(path: str, error: ImportError | SyntaxError) -> ConfigError | None:
-    """The error to raise if the path's module does not exist, or a line of the user's code cannot be imported.
+def check_module(path: str, error: ImportError | SyntaxError) -> None:
+    """ConfigError if the module of this path was not found, or cannot be imported for a line of the user's own.
 
-    None if the line belongs to an installed package: its traceback says more.
+    If the line is of something installed, its traceback is the answer.
     """
     module, missing = path.rpartition(".")[0], getattr(error, "name", None)
     not_found = isinstance(error, ModuleNotFoundError) and missing is not None
     if not_found and (module == missing or module.startswith(f"{missing}.")):
-        return ConfigError(
+        raise ConfigError(
             f"cannot import '{path}': there is no module '{missing}'. "
             "A module of your own must lie in the current folder or on PYTHONPATH."
-        )
+        ) from error
     if isinstance(error, SyntaxError):
-        file, line, message = error.filename, error.lineno, error.msg
+        file, line, what = error.filename, error.lineno, error.msg
     else:
         stack = traceback.extract_tb(error.__traceback__)
-        frame = [frame for frame in stack if not frame.filename.startswith("<frozen")][-1]
-        file, line, message = frame.filename, frame.lineno, str(error)
-    if not file or of_a_library(file):
-        return None
-    return ConfigError(f"cannot import '{path}': {file}, line {line}: {type(error).__name__}: {message}.")
+        place = [frame for frame in stack if not frame.filename.startswith("<frozen")][-1]
+        file, line, what = place.filename, place.lineno, str(error)
+    installed = (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+    if file and not any(Path(file).is_relative_to(folder) for folder in installed):
+        raise ConfigError(f"cannot import '{path}': {file}, line {line}: {type(error).__name__}: {what}.") from error
 
 
-def _unknown_attribute(module: ModuleType, attribute: str) -> str:
-    """The message about a name that a module lacks, with the nearest name defined in its package."""
+def refuse_attribute(module: ModuleType, attribute: str) -> NoReturn:
+    """ConfigError: the module has no such name; the message has the nearest of those defined in it, or its package."""
     name = module.__name__
     package = name.partition(".")[0]
     known = [
-        name_there
-        for name_there, value in vars(module).items()
-        if not name_there.startswith("_")
+        each
+        for each, value in vars(module).items()
+        if not each.startswith("_")
         and not isinstance(value, ModuleType)
         and str(getattr(value, "__module__", package)).partition(".")[0] == package
     ]
-    return f"cannot import '{name}.{attribute}': {unknown_name(f'name in module {name}', attribute, known)}"
+    raise ConfigError(f"cannot import '{name}.{attribute}': {unknown_name(f'name in module {name}', attribute, known)}")
 
 
-def unfinished_class(kind: str, part: Any) -> UnfinishedClassError:
-    """The error about a class that does not define all methods and properties that its base class requires."""
+def refuse_unfinished(kind: str, part: Any) -> NoReturn:
+    """UnfinishedClassError: a class of that kind lacks these methods or properties, which its base leaves to it."""
     lacking = ", ".join(sorted(part.__abstractmethods__))
-    return UnfinishedClassError(f"{kind} '{part.__name__}' does not define {lacking}: see its base class.")
-
-
-# -- the folders of the configuration files ----------------------------------------------------------------------------
+    raise UnfinishedClassError(f"{kind} '{part.__name__}' does not define {lacking}: see its base class.")
 
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def config_dir(name: str) -> Path:
-    """The folder `conf` or `recipes`: in a wheel inside the package, in a checkout next to it."""
+    """The folder `conf` or `recipes`: inside the package in a wheel, next to it in a checkout."""
     for parent in (PACKAGE_DIR, PACKAGE_DIR.parent):
         if (parent / name).is_dir():
             return parent / name
@@ -282,11 +254,6 @@ def config_dir(name: str) -> Path:
 
 
 def options(group: str) -> list[str]:
-    """Names of a config group's choices, or of the recipes."""
+    """Names of the choices of a config group, or of the recipes."""
     folder = config_dir("recipes") if group == "recipe" else config_dir("conf") / group
     return sorted(path.stem for path in folder.glob("*.yaml"))
-
-
-def groups() -> set[str]:
-    """Names of the config groups."""
-    return {path.name for path in config_dir("conf").iterdir() if path.is_dir()}

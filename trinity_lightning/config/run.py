@@ -54,6 +54,7 @@ from trinity_lightning.config.explorer import (
     check_vocabularies,
 )
 from trinity_lightning.config.lightning_objects import FREE, lightning_objects
+from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.config.model import ModelConfig, OptimizerConfig
 from trinity_lightning.config.model_files import BUILT_IN_MODELS, check_model_name, check_on_hub, check_trainable
 from trinity_lightning.config.registry import ASKING_WORKFLOWS, FILTERING_STRATEGIES, PARTS, config_dir, import_object
@@ -350,9 +351,9 @@ def _check_training(run: TrainConfig) -> None:
         check_corrected(algorithm, why_older(run))
     if not rollouts:
         check_without_rollouts(run)
-    elif algorithm.policy_loss.name == "dpo":
+    elif (loss := algorithm.policy_loss.name) in LOSSES and LOSSES[loss].needs.pairs:
         raise ConfigError(
-            "algorithm.policy_loss=dpo learns from preference pairs",
+            f"algorithm.policy_loss={loss} learns from preference pairs",
             key="algorithm.policy_loss",
             fix="set buffer=dataset and buffer.path=FILE of them",
         )

@@ -9,7 +9,8 @@ from support.losses import batch, totals_of, with_gradient
 
 from trinity_lightning.algorithm import policy_loss
 from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, POLICY_LOSS_FN, aggregate, create_policy_loss
-from trinity_lightning.algorithm.policy_loss.policy_loss import accepted, combine_metrics
+from trinity_lightning.algorithm.policy_loss.create import accepted
+from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.presentation import find_metric

@@ -11,6 +11,7 @@ from support.losses import batch, totals_of, with_gradient
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, create_policy_loss, mix, ppo, sft
+from trinity_lightning.algorithm.policy_loss.create import needs_of
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, combine_metrics
 from trinity_lightning.algorithm.policy_loss.terms import streams, with_terms
 from trinity_lightning.config.algorithm import stream_configs
@@ -46,16 +47,18 @@ def candidates(seed: int) -> tuple[Tensor, Tensor]:
 
 def paid(logprobs, old_logprobs, action_mask, advantages, *, terms: str = "none", **totals):
     """A loss of one's own with an argument of that name, which is no mixture."""
-    return (advantages * logprobs).sum(), {"terms": terms}
+    loss = (advantages * logprobs).sum()
+    return loss, {"pg_loss": loss.detach(), "terms": terms}
 
 
 def test_a_loss_is_a_mixture_by_its_streams() -> None:
-    name = f"{__name__}.paid"
-    loss, terms = with_terms(name, create_policy_loss(name))
+    name, mixture = f"{__name__}.paid", create_policy_loss("streams", streams=STREAMS)
+    paying = create_policy_loss(name)
+    loss, terms = with_terms(name, paying, needs_of(name, paying))
     assert list(terms) == [name]
     assert terms[name].loss is loss
-    assert loss(*batch())[1] == {"terms": "none"}
-    assert list(with_terms("streams", create_policy_loss("streams", streams=STREAMS))[1]) == list(STREAMS)
+    assert loss(*batch())[1]["terms"] == "none"
+    assert list(with_terms("streams", mixture, needs_of("streams", mixture))[1]) == list(STREAMS)
 
 
 def test_it_is_the_sum_of_its_terms_in_numpy() -> None:

@@ -1,18 +1,19 @@
-"""What an experience is worth: the base classes of the add strategies, GRPO, and several in a row."""
+"""Base classes of the add strategies, which give experiences their advantages; and GRPO, OPMD and the filters."""
 
 import inspect
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trinity_lightning.algorithm.add_strategy.functional import STD_LEVELS, group_stats, grpo_advantages
+from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.common.runs import (
+    Criterion,
     Run,
     is_valid_reward,
     last_step,
@@ -22,10 +23,9 @@ from trinity_lightning.common.runs import (
     runs_of,
     spread_of_each,
 )
-from trinity_lightning.config.own_code import raised_by
-from trinity_lightning.config.registry import PARTS, Registry, import_object
-from trinity_lightning.config.signatures import check_arguments, made_at_start, parameters_beside
-from trinity_lightning.config.values import number, numbered, one_of, unknown_name
+from trinity_lightning.config.registry import Registry
+from trinity_lightning.config.signatures import parameters_beside
+from trinity_lightning.config.values import number, one_of, unknown_name
 from trinity_lightning.errors import ArgumentError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -34,35 +34,38 @@ Groups = dict[str, list[Experience]]
 Metrics = dict[str, float]
 INVALID_GROUP_COUNT = "group_advantages/invalid_group_count"
 
-# -- Groups: validate, filter, set advantages, gather metrics ----------------------------------------------------------
+# -- Groups: validate, set advantages, gather metrics ------------------------------------------------------------------
 
 
 def reject_dpo(exps: Sequence[Experience]) -> None:
-    """Refuse preference pairs, which have no response to weigh. ExperienceError: naming the first of them."""
+    """Refuse preference pairs, which have no response to weigh. ExperienceError: names the first of them."""
     if pairs := [exp.eid for exp in exps if exp.experience_type == "dpo"]:
         why = "is a DPO pair, which has no advantages: train on it without an add strategy."
         raise ExperienceError(f"experience {pairs[0]} {why}")
 
 
 def have_valid_rewards(exps: Sequence[Experience]) -> bool:
-    """Whether all rewards are finite numbers."""
+    """True if all rewards are finite numbers."""
     return all(is_valid_reward(exp.reward) for exp in exps)
 
 
 def split_valid(
     groups: Groups, is_valid: Callable[[list[Experience]], bool] = have_valid_rewards, numbers: str = "reward"
 ) -> tuple[Groups, int]:
-    """The valid groups, and the number of the others, which are logged and marked as untrained.
+    """The valid groups, and the number of invalid ones, which are logged and marked as untrained.
 
-    `numbers` says in words what `is_valid` looks at.
+    Args:
+        groups: groups by id.
+        is_valid: True for a group that can be weighed.
+        numbers: the numbers that `is_valid` looks at, in words, for the log.
     """
     valid = {id_: exps for id_, exps in groups.items() if is_valid(exps)}
     invalid = [id_ for id_ in groups if id_ not in valid]
     for exp in (exp for id_ in invalid for exp in groups[id_]):
         mark_untrained(exp, f"invalid {numbers}")
     if invalid:
-        what = "left out %d groups with a %s that is no finite number: %s"
-        logger.warning(what, len(invalid), numbers, ", ".join(invalid))
+        text = "left out %d groups with a %s that is no finite number: %s"
+        logger.warning(text, len(invalid), numbers, ", ".join(invalid))
     return valid, len(invalid)
 
 
@@ -74,10 +77,15 @@ def action_mask(exp: Experience) -> Tensor:
 
 
 def response_values(exp: Experience, name: str, use: str) -> Tensor:
-    """The experience's `logprobs` or `teacher_logprobs`, as `name` says, [response].
+    """The experience's `logprobs` or `teacher_logprobs` [response].
+
+    Args:
+        exp: the experience.
+        name: name of the field.
+        use: the use of the values in words, for the message: "which on_policy_distill compares".
 
     Raises:
-        ExperienceError: it has none, and what their use is; or another number of them than response tokens.
+        ExperienceError: the field is None, or has another number of values than there are response tokens.
     """
     values = getattr(exp, name)
     if values is None:
@@ -98,36 +106,33 @@ def set_advantages(exps: Sequence[Experience], scores: Sequence[float]) -> None:
     per_token = torch.tensor(scores, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
     rows = (torch.cat(masks).float() * per_token).split(lengths)
     for exp, row in zip(exps, rows, strict=True):
-        # Copies: a row as it is would keep the whole step's memory alive.
+        # Copies: the row itself would keep the whole step's memory alive.
         exp.advantages, exp.returns = row.clone(), row.clone()
 
 
 def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
     """reward_mean and reward_std of each group, [G]: 0 and 1 for a group of one."""
-    stats = group_stats(rewards, groups)
+    stats = functional.group_stats(rewards, groups)
     lone = stats.size == 1
     return {"reward_mean": stats.mean.masked_fill(lone, 0.0), "reward_std": stats.std.masked_fill(lone, 1.0)}
 
 
 def index_of(groups: Iterable[Sized]) -> Tensor:
-    """Position of the group of each member, all groups in a row, int64 [B]."""
+    """Position of each member's group, for the members of all groups in a row, int64 [B]."""
     return torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
 
 
 def by_group(metrics: Mapping[str, Tensor], count: int) -> list[Metrics]:
-    """The metrics of each of `count` groups, from a tensor [G] a metric."""
+    """The metrics of each of `count` groups, from one tensor [G] per metric."""
     columns = {name: values.tolist() for name, values in metrics.items()}
     return [{name: values[group] for name, values in columns.items()} for group in range(count)]
 
 
-# -- The strategies ----------------------------------------------------------------------------------------------------
-
-GIVEN = ("writer",)  # what a strategy is given beside its arguments
-ADD_STRATEGY: Registry[type["AddStrategy"]] = Registry("add strategy")
+# -- Where experiences are written -------------------------------------------------------------------------------------
 
 
 class BufferWriter(ABC):
-    """Takes finished experiences; what holds them is its own affair."""
+    """Takes finished experiences, wherever it keeps them."""
 
     @abstractmethod
     def write(self, experiences: list[Experience]) -> None:
@@ -139,10 +144,10 @@ class BufferWriter(ABC):
 
 
 class ListWriter(BufferWriter):
-    """Holds what is written.
+    """Keeps everything that is written, in memory.
 
     Attributes:
-        calls: what each write was given, in order.
+        calls: the experiences of each write, in order.
     """
 
     def __init__(self) -> None:
@@ -153,18 +158,24 @@ class ListWriter(BufferWriter):
 
     @property
     def experiences(self) -> list[Experience]:
-        """All that was written."""
+        """The experiences of all writes."""
         return [experience for call in self.calls for experience in call]
 
 
-class AddStrategy(ABC):
-    """Sets the advantages of an explore step's experiences (its groups are complete), and writes what is to be trained.
+# -- The base classes --------------------------------------------------------------------------------------------------
 
-    The mathematics is in `group_advantages.py` and `functional.py`; experiences go to the `writer`. The constructor of
-    a subclass takes its arguments, and the writer if it wants: it has that already.
+WRITER = "writer"  # the parameter of a constructor that is not an argument of the configuration
+ADD_STRATEGY: Registry[type["AddStrategy"]] = Registry("add strategy")
+
+
+class AddStrategy(ABC):
+    """Sets the advantages of an explore step's experiences (its groups are complete), and writes those to train on.
+
+    The mathematics is in `functional.py`; experiences go to the `writer`. The constructor of a subclass takes the
+    strategy's arguments. It may take the writer, too, but need not: the instance has it already.
 
     Raises:
-        ArgumentError: an argument the strategy does not have; the message lists those it has.
+        ArgumentError: the strategy has no such argument; the message lists those it has.
     """
 
     writer: BufferWriter
@@ -176,7 +187,7 @@ class AddStrategy(ABC):
 
     def _refuse(self, unknown: dict[str, Any]) -> None:
         if unknown:
-            known = parameters_beside(type(self), GIVEN)
+            known = parameters_beside(type(self), (WRITER,))
             raise ArgumentError(unknown_name(f"argument of {type(self).__name__}", next(iter(unknown)), known))
 
     @abstractmethod
@@ -184,39 +195,47 @@ class AddStrategy(ABC):
         """Weigh and write the experiences of explore step `step`: the number written, and metrics.
 
         Raises:
-            ExperienceError: an experience the strategy cannot weigh.
+            ExperienceError: an experience that the strategy cannot weigh.
         """
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """The strategy's arguments that have a default, and these: by its constructor, unless a subclass says."""
+        """The arguments that have a default, with their defaults: those of the constructor, unless a subclass says."""
         parameters = inspect.signature(cls).parameters
         return {
             name: parameters[name].default
-            for name in parameters_beside(cls, GIVEN)
+            for name in parameters_beside(cls, (WRITER,))
             if parameters[name].default is not inspect.Parameter.empty
         }
 
-    # Whether a step that `survivors` leaves short is to be filled up with new tasks.
+    # True: new tasks fill up a step of which `survivors` leaves too few groups.
     refills = False
     # Groups whose rewards have a standard deviation not above this are not written; None: all are.
     std_threshold: float | None = None
 
     def kept_groups(self, groups: Sequence[Sequence[Run]]) -> list[bool]:
-        """Which of the groups, each of its runs, to write: those above `std_threshold`, by rewards before operators."""
+        """True for each group, given as its runs, whose rewards before operators spread beyond `std_threshold`."""
         if self.std_threshold is None or not groups:
             return [True] * len(groups)
         rewards = torch.tensor([raw_reward(last_step(run)) for runs in groups for run in runs], dtype=torch.float64)
-        stats = group_stats(rewards, index_of(groups))
+        stats = functional.group_stats(rewards, index_of(groups))
         return ((stats.size > 1) & (stats.std > self.std_threshold)).tolist()
 
-    async def write_groups(self, groups: Iterable[list[Experience]], given: int, invalid: int) -> tuple[int, Metrics]:
-        """One write a group: how many experiences these are; and of the given ones, what was left out, in metrics."""
+    async def write_groups(
+        self, groups: Iterable[list[Experience]], received: int, invalid: int
+    ) -> tuple[int, Metrics]:
+        """Write each group by itself: the number of experiences written, and metrics of those left out.
+
+        Args:
+            groups: the groups to write; empty ones are skipped.
+            received: number of experiences that the strategy was given.
+            invalid: number of groups that could not be weighed.
+        """
         written = 0
         for group in filter(None, groups):
             await self.writer.write_async(group)
             written += len(group)
-        filtered = {} if self.std_threshold is None else {"filtered_count": float(given - written)}
+        filtered = {} if self.std_threshold is None else {"filtered_count": float(received - written)}
         return written, {INVALID_GROUP_COUNT: float(invalid), **filtered}
 
     def survivors(self, experiences: list[Experience]) -> Groups:
@@ -224,16 +243,23 @@ class AddStrategy(ABC):
         return group_by(experiences, "task")
 
 
-def check_returned(strategy: AddStrategy, method: str, returned: Any, first: type, meant: str) -> None:
-    """Refuse what a method of a strategy, of somebody's own perhaps, returned, unless it is such a pair.
+def is_own(strategy: AddStrategy) -> bool:
+    """True for a strategy of the user's, whose returned values are checked."""
+    return type(strategy).__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
+def check_returned(strategy: AddStrategy, method: str, returned: Any, first: type, meaning: str) -> None:
+    """Refuse what a method of the user's strategy returned, unless it is a pair of `first` and a mapping.
 
     Raises:
         ConfigError: names the strategy, and says what the method must return.
     """
+    if not is_own(strategy):
+        return
     pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
     if not (isinstance(pair[0], first) and isinstance(pair[1], Mapping)):
-        found = type(returned).__name__ if pair == (None, None) else ", ".join(type(each).__name__ for each in pair)
-        raise ConfigError(f"{type(strategy).__name__}.{method} must return ({meant}), not {found}.")
+        types = type(returned).__name__ if pair == (None, None) else ", ".join(type(part).__name__ for part in pair)
+        raise ConfigError(f"{type(strategy).__name__}.{method} must return ({meaning}), not {types}.")
 
 
 class GroupAdvantageStrategy(AddStrategy):
@@ -253,14 +279,14 @@ class GroupAdvantageStrategy(AddStrategy):
         """Set `advantages` and `returns` [response] of one group: the experiences to write, and the group's metrics."""
 
     def split_valid(self, groups: Groups) -> tuple[Groups, int]:
-        """The groups that can be weighed, and the number of the others: a reward is missing or no finite number."""
+        """The groups that can be weighed, and the number of those with a reward that is no finite number."""
         return split_valid(groups)
 
     def weigh_groups(self, groups: Groups) -> tuple[list[list[Experience]], list[Metrics]]:
-        """`calculate_group_advantage` of every group: what to write of each, and their metrics."""
+        """`calculate_group_advantage` of every group: the experiences to write of each group, and its metrics."""
         weighed = [self.calculate_group_advantage(group_id, exps) for group_id, exps in groups.items()]
-        for each in weighed:
-            check_returned(self, "calculate_group_advantage", each, list, "list of experiences, metrics by name")
+        for returned in weighed:
+            check_returned(self, "calculate_group_advantage", returned, list, "list of experiences, metrics by name")
         return [exps for exps, _ in weighed], [metrics for _, metrics in weighed]
 
     async def add(  # pyright: ignore[reportIncompatibleMethodOverride]  # `exps` is the name its users know
@@ -279,7 +305,7 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
     """Groups by task, and gives every run one score, a function of the rewards of the explore step.
 
     A run of several steps has one reward, that of each of its experiences, and counts once; its score goes to all of
-    them. Where the rewards of its steps differ it is refused: those are for `step_wise_grpo` and `gigpo`. All groups
+    them. A run whose steps have different rewards is refused: `step_wise_grpo` and `gigpo` are for those. All groups
     are scored in one tensor operation, unless a subclass defines `calculate_group_advantage` itself.
     """
 
@@ -293,7 +319,7 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         Args:
             rewards: float64 [B].
             groups: position of each run's group, int64 [B], ascending.
-            runs: the experiences of each, for strategies that need more than their rewards.
+            runs: the experiences of each run, for strategies that need more than its reward.
         """
 
     def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
@@ -319,16 +345,23 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         returned = self.score(rewards, index_of(runs_by_group), runs)
         check_returned(self, "score", returned, Tensor, "tensor of scores, metrics by name")
         scores, group_metrics = returned
-        of_groups = [(name, each, len(groups)) for name, each in group_metrics.items()]
-        for name, each, count in [("scores", scores, len(runs)), *of_groups]:
-            if not isinstance(each, Tensor) or each.shape != (count,):
-                what = f"shape {list(each.shape)}" if isinstance(each, Tensor) else repr(each)
-                raise ConfigError(f"{type(self).__name__}.score must return {name} as a tensor [{count}], not {what}.")
+        self._check_lengths({"scores": scores}, len(runs))
+        self._check_lengths(group_metrics, len(groups))
         per_step = [score for run, score in zip(runs, scores.tolist(), strict=True) for _ in run]
         set_advantages([exp for run in runs for exp in run], per_step)
         kept = self.kept_groups(runs_by_group)
         weighed = [group if keep else [] for group, keep in zip(groups.values(), kept, strict=True)]
         return weighed, by_group(group_metrics, len(groups))
+
+    def _check_lengths(self, returned: Mapping[str, Any], count: int) -> None:
+        """ConfigError unless all that a `score` of the user's returned are tensors [count]."""
+        for name, values in returned.items() if is_own(self) else ():
+            if not isinstance(values, Tensor) or values.shape != (count,):
+                got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
+                raise ConfigError(f"{type(self).__name__}.score must return {name} as a tensor [{count}], not {got}.")
+
+
+# -- GRPO and OPMD -----------------------------------------------------------------------------------------------------
 
 
 class GRPOAddStrategy(TaskAdvantageStrategy):
@@ -340,9 +373,9 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
         epsilon: added to the standard deviation.
         std_level: "group", or "batch": divide by the standard deviation of all valid rewards of the step.
         std_threshold: leave out groups whose rewards have a standard deviation not above this, and groups of one, which
-            have none; what was not written is then counted, in experiences, in `filtered_count`. It judges the rewards
-            as they were before operators: where operators make up the reward, put `reward_variance` with its `metric`
-            in front instead. None: write all groups.
+            have none; `filtered_count` then counts the experiences that were not written. The rewards are those before
+            operators: where operators make up the reward, put `reward_variance` with its `metric` in front instead.
+            None: write all groups.
     """
 
     def __init__(
@@ -355,7 +388,7 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
     ) -> None:
         super().__init__(writer, **unknown)
         self.epsilon = number("epsilon", epsilon, least=0)
-        self.std_level = one_of("std_level", std_level, STD_LEVELS)
+        self.std_level = one_of("std_level", std_level, functional.STD_LEVELS)
         self.std_threshold = number("std_threshold", std_threshold, least=0, optional=True)
 
     @classmethod
@@ -363,137 +396,118 @@ class GRPOAddStrategy(TaskAdvantageStrategy):
         return {"epsilon": 1e-6}
 
     def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
-        return grpo_advantages(rewards, groups, self.epsilon, self.std_level), reward_metrics(rewards, groups)
+        scores = functional.grpo_advantages(rewards, groups, self.epsilon, self.std_level)
+        return scores, reward_metrics(rewards, groups)
 
 
-# -- By name, alone or one after the other -----------------------------------------------------------------------------
+class OPMDAddStrategy(TaskAdvantageStrategy):
+    """OPMD: r - b within a task (Trinity-RFT, arXiv 2505.17826); a group of one has b = 0.
 
-
-class ComposedAddStrategy(AddStrategy):
-    """Several strategies in a row: each gets the whole step that the one before it let through.
-
-    Only the last writes to the buffer, and its count is the count. Metrics are merged; a key that an earlier strategy
-    has reported already gets the later strategy's name as prefix: `grpo/filtered_count` (a second strategy of the same
-    name is called `grpo_2`).
-
-    Arguments and errors are those of `create_add_strategy`.
-
-    Attributes:
-        stages: of the last step, by the name of each strategy what it let through, in order.
+    Args:
+        opmd_baseline: "mean": b = mean(r); "logavgexp": b = tau * (logsumexp(r / tau) - log n).
+        tau: temperature of "logavgexp", above 0.
     """
 
-    def __init__(self, specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> None:
-        super().__init__(writer)
-        _check_specs(specs)
-        self.stages: dict[str, list[Experience]] = {}
-        self._writers = [ListWriter() for _ in specs]
-        self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._writers, strict=True)]
-        self._labels = numbered([name for name, _ in specs])
-        self.refills = self.strategies[0].refills
-        self._is_own = specs[-1][0] not in PARTS["add strategy"]
+    def __init__(
+        self, writer: BufferWriter | None = None, opmd_baseline: str = "mean", tau: float = 1.0, **unknown: Any
+    ) -> None:
+        super().__init__(writer, **unknown)
+        self.opmd_baseline = one_of("opmd_baseline", opmd_baseline, functional.OPMD_BASELINES)
+        self.tau = number("tau", tau, above=0)
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """None: `specs` has no default."""
-        return {}
+        return {"opmd_baseline": "mean", "tau": 1.0}
 
-    def survivors(self, experiences: list[Experience]) -> Groups:
-        return self.strategies[0].survivors(experiences)
-
-    async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
-        self.stages = {}
-        count, metrics = 0, {}
-        for label, strategy, writer in zip(self._labels, self.strategies, self._writers, strict=True):
-            writer.calls = []
-            with raised_by(f"add strategy '{label}'"):
-                returned: Any = await strategy.add(experiences, step)
-            check_returned(strategy, "add", returned, Integral, "number of experiences written, metrics by name")
-            count, added = returned
-            self.stages[label] = experiences = writer.experiences
-            metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
-        if self._is_own:
-            from trinity_lightning.common.experience.experience import check_weighed
-
-            check_weighed(experiences, f"add strategy {self._labels[-1]}")
-        for call in self._writers[-1].calls:
-            await self.writer.write_async(call)
-        return count, metrics
+    def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
+        baseline = functional.opmd_baseline(rewards, groups, self.opmd_baseline, self.tau)
+        metrics = {"reward_mean": functional.group_stats(rewards, groups).mean, "group_baseline": baseline}
+        return functional.opmd_advantages(rewards, groups, self.opmd_baseline, self.tau), metrics
 
 
-def create_add_strategy(specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> AddStrategy:
-    """The add strategy that `specs` describes: `create_add_strategy([("reward_variance", {}), ("grpo", {})], writer)`.
+# -- Filters of groups whose rewards do not differ, to put before a strategy that sets advantages ----------------------
+
+
+class RewardVarianceAddStrategy(AddStrategy):
+    """Writes the groups whose rewards differ, and sets no advantages: a filter to put before another strategy.
+
+    A group is written when it has at least two runs and its rewards' population variance is above the threshold. The
+    rewards are those before operators: a penalty for length makes no difference between two wrong answers. A group
+    with a reward that is no finite number is left out, also if `metric` is given. `filtered_count` counts the
+    experiences that were not written, `add_strategy_time` is in seconds.
 
     Args:
-        specs: registry name (or dotted path of a class) and arguments of each strategy, in order. One entry gives that
-            strategy itself, several a `ComposedAddStrategy`.
-        writer: where the last one writes.
-
-    Raises:
-        ConfigError: no entry, one of another form, an argument's value that is out of range, or an unfinished class.
-        ValueError: an unknown name; the message lists the known ones.
-        TypeError: an unknown argument (the message lists the valid ones), or a path that is no AddStrategy class.
+        variance_threshold: the variance of a group must exceed it.
+        metric: judge by this in place of the reward: the name of a reward function ("accuracy"), another metric of the
+            experiences, or an entry of their info ("judge_score").
     """
-    _check_specs(specs)
-    return _create(*specs[0], writer) if len(specs) == 1 else ComposedAddStrategy(specs, writer)
 
+    def __init__(
+        self,
+        writer: BufferWriter | None = None,
+        variance_threshold: float = 0.0,
+        metric: str | None = None,
+        **unknown: Any,
+    ) -> None:
+        super().__init__(writer, **unknown)
+        self.variance_threshold = number("variance_threshold", variance_threshold, least=0)
+        self.criterion = Criterion(metric)
 
-def _check_specs(specs: Any) -> None:
-    """ConfigError unless these are strategies with their arguments, at least one."""
-    if not specs:
-        raise ConfigError(
-            "add_strategy names no strategy",
-            key="add_strategy",
-            fix=f"give at least one of {', '.join(sorted(ADD_STRATEGY))}",
+    @classmethod
+    def default_args(cls) -> dict[str, Any]:
+        return {"variance_threshold": 0.0}
+
+    async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
+        if not experiences:
+            return 0, {}
+        start = time.perf_counter()
+        reject_dpo(experiences)
+        differing, invalid = self._differing(experiences)
+        writes = self._writes(differing, experiences, step)
+        written, metrics = await self.write_groups(writes, len(experiences), invalid)
+        metrics["filtered_count"] = float(len(experiences) - sum(map(len, differing.values())))
+        metrics["add_strategy_time"] = time.perf_counter() - start
+        return written, metrics
+
+    def _writes(self, differing: Groups, experiences: list[Experience], step: int) -> list[list[Experience]]:
+        """The experiences of each write, for the groups whose rewards differ."""
+        return list(differing.values())
+
+    def survivors(self, experiences: list[Experience]) -> Groups:
+        return self._differing(experiences)[0]
+
+    def _differing(self, experiences: list[Experience]) -> tuple[Groups, int]:
+        """The groups whose rewards differ, and the number of invalid groups, which are logged.
+
+        Raises:
+            ExperienceError: see `Criterion.values`.
+        """
+        groups = group_by(experiences, "task")
+        values = self.criterion.values(groups)
+        # Of a run of several steps only the last must have a reward: the strategy behind this one may need no other.
+        # Under another metric none must: a distillation weighs without rewards.
+        last = {id_: list(map(last_step, runs_of(exps))) for id_, exps in groups.items()}
+        if self.criterion.metric is not None:
+            last = {id_: [exp for exp in exps if exp.reward is not None] for id_, exps in last.items()}
+        rewarded, unrewarded = split_valid(groups, lambda exps: have_valid_rewards(last[exps[0].eid.tid]))
+        valid, invalid = split_valid(
+            rewarded, lambda exps: all(map(is_valid_reward, values[exps[0].eid.tid])), self.criterion.metric or "reward"
         )
-    pairs = specs if isinstance(specs, list | tuple) else [specs]
-    if not all(isinstance(each, list | tuple) and len(each) == 2 for each in pairs):
-        raise ConfigError(
-            f"add_strategy is {specs!r}: give a name, or in order [(name, {{argument: value}}), ...].",
-            key="add_strategy",
-        )
+        if not valid:
+            return {}, unrewarded + invalid
+        sizes = [len(values[id_]) for id_ in valid]
+        numbers = torch.tensor([value for id_ in valid for value in values[id_]], dtype=torch.float64)
+        index = index_of(values[id_] for id_ in valid)
+        differ = functional.rewards_differ(numbers, index, self.variance_threshold).split(sizes)
+        differing = {id_: exps for (id_, exps), in_group in zip(valid.items(), differ, strict=True) if in_group[0]}
+        return differing, unrewarded + invalid
 
 
-def check_strategy(name: str, args: Mapping[str, Any], key: str = "args") -> type[AddStrategy]:
-    """The class of the strategy of that name, which takes these arguments; `key` is where they stand.
+class DAPOAddStrategy(RewardVarianceAddStrategy):
+    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): `reward_variance`, by the name its users look for.
 
-    Raises:
-        ConfigError: as `create_add_strategy`, but for values that are out of range.
+    Groups that all failed or all succeeded are left out, and the explorer is asked for new tasks in their place, up to
+    explorer.max_refills times.
     """
-    strategy = ADD_STRATEGY.resolve(name)
-    if not (isinstance(strategy, type) and issubclass(strategy, AddStrategy)):
-        raise TypeError(f"'{name}' is no AddStrategy class, but {strategy!r}.")
-    if not isinstance(args, Mapping):
-        raise ConfigError(f"the arguments of add strategy '{name}' must be {{name: value}}, not {args!r}.")
-    check_arguments(_title(name), strategy, args, key, [_writer_parameter(strategy, args)])
-    return strategy
 
-
-def _writer_parameter(strategy: type[AddStrategy], args: Mapping[str, Any]) -> str:
-    """The name of the parameter for the writer, `writer`.
-
-    Classes that define `default_args`, as all had to in earlier versions, may have another name for their first one.
-    """
-    parameters = inspect.signature(strategy).parameters
-    first = next(iter(parameters.values()), None)
-    if first is None or GIVEN[0] in parameters or first.kind is not first.POSITIONAL_OR_KEYWORD:
-        return GIVEN[0]
-    is_argument = first.default is not first.empty or first.name in (*args, *strategy.default_args())
-    defines = any("default_args" in vars(each) for each in strategy.__mro__ if each is not AddStrategy)
-    return first.name if defines and not is_argument else GIVEN[0]
-
-
-def _title(name: Any) -> str:
-    return f"add strategy '{name if isinstance(name, str) else name.__name__}'"
-
-
-def _create(name: str, args: Mapping[str, Any], writer: BufferWriter) -> AddStrategy:
-    strategy = check_strategy(name, args)
-    return made_at_start(_title(name), strategy, args, given={_writer_parameter(strategy, args): writer})
-
-
-def __getattr__(name: str) -> Any:
-    """Strategies that may be imported from here too, and are when they are asked for."""
-    for path in (PARTS["add strategy"]["opmd"], PARTS["add strategy"]["reward_variance"]):
-        if path.endswith(f".{name}"):
-            return import_object(path)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    refills = True

@@ -1,4 +1,4 @@
-"""Add strategies that compare with something else than GRPO does: another baseline, a critic's values, a teacher."""
+"""Add strategies with another baseline than GRPO's mean over std: the group's rewards, a critic, or a teacher."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -20,7 +20,7 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
 )
 from trinity_lightning.common.experience import Experience, group_by
 from trinity_lightning.common.runs import Run, is_valid_reward, run_reward
-from trinity_lightning.config.values import number, one_of
+from trinity_lightning.config.values import number
 
 
 class BaselineAddStrategy(TaskAdvantageStrategy):
@@ -84,31 +84,6 @@ class ASYMREAddStrategy(BaselineAddStrategy):
         return functional.asymre_advantages(rewards, groups, self.baseline_shift)
 
 
-class OPMDAddStrategy(TaskAdvantageStrategy):
-    """OPMD: r - b within a task (Trinity-RFT, arXiv 2505.17826); a group of one has b = 0.
-
-    Args:
-        opmd_baseline: "mean": b = mean(r); "logavgexp": b = tau * (logsumexp(r / tau) - log n).
-        tau: temperature of "logavgexp", above 0.
-    """
-
-    def __init__(
-        self, writer: BufferWriter | None = None, opmd_baseline: str = "mean", tau: float = 1.0, **unknown: Any
-    ) -> None:
-        super().__init__(writer, **unknown)
-        self.opmd_baseline = one_of("opmd_baseline", opmd_baseline, functional.OPMD_BASELINES)
-        self.tau = number("tau", tau, above=0)
-
-    @classmethod
-    def default_args(cls) -> dict[str, Any]:
-        return {"opmd_baseline": "mean", "tau": 1.0}
-
-    def score(self, rewards: Tensor, groups: Tensor, runs: Sequence[Run]) -> tuple[Tensor, dict[str, Tensor]]:
-        baseline = functional.opmd_baseline(rewards, groups, self.opmd_baseline, self.tau)
-        metrics = {"reward_mean": functional.group_stats(rewards, groups).mean, "group_baseline": baseline}
-        return functional.opmd_advantages(rewards, groups, self.opmd_baseline, self.tau), metrics
-
-
 class CriticAddStrategy(GroupAdvantageStrategy):
     """Sets no advantages: the trainer makes them of the rewards, by the values of a critic (`algorithm.critic`)."""
 
@@ -120,18 +95,22 @@ class CriticAddStrategy(GroupAdvantageStrategy):
         return group_by(exps, "task")
 
     def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
-        """The group without the advantages that it may have had; its mean reward. Errors as of `run_reward`."""
+        """The group without the advantages that it may have had; its mean reward.
+
+        Raises:
+            ExperienceError: see `run_reward`.
+        """
         for experience in exps:
             experience.advantages = experience.returns = None
-        return exps, {"reward_mean": fmean(run_reward([each]) for each in exps)}
+        return exps, {"reward_mean": fmean(run_reward([experience]) for experience in exps)}
 
 
 class OnPolicyDistillAddStrategy(GroupAdvantageStrategy):
     """kl_coef * (teacher_logprobs - logprobs) of each trained token: a teacher's opinion in place of a reward.
 
-    Source: "On-Policy Distillation", Thinking Machines Lab, 2025. Experiences need no reward, but one that is not a
-    finite number leaves its group out, as does such a log-probability of a trained token. The metric reverse_kl is the
-    mean of logprobs - teacher_logprobs over a task's trained tokens: an estimate of KL(policy || teacher), in nats.
+    Source: "On-Policy Distillation", Thinking Machines Lab, 2025. Experiences need no reward. A group is left out if a
+    reward, or a log-probability of a trained token, is no finite number. The metric reverse_kl is the mean of
+    logprobs - teacher_logprobs over a task's trained tokens: an estimate of KL(policy || teacher), in nats.
 
     Args:
         kl_coef: weight of the difference, above 0: below it, the policy would move away from the teacher.
@@ -161,7 +140,7 @@ class OnPolicyDistillAddStrategy(GroupAdvantageStrategy):
         for exp in exps:
             mask, (teacher, student) = action_mask(exp).bool(), _logprobs(exp)
             scores = functional.distillation_advantages(teacher, student, self.kl_coef)
-            # Chosen, not multiplied: what stands at tokens that are not trained does not matter.
+            # Chosen, not multiplied: tokens that are not trained may hold NaN.
             exp.advantages = torch.where(mask, scores, 0.0).float()
             exp.returns = exp.advantages.clone()
             total += float((student.double() - teacher.double())[mask].sum())

@@ -21,8 +21,8 @@ from trinity_lightning.config.values import number
 class CorrectBiasAddStrategy(GRPOAddStrategy):
     """GRPO on r' = r * (1 - rank / n * rank_penalty) (unlikeliness reward, arXiv 2506.02355).
 
-    Within a task, rank 0 is the run with the lowest mean log-probability of its trained tokens (of all its tokens, if
-    none is trained); equal ones share their average rank. The metrics reward_mean and reward_std are those of r'.
+    Within a task, the run with the lowest mean log-probability of its trained tokens (of all its tokens, if none is
+    trained) has rank 0; equal ones share their average rank. The metrics reward_mean and reward_std are those of r'.
 
     Args:
         epsilon: added to the standard deviation.
@@ -44,7 +44,8 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
         """GRPO's scores of the penalised rewards; see `TaskAdvantageStrategy.score`.
 
         Raises:
-            ExperienceError: one of a group of several lacks log-probabilities, or their mean is no finite number.
+            ExperienceError: an experience in a group of several has no log-probabilities, or their mean is no finite
+                number.
         """
         lone = (groups.bincount() == 1)[groups].tolist()
         # A lone run has rank 0 whatever its log-probabilities, and may do without them.

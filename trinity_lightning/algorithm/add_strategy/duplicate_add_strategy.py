@@ -1,4 +1,4 @@
-"""Keep the groups whose rewards differ, and fill up with copies of them: always the same amount to train on."""
+"""The filter that fills a step up with copies of the groups whose rewards differ, to as much as there was before."""
 
 import copy
 import random
@@ -7,8 +7,12 @@ from typing import Any
 
 import xxhash
 
-from trinity_lightning.algorithm.add_strategy.add_strategy import BufferWriter, Groups, Metrics
-from trinity_lightning.algorithm.add_strategy.reward_variance_add_strategy import RewardVarianceAddStrategy
+from trinity_lightning.algorithm.add_strategy.add_strategy import (
+    BufferWriter,
+    Groups,
+    Metrics,
+    RewardVarianceAddStrategy,
+)
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.values import whole_number
 
@@ -16,15 +20,15 @@ from trinity_lightning.config.values import whole_number
 class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
     """Writes the groups whose rewards differ, then copies of whole groups until the step is as large as before.
 
-    POLARIS (Hu et al., 2025). It sets no advantages: it goes before another strategy. Whether rewards differ is decided
-    as in `reward_variance`, by the same arguments. Groups are copied in a seeded order, none a second time before all
-    have been copied once; whole ones, so that the count may pass that of the input by less than a group. A copy has a
-    task, and so a group, of its own, and shares its tensors with the original. All are written in one write.
+    POLARIS (Hu et al., 2025). It sets no advantages: it goes before another strategy. It decides whether rewards differ
+    as `reward_variance` does, by the same arguments. Groups are copied in a seeded order, none a second time before all
+    have been copied once. Whole groups are copied, so the count may pass that of the input by less than a group. A copy
+    has a task, and so a group, of its own, and shares its tensors with the original. There is one write for all.
 
     `filtered_count` counts the experiences left out, `duplicated_count` the copies; `add_strategy_time` is in seconds.
 
     Args:
-        seed: with the explore step it decides which groups are copied.
+        seed: decides, with the explore step, which groups are copied.
     """
 
     def __init__(
@@ -44,12 +48,12 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
             metrics["duplicated_count"] = written - (len(experiences) - metrics["filtered_count"])
         return written, metrics
 
-    def _writes(self, kept: Groups, experiences: list[Experience], step: int) -> list[list[Experience]]:
-        originals = [exp for group in kept.values() for exp in group]
-        return [originals + self._copies(kept, experiences, len(experiences) - len(originals), step)]
+    def _writes(self, differing: Groups, experiences: list[Experience], step: int) -> list[list[Experience]]:
+        originals = [exp for group in differing.values() for exp in group]
+        return [originals + self._copies(differing, experiences, len(experiences) - len(originals), step)]
 
     def _copies(self, groups: Groups, experiences: list[Experience], missing: int, step: int) -> list[Experience]:
-        """At least `missing` copies, of whole groups, if there is any group."""
+        """Copies of whole groups, at least `missing` experiences; none without a group."""
         copies: list[Experience] = []
         rng = random.Random(f"{self.seed}/{step}")
         taken = {str(exp.eid.task) for exp in experiences}  # 1 and "1" make the same task identifier
@@ -63,18 +67,22 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
 
 def _copy_group(group: list[Experience], taken: set[str]) -> list[Experience]:
     """A copy of a group under a task that is not taken: a further number for an int, else `<task>-copy-<n>`."""
-    own = group[0].eid.task
+    task_before = group[0].eid.task
     numbers = [int(name) for name in taken if name.isdecimal()]
-    names = count(max(numbers, default=-1) + 1) if isinstance(own, int) else (f"{own}-copy-{n}" for n in count(1))
+    names = (
+        count(max(numbers, default=-1) + 1)
+        if isinstance(task_before, int)
+        else (f"{task_before}-copy-{n}" for n in count(1))
+    )
     task = next(name for name in names if str(name) not in taken)
     taken.add(str(task))
     copies = []
     for row, exp in enumerate(group):
         copied = copy.copy(exp)
-        # Not a random suffix: the same seed gives the same copies.
+        # No random suffix, so that the same seed gives the same copies.
         suffix = xxhash.xxh3_64_hexdigest(f"{exp.eid.uid}/{task}/{row}".encode())[:12]
         copied.eid = EID(batch=exp.eid.batch, task=task, run=exp.eid.run, step=exp.eid.step, suffix=suffix)
-        # What is added to a copy's info or metrics is not the original's.
+        # Of its own, so that entries added to a copy's info or metrics are not added to the original's.
         copied.info, copied.metrics = dict(exp.info), dict(exp.metrics)
         copies.append(copied)
     return copies

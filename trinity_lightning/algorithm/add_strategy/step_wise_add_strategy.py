@@ -31,14 +31,13 @@ from trinity_lightning.config.values import flag, number, numbered, one_of, text
 class RunAdvantageStrategy(AddStrategy):
     """An add strategy that groups by task and then by run (`runs_of`), and writes one run at a time.
 
-    Each experience is weighed as a step of its run, whatever rewards the other steps have.
-
-    A task with a reward that matters and is no finite number is left out as by `GroupAdvantageStrategy`.
+    Each experience is weighed as a step of its run, whatever rewards the other steps have. A task is left out, as by
+    `GroupAdvantageStrategy`, if one of the rewards that `rewarded` names is no finite number.
     """
 
     @abstractmethod
     def weigh_tasks(self, tasks: list[Groups]) -> list[Metrics]:
-        """Set `advantages` and `returns` [response] of the runs, by id, of every task: each task's metrics."""
+        """Set `advantages` and `returns` [response] of every task's runs, given by id: the metrics of each task."""
 
     def rewarded(self, runs: Groups) -> list[Experience]:
         """The experiences of a task whose rewards must be finite numbers: the last step of every run."""
@@ -54,13 +53,14 @@ class RunAdvantageStrategy(AddStrategy):
         valid, invalid = split_valid({task: self.rewarded(runs) for task, runs in tasks.items()})
         weighed = [tasks[task] for task in valid]
         metrics = self.weigh_tasks(weighed) if weighed else []
-        kept = compress(weighed, self.kept_groups([list(runs.values()) for runs in weighed]))
-        written, counts = await self.write_groups((run for runs in kept for run in runs.values()), len(exps), invalid)
+        to_write = compress(weighed, self.kept_groups([list(runs.values()) for runs in weighed]))
+        runs = (run for by_id in to_write for run in by_id.values())
+        written, counts = await self.write_groups(runs, len(exps), invalid)
         return written, spread_of_each(metrics, "group_advantages") | counts
 
 
 def _by_run(group: list[Experience]) -> Groups:
-    """The runs of a task by id; where several have the same id, by that and a number."""
+    """The runs of a task by id; ids that several runs share get a number."""
     runs = runs_of(group)
     return dict(zip(numbered([run[0].eid.rid for run in runs]), runs, strict=True))
 
@@ -73,7 +73,7 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
     Args:
         epsilon: added to the standard deviation.
         enable_step_norm: divide the score by the number of the run's steps, for long runs to weigh no more than short.
-        std_level, std_threshold: as `grpo`, of the rewards of the runs' last steps.
+        std_level, std_threshold: see `GRPOAddStrategy`; the rewards are those of the runs' last steps.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
             scores, metrics = self._score(last_steps)
         else:
             weighed = [self.calculate_group_advantage(exps) for exps in last_steps]
-            for each in weighed:
-                check_returned(self, "calculate_group_advantage", each, Mapping, "scores by run, metrics by name")
+            for returned in weighed:
+                check_returned(self, "calculate_group_advantage", returned, Mapping, "scores by run, metrics by name")
             scores, metrics = [score for score, _ in weighed], [metric for _, metric in weighed]
-        for runs, of_runs in zip(tasks, scores, strict=True):
-            self.broadcast_advantages(runs, of_runs)
+        for runs, run_scores in zip(tasks, scores, strict=True):
+            self.broadcast_advantages(runs, run_scores)
         return metrics
 
     def _score(self, tasks: list[dict[str, Experience]]) -> tuple[list[dict[str, float]], list[Metrics]]:
@@ -134,17 +134,14 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
         return [{run_id: next(scores) for run_id in exps} for exps in tasks], metrics
 
 
-# -- steps compared with other steps from the same state ---------------------------------------------------------------
-
-
 class GiGPOAddStrategy(RunAdvantageStrategy):
     """Group-in-group policy optimization (arXiv 2505.10978): A = A_episode + step_weight * A_step.
 
-    The reward of an experience is that of its step; a step before the last may have none, which counts as 0. An
-    episode's return is the sum of its rewards. A step's return R_t = r_t + gamma * R_(t+1) is compared with those of
-    all steps of the task, in any run, that were taken from the same state. Metrics of a task: reward_mean and
-    reward_std of its episodes' returns, and repeated_state_ratio, the share of steps whose state was met more than
-    once: at 0 this is step-wise GRPO.
+    An experience is a step of an episode, and has the step's reward; without one, a step before the last has reward 0.
+    An episode's return is the sum of its rewards. A step's return is R_t = r_t + gamma * R_(t+1). It is compared with
+    the returns of all steps of the task, in any run, that were taken from the same state. Metrics of a task:
+    reward_mean and reward_std of its episodes' returns, and repeated_state_ratio, the share of steps whose state was
+    met more than once. If that is 0, this is step-wise GRPO.
 
     Args:
         epsilon: added to the standard deviations.
@@ -177,11 +174,11 @@ class GiGPOAddStrategy(RunAdvantageStrategy):
 
     def rewarded(self, runs: Groups) -> list[Experience]:
         """The last step of every run, and every other step that has a reward."""
-        others = [exp for exps in runs.values() for exp in exps if exp.reward is not None]
-        return [*super().rewarded(runs), *others]
+        with_reward = [exp for exps in runs.values() for exp in exps if exp.reward is not None]
+        return [*super().rewarded(runs), *with_reward]
 
     def weigh_tasks(self, tasks: list[Groups]) -> list[Metrics]:
-        """All steps of all tasks at once.
+        """Weigh all steps of all tasks at once.
 
         Raises:
             ExperienceError: an experience has no state in its info, or one that cannot be compared.
@@ -211,14 +208,14 @@ class GiGPOAddStrategy(RunAdvantageStrategy):
         return by_group(metrics, len(tasks))
 
     def _step_returns(self, exps: list[Experience]) -> list[float]:
-        backwards = accumulate(map(_reward, reversed(exps)), lambda later, reward: reward + self.gamma * later)
-        return list(backwards)[::-1]
+        last_first = accumulate(map(_reward, reversed(exps)), lambda later, reward: reward + self.gamma * later)
+        return list(last_first)[::-1]
 
     def _states(self, steps: list[Experience], tasks: list[int]) -> torch.Tensor:
-        """Position of each step's state among those of the explore step; states of different tasks differ. [S]."""
+        """Position of each step's state among the states of the explore step [S]; states of different tasks differ."""
         positions: dict[Hashable, int] = {}
         states = zip(tasks, map(self._state, steps), strict=True)
-        return torch.tensor([positions.setdefault(each, len(positions)) for each in states])
+        return torch.tensor([positions.setdefault(state, len(positions)) for state in states])
 
     def _state(self, exp: Experience) -> Hashable:
         if self.state_key not in exp.info:

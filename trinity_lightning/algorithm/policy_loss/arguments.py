@@ -16,16 +16,60 @@ from trinity_lightning.config.signatures import POSITIONAL, has_method, made_at_
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ArgumentError, ConfigError
 
-ARGS = "algorithm.policy_loss.args"
+KEY = "algorithm.policy_loss"
+ARGS = f"{KEY}.args"
 
-# Keyword arguments that the trainer gives, not the configuration.
+# Arguments that the trainer gives, not the configuration: tensors by position, the others by keyword.
+TENSORS = ("logprobs", "old_logprobs", "action_mask", "advantages")
 TOTALS = ("num_tokens", "num_sequences", "max_response_length")
 EXTRAS = (
     *("ref_logprobs", "num_computed_tokens", "expert_mask", "num_expert_tokens", "num_expert_sequences", "pairs"),
     *("stream_weights", "stream_totals", "terms", "top_k_logprobs", "teacher_top_k_logprobs"),
 )
+LOSS = f"loss({', '.join(TENSORS)}, **totals)"  # how a loss is called, for messages
 
-# Plain types of arguments, the Python types that fit them, and what to give.
+
+def with_arguments(name: str, loss: Any, args: Mapping[str, Any]) -> PolicyLossFn:
+    """A loss with these arguments: a function's own, or those of a class's constructor and of its call.
+
+    Args:
+        name: name of the loss. If the loss is not built in, its parameters are looked at (`in_our_terms`).
+        loss: a function, a class or an object.
+        args: the arguments of the configuration.
+
+    Raises:
+        ConfigError: as `check_arguments` and `in_our_terms`; or a class whose instances cannot be called.
+    """
+    if isinstance(loss, type):
+        loss, args = instance_of(name, loss, args)
+    if not callable(loss):
+        raise ConfigError(f"policy loss '{name}' cannot be called", key=KEY, fix=f"give a function, called as {LOSS}")
+    fn = cast("PolicyLossFn", loss) if name in PARTS["policy loss"] else in_our_terms(name, loss, args)
+    check_arguments(name, fn, args)
+    return functools.partial(fn, **args)
+
+
+def instance_of(name: str, kind: type[Any], args: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The method that is run when an instance of a class is called, and the arguments that the call takes.
+
+    Raises:
+        ConfigError: it cannot be called, or its constructor refuses its arguments.
+    """
+    method = "forward" if issubclass(kind, nn.Module) else "__call__"
+    if not has_method(kind, method):
+        raise ConfigError(
+            f"policy loss '{name}' cannot be called", key=KEY, fix=f"give the class a method __call__, as {LOSS}"
+        )
+    of_call = {arg for arg in inspect.signature(getattr(kind, method)).parameters if arg in args}
+    of_call -= inspect.signature(kind).parameters.keys()
+    of_constructor = {arg: value for arg, value in args.items() if arg not in of_call}
+    instance: Any = made_at_start(f"policy loss '{name}'", kind, of_constructor, ARGS)
+    return getattr(instance, method), {arg: args[arg] for arg in of_call}
+
+
+# -- The arguments of the configuration --------------------------------------------------------------------------------
+
+# Plain types of arguments: the Python types that fit them, and the words for them in messages.
 _PLAIN: dict[object, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
     int: ((int,), "a whole number"),
@@ -36,31 +80,11 @@ _PLAIN: dict[object, tuple[tuple[type, ...], str]] = {
 }
 
 
-def with_arguments(name: str, loss: Any, args: Mapping[str, Any]) -> PolicyLossFn:
-    """A loss with these arguments: a function's own, or those of a class's constructor and of its call.
-
-    Args:
-        name: of the loss; if it is none of the table, its parameters are looked at (`in_our_terms`).
-        loss: a function, a class or an object.
-        args: what the configuration gives it.
-
-    Raises:
-        ConfigError: as `check_arguments` and `in_our_terms`; or a class whose instances cannot be called.
-    """
-    if isinstance(loss, type):
-        loss, args = instance_of(name, loss, args)
-    if not callable(loss):
-        raise ConfigError(f"policy loss '{name}' cannot be called", fix=f"give a function, called as {LOSS}")
-    fn = cast("PolicyLossFn", loss) if name in PARTS["policy loss"] else in_our_terms(name, loss, args)
-    check_arguments(name, fn, args)
-    return functools.partial(fn, **args)
-
-
 def check_arguments(name: str, fn: PolicyLossFn, args: Mapping[str, Any]) -> None:
     """Refuse arguments that the policy loss of that name does not have, and values of the wrong type.
 
     Raises:
-        ConfigError: a `loss_agg_mode`, of a loss that has an average of its own; a value that is NaN.
+        ConfigError: `loss_agg_mode` for a loss with an average of its own; or a value that is NaN.
         ArgumentError: an unknown argument, the message lists the valid ones; one that is missing, or of the wrong type.
     """
     valid = loss_arguments(fn)
@@ -72,14 +96,15 @@ def check_arguments(name: str, fn: PolicyLossFn, args: Mapping[str, Any]) -> Non
                 fix="leave it out",
             )
         if arg not in valid:
-            own = valid.keys() - {"loss_agg_mode"}  # a key of its own in the configuration
-            what = unknown_name(f"argument of policy loss '{name}'", arg, own)
-            raise ArgumentError(f"{ARGS}.{arg}: {what}")
-        _check_type(f"argument '{arg}' of policy loss '{name}'", value, valid[arg].annotation)
+            known = valid.keys() - {"loss_agg_mode"}  # a key of its own in the configuration
+            unknown = unknown_name(f"argument of policy loss '{name}'", arg, known)
+            raise ArgumentError(f"{ARGS}.{arg}: {unknown}", key=f"{ARGS}.{arg}")
+        _check_type(f"argument '{arg}' of policy loss '{name}'", f"{ARGS}.{arg}", value, valid[arg].annotation)
     for arg, parameter in valid.items():
         if arg not in args and parameter.default is parameter.empty:
             raise ArgumentError(
-                f"{ARGS}.{arg} is missing: policy loss '{name}' has no default for it, nor has the trainer."
+                f"{ARGS}.{arg} is missing: policy loss '{name}' has no default for it, nor has the trainer.",
+                key=f"{ARGS}.{arg}",
             )
 
 
@@ -92,31 +117,28 @@ def loss_arguments(fn: PolicyLossFn) -> dict[str, inspect.Parameter]:
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature:
-    """The signature, its annotations as types; as text, which is not checked, if a name in them is not to be found."""
+    """The signature with annotations as types; or as text, which is not checked, if a name in them is not found."""
     try:
         return inspect.signature(fn, eval_str=True)
     except (NameError, AttributeError, TypeError, SyntaxError):
         return inspect.signature(fn)
 
 
-def _check_type(argument: str, value: object, annotation: Any) -> None:
+def _check_type(argument: str, key: str, value: object, annotation: Any) -> None:
     """ArgumentError if the annotation has plain types only and the value fits none; ConfigError if it is NaN."""
     if isinstance(value, float) and math.isnan(value):
-        raise ConfigError(f"{argument} is nan", fix="give a number")
+        raise ConfigError(f"{argument} is nan", key=key, fix="give a number")
     choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    plain = [_PLAIN.get(get_origin(choice) or choice) for choice in choices]
-    known = [each for each in plain if each is not None]
-    types = [each for fitting, _ in known for each in fitting]
+    plain = [_PLAIN[kind] for choice in choices if (kind := get_origin(choice) or choice) in _PLAIN]
+    types = [fitting_type for fitting, _ in plain for fitting_type in fitting]
     fits = bool in types if isinstance(value, bool) else isinstance(value, tuple(types))  # True is an int to Python
-    if fits or len(known) < len(plain):
+    if fits or len(plain) < len(choices):
         return
-    raise ArgumentError(f"{argument} is {value!r}", fix=f"give {' or '.join(words for _, words in known)}")
+    raise ArgumentError(f"{argument} is {value!r}", key=key, fix=f"give {' or '.join(words for _, words in plain)}")
 
 
-# -- how a loss of your own is called: TRL, verl and OpenRLHF have other names, and another order ----------------------
+# -- The tensors of a user's loss: TRL, verl and OpenRLHF have other names for them, and another order -----------------
 
-TENSORS = ("logprobs", "old_logprobs", "action_mask", "advantages")
-LOSS = f"loss({', '.join(TENSORS)}, **totals)"
 _LOGPROBS = r"(log_?probs?|logps?|lps?)"
 _NAMES = {
     "logprobs": rf"((new|cur|curr|current|policy|pi|pi_theta|theta|train|trainer|actor|model|per_token|token|action)_)*"
@@ -131,36 +153,37 @@ _ENGINES = rf"(rollout|inference|infer|sampling|sampler|vllm)_((per_token|policy
 
 
 def in_our_terms(name: str, loss: Callable[..., Any], args: Mapping[str, Any]) -> PolicyLossFn:
-    """A loss of the user's that can be called as `PolicyLossFn`, whatever it calls its tensors and in whatever order.
+    """A user's loss, made callable as `PolicyLossFn`, whatever it calls its tensors and in whatever order.
 
-    It is called by position if no name says otherwise, and else by the names of its parameters, of which other
-    frameworks' are known. It may leave out tensors that it has no use for.
+    It is called by position, unless the names of its parameters say otherwise: then by these names, among which the
+    names of other frameworks are known. It may leave out tensors that it has no use for.
 
     Args:
-        name: of the loss, for messages.
-        loss: as the user wrote it.
-        args: what the configuration gives it.
+        name: name of the loss, for messages.
+        loss: the loss as the user wrote it.
+        args: the arguments of the configuration.
 
     Raises:
-        ConfigError: it has parameters of such names beside others that are not known, two for one tensor, or one for
-            what the trainer does not give.
+        ConfigError: some parameters have known names, and others are not known; two parameters are for one tensor; or
+            one is for something that the trainer does not give.
     """
     parameters = list(_signature(loss).parameters.values())
     leading = [p for p in parameters if p.kind in POSITIONAL][: len(TENSORS)]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    theirs = {p.name: ours for p in parameters if (ours := _meaning(p)) and p.name not in args}
+    # Our name of the tensor by the user's name of the parameter.
+    tensors = {p.name: tensor for p in parameters if (tensor := _meaning(p)) and p.name not in args}
     _refuse_engines(name, leading, args)
     knobs = [p for p in leading if _is_knob(p) or p.name in args]
     placed = zip(leading, TENSORS, strict=False)
-    in_order = not knobs and all(theirs.get(p.name, ours) == ours for p, ours in placed)
+    in_order = not knobs and all(tensors.get(p.name, tensor) == tensor for p, tensor in placed)
     if in_order and (takes_any or len(leading) == len(TENSORS)):
         leading_names = {p.name for p in leading}
-        theirs = {label: ours for label, ours in theirs.items() if label not in leading_names}
-        if all(label == ours for label, ours in theirs.items()):
+        tensors = {label: tensor for label, tensor in tensors.items() if label not in leading_names}
+        if all(label == tensor for label, tensor in tensors.items()):
             return cast("PolicyLossFn", loss)
-        theirs |= {p.name: ours for p, ours in zip(leading, TENSORS, strict=False)}
-    _check_names(name, leading, theirs, args)
-    return _by_name(loss, parameters, theirs)
+        tensors |= {p.name: tensor for p, tensor in zip(leading, TENSORS, strict=False)}
+    _check_names(name, leading, tensors, args)
+    return _by_name(loss, parameters, tensors)
 
 
 def _meaning(parameter: inspect.Parameter) -> str | None:
@@ -169,7 +192,7 @@ def _meaning(parameter: inspect.Parameter) -> str | None:
         return parameter.name
     if _is_knob(parameter) or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
         return None
-    return next((ours for ours, pattern in _NAMES.items() if re.fullmatch(pattern, parameter.name)), None)
+    return next((tensor for tensor, pattern in _NAMES.items() if re.fullmatch(pattern, parameter.name)), None)
 
 
 def _is_knob(parameter: inspect.Parameter) -> bool:
@@ -177,74 +200,55 @@ def _is_knob(parameter: inspect.Parameter) -> bool:
 
 
 def _refuse_engines(name: str, leading: Sequence[inspect.Parameter], args: Mapping[str, Any]) -> None:
-    needed = (parameter.name for parameter in leading if parameter.default is parameter.empty)
-    for label in needed:
+    """Refuse a parameter for the engine's log-probabilities, which are never given beside the old ones."""
+    required = (parameter.name for parameter in leading if parameter.default is parameter.empty)
+    for label in required:
         if label not in args and re.fullmatch(_ENGINES, label):
             raise ConfigError(
                 f"policy loss '{name}' takes '{label}': it is called as {LOSS}; the engine's log-probabilities are "
-                "old_logprobs with algorithm.old_logprobs=engine."
+                "old_logprobs with algorithm.old_logprobs=engine.",
+                key=KEY,
             )
 
 
 def _check_names(
-    name: str, leading: Sequence[inspect.Parameter], theirs: Mapping[str, str], args: Mapping[str, Any]
+    name: str, leading: Sequence[inspect.Parameter], tensors: Mapping[str, str], args: Mapping[str, Any]
 ) -> None:
     """Refuse a loss that is to be called by name, and has names for two things or for none; a ConfigError."""
-    what = f"policy loss '{name}' takes ({', '.join(p.name for p in leading)})"
-    for label, ours in theirs.items():
-        if twice := [other for other, same in theirs.items() if same == ours and other != label]:
-            raise ConfigError(f"{what}, of which '{label}' and '{twice[0]}' are both {ours}: it is called as {LOSS}.")
-    for parameter in leading:
-        if parameter.name not in theirs and parameter.name not in args and parameter.default is parameter.empty:
+    takes = f"policy loss '{name}' takes ({', '.join(p.name for p in leading)})"
+    for label, tensor in tensors.items():
+        if twice := [other for other, same in tensors.items() if same == tensor and other != label]:
             raise ConfigError(
-                f"{what}, in which '{parameter.name}' is not known, and the others do not stand where they are given: "
+                f"{takes}, of which '{label}' and '{twice[0]}' are both {tensor}: it is called as {LOSS}.", key=KEY
+            )
+    for parameter in leading:
+        if parameter.name not in tensors and parameter.name not in args and parameter.default is parameter.empty:
+            raise ConfigError(
+                f"{takes}, in which '{parameter.name}' is not known, and the others do not stand where they are given: "
                 f"it is called as {LOSS}",
+                key=KEY,
                 fix="use these names, or this order",
             )
-    if "logprobs" not in theirs.values():
-        raise ConfigError(f"{what} and no logprobs, which are what is trained: it is called as {LOSS}.")
+    if "logprobs" not in tensors.values():
+        raise ConfigError(f"{takes} and no logprobs, which are what is trained: it is called as {LOSS}.", key=KEY)
 
 
 def _by_name(
-    loss: Callable[..., Any], parameters: Sequence[inspect.Parameter], theirs: Mapping[str, str]
+    loss: Callable[..., Any], parameters: Sequence[inspect.Parameter], tensors: Mapping[str, str]
 ) -> PolicyLossFn:
-    """The loss, called by the names of its parameters; its signature has ours."""
+    """The loss, called by the user's names of its parameters; its signature has our names."""
     by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
 
     def called(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **others: Any) -> Any:
-        tensors = dict(zip(TENSORS, (logprobs, old_logprobs, action_mask, advantages), strict=True))
-        values = {
-            label: (tensors | others)[ours] for label, ours in theirs.items() if ours in tensors or ours in others
-        }
-        values |= {key: value for key, value in others.items() if key not in theirs.values()}
+        available = others | dict(zip(TENSORS, (logprobs, old_logprobs, action_mask, advantages), strict=True))
+        values = {label: available[tensor] for label, tensor in tensors.items() if tensor in available}
+        values |= {key: value for key, value in others.items() if key not in tensors.values()}
         return loss(*(values.pop(label) for label in by_position), **values)
 
     first = [inspect.Parameter(tensor, inspect.Parameter.POSITIONAL_OR_KEYWORD) for tensor in TENSORS]
-    rest = [p.replace(name=theirs.get(p.name, p.name)) for p in parameters]
-    named = [p.replace(kind=p.KEYWORD_ONLY) for p in rest if p.kind in (*POSITIONAL, p.KEYWORD_ONLY)]
-    any_more = [p for p in rest if p.kind is p.VAR_KEYWORD]
+    renamed = [p.replace(name=tensors.get(p.name, p.name)) for p in parameters]
+    named = [p.replace(kind=p.KEYWORD_ONLY) for p in renamed if p.kind in (*POSITIONAL, p.KEYWORD_ONLY)]
+    any_more = [p for p in renamed if p.kind is p.VAR_KEYWORD]
     signature = inspect.Signature([*first, *(p for p in named if p.name not in TENSORS), *any_more])
     called.__signature__ = signature  # type: ignore[attr-defined]
     return cast("PolicyLossFn", called)
-
-
-# -- a class, of which a loss is made ----------------------------------------------------------------------------------
-
-
-def instance_of(name: str, kind: type[Any], args: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The method that is run when an instance of a class is called, and the arguments that the call takes.
-
-    Raises:
-        ConfigError: it cannot be called, or its constructor refuses its arguments.
-    """
-    method = "forward" if issubclass(kind, nn.Module) else "__call__"
-    if not has_method(kind, method):
-        raise ConfigError(f"policy loss '{name}' cannot be called", fix=f"give the class a method __call__, as {LOSS}")
-    of_call = {arg for arg in inspect.signature(getattr(kind, method)).parameters if arg in args}
-    of_call -= inspect.signature(kind).parameters.keys()
-    its_own = {arg: value for arg, value in args.items() if arg not in of_call}
-    instance: Any = made_at_start(f"policy loss '{name}'", kind, its_own, ARGS)
-    return getattr(instance, method), {arg: args[arg] for arg in of_call}
-
-
-# -- the argument loss_agg_mode ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Losses without a ratio: SFT, REINFORCE, OPMD, DPO, and distillation over what a teacher finds likeliest."""
+"""Losses without a ratio: SFT, REINFORCE, OPMD, distillation over a teacher's likeliest tokens, and DPO."""
 
 from typing import Unpack
 
@@ -11,10 +11,10 @@ from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
 
-DIRECTIONS = ("reverse", "forward")
-# Least mass of the rest: what float32 leaves of 1 less the other probabilities is rounding below it.
+DIRECTIONS = ("reverse", "forward")  # of `teacher_kl`
+# Least mass of the rest: in float32, 1 minus the other probabilities is rounding below it.
 LEAST_REST = 1e-6
-LOSS_TYPES = ("sigmoid", "hinge", "ipo")
+LOSS_TYPES = ("sigmoid", "hinge", "ipo")  # of `dpo`
 
 
 def sft(
@@ -63,7 +63,7 @@ def opmd(
     return reinforce(logprobs, old_logprobs, action_mask, advantages / (1 + tau), loss_agg_mode=loss_agg_mode, **totals)
 
 
-# -- a teacher's likeliest tokens --------------------------------------------------------------------------------------
+# -- A teacher's likeliest tokens --------------------------------------------------------------------------------------
 
 
 def teacher_kl(
@@ -99,18 +99,18 @@ def teacher_kl(
     """
     one_of("algorithm.policy_loss.args.direction", direction, DIRECTIONS)
     policy, teacher = with_rest(top_k_logprobs), with_rest(teacher_top_k_logprobs)
-    first, second = (policy, teacher) if direction == "reverse" else (teacher, policy)
-    loss = aggregate((first.exp() * (first - second)).sum(-1), action_mask, loss_agg_mode, **totals)
+    p, q = (policy, teacher) if direction == "reverse" else (teacher, policy)
+    loss = aggregate((p.exp() * (p - q)).sum(-1), action_mask, loss_agg_mode, **totals)
     return loss, {"pg_loss": loss.detach()}
 
 
 def with_rest(logprobs: Tensor) -> Tensor:
-    """Log-probabilities of some tokens [..., k], and of all others together [..., k + 1]."""
+    """Log-probabilities of some tokens [..., k], with that of all other tokens together as one more [..., k + 1]."""
     rest = 1 - logprobs.exp().sum(-1, keepdim=True)
     return torch.cat([logprobs, rest.clamp(min=LEAST_REST).log()], -1)
 
 
-# -- preference pairs --------------------------------------------------------------------------------------------------
+# -- Preference pairs --------------------------------------------------------------------------------------------------
 
 
 def dpo(
@@ -133,19 +133,19 @@ def dpo(
     here.
 
     Args:
-        ref_logprobs: of the reference model; with `reference_free` anything.
-        pairs: rows of chosen and rejected, int64 [b / 2, 2]; None: they are chosen, rejected, chosen, ...
+        ref_logprobs: log-probabilities of the reference model; not used with `reference_free`.
+        pairs: rows of chosen and rejected, int64 [b / 2, 2]; None: the rows are chosen, rejected, chosen, ...
         beta: how strongly the policy is held near the reference.
         loss_type: "sigmoid"; "hinge", max(0, 1 - beta D) (SLiC, arXiv 2305.10425); or "ipo", (D - 1 / (2 beta))^2 with
             means over tokens in place of the sums of D (arXiv 2310.12036).
-        label_smoothing: with "sigmoid" the share s of pairs whose labels are taken to be wrong, from 0 to below 0.5:
+        label_smoothing: with "sigmoid", the share s of pairs whose labels are taken to be wrong, from 0 to below 0.5:
             -(1 - s) logsigmoid(beta D) - s logsigmoid(-beta D).
-        reference_free: take 0 for ref; no reference model is loaded.
+        reference_free: use 0 for ref; no reference model is loaded.
 
     Returns:
-        The loss; and of all pairs the means of `pg_loss`, of rewards beta sum(lp - ref) as `rewards/chosen`,
-        `rewards/rejected` and their difference `rewards/margins`, of how often that is above 0, `rewards/accuracies`,
-        and of sum(lp) as `logps/chosen` and `logps/rejected`.
+        The loss; and metrics, each a mean over all pairs: `pg_loss`; `rewards/chosen` and `rewards/rejected`, which
+        are beta sum(lp - ref); `rewards/margins`, their difference; `rewards/accuracies`, 1 where that is above 0; and
+        `logps/chosen` and `logps/rejected`, which are sum(lp).
 
     Raises:
         ExperienceError: an odd number of rows, and no `pairs`.
@@ -191,7 +191,7 @@ def dpo(
 
 
 def _pair_losses(difference: Tensor, beta: float, loss_type: str, label_smoothing: float) -> Tensor:
-    """The loss of each pair by how much better chosen scores than rejected, both [pairs]."""
+    """The loss of each pair, from the difference of the scores of chosen and rejected, both [pairs]."""
     if loss_type == "hinge":
         return torch.relu(1 - beta * difference)
     if loss_type == "ipo":

@@ -41,8 +41,9 @@ def topr(
     Good tokens keep their full weight; bad ones count only as much as the policy would still produce them.
 
     Args:
-        advantage_threshold: up to which advantages count as bad.
-        level: of the ratio r, "token" as in Trinity-RFT, or "sequence", the product of its tokens', as in the paper.
+        advantage_threshold: advantages up to this count as bad.
+        level: "token": each token's ratio, as in Trinity-RFT; "sequence": the product of the ratios of its tokens, as
+            in the paper.
 
     Returns:
         The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of tokens whose ratio is cut to 1.
@@ -50,11 +51,11 @@ def topr(
     number("algorithm.policy_loss.args.advantage_threshold", advantage_threshold)
     one_of("algorithm.policy_loss.args.level", level, ("token", "sequence"))
     log_r = log_ratio(logprobs, old_logprobs, action_mask).detach()
-    of_level = log_r if level == "token" else log_r.sum(-1, keepdim=True).expand_as(log_r)
+    log_a = log_r if level == "token" else log_r.sum(-1, keepdim=True).expand_as(log_r)
     bad = advantages <= advantage_threshold
-    weight = torch.where(bad, of_level.clamp(max=0.0).exp(), 1.0)
+    weight = torch.where(bad, log_a.clamp(max=0.0).exp(), 1.0)
     loss = aggregate(-weight * advantages * trained(logprobs, action_mask), action_mask, loss_agg_mode, **totals)
-    return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, pg_clipfrac=bad & (of_level > 0))
+    return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, pg_clipfrac=bad & (log_a > 0))
 
 
 def asymre(
@@ -70,8 +71,8 @@ def asymre(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """AsymRE: REINFORCE with a shifted baseline, -(A - shift) lp (arXiv 2506.20520). The only metric is pg_loss.
 
-    Advantages are rewards less a baseline, such as those of `dr_grpo`; `asymre`, the add strategy, has shifted its own
-    already, for use with `reinforce` or `opmd`.
+    It goes with an add strategy such as `dr_grpo`, whose advantages are rewards minus a baseline. The add strategy
+    `asymre` shifts its baseline itself, for use with `reinforce` or `opmd`.
 
     Args:
         baseline_shift: added to the baseline; below 0, good responses count for more than bad ones.
@@ -96,7 +97,7 @@ def sppo(
     """Softened PPO: -A log r where 1 / (1 + epsilon) <= r <= 1 + epsilon, else 0 (arXiv 2108.05828).
 
     Args:
-        epsilon: how far the ratio counts, by the same factor up and down.
+        epsilon: bound of the ratio, the same factor up and down.
 
     Returns:
         The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of tokens whose ratio is out of the range.
@@ -132,14 +133,14 @@ def rec(
     """Group-relative REINFORCE with a mask on the ratio: -w A lp within the range, else 0 (REC, arXiv 2509.24203).
 
     Args:
-        clip_mode: which tokens count: "none", all; "two-side", 1 - low <= r <= 1 + high; "one-side", r <= 1 + high for
-            A >= 0 and r >= 1 - low for A <= 0, as under PPO's clip; "ring", "two-side" and besides r <= 1 - low' for
-            A >= 0 and r >= 1 + high' for A <= 0.
+        clip_mode: the tokens that count. "none": all; "two-side": 1 - low <= r <= 1 + high; "one-side": r <= 1 + high
+            for A >= 0 and r >= 1 - low for A <= 0, as under PPO's clip; "ring": those of "two-side", and also
+            r <= 1 - low' for A >= 0 and r >= 1 + high' for A <= 0.
         epsilon_low, epsilon_high: low, at most 1, and high.
         epsilon_low_prime, epsilon_high_prime: low', at most 1, and high'.
-        weight: w: "none", 1; "importance_sampling", r; "advantage", exp(A / temp). Without gradient.
+        weight: w without gradient. "none": 1; "importance_sampling": r; "advantage": exp(A / temp).
         temp: temperature of the advantages in the weight.
-        regularizer: added with its coefficient: "none"; "k2", (lp - old)^2; "forward-kl", -lp.
+        regularizer: a term that is added with its coefficient: "none"; "k2": (lp - old)^2; "forward-kl": -lp.
         regularizer_coef: its coefficient.
 
     Returns:
@@ -188,7 +189,7 @@ def rec(
 def _counts(
     mode: str, ratio: Tensor, advantages: Tensor, inner: tuple[float, float], outer: tuple[float, float]
 ) -> Tensor:
-    """Which tokens count under a clip mode of `rec`, bool [b, r]."""
+    """True for the tokens that count under a clip mode of `rec`, bool [b, r]."""
     if mode == "none":
         return torch.ones_like(ratio, dtype=torch.bool)
     good, bad = advantages >= 0, advantages <= 0

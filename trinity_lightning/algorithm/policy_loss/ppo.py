@@ -25,17 +25,17 @@ def ppo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO: -min(r A, clip(r, 1 - low, 1 + high) A) per token (arXiv 1707.06347, equation 7), with r = exp(lp - old).
 
-    Where A < 0 the token's loss is at most -c A (dual clip, arXiv 1912.09729). DAPO raises clip_range_high
-    to 0.28 (arXiv 2503.14476). Tensors are [b, r]; see `PolicyLossFn` for arguments not named here.
+    Where A < 0 the token's loss is at most -c A (dual clip, arXiv 1912.09729). DAPO raises clip_range_high to 0.28
+    (arXiv 2503.14476). Tensors are [b, r]; see `PolicyLossFn` for arguments not named here.
 
     Args:
-        clip_range_low: how far below 1 the ratio counts; 1 or more: no bound.
-        clip_range_high: how far above 1 the ratio counts.
+        clip_range_low: the ratio is bounded to 1 minus this; 1 or more: no lower bound.
+        clip_range_high: the ratio is bounded to 1 plus this.
         dual_clip: c, above 1; None: no dual clip.
         loss_agg_mode: see `aggregate`.
 
     Returns:
-        The loss and metrics, shares being of all computed tokens of the optimizer batch:
+        The loss, and metrics; shares are of all computed tokens of the optimizer batch:
 
         - pg_loss: the loss;
         - ppo_kl: mean of old - lp, the k1 estimate of KL(old || new);
@@ -60,12 +60,12 @@ def ppo(
 
 
 def check_clip_range(low: float, high: float) -> None:
-    """Refuse negative clip ranges with a ConfigError; one of 1 or more below means no bound there."""
+    """Refuse negative clip ranges with a ConfigError. A lower one of 1 or more is allowed, and bounds nothing."""
     number("algorithm.policy_loss.args.clip_range_low", low, least=0)
     number("algorithm.policy_loss.args.clip_range_high", high, least=0)
 
 
 def out_of_range(ratio: Tensor, advantages: Tensor, low: float | Tensor, high: float | Tensor) -> dict[str, Tensor]:
-    """The tokens that pg_clipfrac, pg_clipfrac_low and pg_clipfrac_high of `ppo` are the shares of, bool [b, r]."""
+    """True for the tokens that pg_clipfrac, pg_clipfrac_low and pg_clipfrac_high of `ppo` count, bool [b, r]."""
     below, above = (advantages < 0) & (ratio < 1 - low), (advantages > 0) & (ratio > 1 + high)
     return {"pg_clipfrac": below | above, "pg_clipfrac_low": below, "pg_clipfrac_high": above}

@@ -1,4 +1,4 @@
-"""Other ways than PPO's to bound how far a token's probability moves: GSPO, CISPO, SAPO and DPPO."""
+"""Losses with another bound than PPO's on the move of a token's probability: GSPO, CISPO, SAPO and DPPO."""
 
 import math
 from typing import Unpack
@@ -18,7 +18,7 @@ from trinity_lightning.algorithm.policy_loss.ppo import check_clip_range, out_of
 from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
 
-CISPO_RANGE = (1.0, 0.28)
+CISPO_RANGE = (1.0, 0.28)  # low, high
 DIVERGENCES = ("tv", "kl")
 
 
@@ -37,8 +37,8 @@ def gspo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """GSPO, token form: PPO's objective on the sequence's ratio s = exp(mean of lp - old) (arXiv 2507.18071).
 
-    The mean is over trained tokens; token t of sequence i takes sg(s_i) exp(lp_t - sg(lp_t)), which has the value of
-    s_i and a gradient of its own, so that advantages may differ between tokens.
+    The mean is over trained tokens. Token t of sequence i has the ratio sg(s_i) exp(lp_t - sg(lp_t)): its value is s_i,
+    and its gradient is its own, so that advantages may differ between tokens.
 
     Returns:
         The loss, and pg_loss, ppo_kl, pg_clipfrac, pg_clipfrac_low, pg_clipfrac_high as in `ppo`.
@@ -47,8 +47,8 @@ def gspo(
     mask = action_mask.bool()
     log_r = log_ratio(logprobs, old_logprobs, mask)
     log_s = log_r.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    own = trained(logprobs, mask)
-    ratio = (log_s + own - own.detach()).exp()
+    lp = trained(logprobs, mask)
+    ratio = (log_s + lp - lp.detach()).exp()
     loss_token = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_range_low, 1 + clip_range_high) * advantages)
     loss = aggregate(loss_token, action_mask, loss_agg_mode, **totals)
     outside = out_of_range(ratio, advantages, clip_range_low, clip_range_high)
@@ -141,17 +141,17 @@ def dppo(
     """DPPO: -M r A, with M = 0 where the ratio r moves away from 1 and D > threshold (arXiv 2602.04879, equation 12).
 
     Away from 1 is r > 1 with A > 0, and r < 1 with A < 0. D is the divergence of two outcomes, the token or any other:
-    with p = exp(lp) and q = exp(old), |p - q| ("tv"), or q log(q / p) + (1 - q) log((1 - q) / (1 - p)) ("kl"). A rare
-    token may so change by a large ratio, a frequent one by a small one. The paper's q is that of the engine that
-    sampled: algorithm.old_logprobs=engine.
+    with p = exp(lp) and q = exp(old), |p - q| ("tv"), or q log(q / p) + (1 - q) log((1 - q) / (1 - p)) ("kl"). So a
+    rare token may change by a large ratio, a frequent one by a small one. In the paper q is the probability by the
+    engine that sampled: algorithm.old_logprobs=engine.
 
     Args:
         divergence: "tv" or "kl".
-        threshold: how far the distributions may lie apart, above 0; a total variation is never above 1.
+        threshold: largest divergence that is allowed, above 0; a total variation is never above 1.
         loss_agg_mode: see `aggregate`.
 
     Returns:
-        The loss, and pg_loss, ppo_kl as in `ppo`; pg_clipfrac: share of tokens that are left out, the sum of
+        The loss, and pg_loss, ppo_kl as in `ppo`; pg_clipfrac: share of tokens whose loss is 0, the sum of
         pg_clipfrac_low (A < 0) and pg_clipfrac_high (A > 0); and divergence/max: the largest D.
     """
     one_of("algorithm.policy_loss.args.divergence", divergence, DIVERGENCES)
@@ -169,9 +169,9 @@ def dppo(
 
 
 def _distance(new: Tensor, old: Tensor, divergence: str) -> Tensor:
-    """Of two distributions over a token and all others, given the token's log-probabilities [b, r]."""
+    """Divergence of two distributions over a token and all others, by the token's log-probabilities [b, r]."""
     p, q = new.exp().clamp(max=1.0), old.exp().clamp(max=1.0)
     if divergence == "tv":
         return (p - q).abs()
-    others = torch.special.xlogy(1 - q, 1 - q) - torch.special.xlogy(1 - q, 1 - p)
-    return q * (old - new) + others.nan_to_num(posinf=torch.finfo(p.dtype).max)
+    of_others = torch.special.xlogy(1 - q, 1 - q) - torch.special.xlogy(1 - q, 1 - p)
+    return q * (old - new) + of_others.nan_to_num(posinf=torch.finfo(p.dtype).max)

@@ -1,4 +1,4 @@
-"""Objectives of several terms, each over tokens of its own; and MIX, one of two."""
+"""Objectives of several terms, each over tokens of its own: `streams`, and `mix`, which has two."""
 
 import functools
 import inspect
@@ -8,51 +8,72 @@ from typing import Any, Unpack, cast
 
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, PolicyLossFn, accepted, create_policy_loss
-from trinity_lightning.config.algorithm import LOSSES, TEACHER_LOSS, StreamConfig, stream_configs
+from trinity_lightning.algorithm.policy_loss.arguments import KEY
+from trinity_lightning.algorithm.policy_loss.create import accepted, create_policy_loss, needs_of
+from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, PolicyLossFn
+from trinity_lightning.config.algorithm import TERM_LOSSES, StreamConfig, stream_configs
+from trinity_lightning.config.losses import LOSSES, Needs
 from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Term:
-    """A stream and its loss, the arguments set."""
+    """One loss of an objective.
 
-    stream: StreamConfig
+    Attributes:
+        name: name of the loss.
+        loss: the loss, its arguments set.
+        needs: the needs of the loss.
+        tokens: the tokens it is computed on, see `StreamConfig`.
+        weight: the weight of the term.
+    """
+
+    name: str
     loss: PolicyLossFn
+    needs: Needs
+    tokens: str = "rollouts"
+    weight: float = 1.0
 
 
-def with_terms(name: str, loss: PolicyLossFn) -> tuple[PolicyLossFn, dict[str, Term]]:
-    """A loss whose arguments are set, and its terms by name; the terms of a mixture are made once, and bound to it.
+def with_terms(name: str, loss: PolicyLossFn, needs: Needs) -> tuple[PolicyLossFn, dict[str, Term]]:
+    """A loss of these needs whose arguments are set, and its terms by name.
+
+    The terms of a mixture are made once, and bound to it. Another loss is one term, of its own name.
 
     Raises:
         ConfigError: as the mixture says.
         ValueError, TypeError: an argument that a term's loss does not have.
     """
-    given = {name: each.default for name, each in inspect.signature(loss).parameters.items()}
-    if "terms" not in given or not given.keys() & {"usual", "streams"}:
-        return loss, {name: Term(StreamConfig(name), loss)}
-    if "usual" in given:
-        configs = _mixed(given["mu"], given["usual"], given["usual_args"])
+    if not needs.terms:
+        return loss, {name: Term(name, loss, needs)}
+    arguments = {name: parameter.default for name, parameter in inspect.signature(loss).parameters.items()}
+    if "usual" in arguments:
+        configs = _mixed(arguments["mu"], arguments["usual"], arguments["usual_args"])
     else:
-        configs = stream_configs(given["streams"])
-    terms = _terms(configs, given["loss_agg_mode"])
+        configs = stream_configs(arguments["streams"])
+    terms = _terms(configs, arguments["loss_agg_mode"])
     return functools.partial(cast(Any, loss), terms=terms), terms
 
 
 def _terms(configs: Mapping[str, StreamConfig], loss_agg_mode: str | None) -> dict[str, Term]:
     mode = {} if loss_agg_mode is None else {"loss_agg_mode": loss_agg_mode}
-    terms = {name: Term(each, create_policy_loss(each.loss, **(mode | each.args))) for name, each in configs.items()}
-    for name, term in terms.items():
-        if "pairs" in inspect.signature(term.loss).parameters:
-            raise ConfigError(f"term '{name}': loss {term.stream.loss} is of preference pairs, which are no stream.")
+    terms = {}
+    for name, stream in configs.items():
+        loss = create_policy_loss(stream.loss, **(mode | stream.args))
+        terms[name] = Term(stream.loss, loss, needs_of(stream.loss, loss), stream.tokens, stream.weight)
+        if terms[name].needs.pairs:
+            raise ConfigError(
+                f"term '{name}': loss {stream.loss} is of preference pairs, which are no stream.", key=KEY
+            )
     return terms
 
 
 def _mixed(mu: float, usual: str, usual_args: Mapping[str, Any] | None) -> dict[str, StreamConfig]:
+    """The two streams of `mix`."""
     number("algorithm.policy_loss.args.mu", mu, least=0, most=1)
-    losses = [name for name in LOSSES if name != TEACHER_LOSS]
-    one_of("algorithm.policy_loss.args.usual", usual, losses, with_paths=True)
+    without_teacher = [name for name in TERM_LOSSES if not LOSSES[name].needs.teacher]
+    one_of("algorithm.policy_loss.args.usual", usual, without_teacher, with_paths=True)
     return {
         "rollouts": StreamConfig(usual, weight=1 - mu, args=dict(usual_args or {})),
         "sft": StreamConfig("sft", "expert", mu),
@@ -78,27 +99,28 @@ def streams(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Several terms: sum over streams of weight x loss of the stream's tokens, each averaged over its own of the batch.
 
-    Policy gradient on rollouts, cross-entropy on expert data or on what tools answered, KL to a teacher: a token may be
-    in several streams, with a weight in each. A stream is normalised by its own tokens and sequences, of the whole
-    optimizer batch: how many others there are does not change its weight. Tensors are [b, r]; see `PolicyLossFn` for
+    Policy gradient on rollouts, cross-entropy on expert data or on the answers of tools, KL to a teacher: a token may
+    be in several streams, with a weight in each. A stream is normalised by its own tokens and sequences in the whole
+    optimizer batch: the number of other tokens does not change its weight. Tensors are [b, r]; see `PolicyLossFn` for
     arguments not named here.
 
     Args:
-        stream_weights: by stream, the weight of each token, 0 for those that are not in it [b, r]; None: all tokens are
-            of rollouts, and in every stream but an expert's.
-        stream_totals: by stream, its totals; None: of the tensors at hand.
-        terms: the streams with their losses, by `with_terms`; None: of `streams`, made for this call.
+        stream_weights: by stream, the weight of each token, 0 for tokens that are not in it [b, r]; None: all tokens
+            are of rollouts, and in every stream but an expert's.
+        stream_totals: by stream, its totals; None: those of the tensors at hand.
+        terms: the streams with their losses, by `with_terms`; None: those of `streams`, made for this call.
         streams: {name: {loss, tokens, weight, args}}, see `StreamConfig`; null: `ppo` on rollouts.
-        loss_agg_mode: of all streams, see `aggregate`; None: of each its own loss's. `args` may have another one.
+        loss_agg_mode: average of all streams, see `aggregate`; None: each stream has its loss's default. The `args` of
+            a stream may have another one.
 
     Returns:
-        The loss; the metrics of the first stream, and of each further one its loss as `<stream>_loss`, before its
-        weight.
+        The loss; the metrics of the first stream; and each further stream's loss, before its weight, as
+        `<stream>_loss`.
 
     Raises:
         ConfigError, ValueError, TypeError: as `stream_configs`, or as a stream's loss says.
     """
-    given = {
+    extras: dict[str, Any] = {
         "ref_logprobs": ref_logprobs,
         "top_k_logprobs": top_k_logprobs,
         "teacher_top_k_logprobs": teacher_top_k_logprobs,
@@ -107,16 +129,16 @@ def streams(
     skipped = 0 if tokens is None or num_computed_tokens is None else tokens - num_computed_tokens
     loss, metrics = logprobs.new_zeros(()), {}
     for name, term in (_terms(stream_configs(streams), loss_agg_mode) if terms is None else terms).items():
-        stream = term.stream
-        weights = action_mask.bool() & (stream.tokens != "expert") if stream_weights is None else stream_weights[name]
-        own = totals if stream_totals is None else stream_totals[name]
-        # Rows without advantage, which alone may have been left out, are rollouts.
-        count = own.get("num_tokens")
-        computed = None if count is None or stream.tokens != "rollouts" else count - skipped
-        extras = accepted(term.loss, given | {"num_computed_tokens": computed})
-        its_loss, measured = term.loss(logprobs, old_logprobs, weights, advantages, **own, **extras)
-        loss = loss + stream.weight * its_loss
-        metrics |= {f"{name}_loss": its_loss.detach()} if metrics else measured
+        weights = action_mask.bool() & (term.tokens != "expert") if stream_weights is None else stream_weights[name]
+        term_totals = totals if stream_totals is None else stream_totals[name]
+        # Only rows without advantage may have been left out, and these are rollouts.
+        count = term_totals.get("num_tokens")
+        extras["num_computed_tokens"] = None if count is None or term.tokens != "rollouts" else count - skipped
+        term_loss, term_metrics = term.loss(
+            logprobs, old_logprobs, weights, advantages, **term_totals, **accepted(term.loss, extras)
+        )
+        loss = loss + term.weight * term_loss
+        metrics |= {f"{name}_loss": term_loss.detach()} if metrics else term_metrics
     return loss, metrics
 
 
@@ -141,30 +163,30 @@ def mix(
     """MIX: (1 - mu) usual policy loss of the rollouts + mu SFT loss of the expert's (Trinity-RFT, arXiv 2505.17826).
 
     Two `streams`: mu is the weight of the expert data however many there are, and an optimizer batch without any takes
-    (1 - mu) times the usual step. "seq-mean-token-sum-norm" divides both by the longest response of all, a constant of
-    the run. Tensors are [b, r]; see `PolicyLossFn` for arguments not named here.
+    (1 - mu) times the usual step. "seq-mean-token-sum-norm" divides both by the longest response that the run allows.
+    Tensors are [b, r]; see `PolicyLossFn` for arguments not named here.
 
     Args:
-        expert_mask: which rows are an expert's, bool [b]; None: none is.
-        num_expert_tokens, num_expert_sequences: how many of `num_tokens` and `num_sequences` are theirs; None: of the
-            tensors at hand.
-        terms: as of `streams`; None: of the arguments below.
+        expert_mask: True for an expert's rows, bool [b]; None: there are none.
+        num_expert_tokens, num_expert_sequences: the expert's share of `num_tokens` and `num_sequences`; None: that in
+            the tensors at hand.
+        terms: as in `streams`; None: made of the arguments below.
         mu: weight of the expert data, from 0 to 1.
         usual: name of the loss of the rollouts, or the dotted path of your own.
         usual_args: its arguments, such as clip_range_high.
-        loss_agg_mode: of both terms, see `aggregate`; None: of each term its own loss's. `usual_args` may have another
-            one for the rollouts.
+        loss_agg_mode: average of both terms, see `aggregate`; None: each term has its loss's default. `usual_args` may
+            have another one for the rollouts.
 
     Returns:
-        The loss; the metrics of the usual loss, of the rollouts and before the weighting; and `sft_loss`, the expert's
+        The loss; the metrics of the usual loss, on the rollouts and before the weighting; and `sft_loss`, the expert's
         term before the weighting.
 
     Raises:
-        ConfigError, ValueError, TypeError: mu is out of range, the usual loss is none of rollouts, or as it says.
+        ConfigError, ValueError, TypeError: mu is out of range, the usual loss is not for rollouts, or as it says.
     """
     mask = action_mask.bool()
     expert = mask.new_zeros(len(mask)) if expert_mask is None else expert_mask.bool()
-    own = _totals(mask, expert, num_expert_tokens, num_expert_sequences, totals)
+    both = _totals(mask, expert, num_expert_tokens, num_expert_sequences, totals)
     return streams(
         logprobs,
         old_logprobs,
@@ -173,7 +195,7 @@ def mix(
         ref_logprobs=ref_logprobs,
         num_computed_tokens=num_computed_tokens,
         stream_weights={"rollouts": mask & ~expert[:, None], "sft": mask & expert[:, None]},
-        stream_totals=dict(zip(("rollouts", "sft"), own, strict=True)),
+        stream_totals=dict(zip(("rollouts", "sft"), both, strict=True)),
         terms=_terms(_mixed(mu, usual, usual_args), loss_agg_mode) if terms is None else terms,
         **totals,
     )
@@ -182,7 +204,7 @@ def mix(
 def _totals(
     mask: Tensor, expert: Tensor, expert_tokens: int | None, expert_sequences: int | None, totals: BatchTotals
 ) -> tuple[BatchTotals, BatchTotals]:
-    """Totals of the rollouts and of the expert's data, those not given counted in the tensors at hand."""
+    """Totals of the rollouts and of the expert's data; a total that is None is counted in the tensors at hand."""
     tokens, sequences = totals.get("num_tokens"), totals.get("num_sequences")
     tokens = int(mask.sum()) if tokens is None else tokens
     sequences = len(mask) if sequences is None else sequences
