@@ -1,11 +1,11 @@
-"""Variables for chat templates: `chat_template_kwargs`, of the model's section and of an entry of a dataset."""
+"""Variables of chat templates: `chat_template_kwargs` of the model's section, and of a dataset's entry."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from trinity_lightning.errors import ConfigError
 
-# Arguments of transformers' `apply_chat_template`, which are no variables of a template, and what it gives every one.
+# Names that are no variables: arguments of transformers' `apply_chat_template`, and values given to every template.
 RENDERING_ARGUMENTS = (
     "self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
@@ -14,13 +14,13 @@ RENDERING_ARGUMENTS = (
 
 
 def check_template_variables(key: str, value: Any) -> dict[str, Any]:
-    """The variables, without those that are null.
+    """Check the variables of a chat template, and leave out those that are null.
 
     Raises:
-        ConfigError: it is no mapping, or has an argument of rendering itself.
+        ConfigError: the value is no mapping, or holds a name of RENDERING_ARGUMENTS.
     """
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} is {value!r}: give a mapping, such as {{enable_thinking: false}}.", key=key)
+        raise ConfigError(f"{key} is {value!r}", key=key, fix="give a mapping, such as {enable_thinking: false}")
     variables = {str(name): setting for name, setting in value.items() if setting is not None}
     if reserved := sorted(variables.keys() & set(RENDERING_ARGUMENTS)):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The typed sections that say where rollouts are generated, and how weights get there."""
+"""The engine that generates rollouts, and how the trainer's weights reach it."""
 
 import importlib.util
 import inspect
@@ -9,20 +9,20 @@ from enum import Enum
 from typing import Any, cast
 
 from trinity_lightning.config.model import WeightDtype
-from trinity_lightning.config.registry import PARTS, import_object, refuse_unfinished
+from trinity_lightning.config.registry import PARTS, import_object, unfinished_class
 from trinity_lightning.config.sections import Section, checked
 from trinity_lightning.config.signatures import check_arguments, check_methods, parameters_beside
 from trinity_lightning.config.values import number, one_of, unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
 
-# Ways by which weights are sent to servers without a file, and the arguments of vLLM that each sets.
+# Ways of sending weights to servers without a file, and the arguments of vLLM that each sets.
 SET_BY = {"nccl": ("weight_transfer_config",), "ipc": ("weight_transfer_config", "worker_extension_cls")}
 SENT = tuple(SET_BY)
-TRAINER_GPU = 0  # Lightning trains on the first of one
+TRAINER_GPU = 0  # a single trainer takes the first GPU
 
 
 def require_vllm() -> None:
-    """ConfigError, with what to install, if vLLM is not."""
+    """Refuse to go on without vLLM; the ConfigError says how to install it."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed",
@@ -35,16 +35,16 @@ def require_vllm() -> None:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do: its class says it as `capabilities`.
+    """Abilities of an engine, declared by its class as the attribute `capabilities`.
 
     Attributes:
-        overlaps_training: whether it may generate while the trainer trains (explorer.sync_offset).
-        shares_weights: whether it generates with the trainer's own weights, which `bind` gives it: nothing has to be
-            sent, and there are no older ones.
-        picklable: whether a copy of it works in another process (explorer.runner=ray).
-        sync_methods: how weights reach it, by the names of synchronizer.method.
-        keys: what it reads of `engine`, apart from name and max_model_len.
-        is_vllm: whether it is vLLM, started with the arguments that EngineConfig describes.
+        overlaps_training: True if it may generate while the trainer trains (explorer.sync_offset).
+        shares_weights: True if it generates with the trainer's own weights, given by `bind`. No weights are sent then,
+            and it never has older ones.
+        picklable: True if a copy works in another process (explorer.runner=ray).
+        sync_methods: values of synchronizer.method by which weights reach it.
+        keys: the keys of `engine` that it reads, besides name and max_model_len.
+        is_vllm: True if it is vLLM, started with the arguments that EngineConfig describes.
     """
 
     overlaps_training: bool = False
@@ -55,7 +55,7 @@ class Capabilities:
     is_vllm: bool = False
 
 
-# Of the built-in engines, known before anything heavy is imported; their classes take theirs from here.
+# The built-in engines' classes take their capabilities from here: rules need them before the classes are imported.
 CAPABILITIES = {
     "transformers": Capabilities(shares_weights=True, keys=("max_num_seqs", "per_rank")),
     "vllm": Capabilities(
@@ -69,21 +69,23 @@ CAPABILITIES = {
         is_vllm=True,
     ),
 }
-
-
-ENGINE_KEYS = tuple(dict.fromkeys(key for each in CAPABILITIES.values() for key in each.keys))
+ENGINE_KEYS = tuple(dict.fromkeys(key for capabilities in CAPABILITIES.values() for key in capabilities.keys))
 
 
 def capabilities_of(name: str) -> Capabilities:
-    """Those of an engine by its name; of one of your own as `config.parts.own_capabilities`."""
-    return CAPABILITIES.get(name) or own_capabilities(name)
+    """Capabilities of an engine by its name or dotted path.
+
+    Raises:
+        ConfigError: there is no such engine, or it lacks members of `Engine`.
+    """
+    return CAPABILITIES.get(name) or _declared_capabilities(name)
 
 
-EngineDtype = WeightDtype  # the engine's compute dtype; `auto` follows the trainer's
+EngineDtype = WeightDtype  # the engine's compute dtype; `auto` follows the trainer
 
 
 class EngineSleep(Enum):
-    """Whether vLLM sleeps while the trainer trains; `auto`: if the memory plan finds no room otherwise."""
+    """When vLLM sleeps while the trainer trains; `auto`: only if the memory plan finds no room otherwise."""
 
     auto = "auto"
     always = "always"
@@ -95,35 +97,33 @@ class EngineConfig(Section, key="engine"):
     """The engine that generates rollouts.
 
     Attributes:
-        name: `vllm` in this process; `vllm_server`, vLLM in processes of its own, which generates while the trainer
-            trains; `transformers`, which generates with the training model itself; or the dotted path of an engine of
-            your own, a subclass of `trinity_lightning.explorer.models.engine.Engine`, whose docstring is the contract.
-        dtype: compute dtype of the engine; `auto`: the trainer's, which is model.dtype, or bf16 with
-            trainer.precision=bf16-mixed. `transformers` computes in the dtype that the weights are held in: with
-            bf16-mixed in float32, from which training differs by rounding, as from a vLLM of another dtype.
-        max_model_len: longest prompt and response together, in tokens.
-        max_num_seqs: requests decoded at once; null: 64 on a CPU; on a GPU the number of rollouts of a step, but at
-            least 256 and at most 1,024.
-        kv_cache_gb: memory of vLLM's key-value cache in GiB; null: 0.5 without a GPU; with one, what all requests may
-            need or what the trainer leaves, by the memory plan that is printed at the start; of servers with GPUs of
-            their own what vLLM finds free.
-        sleep: of `vllm` on a GPU: whether its weights move to the host and its cache is given up while the trainer
-            trains: `auto` (if the memory plan finds no room otherwise), `always` or `never`.
-        speculative: of vLLM on a GPU: n-gram speculative decoding. At most this many tokens are proposed at once: those
-            that followed an earlier occurrence of the last few in the prompt or response; what the policy would have
-            drawn is kept. Null: none. Distribution and log-probabilities are the same, by vLLM's source; a seed draws
-            other tokens than without, which may depend on the batch too. Not tried on a GPU yet, and refused without
-            one.
-        per_rank: of `vllm` and `transformers` with several devices (trainer=ddp, fsdp2): whether every process that
-            trains has an engine, and all roll out at once, or rank 0 alone.
-        args: further arguments of vLLM's EngineArgs, by their own names, or whatever an engine of your own reads.
-        urls: of `vllm_server`: servers that run already, such as http://node7:8000; without, they are started here.
-        servers: of `vllm_server`: how many are started here.
-        cpu_cores: of `vllm_server`, without a GPU: cores of each server; null: with explorer.sync_offset half of all
-            cores for the servers together and half for the trainer, otherwise all.
-        gpus: of `vllm_server`: the GPUs that the servers share out among them, counted as this process sees them; a
-            server of several splits the model over them (tensor_parallel_size, unless `args` says otherwise); null:
-            every server takes the first.
+        name: `vllm` runs in this process; `vllm_server` runs in its own processes and can generate while the trainer
+            trains; `transformers` generates with the training model itself. Or the dotted path of your own engine, a
+            subclass of `trinity_lightning.explorer.models.engine.Engine`, whose docstring is the contract.
+        dtype: compute dtype of the engine. `auto` follows the trainer: model.dtype, or bf16 with
+            trainer.precision=bf16-mixed. `transformers` computes in the dtype of the weights: with bf16-mixed in
+            float32, and training then differs from it by rounding.
+        max_model_len: most tokens of a prompt and its response together.
+        max_num_seqs: requests decoded at once. Null: 64 on a CPU; on a GPU the rollouts of a step, from 256 to 1,024.
+        kv_cache_gb: memory of vLLM's key-value cache in GiB. Null: 0.5 without a GPU. On a GPU shared with the trainer,
+            the memory plan printed at the start decides: all that the requests can need, or all that the trainer
+            leaves. Servers with GPUs of their own take the memory that vLLM finds free.
+        sleep: (`vllm` on a GPU) when vLLM moves its weights to the host and gives up its cache while the trainer
+            trains: `auto` (only if the memory plan finds no room otherwise), `always` or `never`.
+        speculative: (vLLM on a GPU) n-gram speculative decoding with at most this many proposed tokens at once, taken
+            from behind an earlier occurrence of the last few tokens. Proposals that the policy would not have drawn are
+            dropped. Null: off. By vLLM's source, distribution and log-probabilities stay the same; a seed draws other
+            tokens than without it, and they may depend on the batch. Not yet tried on a GPU; refused without one.
+        per_rank: (`vllm` and `transformers`, with trainer=ddp or fsdp2) give every training process an engine, so that
+            all of them roll out; otherwise rank 0 rolls out alone.
+        args: further arguments of vLLM's EngineArgs by name, or the arguments of your own engine.
+        urls: (`vllm_server`) servers that already run, such as http://node7:8000. Empty: servers are started here.
+        servers: (`vllm_server`) number of servers started here.
+        cpu_cores: (`vllm_server` without a GPU) cores of each server. Null: with explorer.sync_offset the servers share
+            half of the cores and the trainer has the other half; otherwise servers use all cores.
+        gpus: (`vllm_server`) GPUs that the servers share out, numbered as this process sees them. A server with several
+            GPUs splits the model over them (tensor_parallel_size, unless `args` says otherwise). Null: every server
+            takes the first GPU.
     """
 
     name: str = "vllm"
@@ -143,16 +143,19 @@ class EngineConfig(Section, key="engine"):
     def __post_init__(self) -> None:
         one_of("engine", self.name, PARTS["engine"], with_paths=True)
         super().__post_init__()
-        if self.urls or self.gpus:
-            check_places(self)
+        for address in self.urls:
+            url("engine.urls", address, "http://node7:8000")
+        gpus = list(self.gpus or ())
+        if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
+            raise ConfigError(f"engine.gpus is {gpus}", key="engine.gpus", fix="give different numbers of 0 or more")
 
     @property
     def quantizes(self) -> bool:
-        """Whether vLLM is asked to quantise the weights that it loads."""
+        """True if vLLM is told to quantise the weights that it loads."""
         return any(self.args.get(name) is not None for name in ("quantization", "quantization_config"))
 
     def changed(self, *names: str) -> list[str]:
-        """Those of these keys that are not as they are by default."""
+        """The keys among `names` that differ from their defaults."""
         default = EngineConfig()
         return [name for name in names if getattr(self, name) != getattr(default, name)]
 
@@ -162,16 +165,16 @@ class SynchronizerConfig(Section, key="synchronizer"):
     """How the trainer's weights reach the engine, and how that is checked.
 
     Attributes:
-        method: `memory`, for an engine in the same process; for `vllm_server`: `checkpoint`, a folder that it reads,
-            `nccl`, from GPU to GPU, or `ipc`, within the trainer's GPU, if servers that are started here use it. `auto`
-            is memory; for servers checkpoint.
-        folder: where `checkpoint` writes; engines on other machines must see it. Null: in memory (/dev/shm), if servers
+        method: `memory` for an engine in this process. For `vllm_server`: `checkpoint` (a folder that servers read),
+            `nccl` (from GPU to GPU) or `ipc` (within the trainer's GPU, to servers started here). `auto`: memory, and
+            checkpoint for servers.
+        folder: where `checkpoint` writes; engines on other machines must see it. Null: in memory (/dev/shm) if servers
             are started here and there is room, else in the run's folder.
-        check_interval: syncs between probes; the first sync is always probed.
+        check_interval: syncs between two probes; the first sync is always probed.
         drill: before the first step, send perturbed weights and require the engine to follow.
-        sync_timeout: seconds after which a sync that hangs stops the run.
-        lora: how adapters (model.lora) reach the engine: `merged` into the weights that it is sent; `adapter`, for vLLM
-            to compute with them itself, next to the weights that it has loaded (here, or in servers of the run).
+        sync_timeout: seconds after which a hanging sync stops the run.
+        lora: how adapters (model.lora) reach the engine: `merged` into the weights that are sent, or as an `adapter`
+            that vLLM computes beside the weights that it has loaded (in this process, or in servers of this run).
     """
 
     method: str = checked("auto", one_of, names=("auto", "memory", "checkpoint", *SENT))
@@ -182,70 +185,69 @@ class SynchronizerConfig(Section, key="synchronizer"):
     lora: str = checked("merged", one_of, names=("merged", "adapter"))
 
 
-def own_capabilities(name: str) -> Capabilities:
-    """Those of an engine that is not built in; a ConfigError: there is no such, or it lacks members of `Engine`."""
+# -- engines of the user's -------------------------------------------------------------------------------------------
+
+
+def _declared_capabilities(name: str) -> Capabilities:
+    """The capabilities that the class of a user's engine declares."""
     try:
         engine = import_object(PARTS["engine"].get(name, name))
     except ValueError as error:
         raise ConfigError(f"engine.name: {error}", key="engine.name") from error
-    if not isinstance(found := getattr(engine, "capabilities", None), Capabilities):
+    if not isinstance(capabilities := getattr(engine, "capabilities", None), Capabilities):
         raise ConfigError(
             f"engine.name: '{name}' is no engine",
             key="engine.name",
             fix="give a subclass of trinity_lightning.explorer.models.engine.Engine",
         )
     if getattr(engine, "__abstractmethods__", None):
-        refuse_unfinished("engine.name:", engine)
+        raise unfinished_class("engine.name:", engine)
     check_methods("engine", cast("type", engine))
-    return found
+    return capabilities
 
 
 ENGINE_ARGS = "engine.args"
 
 
 def engine_arguments(kind: type[Any], model: str, config: EngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of an engine's constructor: the model's name and the section by name, and its own.
+    """Arguments of an engine's constructor by name: the model's name and this section; and those of `engine.args`.
 
-    It has some if the user's constructor takes more than these two, which stand first or are called `model` and
-    `config`.
+    The constructor's parameters `model` and `config`, or else its first two, get the model's name and the section. A
+    user's constructor with more parameters gets `engine.args` for them.
 
     Raises:
-        ArgumentError: an argument that it does not have, or lacks.
-        ConfigError: a constructor that does not take these two.
+        ArgumentError: an unknown argument, or a missing one.
+        ConfigError: the constructor takes fewer than two.
     """
-    what = f"engine '{config.name}'"
+    label = f"engine '{config.name}'"
     parameters = inspect.signature(kind).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD][:2]
-    if {"model", "config"} <= {each.name for each in parameters}:
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD][:2]
+    if {"model", "config"} <= {parameter.name for parameter in parameters}:
         names = ["model", "config"]
     if len(names) < 2:
-        raise ConfigError(f"{what} is made as {kind.__name__}(model, config), and takes ({', '.join(names)}).")
-    [owner] = [each for each in kind.__mro__ if "__init__" in vars(each)][:1]
-    own = parameters_beside(kind, names) if not owner.__module__.startswith("trinity_lightning.") else []
-    args = dict(config.args) if own else {}
-    check_arguments(what, kind, args, ENGINE_ARGS, names)
+        raise ConfigError(
+            f"{label} is made as {kind.__name__}(model, config), and takes ({', '.join(names)}).", key="engine.name"
+        )
+    [owner] = [cls for cls in kind.__mro__ if "__init__" in vars(cls)][:1]
+    further = parameters_beside(kind, names) if not owner.__module__.startswith("trinity_lightning.") else []
+    args = dict(config.args) if further else {}
+    check_arguments(label, kind, args, ENGINE_ARGS, names)
     return dict(zip(names, (model, config), strict=True)), args
 
 
 def unread_key(key: str, engine: str) -> str:
-    """A message for a key of `engine` that this engine does not read: which ones do."""
-    owners = [name for name, each in CAPABILITIES.items() if key in each.keys]
+    """The message about a key of `engine` that this engine ignores; it names the engines that read it."""
+    owners = [name for name, capabilities in CAPABILITIES.items() if key in capabilities.keys]
     of_vllm = len(owners) > 1 and all(CAPABILITIES[name].is_vllm for name in owners)
     owner = "vLLM" if of_vllm else f"engine={' or '.join(owners)}"
     return f"engine.{key} belongs to {owner}, and {engine} ignores it: leave the key out."
 
 
-def check_places(engine: EngineConfig) -> None:
-    """Refuse URLs that are no URLs, and GPUs that are no different numbers; a ConfigError."""
-    for each in engine.urls:
-        url("engine.urls", each, "http://node7:8000")
-    gpus = list(engine.gpus or ())
-    if any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
-        raise ConfigError(f"engine.gpus is {gpus}", key="engine.gpus", fix="give different numbers of 0 or more")
+# -- GPUs, and vLLM's own arguments ------------------------------------------------------------------------------------
 
 
 def visible_gpus() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES lists, numbers or names, in order; None if it is not set: all of the machine."""
+    """The GPUs listed by CUDA_VISIBLE_DEVICES, numbers or names, in order; None if it is not set."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if listed is None else [name.strip() for name in listed.split(",") if name.strip()]
 
@@ -254,23 +256,30 @@ PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_siz
 
 
 def check_vllm_args(key: str, engine: EngineConfig, in_process: bool, here: bool = True) -> None:
-    """Refuse what vLLM would do wrong, here or anywhere, or could not do within this process; a ConfigError.
+    """Refuse settings with which vLLM computes wrongly, or which it cannot follow in this process; a ConfigError.
 
-    `key` is where the engine's section stands. With n-grams and float32, vLLM's CPU build gave a seed other tokens in a
-    batch than alone, and some that a random model is unsure of the log-probability 0; only greedy decoding was exact.
+    Speculative decoding is refused without a GPU. With n-grams and float32, vLLM's CPU build drew other tokens in a
+    batch than alone, and gave tokens that a random model is unsure of the log-probability 0; only greedy decoding was
+    exact.
+
+    Args:
+        key: dotted key of the engine's section.
+        engine: the section.
+        in_process: True for vLLM in this process.
+        here: False for the plan of a run on another machine.
     """
     names = {"speculative": engine.speculative, "args.speculative_config": engine.args.get("speculative_config")}
-    asked = [name for name, value in names.items() if value]
-    if len(asked) > 1:
+    requested = [name for name, value in names.items() if value]
+    if len(requested) > 1:
         raise ConfigError(
             f"{key}.speculative asks for n-grams, and {key}.args.speculative_config too",
             key=f"{key}.speculative",
             fix="leave one out",
         )
-    if asked and here and not gpu_count():
+    if requested and here and not gpu_count():
         raise ConfigError(
-            f"{key}.{asked[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities",
-            key=f"{key}.{asked[0]}",
+            f"{key}.{requested[0]}: without a GPU, vLLM's speculative decoding gives wrong log-probabilities",
+            key=f"{key}.{requested[0]}",
             fix="leave it out",
         )
     for name in PARALLEL if in_process else ():
@@ -283,7 +292,7 @@ def check_vllm_args(key: str, engine: EngineConfig, in_process: bool, here: bool
 
 
 def check_known(args: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse arguments that vLLM does not know; a ConfigError with the nearest that it knows."""
+    """Refuse arguments that vLLM does not know; the ConfigError names the nearest known one."""
     names = list(known)
     for name in args:
         if name not in names:
@@ -291,16 +300,16 @@ def check_known(args: Mapping[str, Any], known: Iterable[str]) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Why vLLM could not load a model."""
-    from pydantic import ValidationError  # which vLLM brings
+    """The reason why vLLM could not load a model, without pydantic's decoration."""
+    from pydantic import ValidationError  # installed with vLLM
 
-    if isinstance(error, ValidationError):  # of vLLM's arguments: what it says besides is of pydantic
+    if isinstance(error, ValidationError):
         return error.errors()[0]["msg"]
     return f"{type(error).__name__}: {error}"
 
 
 def gpu_count() -> int:
-    """How many GPUs this process sees."""
+    """The number of GPUs that this process sees."""
     import torch  # late: few configurations need it
 
     return torch.cuda.device_count()

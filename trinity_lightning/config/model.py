@@ -15,7 +15,7 @@ from trinity_lightning.errors import ConfigError
 
 
 class WeightDtype(Enum):
-    """How the policy's weights are held: `bf16` with float32 masters in the optimizer, `fp32` throughout, or `auto`."""
+    """Dtype of the policy's weights: `bf16` with float32 masters in the optimizer, `fp32` throughout, or `auto`."""
 
     auto = "auto"
     bf16 = "bf16"
@@ -23,7 +23,7 @@ class WeightDtype(Enum):
 
 
 class Dropout(Enum):
-    """Dropout while training: `off`, for the first ratio of a step to be 1, or `keep`, as the model's config says."""
+    """Dropout while training: `off`, so that the first ratio of a step is 1, or `keep`, as in the model's config."""
 
     off = "off"
     keep = "keep"
@@ -37,14 +37,14 @@ class LoRAConfig(Section, key="model.lora"):
     """Low-rank adapters (LoRA, arXiv 2106.09685), trained in place of the model's weights: the extra `lora`.
 
     Attributes:
-        r: rank of the adapters, which take about ten times the learning rate of full training (optimizer.lr); null:
-            there are none, and all weights are trained.
+        r: rank of the adapters. They take about ten times the learning rate of full training (optimizer.lr). Null: no
+            adapters; all weights are trained.
         alpha: adapters are scaled by alpha / r; null: twice the rank.
-        targets: which linear layers have one, by the last part of their names, such as [q_proj, v_proj]; `all-linear`:
+        targets: linear layers with an adapter, by the last part of their names, such as [q_proj, v_proj]; `all-linear`:
             all but the head.
-        dropout: share of its inputs that an adapter does not see in training. It differs from device to device and with
-            how a batch is cut, rows share no prefixes, and the first ratio of a step is not 1.
-        rslora: scale by alpha / sqrt(r) (arXiv 2312.03732).
+        dropout: share of an adapter's inputs that is set to 0 in training. The random choice depends on the device and
+            on the micro-batches, rows share no prefixes, and the first ratio of a step is not 1.
+        rslora: scale by alpha / sqrt(r) instead (arXiv 2312.03732).
     """
 
     r: int | None = checked(None, whole_number, least=1, optional=True)
@@ -55,8 +55,17 @@ class LoRAConfig(Section, key="model.lora"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.r is not None:
-            check_lora(self)
+        if self.r is None:
+            return
+        named = isinstance(self.targets, list) and self.targets and all(isinstance(name, str) for name in self.targets)
+        if self.targets != ALL_LINEAR and not named:
+            raise ConfigError(
+                f"model.lora.targets is {self.targets!r}",
+                key="model.lora.targets",
+                fix=f"give {ALL_LINEAR}, or [q_proj,v_proj], say",
+            )
+        if importlib.util.find_spec("peft") is None:
+            raise ConfigError("model.lora needs peft", key="model.lora", fix="pip install 'trinity-lightning[lora]'")
 
 
 @dataclass
@@ -65,22 +74,22 @@ class ModelConfig(Section, key="model"):
 
     Attributes:
         name: `smollm2`, `tiny`, a folder with a Hugging Face checkpoint, or a hub name `org/name`.
-        dtype: how the weights are held while training: `bf16`, with float32 masters in the optimizer, `fp32`, or
-            `auto`: bf16 on a GPU, else whichever multiplies matrices faster on this CPU, timed at the start and
-            recorded in the run's config.yaml; a resumed run keeps its own.
-        dropout: `off` sets the model's dropout to 0, also in what is saved, since old and new log-probabilities would
-            differ by it; `keep` trains with it. (In a YAML file 'off' needs its quotes.)
-        compile: compile the layers with torch.compile when training starts: minutes for a large model, and a C++
-            compiler on a CPU. Attention runs between the graphs; weights keep their names.
-        gradient_checkpointing: recompute activations in the backward pass; slower, less memory.
-        attn_implementation: passed to transformers; `sdpa` works everywhere.
-        lora: adapters that are trained in place of the weights.
-        thoughts: [opening, closing] marker of the model's thoughts, where they are none of the field's, such as <think>
-            and </think>: what stands before the last closing marker is no answer, and a response that is cut off in its
-            thoughts has given none. Given, they replace the field's; null: those, and what the tokenizer has.
+        dtype: dtype of the weights while training: `bf16` with float32 masters in the optimizer, or `fp32`. `auto`:
+            bf16 on a GPU; on a CPU the dtype that multiplies matrices faster, timed at the start and recorded in the
+            run's config.yaml. A resumed run keeps its dtype.
+        dropout: `off` sets the model's dropout to 0, also in the saved model: with dropout, old and new
+            log-probabilities would differ. `keep` trains with it. (In a YAML file, 'off' needs quotes.)
+        compile: compile the layers with torch.compile when training starts. It takes minutes for a large model, and a
+            C++ compiler on a CPU. Attention runs between the graphs; weights keep their names.
+        gradient_checkpointing: recompute activations in the backward pass: slower, with less memory.
+        attn_implementation: attention of transformers; `sdpa` works everywhere.
+        lora: adapters, trained in place of the weights.
+        thoughts: [opening, closing] marker of the model's thoughts, in place of the usual ones such as <think> and
+            </think>. Text before the last closing marker is no part of the answer, and a response that is cut off in
+            its thoughts has no answer. Null: the usual markers, and those of the tokenizer.
         chat_template_kwargs: variables of the chat template, such as {enable_thinking: false}, for rollouts,
-            evaluations, expert data and examples of a dataset (`+model.chat_template_kwargs.enable_thinking=false`); a
-            `chat_template_kwargs` of an entry wins, key by key. Judges and teachers are not given them.
+            evaluations, expert data and dataset examples (`+model.chat_template_kwargs.enable_thinking=false`). The
+            `chat_template_kwargs` of an entry take precedence, key by key. Judges and teachers do not get them.
     """
 
     name: str = MISSING
@@ -105,9 +114,7 @@ class ModelConfig(Section, key="model"):
 
 
 OFFLOADED = "adamw_offload"
-
-ADAM = ("adamw", "adamw_8bit", OFFLOADED)  # which `betas` and `eps` are of
-
+ADAM = ("adamw", "adamw_8bit", OFFLOADED)  # the optimizers that read `betas` and `eps`
 BETAS, EPS = [0.9, 0.999], 1e-8
 
 
@@ -116,25 +123,25 @@ class OptimizerConfig(Section, key="optimizer"):
     """The optimizer and its learning rate.
 
     Attributes:
-        name: adamw; adamw_8bit, whose moments have 8 bits (torchao: the extra `optim`); adamw_offload, whose moments
-            and float32 masters are in the host's memory, where it computes the same as adamw does there; or any
+        name: adamw; adamw_8bit, with moments of 8 bits (torchao: the extra `optim`); adamw_offload, with moments and
+            float32 masters in the host's memory, where it computes the same as adamw would there; or any
             `torch.optim.Optimizer` by its dotted path, such as torch.optim.SGD.
-        args: its arguments, of one by its dotted path.
+        args: arguments of an optimizer that is given by its dotted path.
         lr: peak learning rate.
-        betas, eps: of adamw, adamw_8bit and adamw_offload.
-        weight_decay: of matrices alone: embeddings, norms and biases do not decay.
-        lr_scheduler: {name, args}: constant, constant_with_warmup, linear, cosine, polynomial, inverse_sqrt, a class of
-            torch.optim.lr_scheduler by its dotted path, or your own function of (optimizer, num_warmup_steps,
-            num_training_steps), of which it takes what it needs. A name alone is short for {name: it}.
+        betas, eps: settings of adamw, adamw_8bit and adamw_offload.
+        weight_decay: decay of matrices; embeddings, norms and biases do not decay.
+        lr_scheduler: {name, args}, or a bare name: constant, constant_with_warmup, linear, cosine, polynomial,
+            inverse_sqrt; the dotted path of a class of torch.optim.lr_scheduler; or your own function of (optimizer,
+            num_warmup_steps, num_training_steps), which may leave out parameters that it does not need.
         warmup_steps: optimizer steps of linear warm-up; the first step has learning rate 0, as in transformers.
-        total_steps: horizon of the schedule in optimizer steps; null: those of the run.
+        total_steps: horizon of the schedule in optimizer steps; null: the run's optimizer steps.
     """
 
     name: str = checked("adamw", one_of, names=PARTS["optimizer"], with_paths=True)
     args: dict[str, Any] = field(default_factory=dict)
     lr: float = checked(1e-6, number, least=0)
     betas: list[float] = field(default_factory=lambda: [*BETAS])
-    eps: float = checked(EPS, number, above=0)  # with 0 a weight that had no gradient yet becomes 0 / 0
+    eps: float = checked(EPS, number, above=0)  # with 0, a weight without a gradient so far becomes 0 / 0
     weight_decay: float = checked(0.0, number, least=0)
     lr_scheduler: Any = "constant"
     warmup_steps: int = checked(0, whole_number, least=0)
@@ -146,57 +153,42 @@ class OptimizerConfig(Section, key="optimizer"):
             raise ConfigError(
                 f"optimizer.betas is {list(self.betas)}", key="optimizer.betas", fix="give two numbers in [0, 1)"
             )
-        if self.name != "adamw" or self.args:
-            check_optimizer(self)
+        self._check_name()
         self.lr_scheduler = part_config("optimizer.lr_scheduler", self.lr_scheduler)
         one_of("optimizer.lr_scheduler", self.lr_scheduler.name, PARTS["schedule"], with_paths=True)
 
+    def _check_name(self) -> None:
+        """Refuse settings that belong to another optimizer, and an optimizer whose package is missing."""
+        name, args = self.name, self.args
+        if name in ADAM and args:
+            raise ConfigError(
+                f"optimizer.args are for an optimizer of your own: {name} has betas, eps and weight_decay.",
+                key="optimizer.args",
+            )
+        if name not in ADAM and (list(self.betas), self.eps) != (BETAS, EPS):
+            raise ConfigError(
+                f"optimizer.betas and eps belong to {', '.join(ADAM)}: {name} has optimizer.args.",
+                key="optimizer.betas",
+            )
+        if taken := sorted({"lr", "weight_decay"} & args.keys()):
+            raise ConfigError(f"optimizer.args has {taken[0]}", key="optimizer.args", fix=f"set optimizer.{taken[0]}")
+        if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+            raise ConfigError(
+                "optimizer.name=adamw_8bit needs torchao",
+                key="optimizer.name",
+                fix="pip install 'trinity-lightning[optim]'",
+            )
+
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
-
 LORA_ARGUMENTS = ("enable_lora", "max_lora_rank", "lora_target_modules")  # of vLLM's arguments
 
 
-def check_lora(lora: LoRAConfig) -> None:
-    """Refuse targets that are no names of layers, and adapters without peft; a ConfigError."""
-    named = isinstance(lora.targets, list) and lora.targets and all(isinstance(each, str) for each in lora.targets)
-    if lora.targets != ALL_LINEAR and not named:
-        raise ConfigError(
-            f"model.lora.targets is {lora.targets!r}",
-            key="model.lora.targets",
-            fix=f"give {ALL_LINEAR}, or [q_proj,v_proj], say",
-        )
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.lora needs peft", key="model.lora", fix="pip install 'trinity-lightning[lora]'")
-
-
 def settled_alpha(lora: LoRAConfig) -> int:
-    """Alpha, or what null stands for."""
+    """The value of `alpha`; null stands for twice the rank."""
     return 2 * (lora.r or 0) if lora.alpha is None else lora.alpha
 
 
 def room_for(rank: int) -> int:
-    """The rank that vLLM makes room for to hold adapters of this one."""
-    return next(each for each in LORA_RANKS if each >= rank)
-
-
-def check_optimizer(optimizer: OptimizerConfig) -> None:
-    """Refuse an optimizer whose package is missing, and settings of another; a ConfigError."""
-    name, args = optimizer.name, optimizer.args
-    if name in ADAM and args:
-        raise ConfigError(
-            f"optimizer.args are for an optimizer of your own: {name} has betas, eps and weight_decay.",
-            key="optimizer.args",
-        )
-    if name not in ADAM and (list(optimizer.betas), optimizer.eps) != (BETAS, EPS):
-        raise ConfigError(
-            f"optimizer.betas and eps belong to {', '.join(ADAM)}: {name} has optimizer.args.", key="optimizer.betas"
-        )
-    if taken := sorted({"lr", "weight_decay"} & args.keys()):
-        raise ConfigError(f"optimizer.args has {taken[0]}", key="optimizer.args", fix=f"set optimizer.{taken[0]}")
-    if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        raise ConfigError(
-            "optimizer.name=adamw_8bit needs torchao",
-            key="optimizer.name",
-            fix="pip install 'trinity-lightning[optim]'",
-        )
+    """The smallest of vLLM's ranks that holds adapters of this rank."""
+    return next(size for size in LORA_RANKS if size >= rank)

@@ -1,4 +1,4 @@
-"""Where in your own code an error was raised: the line that a message names."""
+"""The line of the user's own code that raised an error, for messages."""
 
 import sysconfig
 import traceback
@@ -9,52 +9,52 @@ from pathlib import Path
 
 from trinity_lightning.errors import PartError, TrinityError
 
-LIBRARIES = [Path(__file__).parents[1], *(Path(sysconfig.get_path(each)) for each in ("stdlib", "purelib", "platlib"))]
-_PLACE = "raised_at"  # an attribute of an error that comes from another process, where its traceback stays
+LIBRARIES = [Path(__file__).parents[1], *(Path(sysconfig.get_path(key)) for key in ("stdlib", "purelib", "platlib"))]
+_PLACE = "raised_at"  # attribute of an error from another process, which keeps the traceback
 
 
 def of_a_library(file: str) -> bool:
-    """True if a file of code is Python's, this package's, or that of something installed."""
+    """True if a source file belongs to Python, to this package or to an installed one."""
     return file.startswith("<frozen") or any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
 
 
 def _is_own(frame: traceback.FrameSummary) -> bool:
-    """True if it is a line of the user's; code made at run time (the constructor of a dataclass, say) has no line."""
+    """True for a line of the user's code. Generated code, such as a dataclass's constructor, has no line."""
     return frame.filename != "<string>" and not of_a_library(frame.filename)
 
 
 def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames from the first line of the user's code on, outermost first; none if the error was raised elsewhere."""
+    """The frames from the user's outermost line on, outermost first; empty without a line of the user's."""
     return list(dropwhile(lambda frame: not _is_own(frame), traceback.extract_tb(error.__traceback__)))
 
 
 def place_of(error: BaseException) -> str | None:
-    """The user's innermost line that raised, "my_loss.py:12 in tempered"; None: the error was raised elsewhere."""
+    """The user's innermost line in a traceback, as "my_loss.py:12 in tempered"; None without one."""
     frames = [frame for frame in own_frames(error) if _is_own(frame)]
     return place(frames[-1].filename, frames[-1].lineno, frames[-1].name) if frames else getattr(error, _PLACE, None)
 
 
 def place(file: str, line: int | None, function: str) -> str:
-    """A line of code for messages, its file relative to the current folder if it lies in there."""
+    """A line of code for messages; a file below the current folder is shown relative to it."""
     path, here = Path(file), Path.cwd()
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line} in {function}"
 
 
 def described(error: BaseException) -> str:
-    """Type and text of an error, and the user's line that raised it."""
+    """An error's type and text, and the user's line that raised it."""
     return f"{type(error).__name__}: {error}{where(error)}"
 
 
 def where(error: BaseException) -> str:
-    """The user's line that raised an error, in brackets after a space; empty for one of ours, which says enough."""
+    """The user's line that raised an error, as " (LINE)"; empty for a TrinityError, whose message is enough."""
     line = None if isinstance(error, TrinityError) else place_of(error)
     return f" ({line})" if line else ""
 
 
 def keep_place(error: BaseException) -> None:
-    """Note on an error where it was raised and its frames, for other processes, which do not get its traceback.
+    """Note on an error which line raised it, and the frames, before it goes to a process without its traceback.
 
-    An error of ours says enough; that of a reward function has its frames.
+    A TrinityError needs no note: its message is enough, and a RewardError carries its frames.
     """
     if not isinstance(error, TrinityError) and (frames := own_frames(error)):
         setattr(error, _PLACE, place_of(error))
@@ -63,10 +63,10 @@ def keep_place(error: BaseException) -> None:
 
 @contextmanager
 def raised_by(part: str, kind: type[TrinityError] = PartError) -> Iterator[None]:
-    """Name the part of the user's in the errors that its code raises in here, and the line.
+    """Name a user's part, and the line, in the errors that its code raises within this context.
 
     Raises:
-        TrinityError: of that kind, in the place of an error of the user's code; others are raised as they are.
+        TrinityError: of type `kind`, in place of an error from the user's code. Other errors pass unchanged.
     """
     try:
         yield

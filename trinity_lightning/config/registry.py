@@ -1,17 +1,17 @@
-"""Parts by name: one table from what a configuration calls `grpo` to a dotted path, which is imported when it is used.
+"""Parts by name: one table from a name in the configuration (`grpo`) to a dotted path, imported when it is used.
 
-A new part is a file and a line here. A part of one's own needs no line: its dotted path is its name.
+A new built-in part needs a file and a line here. A user's own part needs no line: its dotted path is its name.
 """
 
 import importlib
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from trinity_lightning.config.losses import LOSSES
+from trinity_lightning.config.own_code import of_a_library
 from trinity_lightning.config.signatures import check_methods
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, UnfinishedClassError
@@ -119,18 +119,18 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-# What the checks before any import need to know of parts by name; parts of one's own have none of it.
+# Facts about built-in parts that rules need before the part is imported.
 FILTERING_STRATEGIES = ("dapo", "duplicate_informative", "reward_variance")  # they set no advantages
 SINGLE_RESPONSE_WORKFLOWS = ("judge", "math", "on_policy_distill", "simple")  # one response of the policy each
 ASKING_WORKFLOWS = {"judge": "judge", "on_policy_distill": "teacher"}  # the argument that says which model is asked
 
 
 def import_object(path: str) -> object:
-    """The object at a dotted path such as `my_package.rewards.exact`.
+    """Import the object at a dotted path such as `my_package.rewards.exact`.
 
     Raises:
-        ConfigError: the module or the attribute does not exist, or a file of one's own has an error of syntax or a
-            wrong import; the message says which, and where.
+        ConfigError: the module or the attribute does not exist, or a file of the user's has a syntax error or a wrong
+            import; the message names the file and the line.
     """
     module_name, _, attribute = str(path).rpartition(".")
     if not (isinstance(path, str) and module_name.partition(".")[0]):  # a `_target_` may be anything
@@ -138,18 +138,19 @@ def import_object(path: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError) as error:
-        check_module(path, error)
-        raise
+        if (refusal := _import_refusal(path, error)) is None:
+            raise
+        raise refusal from error
     if not hasattr(module, attribute):
-        refuse_attribute(module, attribute)
+        raise ConfigError(_unknown_attribute(module, attribute))
     return getattr(module, attribute)
 
 
 class Registry(Generic[T]):
-    """The classes or functions of one kind by name: those of `PARTS`, and what is registered by a decorator.
+    """Classes or functions of one kind by name: the built-in ones of `PARTS`, and registered ones.
 
     Args:
-        kind: a kind of `PARTS`, or another in words, for messages.
+        kind: a kind of `PARTS`, or another kind, in words for messages.
     """
 
     def __init__(self, kind: str) -> None:
@@ -158,9 +159,9 @@ class Registry(Generic[T]):
         self._items: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[S], S]:
-        """A decorator that files what it decorates under `name`; a name taken already is a ValueError."""
+        """Return a decorator that registers a part under `name`; a ValueError if the name is taken."""
 
-        def decorator(item: S) -> S:  # its own type comes back, so that a class keeps its own signature
+        def decorator(item: S) -> S:  # S, not T: a decorated class keeps its own signature
             if name in self:
                 raise ValueError(f"{self.kind} '{name}' is registered already.")
             self._items[name] = cast(T, item)
@@ -169,7 +170,7 @@ class Registry(Generic[T]):
         return decorator
 
     def get(self, name: str) -> T:
-        """What is registered under `name`, imported if need be; a ConfigError lists the names if there is no such."""
+        """The part with this name, imported if need be; a ConfigError lists the names if there is none."""
         if name not in self:
             raise ConfigError(unknown_name(self.kind, name, self))
         if name not in self._items:
@@ -177,15 +178,17 @@ class Registry(Generic[T]):
         return self._items[name]
 
     def resolve(self, part: object) -> object:
-        """What is registered under a name, or is at a dotted path; what is no text is the part itself.
+        """The part with this name or at this dotted path; anything but text is returned as the part itself.
 
-        Errors as `get`, or as `import_object`; an UnfinishedClassError: it is an abstract class; a ConfigError: a
-        method of a class of the user's own is not called as the one that it overrides.
+        Raises:
+            ConfigError: as `get` and `import_object`; or a method of a user's class takes other arguments than the
+                method that it overrides.
+            UnfinishedClassError: the part is an abstract class.
         """
         if isinstance(part, str):
             part = import_object(part) if "." in part and part not in self else self.get(part)
         if getattr(part, "__abstractmethods__", None):
-            refuse_unfinished(self.kind, part)
+            raise unfinished_class(self.kind, part)
         if isinstance(part, type) and not part.__module__.startswith("trinity_lightning."):
             check_methods(self.kind, part)
         return part
@@ -197,54 +200,57 @@ class Registry(Generic[T]):
         return iter({**self._paths, **self._items})
 
 
-def check_module(path: str, error: ImportError | SyntaxError) -> None:
-    """ConfigError if the module of this path was not found, or cannot be imported for a line of the user's own.
+def _import_refusal(path: str, error: ImportError | SyntaxError) -> ConfigError | None:
+    """The error to raise if the path's module does not exist, or a line of the user's code cannot be imported.
 
-    If the line is of something installed, its traceback is the answer.
+    None if the line belongs to an installed package: its traceback says more.
     """
     module, missing = path.rpartition(".")[0], getattr(error, "name", None)
     not_found = isinstance(error, ModuleNotFoundError) and missing is not None
     if not_found and (module == missing or module.startswith(f"{missing}.")):
-        raise ConfigError(
+        return ConfigError(
             f"cannot import '{path}': there is no module '{missing}'. "
             "A module of your own must lie in the current folder or on PYTHONPATH."
-        ) from error
+        )
     if isinstance(error, SyntaxError):
-        file, line, what = error.filename, error.lineno, error.msg
+        file, line, message = error.filename, error.lineno, error.msg
     else:
         stack = traceback.extract_tb(error.__traceback__)
-        place = [frame for frame in stack if not frame.filename.startswith("<frozen")][-1]
-        file, line, what = place.filename, place.lineno, str(error)
-    installed = (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
-    if file and not any(Path(file).is_relative_to(folder) for folder in installed):
-        raise ConfigError(f"cannot import '{path}': {file}, line {line}: {type(error).__name__}: {what}.") from error
+        frame = [frame for frame in stack if not frame.filename.startswith("<frozen")][-1]
+        file, line, message = frame.filename, frame.lineno, str(error)
+    if not file or of_a_library(file):
+        return None
+    return ConfigError(f"cannot import '{path}': {file}, line {line}: {type(error).__name__}: {message}.")
 
 
-def refuse_attribute(module: ModuleType, attribute: str) -> NoReturn:
-    """ConfigError: the module has no such name; the message has the nearest of those defined in it, or its package."""
+def _unknown_attribute(module: ModuleType, attribute: str) -> str:
+    """The message about a name that a module lacks, with the nearest name defined in its package."""
     name = module.__name__
     package = name.partition(".")[0]
     known = [
-        each
-        for each, value in vars(module).items()
-        if not each.startswith("_")
+        name_there
+        for name_there, value in vars(module).items()
+        if not name_there.startswith("_")
         and not isinstance(value, ModuleType)
         and str(getattr(value, "__module__", package)).partition(".")[0] == package
     ]
-    raise ConfigError(f"cannot import '{name}.{attribute}': {unknown_name(f'name in module {name}', attribute, known)}")
+    return f"cannot import '{name}.{attribute}': {unknown_name(f'name in module {name}', attribute, known)}"
 
 
-def refuse_unfinished(kind: str, part: Any) -> NoReturn:
-    """UnfinishedClassError: a class of that kind lacks these methods or properties, which its base leaves to it."""
+def unfinished_class(kind: str, part: Any) -> UnfinishedClassError:
+    """The error about a class that does not define all methods and properties that its base class requires."""
     lacking = ", ".join(sorted(part.__abstractmethods__))
-    raise UnfinishedClassError(f"{kind} '{part.__name__}' does not define {lacking}: see its base class.")
+    return UnfinishedClassError(f"{kind} '{part.__name__}' does not define {lacking}: see its base class.")
+
+
+# -- the folders of the configuration files ----------------------------------------------------------------------------
 
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def config_dir(name: str) -> Path:
-    """The folder `conf` or `recipes`: inside the package in a wheel, next to it in a checkout."""
+    """The folder `conf` or `recipes`: in a wheel inside the package, in a checkout next to it."""
     for parent in (PACKAGE_DIR, PACKAGE_DIR.parent):
         if (parent / name).is_dir():
             return parent / name
@@ -254,6 +260,11 @@ def config_dir(name: str) -> Path:
 
 
 def options(group: str) -> list[str]:
-    """Names of the choices of a config group, or of the recipes."""
+    """Names of a config group's choices, or of the recipes."""
     folder = config_dir("recipes") if group == "recipe" else config_dir("conf") / group
     return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def groups() -> set[str]:
+    """Names of the config groups."""
+    return {path.name for path in config_dir("conf").iterdir() if path.is_dir()}

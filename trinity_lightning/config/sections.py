@@ -1,4 +1,4 @@
-"""What sections of the configuration are made of: the base of their dataclasses, and parts by name and arguments."""
+"""The base of the configuration's dataclasses, parts with a name and arguments, and messages about unknown keys."""
 
 import copy
 import re
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from omegaconf import BooleanNode, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from trinity_lightning.config.registry import PARTS, config_dir
+from trinity_lightning.config.registry import PARTS, groups
 from trinity_lightning.config.values import nearest, one_of
 from trinity_lightning.errors import ConfigError
 
@@ -19,18 +19,19 @@ from trinity_lightning.errors import ConfigError
 
 
 class Section:
-    """Base of the configuration's dataclasses: an unknown keyword in a script is refused as such a key in a file is.
+    """Base of the configuration's dataclasses. A script's unknown keyword is refused like an unknown key in a file.
 
     Args:
-        key: where the section stands, and its messages say so; none if it may stand under any name.
+        key: dotted key of the section, for messages; empty for a section with several places.
+        root: True for the class of the whole configuration.
 
     Raises:
-        ConfigError: of every section: an unknown key, a value of another type or out of its range, settings that do not
-            go together, or a file or a package that is not there. The message names the key and the fix.
+        ConfigError: in every section: an unknown key, a value of another type or out of range, settings that do not go
+            together, or a missing file or package. The message names the key and the fix.
     """
 
-    _key: ClassVar[str]
-    _root: ClassVar[type[Any]]  # the whole configuration, in which every other section stands
+    _key: ClassVar[str]  # with a dot behind it
+    _root: ClassVar[type[Any]]
 
     def __init_subclass__(cls, key: str = "", root: bool = False) -> None:
         cls._key = f"{key}." if key else ""
@@ -41,21 +42,21 @@ class Section:
         known: Mapping[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
         for name in given:
             if name not in known:
-                raise ConfigError(unknown_key(f"{cls._key}{name}", known))
+                raise ConfigError(unknown_key(f"{cls._key}{name}", known), key=f"{cls._key}{name}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check every field by its rule (`checked`); rules that a subclass has in addition come after these."""
-        for each in fields(self):  # type: ignore[arg-type]
-            key, value, rules = f"{self._key}{each.name}", getattr(self, each.name), each.metadata
-            inner = each.default_factory
+        """Check every field by its rule (see `checked`). A subclass calls this first, then checks its own rules."""
+        for option in fields(self):  # type: ignore[arg-type]
+            key, value, rules = f"{self._key}{option.name}", getattr(self, option.name), option.metadata
+            inner = option.default_factory
             if isinstance(inner, type) and issubclass(inner, Section) and not isinstance(value, inner):  # in a script
                 value = section_of(key, inner, value)
-                setattr(self, each.name, value)
+                setattr(self, option.name, value)
             if check := rules.get("check"):
                 check(key, value)
             needed, among = rules.get("only_with"), rules.get("among", ())
-            if needed and value != each.default:
+            if needed and value != option.default:
                 other = getattr(self, needed)
                 if not (other in among if among else other):
                     words = f"{self._key}{needed}" + (f"={' or '.join(among)}" if among else "")
@@ -73,17 +74,20 @@ def checked(
     among: Sequence[str] = (),
     **rule: Any,
 ) -> T:
-    """A field with this default and a rule for its values, out of `values`: `checked(1.0, number, least=0)`.
+    """A dataclass field with a default and a rule from `values`: `checked(1.0, number, least=0)`.
 
-    `only_with` names another field of the section, without which (or, if given, without one of the values `among`)
-    another value than the default has no effect.
+    Args:
+        default: the default value.
+        check: the rule; `rule` are its keyword arguments.
+        only_with: another field of the section, which must be set for this one to have an effect.
+        among: values of the other field that count as set; empty: any true value.
     """
     rules = {"check": check and partial(check, **rule), "only_with": only_with, "among": among}
     return field(default=default, metadata=rules)
 
 
 def plain(section: Any) -> dict[str, Any]:
-    """A section as a checkpoint holds it, which is read without pickle: a dict, names instead of enumerations."""
+    """A section as plain dicts, with names in place of enumerations, for a checkpoint that is read without pickle."""
     return asdict(section, dict_factory=lambda items: {k: v.name if isinstance(v, Enum) else v for k, v in items})
 
 
@@ -91,24 +95,24 @@ S = TypeVar("S", bound=Section)
 
 
 def section_of(key: str, kind: type[S], given: S | Mapping[str, Any] | None) -> S:
-    """The section of that kind that stands under the dotted key: of these values, or a copy of what was one already.
+    """The section under a dotted key, from its values or as a copy of a section; checked in both cases.
 
-    Both are checked, with the errors of every section: a dataclass can be changed after it was made.
+    A copy is checked too, because a dataclass can be changed after it was made. Errors as `Section`.
     """
     if isinstance(given, kind):
         return _checked_copy(given)
-    return section_given(key, kind, {} if given is None else given)
+    return _section_from_values(key, kind, {} if given is None else given)
 
 
 def _checked_copy(section: T) -> T:
-    """A copy of a section that shares nothing with it; all of its dataclasses are checked as when they were made."""
-    values: dict[str, Any] = {each.name: getattr(section, each.name) for each in fields(section)}  # type: ignore[arg-type]
+    """A deep copy of a section, checked like a new one."""
+    values: dict[str, Any] = {option.name: getattr(section, option.name) for option in fields(section)}  # type: ignore[arg-type]
     copies = {name: _checked_copy(v) if is_dataclass(v) else copy.deepcopy(v) for name, v in values.items()}
     return type(section)(**copies)
 
 
 class _Flag(BooleanNode):
-    """True or false, or a word for it: OmegaConf alone would take every number for one of them."""
+    """A boolean that takes true, false or a word for them. OmegaConf's own also takes every number."""
 
     def _validate_and_convert_impl(self, value: Any) -> bool:
         return super()._validate_and_convert_impl(value if isinstance(value, bool | str) else None)
@@ -120,7 +124,7 @@ class _Flag(BooleanNode):
 
 
 def schema_of(kind: Any) -> DictConfig:
-    """The schema of a section's class, or one that was made already, with flags that take no numbers."""
+    """The OmegaConf schema of a section's class, or this schema itself, with booleans that take no numbers."""
     schema = kind if isinstance(kind, DictConfig) else OmegaConf.structured(kind)
     for name in schema:
         node = schema._get_node(name)
@@ -131,7 +135,7 @@ def schema_of(kind: Any) -> DictConfig:
     return schema
 
 
-# -- parts: {name, args}, of which a bare name is short for {name: it} -------------------------------------------------
+# -- parts: {name: NAME, args: {...}}, or a bare NAME ------------------------------------------------------------------
 
 
 @dataclass
@@ -139,9 +143,9 @@ class PartConfig:
     """A part.
 
     Attributes:
-        name: a registered name, or the dotted path of your own (in a script, for some parts, a class); in a group of
-            parts the key that it stands under, if left out.
-        args: its arguments.
+        name: a registered name, or the dotted path of your own part (in a script also a class, for some parts). In a
+            group of parts the default is the part's key.
+        args: arguments of the part.
     """
 
     name: str
@@ -152,22 +156,27 @@ P = TypeVar("P", bound=PartConfig)
 
 
 def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = PartConfig) -> P:  # type: ignore[assignment]
-    """The part of that kind that stands under a key, however it is written: a part already, a bare name, a mapping,
-    or None; `name` is its name unless it has one.
+    """The part under a key, which may be written as a part, a bare name, a mapping, or None.
+
+    Args:
+        key: the dotted key.
+        given: the part as it is written.
+        name: the part's name if `given` has none.
+        kind: the dataclass to return.
 
     Raises:
         ConfigError: an unknown key, no name, or a value of the wrong kind.
     """
     if isinstance(given, kind):
         return given
-    known = [each.name for each in fields(kind)]
+    known = [option.name for option in fields(kind)]
     entry = {"name": given} if isinstance(given, str) else {} if given is None else given
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{key} is {entry!r}", key=key, fix=f"give {{{', '.join(known)}}}, each of them optional")
-    for each in entry:
-        if each not in known:
-            said = unknown_key(f"{key}.{each}", known)
-            raise ConfigError(f"{said} Arguments go into {key}.args: {key}.args.{each}.")
+    for option in entry:
+        if option not in known:
+            message = unknown_key(f"{key}.{option}", known)
+            raise ConfigError(f"{message} Arguments go into {key}.args: {key}.args.{option}.", key=f"{key}.{option}")
     name, args = entry.get("name") or name, entry.get("args") or {}
     if name is None:
         raise ConfigError(
@@ -181,18 +190,20 @@ def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = P
 
 
 def strategies(group: Mapping[str, Any]) -> dict[str, PartConfig]:
-    """The add strategies of {label: {name, args}}, in order; a ConfigError as `part_config`, or an unknown strategy."""
-    found = {label: part_config(f"add_strategy.{label}", given, label) for label, given in group.items()}
-    for strategy in found.values():
-        one_of("add_strategy", strategy.name, PARTS["add strategy"], with_paths=True)
-    return found
+    """The add strategies of {label: {name, args}}, in order.
+
+    Raises:
+        ConfigError: as `part_config`, or an unknown strategy.
+    """
+    parts = {label: part_config(f"add_strategy.{label}", given, label) for label, given in group.items()}
+    for part in parts.values():
+        one_of("add_strategy", part.name, PARTS["add strategy"], with_paths=True)
+    return parts
 
 
-def groups() -> set[str]:
-    return {path.name for path in config_dir("conf").iterdir() if path.is_dir()}
+# -- messages about keys that do not exist, and about values that OmegaConf refuses ------------------------------------
 
-
-# What keys of earlier versions, and of other libraries, are called here.
+# Keys of earlier versions and of other libraries, and their names here.
 RENAMED = {
     "algorithm.beta": "algorithm.kl.coef",
     "algorithm.kl_coef": "algorithm.kl.coef",
@@ -207,27 +218,26 @@ RENAMED = {
 
 
 def unknown_key(key: str, siblings: Iterable[str]) -> str:
-    """A message for a key that is not there: what it is called, or the nearest of its siblings."""
+    """The message about a key that does not exist: its present name, or the nearest key; then its siblings."""
     if key in RENAMED:
         return f"unknown key '{key}'. It is called {RENAMED[key]}."
     prefix, _, name = key.rpartition(".")
     if name == "name" and prefix in groups():
         return f"unknown key '{key}'. Choose by {prefix}=NAME or, in a recipe's defaults, '- override /{prefix}: NAME'."
     names = sorted(siblings)
-    meant = [each if each == _RECIPE else f"'{each}'" for each in _keys_meant(prefix, name, names)]
+    meant = [other if other == _RECIPE else f"'{other}'" for other in _keys_meant(prefix, name, names)]
     hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
     return f"unknown key '{key}'.{hint} Known here: {', '.join(names) or 'none'}."
 
 
 _MOST_SUGGESTED = 3
-
 _RECIPE = "+recipe=NAME"
 
 
 def _keys_meant(prefix: str, name: str, siblings: Sequence[str]) -> list[str]:
-    """The keys that a name in a section may stand for: those of the same last part elsewhere, or else the nearest.
+    """The keys that the user may have meant: keys elsewhere with the same last part, or else the nearest key.
 
-    A top-level name is compared with its siblings and with the last parts of all keys: `lr` is optimizer.lr.
+    At the top level, a name is compared with the last parts of all keys: `lr` means optimizer.lr.
     """
     places = {key: [new] for key, new in RENAMED.items() if "." not in key} | {"recipe": [_RECIPE]}
     for key in _dotted_keys(schema_of(Section._root)):
@@ -243,7 +253,7 @@ def _keys_meant(prefix: str, name: str, siblings: Sequence[str]) -> list[str]:
 
 
 def _dotted_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """The keys of a schema, dotted, those of sections too."""
+    """The dotted keys of a schema, sections and their options."""
     for key in map(str, node):
         yield f"{prefix}{key}"
         inner = node._get_node(key)
@@ -252,18 +262,16 @@ def _dotted_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def choice_of(group: str) -> str:
-    """What to write instead of the name of a choice as the value of its group."""
+    """The message about a group whose value is the name of a choice, such as `logger: csv` in a recipe."""
     return f"{group} has keys: a recipe chooses them in its defaults, '- override /{group}: NAME'."
 
 
 _NULL = re.compile(r"Incompatible value 'None' for field|field '[\w.]+' is not Optional")
-
 _OF_A_RESOLVER = "ConfigError raised while resolving interpolation: "
-
-# What OmegaConf says of a wrong value, and what we say.
+# OmegaConf's message about a wrong value, and ours.
 _WRONG_VALUES = [
-    (re.compile(pattern), said)
-    for pattern, said in (
+    (re.compile(pattern), message)
+    for pattern, message in (
         (r"Value '(.*)' of type '\w+' could not be converted to Integer", "is '{}': give a whole number"),
         (r"Value '(.*)' of type '\w+' could not be converted to Float", "is '{}': give a number"),
         (r"Value '(.*)' is not a valid bool", "is '{}': give true or false"),
@@ -281,26 +289,31 @@ _WRONG_VALUES = [
 
 
 def sentence_of(error: OmegaConfBaseException) -> str:
-    """What OmegaConf found wrong: the key, and what to give."""
-    key = str(error.full_key or error.key or "")
+    """OmegaConf's error as a sentence with the key and the fix."""
+    key = key_of(error)
     if isinstance(error, MissingMandatoryValue):
         return f"{key} has no default: give it a value."
     if error.parent_node is not None and error.key is not None and "not in" in str(error):
         return _not_there(key, error.parent_node)
     message = str(error).strip().splitlines()[0]
-    if _OF_A_RESOLVER in message:  # one of ours, which says it all
+    if _OF_A_RESOLVER in message:  # a ConfigError of ours, which says all
         return message.partition(_OF_A_RESOLVER)[2]
     if _NULL.search(message):
         return f"{key} cannot be null: {_instead_of_null(key, error)}.".lstrip()
-    for pattern, said in _WRONG_VALUES:
-        if found := pattern.search(message):
-            said = re.sub("'(True|False)'", lambda flag: flag[1].lower(), said.format(*found.groups()))
-            return f"{key} {said}.".lstrip()
+    for pattern, sentence in _WRONG_VALUES:
+        if match := pattern.search(message):
+            sentence = re.sub("'(True|False)'", lambda flag: flag[1].lower(), sentence.format(*match.groups()))
+            return f"{key} {sentence}.".lstrip()
     return f"{key}: {message}" if key else message
 
 
+def key_of(error: OmegaConfBaseException) -> str:
+    """The dotted key that OmegaConf's error is about; empty if it names none."""
+    return str(error.full_key or error.key or "")
+
+
 def _instead_of_null(key: str, error: OmegaConfBaseException) -> str:
-    """What to give: a value, or, of a section, its keys or nothing."""
+    """The fix for null: a value; for a section its keys, or to leave it out."""
     parent = error.parent_node
     if not (
         isinstance(parent, DictConfig) and isinstance(parent._get_node(error.key, validate_access=False), DictConfig)
@@ -311,8 +324,8 @@ def _instead_of_null(key: str, error: OmegaConfBaseException) -> str:
 
 
 def _not_there(key: str, parent: Any) -> str:
-    """What to write for a key that its parent does not have: an argument, an addition, or the nearest key."""
-    siblings = [str(each) for each in parent] if isinstance(parent, DictConfig) else []
+    """The message about a key that its parent lacks: an argument, an addition, or the nearest key."""
+    siblings = [str(sibling) for sibling in parent] if isinstance(parent, DictConfig) else []
     prefix, _, name = key.rpartition(".")
     if key in RENAMED or nearest(name, siblings) or (not prefix and _keys_meant(prefix, name, siblings)):
         return unknown_key(key, siblings)
@@ -325,11 +338,14 @@ def _not_there(key: str, parent: Any) -> str:
     return unknown_key(key, siblings)
 
 
-def section_given(key: str, kind: type[S], given: Any) -> S:
-    """The section of that kind that stands under the dotted key, of these values; errors as `section_of`."""
-    named = tuple(each.name for each in fields(kind))  # type: ignore[arg-type]
+# -- a section from a mapping of a script or of a checkpoint -----------------------------------------------------------
+
+
+def _section_from_values(key: str, kind: type[S], given: Any) -> S:
+    """The section under a dotted key, from these values; errors as `Section`, with this key."""
+    names = tuple(option.name for option in fields(kind))  # type: ignore[arg-type]
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{key} is {given!r}", key=key, fix=f"give a mapping of {', '.join(named)}, or leave it out")
+        raise ConfigError(f"{key} is {given!r}", key=key, fix=f"give a mapping of {', '.join(names)}, or leave it out")
     tree = OmegaConf.create()
     OmegaConf.update(tree, key, schema_of(kind))
     section = OmegaConf.select(tree, key)
@@ -337,7 +353,10 @@ def section_given(key: str, kind: type[S], given: Any) -> S:
         section.merge_with(given)
         return OmegaConf.to_object(section)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        raise ConfigError(sentence_of(error)) from error
+        raise ConfigError(sentence_of(error), key=key_of(error)) from error
     except ConfigError as error:
-        said = str(error)
-        raise ConfigError(said if kind._key else f"{key}{'.' if said.startswith(named) else ': '}{said}") from error
+        if kind._key:
+            raise
+        message, inner = str(error), error.key
+        message = f"{key}{'.' if message.startswith(names) else ': '}{message}"
+        raise ConfigError(message, key=key if inner is None else f"{key}.{inner}") from error

@@ -1,4 +1,4 @@
-"""How parts of your own are called and made: what their parameters mean by their names, and what they may be given."""
+"""Signatures of the user's own parts: whether they can be called and made as the library calls and makes them."""
 
 import functools
 import inspect
@@ -17,16 +17,16 @@ POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 PACKAGE = __name__.partition(".")[0]
 
-# -- how a function of your own is called ------------------------------------------------------------------------------
+# -- functions and methods of the user's, as the library calls them ----------------------------------------------------
 
-# Names that TRL, verl and OpenRLHF have for what a function here is given: patterns of the whole name.
+# Names that TRL, verl and OpenRLHF use for a parameter of ours: patterns of the whole name.
 SYNONYMS: Mapping[str, str] = {
     "response": r"(completion|answer|solution|output|generation|prediction|predict|text|response)(_(str|text))?",
     "rewards": r"(token_level_)?(rewards|scores)",
     "groups": r"(group_)?(index|indices|idx|ids|uids?)|group",
     "experiences": r"exps|experiences",
 }
-# Names of what a function is not given in that place, and where it finds it.
+# Names of values that are not passed in a parameter's place, and where the function finds them.
 _ANSWER = "task.raw_task['answer'] is the answer to compare with"
 _PROMPT, _PROMPTS = "task.raw_task['prompt'] is the prompt", r"prompts?|questions?|query|queries|messages|prompt_text"
 _TRUTHS = r"ground_truths?|gts?|labels?|targets?|references?|gold|expected|truth|solutions|answers"
@@ -47,22 +47,22 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 
 
 def check_call(what: str, function: Callable[..., Any], names: Sequence[str], shown: str, key: str = "") -> None:
-    """Refuse a function of the user's that cannot be called by position as the library calls it.
+    """Refuse a user's function that cannot be called, by position, as the library calls it.
 
     Args:
         what: the function, for messages.
-        function: a function, a method, or an object that can be called.
-        names: of what it is given, in order.
-        shown: how it is called, for messages: "score(rewards, groups, runs)".
-        key: the dotted key under which it may be given further arguments, if it may.
+        function: a function, a method, or another callable.
+        names: our names of the positional arguments, in order.
+        shown: the call, for messages: "score(rewards, groups, runs)".
+        key: dotted key of the function's further arguments; empty if it has none.
 
     Raises:
-        ArgumentError: it lacks a further argument.
-        ConfigError: it takes fewer or more arguments, or one of them by its name is another than what stands there.
+        ArgumentError: a further argument without a default is not given.
+        ConfigError: it takes fewer or more arguments, or a parameter's name says that it expects another value there.
     """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # one written in C that does not say what it takes
+    except ValueError:  # a function written in C without a signature
         return
     try:
         signature.bind(*names)
@@ -74,7 +74,7 @@ def check_call(what: str, function: Callable[..., Any], names: Sequence[str], sh
                 ) from error
         raise ConfigError(f"{what} cannot be called as {shown}: {error}{_hints(signature, names)}.") from error
     for name, parameter in zip(names, _positional(signature), strict=False):
-        if (why := _misplaced(parameter.name, name, names)) is not None:
+        if (why := _mismatch(parameter.name, name, names)) is not None:
             raise ConfigError(f"{what} takes '{parameter.name}' in the place of {name}: it is called as {shown}{why}.")
 
 
@@ -82,45 +82,46 @@ def _positional(signature: inspect.Signature) -> list[Parameter]:
     return [parameter for parameter in signature.parameters.values() if parameter.kind in POSITIONAL]
 
 
-def _misplaced(own: str, name: str, names: Sequence[str]) -> str | None:
-    """Where a function finds what it calls a parameter by, if that is not what stands there; else None."""
-    if (place := _place_of(own, name)) is not None:
+def _mismatch(parameter: str, name: str, names: Sequence[str]) -> str | None:
+    """The end of a message if `parameter` names another value than `name`, which is passed there; else None."""
+    if (place := _place_of(parameter, name)) is not None:
         return f"; {place}"
-    if _means(own, name):
+    if _means(parameter, name):
         return None
-    if any(_means(own, other) for other in names):
+    if any(_means(parameter, other) for other in names):
         return ", in this order"
-    return next((f"; {place}" for other in names if (place := _place_of(own, other)) is not None), None)
+    return next((f"; {place}" for other in names if (place := _place_of(parameter, other)) is not None), None)
 
 
-def _means(own: str, name: str) -> bool:
-    return own == name or re.fullmatch(SYNONYMS.get(name, re.escape(name)), own) is not None
+def _means(parameter: str, name: str) -> bool:
+    return parameter == name or re.fullmatch(SYNONYMS.get(name, re.escape(name)), parameter) is not None
 
 
-def _place_of(own: str, name: str) -> str | None:
-    return next((place for pattern, place in ELSEWHERE.get(name, {}).items() if re.fullmatch(pattern, own)), None)
+def _place_of(parameter: str, name: str) -> str | None:
+    places = ELSEWHERE.get(name, {}).items()
+    return next((place for pattern, place in places if re.fullmatch(pattern, parameter)), None)
 
 
 def _hints(signature: inspect.Signature, names: Sequence[str]) -> str:
-    """Where the function finds what it asks for, in brackets."""
-    places = [_place_of(own, name) for own in signature.parameters for name in names]
-    found = "; ".join(dict.fromkeys(place for place in places if place))
-    return f" ({found})" if found else ""
+    """The places where the function finds the values that its parameters name, in brackets."""
+    places = [_place_of(parameter, name) for parameter in signature.parameters for name in names]
+    hints = "; ".join(dict.fromkeys(place for place in places if place))
+    return f" ({hints})" if hints else ""
 
 
 @functools.cache
 def check_methods(kind: str, part: type[Any]) -> None:
-    """Refuse a class of the user's with a method that is not called as the method of the library that it overrides.
+    """Refuse a user's class with a method that takes other arguments than the library's method that it overrides.
 
     Raises:
         ConfigError: names the method, and says how it is called.
     """
-    theirs = [cls for cls in part.__mro__ if _is_of_the_library(cls)]
-    for own in part.__mro__:
-        if own in theirs or own is object:
+    library_classes = [cls for cls in part.__mro__ if _is_of_the_library(cls)]
+    for user_class in part.__mro__:
+        if user_class in library_classes or user_class is object:
             continue
-        for name, method in vars(own).items():
-            base = next((vars(cls)[name] for cls in theirs if name in vars(cls)), None)
+        for name, method in vars(user_class).items():
+            base = next((vars(cls)[name] for cls in library_classes if name in vars(cls)), None)
             if inspect.isfunction(method) and inspect.isfunction(base) and not name.startswith("__"):
                 needed = (p for p in _positional(inspect.signature(base)) if p.default is p.empty)
                 names = [parameter.name for parameter in needed]
@@ -128,25 +129,26 @@ def check_methods(kind: str, part: type[Any]) -> None:
                 check_call(f"{kind} '{part.__name__}': its {name}", method, names, shown)
 
 
-# -- how a class of your own is made -----------------------------------------------------------------------------------
+# -- classes of the user's, as the library makes them ------------------------------------------------------------------
 
 
 def check_arguments(
     what: str, make: Callable[..., Any], args: Mapping[str, Any], key: str = "args", given: Sequence[str] = ()
 ) -> None:
-    """Refuse arguments that a class or a function does not take, or lacks.
+    """Refuse arguments that a class or a function does not take, and missing ones.
 
-    Further keywords (`**others`) of a class that names arguments are those of its bases; of one that names none, any.
+    A class with named arguments and `**others` also takes the arguments of its bases. A class that names none and has
+    `**others` takes any.
 
     Args:
         what: the part, for messages.
-        make: the class, or the function that makes one.
+        make: the class, or a function.
         args: the user's arguments.
-        key: the dotted key that they stand under.
-        given: names of what the library passes itself.
+        key: the dotted key of `args`.
+        given: names of arguments that the library passes itself.
 
     Raises:
-        ArgumentError: names the key, and lists what there is.
+        ArgumentError: names the key, and lists the arguments.
     """
     parameters = inspect.signature(make).parameters.values()
     named = [parameter for parameter in parameters if parameter.kind in NAMED and parameter.name not in given]
@@ -176,7 +178,7 @@ def _is_of_the_library(part: Any) -> bool:
 
 
 def _handed_on(make: Any, given: Sequence[str]) -> list[str]:
-    """Names that the bases of a class take, which names arguments of its own and hands further ones on to them."""
+    """Names of the arguments of a class's bases, which receive its further keywords."""
     bases = make.__mro__[1:] if isinstance(make, type) else ()
     signatures = [inspect.signature(vars(base)["__init__"]) for base in bases[:-1] if "__init__" in vars(base)]
     parameters = [parameter for signature in signatures for parameter in signature.parameters.values()]
@@ -186,26 +188,26 @@ def _handed_on(make: Any, given: Sequence[str]) -> list[str]:
 
 
 def has_method(kind: type[Any], name: str) -> bool:
-    """True if instances of a class have a method; the class itself can always be called."""
+    """True if a class or a base defines this method. (Asking the class by `hasattr` would find `type.__call__`.)"""
     return any(name in vars(base) for base in kind.__mro__)
 
 
 def made(
     what: str, kind: type[T], args: Mapping[str, Any], key: str = "args", given: Mapping[str, Any] | None = None
 ) -> T:
-    """A part made of the user's arguments, and of what the library gives it.
+    """An instance of a class, made of the user's arguments and the library's.
 
-    A constructor takes of the latter what it has parameters for. The rest is set on the instance before the constructor
-    runs, so that a class need not hand it on to its base.
+    The constructor gets those of the library's values that it has parameters for. The others are set on the instance
+    before the constructor runs, so that a class need not pass them on to its base.
 
     Args:
-        what, args, key: as of `check_arguments`.
+        what, args, key: as in `check_arguments`.
         kind: the class.
-        given: what the library gives, by name.
+        given: the library's values by name.
 
     Raises:
         ArgumentError: as `check_arguments`.
-        Exception: whatever the constructor raises.
+        Exception: any error of the constructor.
     """
     given = given or {}
     check_arguments(what, kind, args, key, tuple(given))
@@ -215,7 +217,7 @@ def made(
     instance = kind.__new__(kind)
     for name, value in given.items():
         if name not in parameters:
-            with suppress(AttributeError):  # a property of the user's own
+            with suppress(AttributeError):  # a property of the user's class
                 object.__setattr__(instance, name, value)
     instance.__init__(**passed, **args)
     return instance
@@ -224,16 +226,16 @@ def made(
 def made_at_start(
     what: str, kind: type[T], args: Mapping[str, Any], key: str = "args", given: Mapping[str, Any] | None = None
 ) -> T:
-    """`made`, where a run is put together.
+    """Call `made` while a run is being built.
 
     Raises:
-        ConfigError: as `made`, also of what the user's code raised, with its file and line.
+        ConfigError: as `made`; an error of the user's code becomes one, with its file and line.
     """
     with raised_by(what, ConfigError):
         return made(what, kind, args, key, given)
 
 
 def parameters_beside(kind: type[Any], given: Sequence[str]) -> list[str]:
-    """Names of what a class of the user's takes beside what the library gives it: the part's arguments."""
+    """Names of the constructor's arguments that the library does not give: the part's own arguments."""
     parameters = inspect.signature(kind).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind in NAMED and parameter.name not in given]

@@ -1,4 +1,4 @@
-"""Checks of single values and names: each returns the value, or raises a ConfigError with the key and the fix."""
+"""Checks of single values and names. A check returns the value, or raises a ConfigError with its key and the fix."""
 
 import difflib
 import math
@@ -10,15 +10,19 @@ from trinity_lightning.errors import ConfigError
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name that begins with `name`, or has its letters in another order, or is most like it; else None."""
+    """The allowed name that the user probably meant, or None.
+
+    A name that begins with `name` comes first, then one with the same letters in another order, then the most similar.
+    """
     names = list(allowed)
-    longer = [each for each in names if len(name) > 2 and each.startswith(name)]
-    swapped = [each for each in names if sorted(each) == sorted(name)]  # which difflib rates no higher than a wrong one
+    longer = [candidate for candidate in names if len(name) > 2 and candidate.startswith(name)]
+    # difflib rates swapped letters no higher than wrong ones.
+    swapped = [candidate for candidate in names if sorted(candidate) == sorted(name)]
     return next(iter(longer or swapped or difflib.get_close_matches(name, names, n=1, cutoff=0.5)), None)
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> str:
-    """A message for an unknown `name` of a `kind`: the nearest match, then everything allowed."""
+    """The message about an unknown `name` of a `kind`: the nearest match, then all allowed names."""
     names = sorted(allowed)
     match = nearest(str(name), names)
     hint = f" Did you mean '{match}'?" if match else ""
@@ -27,7 +31,7 @@ def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> str:
 
 T = TypeVar("T")
 AUTO = "auto"
-FLOAT32_MOST = 3.4028234663852886e38  # in which rewards are weighed
+FLOAT32_MOST = 3.4028234663852886e38  # rewards become float32
 
 
 def number(
@@ -39,7 +43,7 @@ def number(
     most: float = math.inf,
     optional: bool = False,
 ) -> T:
-    """A finite number, of at least and at most these bounds, or above one; or None, if `optional`."""
+    """Check a finite number: at least `least`, above `above`, at most `most`; None is allowed if `optional`."""
     if optional and value is None:
         return value
     is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
@@ -54,7 +58,7 @@ def number(
 def whole_number(
     key: str, value: T, *, least: int, most: float = math.inf, optional: bool = False, auto: bool = False
 ) -> T:
-    """A whole number of at least and at most these bounds; or None, if `optional`, or "auto", if `auto`."""
+    """Check a whole number from `least` to `most`; None is allowed if `optional`, "auto" if `auto`."""
     if (optional and value is None) or (auto and value == AUTO):
         return value
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
@@ -67,48 +71,49 @@ def whole_number(
 
 
 def flag(key: str, value: T) -> T:
-    """True or False."""
+    """Check that the value is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{key} is {value!r}", key=key, fix="give true or false")
     return value
 
 
 def text(key: str, value: T, *, optional: bool = False) -> T:
-    """Text that is not empty; or None, if `optional`."""
+    """Check for text that is not empty; None is allowed if `optional`."""
     if (not isinstance(value, str) or not value) and not (optional and value is None):
         raise ConfigError(f"{key} is {value!r}", key=key, fix=f"give some text{_or_null(optional)}")
     return value
 
 
 def url(key: str, value: T, example: str) -> T:
-    """Text that begins as a URL does."""
+    """Check for text that begins with http:// or https://; `example` is shown in the message."""
     if not isinstance(value, str) or not value.startswith(("http://", "https://")):
         raise ConfigError(f"{key}: {value!r} is no URL", key=key, fix=f"give one such as {example}")
     return value
 
 
 def one_of(key: str, value: T, names: Collection[str], *, with_paths: bool = False, optional: bool = False) -> T:
-    """One of these names; a dotted path too, if `with_paths`; or None, if `optional`."""
+    """Check for one of these names; a dotted path is allowed if `with_paths`, None if `optional`."""
     is_path = with_paths and isinstance(value, str) and "." in value
     if (optional and value is None) or is_path or (isinstance(value, str) and value in names):
         return value
-    raise ConfigError(unknown_name(key, value, names) + (" Your own goes by its dotted path." if with_paths else ""))
+    own = " Your own goes by its dotted path." if with_paths else ""
+    raise ConfigError(unknown_name(key, value, names) + own, key=key)
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """The names, equal ones told apart by numbers: a, b, a_2, a_3."""
+    """The names, with a number behind each repeated one: a, b, a_2, a_3."""
     return [name if (n := names[: i + 1].count(name)) == 1 else f"{name}_{n}" for i, name in enumerate(names)]
 
 
 def as_float(value: Any) -> float | None:
-    """A real number of any kind (the scalars of NumPy and torch, too) as float; None for anything else."""
+    """A real number as float, also a scalar of NumPy or torch; None for anything else."""
     if hasattr(value, "shape"):
         value = value.item() if math.prod(value.shape) == 1 else None
     return float(value) if isinstance(value, Real) else None
 
 
 def check_version(state: Mapping[str, Any], names: Sequence[str], part: str) -> None:
-    """ConfigError unless a checkpoint's state of that part of a run has all these names: earlier versions had fewer."""
+    """Refuse a checkpoint of an earlier version, whose state of a part lacks one of the names; a ConfigError."""
     missing = [name for name in names if name not in state]
     if missing:
         raise ConfigError(
