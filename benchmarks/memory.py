@@ -36,7 +36,7 @@ from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.monitor.machine import GB, MemoryMeter, resident_gb
 from trinity_lightning.trainer.host import moments_of
-from trinity_lightning.trainer.optim import MasterWeights
+from trinity_lightning.trainer.masters import MasterWeights
 
 
 class Parts(L.Callback):

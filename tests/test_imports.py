@@ -70,7 +70,7 @@ MAY_IMPORT = {
 MAY_USE_LIGHTNING = {
     *TOP,
     f"{PACKAGE}.explorer.interruption",
-    *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "ddp", "fsdp", "checkpoint", "optim", "other_models")),
+    *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "ddp", "fsdp", "checkpoint", "optim")),
 }
 
 MAX_FILE_LINES = 600  # cut by idea, not by length

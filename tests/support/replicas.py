@@ -46,7 +46,7 @@ from trinity_lightning.trainer import fsdp
 from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 from trinity_lightning.trainer.ddp import ReplicaStrategy
 from trinity_lightning.trainer.fsdp import ShardStrategy
-from trinity_lightning.trainer.other_models import layers_of
+from trinity_lightning.trainer.model import layers_of
 from trinity_lightning.trainer.policy import PolicyModule
 
 RANKS = 2
@@ -423,7 +423,7 @@ def faulty(module: Any) -> dict[str, Any]:
         gradient = torch.ones(parameter.shape)
         gradient[-1] = torch.inf if name == names[1] else 1
         if local(parameter) is not parameter:
-            gradient = placement._as_share(placement._own(gradient).clone(), parameter)
+            gradient = placement._as_share(placement._rows_here(gradient).clone(), parameter)
         parameter.grad = gradient
     norm = placement.clip(named.values(), 1.0)
     found = {"norm": norm, "faulty": placement.faulty_gradients(module.policy)}

@@ -2,19 +2,24 @@
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.policy import fit, make_policy
+from support.policy import batch_of, fit, make_experiences, make_policy, optimizer_of
+from torch import nn
 
 from trinity_lightning.build import quiet_libraries
 from trinity_lightning.config.checkpoints import check_whole
+from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO, StepCheckpoint
+from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO, StepCheckpoint, check_resumed, schedule_changed
 from trinity_lightning.trainer.ddp import ReplicaStrategy
+from trinity_lightning.trainer.optim import learning_rate_schedule
 
 
 def test_what_is_written_is_read_back_in_a_folder_made_for_it(tmp_path):
@@ -142,3 +147,122 @@ def test_a_checkpoint_has_the_number_of_the_explore_step_that_is_done(tmp_path):
 
 def test_lightnings_own_callback_and_ours_have_the_same_state(tmp_path):
     assert StepCheckpoint(tmp_path, every_n_epochs=3).state_key == ModelCheckpoint(tmp_path, every_n_epochs=3).state_key
+
+
+# -- resuming: what is configured now holds ----------------------------------------------------------------------------
+
+LR = 1e-2
+
+
+def scheduled(lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+def rates(schedule: Any) -> list[float]:
+    found = []
+    for _ in range(6):
+        found.append(schedule.get_last_lr()[0])
+        schedule.optimizer.step()
+        schedule.step()
+    return found
+
+
+def of_torch(name: str, **args: Any) -> dict[str, Any]:
+    return {"name": f"torch.optim.lr_scheduler.{name}", "args": args}
+
+
+RESUMED = {
+    "of more steps": ({"lr_scheduler": "linear", "total_steps": 2}, {"lr_scheduler": "linear", "total_steps": 8}),
+    "of another name": ({"lr_scheduler": of_torch("StepLR", step_size=1)}, {"lr_scheduler": "constant"}),
+    "by its path": ({}, {"lr_scheduler": of_torch("StepLR", step_size=1, gamma=0.5)}),
+    "other arguments": (
+        {"lr_scheduler": of_torch("ExponentialLR", gamma=0.5)},
+        {"lr_scheduler": of_torch("ExponentialLR", gamma=0.9)},
+    ),
+    "another peak": (
+        {"lr": 2 * LR, "lr_scheduler": of_torch("ExponentialLR", gamma=0.9)},
+        {"lr_scheduler": of_torch("ExponentialLR", gamma=0.9)},
+    ),
+    "of momentum too": (
+        {"lr_scheduler": of_torch("OneCycleLR", max_lr=LR, total_steps=4)},
+        {"lr_scheduler": of_torch("PolynomialLR", total_iters=8)},
+    ),
+    "the same": ({"lr_scheduler": "cosine", "total_steps": 7}, {"lr_scheduler": "cosine", "total_steps": 7}),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_has_the_learning_rates_of_its_schedule_as_configured_now(case: str, tmp_path: Path) -> None:
+    before, after = ({"lr": LR} | each for each in RESUMED[case])
+    batches = [batch_of(make_experiences(seed=seed)) for seed in range(3)]
+    fit(make_policy(OptimizerConfig(**before)), batches[:2]).save_checkpoint(file := tmp_path / "it.ckpt")
+    policy = make_policy(OptimizerConfig(**after))
+    trainer = fit(policy, batches[2:], ckpt_path=file, max_epochs=2)
+    *_, third, fourth = rates(learning_rate_schedule(scheduled(LR), OptimizerConfig(**after)))[:4]
+    assert float(trainer.logged_metrics["actor/lr"]) == pytest.approx(third, rel=1e-6)
+    for group in optimizer_of(policy).param_groups:
+        assert (group["lr"], group["betas"]) == (fourth, (0.9, 0.999))
+
+
+def test_a_resumed_run_has_the_settings_of_its_optimizer_as_configured_now(tmp_path: Path) -> None:
+    batches = [batch_of(make_experiences(seed=seed)) for seed in range(2)]
+    before = {"lr": LR, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2}
+    fit(make_policy(OptimizerConfig(**before)), batches[:1]).save_checkpoint(file := tmp_path / "it.ckpt")
+    after = {"lr": LR, "betas": [0.9, 0.99], "eps": 1e-7, "weight_decay": 0.1}
+    fit(policy := make_policy(OptimizerConfig(**after)), batches[1:], ckpt_path=file, max_epochs=2)
+    decay, none = optimizer_of(policy).param_groups
+    assert (decay["betas"], decay["eps"], decay["weight_decay"]) == ((0.9, 0.99), 1e-7, 0.1)
+    assert (none["betas"], none["eps"], none["weight_decay"]) == ((0.9, 0.99), 1e-7, 0.0)
+    assert all(state["step"] == 2 for state in optimizer_of(policy).state.values())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_argument_that_a_resumed_run_no_longer_gives_its_optimizer_is_no_longer_in_force(
+    dtype: str, tmp_path: Path
+) -> None:
+    before = OptimizerConfig(name="torch.optim.SGD", lr=LR, args={"momentum": 0.9, "nesterov": True})
+    after = replace(before, args={"momentum": 0.8})
+    batches = [batch_of(make_experiences())]
+    fit(make_policy(before, dtype), batches).save_checkpoint(file := tmp_path / "it.ckpt")
+    fit(policy := make_policy(after, dtype), batches, ckpt_path=file, max_epochs=2)
+    optimizer = optimizer_of(policy)
+    for group in [*optimizer.param_groups, *(optimizer.inner.param_groups if dtype == "bf16" else [])]:
+        assert (group["momentum"], group["nesterov"]) == (0.8, False)
+
+
+def test_a_checkpoint_of_no_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no settings of an optimizer"):
+        check_resumed({"state_dict": {}}, OptimizerConfig())
+
+
+def test_a_checkpoint_of_a_version_without_settings_is_refused_as_that() -> None:
+    with pytest.raises(ConfigError, match=r"of an earlier version \(its state of the policy lacks 'hyper_parameters'"):
+        check_resumed({"state_dict": {}, "policy": {"skipped_items": 0}}, OptimizerConfig())
+
+
+def test_a_schedule_keeps_its_state_unless_something_that_it_takes_has_changed() -> None:
+    own = OptimizerConfig(lr_scheduler=of_torch("StepLR", step_size=2), total_steps=2)
+    assert not schedule_changed(own, replace(own, total_steps=4))
+    assert schedule_changed(own, replace(own, lr_scheduler=of_torch("StepLR", step_size=3)))
+
+
+# -- resuming: what cannot go on is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_of_one_group_is_refused(dtype: str, tmp_path: Path) -> None:
+    trainer = fit(make_policy(dtype=dtype), [batch_of(make_experiences())])
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    checkpoint = torch.load(tmp_path / "it.ckpt", weights_only=True)
+    del checkpoint["optimizer_states"][0]["param_groups"][1]
+    torch.save(checkpoint, tmp_path / "old.ckpt")
+    with pytest.raises(ConfigError, match="as one parameter group"):
+        fit(make_policy(dtype=dtype), [batch_of(make_experiences())], ckpt_path=tmp_path / "old.ckpt", max_epochs=2)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    batches = [batch_of(make_experiences())]
+    fit(make_policy(), batches).save_checkpoint(tmp_path / "it.ckpt")
+    other = make_policy(OptimizerConfig(name="torch.optim.SGD", lr=LR))
+    with pytest.raises(ConfigError, match=r"is torch.optim.SGD, and the checkpoint's optimizer is adamw"):
+        fit(other, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trinity_lightning.config.model import OptimizerConfig
-from trinity_lightning.trainer.host import PORTABLE, HostBlock, HostMasters, HostMemory, kept_of
-from trinity_lightning.trainer.optim import MasterWeights, make_optimizer, optimizer_factory
+from trinity_lightning.trainer.host import PORTABLE, HostBlock, HostMasters, HostMemory, states_of
+from trinity_lightning.trainer.masters import MasterWeights
+from trinity_lightning.trainer.optim import make_optimizer, optimizer_factory
 
 LR = 1e-2
 ROUNDED, EXACT, MIXED = (
@@ -201,7 +202,7 @@ def test_what_leaves_lies_in_one_block_and_comes_back_bit_for_bit() -> None:
     memory = HostMemory(optimizer)
     for _ in range(2):
         memory.leave()
-        kept = kept_of(optimizer)
+        kept = states_of(optimizer)
         assert {each.untyped_storage().data_ptr() for each in kept} == {memory._block.bytes.data_ptr()}
         assert len(memory._block.bytes) == sum(-(-4 * each.numel() // 64) * 64 for each in kept)
         same(optimizer.state_dict(), before)
@@ -277,10 +278,10 @@ def test_what_left_is_not_where_it_was_and_a_checkpoint_of_it_is_the_same() -> N
     optimizer = MasterWeights(weights, adamw)
     take_step(weights, optimizer, 0)
     before = copy.deepcopy(optimizer.state_dict()["state"])
-    stayed = [tensor.data for tensor in kept_of(optimizer)]  # kept alive: nothing else can come to lie there
+    stayed = [tensor.data for tensor in states_of(optimizer)]  # kept alive: nothing else can come to lie there
     memory = HostMemory(optimizer)
     memory.leave()
-    assert not {each.data_ptr() for each in stayed} & {tensor.data_ptr() for tensor in kept_of(optimizer)}
+    assert not {each.data_ptr() for each in stayed} & {tensor.data_ptr() for tensor in states_of(optimizer)}
     torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
 
 
@@ -291,9 +292,9 @@ def test_a_checkpoint_loaded_meanwhile_comes_back_too() -> None:
     memory = HostMemory(other)
     memory.leave()  # the masters alone: there are no moments yet
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    left = [tensor.data for tensor in kept_of(other)]  # kept alive: nothing else can come to lie there
+    left = [tensor.data for tensor in states_of(other)]  # kept alive: nothing else can come to lie there
     memory.come_back()
-    assert not {each.data_ptr() for each in left} & {tensor.data_ptr() for tensor in kept_of(other)}
+    assert not {each.data_ptr() for each in left} & {tensor.data_ptr() for tensor in states_of(other)}
     take_step(weights, optimizer, 1)
     take_step(resumed, other, 1)
     assert all(torch.equal(one, other) for one, other in zip(weights, resumed, strict=True))

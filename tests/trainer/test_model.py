@@ -24,10 +24,9 @@ from trinity_lightning.config.model import Dropout, OptimizerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer import model as models
 from trinity_lightning.trainer.flops import ModelSize
+from trinity_lightning.trainer.head import Head, lean_embeddings
 from trinity_lightning.trainer.layers import CpuSharedPrefix, attention_implementation
 from trinity_lightning.trainer.model import (
-    Head,
-    lean_embeddings,
     logprob_function,
     logprobs_by_forward,
     logprobs_by_head,

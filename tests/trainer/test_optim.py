@@ -1,15 +1,19 @@
-"""The optimizer: AdamW and its schedule, and float32 masters."""
+"""The optimizer and its schedule: AdamW, AdamW in 8 bits, and others by name."""
 
-import io
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.optimizers import adamw, make_parameters, set_gradients
-from support.policy import Gradients, batch_of, fit, make_experiences, make_policy
+from support.compose import composed
+from support.policy import Gradients, batch_of, fit, make_experiences, make_policy, optimizer_of, rate_of
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
@@ -22,8 +26,14 @@ from transformers import (
 
 from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.config.registry import PARTS
+from trinity_lightning.config.run import validate
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer.optim import MasterWeights, learning_rate_schedule, parameter_groups
+from trinity_lightning.trainer.host import HostMemory, moments_of
+from trinity_lightning.trainer.masters import MasterWeights
+from trinity_lightning.trainer.optim import learning_rate_schedule, optimizer_factory, parameter_groups
+from trinity_lightning.trainer.policy import PolicyModule
+
+LR = 1e-2
 
 # -- schedules ---------------------------------------------------------------------------------------------------------
 
@@ -32,7 +42,7 @@ def halving(optimizer: torch.optim.Optimizer, num_warmup_steps: int) -> LambdaLR
     return LambdaLR(optimizer, lambda step: 0.5 ** max(step - num_warmup_steps, 0))
 
 
-def rates(schedule: Any, steps: int = 8) -> list[float]:
+def rates(schedule: Any, steps: int = 6) -> list[float]:
     found = []
     for _ in range(steps):
         found.append(schedule.get_last_lr()[0])
@@ -41,15 +51,15 @@ def rates(schedule: Any, steps: int = 8) -> list[float]:
     return found
 
 
-def sgd() -> torch.optim.SGD:
-    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+def sgd(lr: float = 1.0) -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
 
 
 @pytest.mark.parametrize("name", PARTS["schedule"])
 def test_a_schedule_is_that_of_transformers(name: str) -> None:
     config = OptimizerConfig(lr_scheduler=name, warmup_steps=0 if name == "constant" else 2, total_steps=8)
     expected = get_scheduler(name, sgd(), config.warmup_steps, config.total_steps)
-    assert rates(learning_rate_schedule(sgd(), config)) == rates(expected)
+    assert rates(learning_rate_schedule(sgd(), config), 8) == rates(expected, 8)
 
 
 def test_a_schedule_of_ones_own() -> None:
@@ -62,10 +72,30 @@ def test_a_schedule_that_ends_needs_to_know_when() -> None:
         learning_rate_schedule(sgd(), OptimizerConfig(lr_scheduler="linear"))
 
 
+def test_a_schedule_of_torch_by_its_dotted_path() -> None:
+    for kind, args in ((CosineAnnealingLR, {"T_max": 4}), (StepLR, {"step_size": 2, "gamma": 0.5})):
+        config = OptimizerConfig(lr_scheduler={"name": f"torch.optim.lr_scheduler.{kind.__name__}", "args": args})
+        assert rates(learning_rate_schedule(sgd(), config)) == rates(kind(sgd(), **args))
+
+
+def test_a_schedule_of_rate_and_momentum_reaches_the_masters() -> None:
+    args = {"max_lr": LR, "total_steps": 20}
+    config = OptimizerConfig(lr=LR, lr_scheduler={"name": "torch.optim.lr_scheduler.OneCycleLR", "args": args})
+    policy = make_policy(config, "bf16")
+    fit(policy, [batch_of(make_experiences(seed=seed)) for seed in range(2)])
+    (group, _), (inner, _) = optimizer_of(policy).param_groups, optimizer_of(policy).optimizer.inner.param_groups
+    assert 0.85 < group["betas"][0] < inner["betas"][0] < 0.95  # that of the next step, and of the last one
+    assert inner["lr"] < group["lr"] < LR
+
+
+def of_torch(name: str, **args: Any) -> dict[str, Any]:
+    return {"name": f"torch.optim.lr_scheduler.{name}", "args": args}
+
+
 # -- what weight decay is for: matrices, and nothing else; through the masters of bfloat16 weights too -----------------
 
 
-LR, DECAY = 0.01, 0.5
+DECAY = 0.5
 
 
 def is_matrix(name: str) -> bool:
@@ -114,17 +144,6 @@ def test_only_matrices_decay(dtype: str) -> None:
     assert not any(torch.equal(decayed[name], without[name]) for name in start if is_matrix(name))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_checkpoint_of_one_group_is_refused(dtype: str, tmp_path: Path) -> None:
-    trainer = fit(make_policy(dtype=dtype), [batch_of(make_experiences())])
-    trainer.save_checkpoint(tmp_path / "it.ckpt")
-    checkpoint = torch.load(tmp_path / "it.ckpt", weights_only=True)
-    del checkpoint["optimizer_states"][0]["param_groups"][1]
-    torch.save(checkpoint, tmp_path / "old.ckpt")
-    with pytest.raises(ConfigError, match="as one parameter group"):
-        fit(make_policy(dtype=dtype), [batch_of(make_experiences())], ckpt_path=tmp_path / "old.ckpt", max_epochs=2)
-
-
 def test_an_optimizer_of_ones_own_is_given_the_groups() -> None:
     policy = make_policy()
     policy._optimizer_factory = lambda groups: torch.optim.SGD(groups, lr=LR, weight_decay=DECAY)
@@ -155,126 +174,234 @@ def test_a_norm_does_not_decay_whatever_its_shape() -> None:
     assert sorted(others) == [(2, 4), (2, 4), (4,)]
 
 
-# -- float32 masters behind bfloat16 weights: nothing is lost to rounding, in weights, gradients or a checkpoint -------
+# -- other optimizers by name ------------------------------------------------------------------------------------------
+
+NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao (extra dev) is not installed")
 
 
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+class Signs(torch.optim.Optimizer):
+    """A user's own: steps of the gradient's sign, without weight decay."""
+
+    def __init__(self, params: Any, lr: float, slower: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr / slower})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad.sign())
 
 
-def test_updates_that_bfloat16_would_lose_survive():
-    lost, kept = nn.Parameter(torch.ones(1).bfloat16()), nn.Parameter(torch.ones(1).bfloat16())
-    plain = torch.optim.SGD([lost], lr=1.0)
-    optimizer = MasterWeights([kept], lambda groups: torch.optim.SGD(groups, lr=1.0))
-    for _ in range(100):
-        lost.grad, kept.grad = torch.full((1,), 1e-3).bfloat16(), torch.full((1,), 1e-3)
-        plain.step()
+class Opaque(Signs):
+    """Has an object in its state that no checkpoint gives back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "share": Fraction(1, 3)}
+
+
+class Bare(Signs):
+    """Takes no closure, as its `step` says; Lightning hands it one."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
+def decaying(params: Any, lr: float, **settings: Any) -> torch.optim.AdamW:
+    """A user's own, which hands on what it does not know."""
+    return torch.optim.AdamW(params, lr=lr, **settings)
+
+
+def signs_of(params: Any, lr: float, **settings: Any) -> Signs:
+    """A user's own, which hands on what it does not know to what has no decay."""
+    return Signs(params, lr=lr, **settings)
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Without the compiler that an update in 8 bits is for: the same numbers, at once."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+CASES: list[dict[str, Any]] = [
+    {"name": "torch.optim.SGD", "args": {"momentum": 0.9, "nesterov": True}},
+    {"name": "torch.optim.Adafactor"},
+    {"name": f"{__name__}.Signs", "args": {"slower": 2.0}},
+    {"name": "adamw_8bit", "weight_decay": 0.1},
+]
+NAMED = [pytest.param(each, id=each["name"], marks=[NEEDS_TORCHAO] if "8bit" in each["name"] else []) for each in CASES]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("settings", NAMED)
+def test_a_run_goes_on_from_a_checkpoint_to_the_bit(settings: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+    config = OptimizerConfig(**settings, lr=LR, lr_scheduler="linear", total_steps=8)
+    batches = [batch_of(make_experiences(seed=seed)) for seed in range(2)]
+    policy, resumed = make_policy(config, dtype), make_policy(config, dtype)
+    fit(policy, batches, max_epochs=2)
+    fit(make_policy(config, dtype), batches).save_checkpoint(tmp_path / "it.ckpt")
+    fit(resumed, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
+    assert float(rate_of(resumed)) == float(rate_of(policy)) == pytest.approx(LR / 2 / config.args.get("slower", 1))
+    assert all(map(torch.equal, policy.policy.parameters(), resumed.policy.parameters()))
+    mine, theirs = (tree_leaves(optimizer_of(each).state_dict()["state"]) for each in (policy, resumed))
+    assert all(a.equal(b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_one_by_its_dotted_path_steps_over_float32_with_decay_of_matrices_alone(dtype: str) -> None:
+    config = OptimizerConfig(name="torch.optim.SGD", lr=LR, weight_decay=0.5)
+    made = {name: make_policy(each, dtype) for name, each in (("named", config), ("factory", None))}
+    made["factory"]._optimizer_factory = lambda groups: torch.optim.SGD(groups, lr=LR, weight_decay=0.5)
+    for policy in made.values():
+        fit(policy, [batch_of(make_experiences())])
+    optimizer = optimizer_of(made["named"])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert isinstance(optimizer.optimizer, MasterWeights) == (dtype == "bf16")
+    assert all(map(torch.equal, made["named"].policy.parameters(), made["factory"].policy.parameters()))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_weight_decay_reaches_an_optimizer_that_takes_it_by_any_keyword(decay: float) -> None:
+    make = optimizer_factory(OptimizerConfig(name=f"{__name__}.decaying", lr=LR, weight_decay=decay))
+    (group,) = make([nn.Parameter(torch.zeros(2, 2))]).param_groups
+    assert group["weight_decay"] == decay
+
+
+def test_no_weight_decay_is_left_out_for_a_factory_of_what_has_none() -> None:
+    make = optimizer_factory(OptimizerConfig(name=f"{__name__}.signs_of", lr=LR))
+    assert type(make([nn.Parameter(torch.zeros(2, 2))])) is Signs
+
+
+# -- moments in 8 bits -------------------------------------------------------------------------------------------------
+
+
+def stepped(config: OptimizerConfig, masters: bool, steps: int) -> tuple[nn.Parameter, Any, list[torch.Tensor]]:
+    """A matrix after so many steps, its optimizer, and where the matrix was."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(64, 128, generator=generator)
+    matrix = nn.Parameter(weights.bfloat16() if masters else weights)
+    make = optimizer_factory(config)
+    optimizer = MasterWeights([matrix], make) if masters else make([matrix])
+    places = []
+    for _ in range(steps):
+        matrix.grad = torch.randn(64, 128, generator=generator)
         optimizer.step()
-    assert lost.item() == 1.0
-    assert kept.item() == pytest.approx(0.9, abs=2**-9)
+        places.append((optimizer.masters[0] if isinstance(optimizer, MasterWeights) else matrix).detach().clone())
+    return matrix, optimizer, places
 
 
-def test_equals_float32_adamw_rounded_at_the_end_of_each_step():
-    parameters = make_parameters()
-    optimizer = MasterWeights(parameters, adamw)
-    masters = [nn.Parameter(p.detach().float().clone()) for p in parameters]
-    reference = adamw(masters)
-    for step in range(5):
-        set_gradients(parameters, step)
-        set_gradients(masters, step)
+@NEEDS_TORCHAO
+@pytest.mark.usefixtures("eager")
+def test_eight_bits_train_as_float32_does_and_take_a_quarter() -> None:
+    ways = {}
+    for name in ("adamw", "adamw_8bit"):
+        _, optimizer, places = stepped(OptimizerConfig(name=name, lr=LR, weight_decay=0.1), masters=True, steps=10)
+        ways[name] = sum(each.nbytes for each in moments_of(optimizer)), places
+    (size, exact), (small, near) = ways.values()
+    assert size == 2 * 4 * 64 * 128
+    assert small < 0.3 * size  # codes, scales of 256 each, and a table of codes a moment
+    assert (near[0] - exact[0]).abs().max() < 1e-2 * LR  # the first step is of moments before they are rounded
+    moved = exact[-1] - exact[0]
+    assert (near[-1] - exact[-1]).norm() < 0.1 * moved.norm()
+
+
+@NEEDS_TORCHAO
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("masters", [True, False])
+def test_eight_bits_leave_for_the_host_and_come_back(masters: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = OptimizerConfig(name="adamw_8bit", lr=LR)
+    stay, staying, _ = stepped(config, masters, steps=2)
+    assert caplog.text.count("the first step compiles an update") == 1
+    leave, leaving, _ = stepped(config, masters, steps=2)
+    memory = HostMemory(leaving)
+    memory.leave()
+    memory.come_back()
+    for matrix, optimizer in ((stay, staying), (leave, leaving)):
+        matrix.grad = torch.ones(64, 128)
         optimizer.step()
-        reference.step()
-        for parameter, master in zip(parameters, masters, strict=True):
-            assert torch.equal(parameter, master.bfloat16())
-    assert all(
-        torch.equal(saved, m) for saved, m in zip(optimizer.state_dict()["state"]["masters"], masters, strict=True)
-    )
+    assert torch.equal(stay, leave)
 
 
-def test_gradients_add_up_in_float32():
-    parameter = nn.Parameter(torch.ones(1).bfloat16())
-    MasterWeights([parameter], adamw)
-    for gradient in [1.0] + [2.0**-9] * 8:  # each of the eight would vanish in bfloat16
-        (parameter * gradient).sum().backward()
-    assert parameter.grad is not None
-    assert parameter.grad.dtype == torch.float32
-    assert parameter.grad.item() == 1.0 + 8 * 2.0**-9
+# -- refused before anything is loaded ---------------------------------------------------------------------------------
+
+REFUSED = {
+    "unknown": ({"name": "adamww"}, "unknown optimizer.name 'adamww'. Did you mean 'adamw'?"),
+    "no class": ({"name": "torch.optim.SDG"}, "Did you mean 'SGD'?"),
+    "no optimizer": ({"name": "torch.nn.Linear", "args": {"out_features": 2}}, "is no torch.optim.Optimizer."),
+    "no such argument": ({"name": "torch.optim.SGD", "args": {"momentom": 0.9}}, "mean 'optimizer.args.momentum'?"),
+    "a value": ({"name": "torch.optim.SGD", "args": {"momentum": -1.0}}, "Invalid momentum value"),
+    "no decay": ({"name": f"{__name__}.Signs", "weight_decay": 0.1}, "argument 'weight_decay'"),
+    "its rate": ({"name": "torch.optim.SGD", "args": {"lr": 0.1}}, "set optimizer.lr."),
+    "betas of another": ({"name": "torch.optim.SGD", "betas": [0.8, 0.9]}, "optimizer.betas and eps belong to adamw"),
+    "args of adamw": ({"args": {"amsgrad": True}}, "adamw has betas, eps and weight_decay"),
+    "a closure": ({"name": "torch.optim.LBFGS"}, "cannot train a policy"),
+    "no closure": ({"name": f"{__name__}.Bare"}, "step() got an unexpected keyword argument 'closure'"),
+    "matrices alone": ({"name": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
+    "sparse": ({"name": "torch.optim.SparseAdam"}, "cannot train a policy"),
+    "a state of objects": ({"name": f"{__name__}.Opaque"}, "Opaque cannot train a policy"),
+    "a schedule's argument": (
+        {"lr_scheduler": {"name": "torch.optim.lr_scheduler.StepLR", "args": {"step": 2}}},
+        "StepLR cannot be made of these args",
+    ),
+    "a schedule's missing argument": ({"lr_scheduler": "torch.optim.lr_scheduler.StepLR"}, "argument: 'step_size'"),
+    "a schedule of the loss": ({"lr_scheduler": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, "no schedule of"),
+    "a schedule's combination of arguments": (
+        {"lr_scheduler": of_torch("OneCycleLR", max_lr=LR)},
+        "lr_scheduler=torch.optim.lr_scheduler.OneCycleLR cannot be made of these args: You must define",
+    ),
+    "a text for a number": (
+        {"name": "torch.optim.SGD", "args": {"momentum": "abc"}},
+        "SGD of optimizer.args={'momentum': 'abc'} cannot train a policy: '<' not supported",
+    ),
+    "a schedule of 0": (
+        {"lr_scheduler": of_torch("ConstantLR", factor=0.0, total_iters=9), "total_steps": 4},
+        "ConstantLR gives the learning rate 0 at all 4 steps",
+    ),
+    "a rate of 0 that the schedule keeps": (
+        {"lr": 0.0, "lr_scheduler": of_torch("StepLR", step_size=2), "total_steps": 4},
+        "StepLR gives the learning rate 0 at all 4 steps, and nothing would be trained: give optimizer.lr, a number",
+    ),
+    "no warm-up": (
+        {"lr_scheduler": "torch.optim.lr_scheduler.ConstantLR", "warmup_steps": 2},
+        "has no warm-up: set optimizer.warmup_steps=0",
+    ),
+    "built-in schedule's argument": ({"lr_scheduler": {"name": "cosine", "args": {"cycles": 2}}}, "'cycles'"),
+}
 
 
-def test_a_schedule_reaches_the_inner_optimizer():
-    parameter = nn.Parameter(torch.zeros(1).bfloat16())
-    optimizer = MasterWeights([parameter], lambda groups: torch.optim.SGD(groups, lr=1.0))
-    schedule = LambdaLR(optimizer, lambda step: 1.0 if step == 0 else 0.25)
-    moves = []
-    for _ in range(2):
-        before = parameter.item()
-        parameter.grad = torch.ones(1)
-        optimizer.step()
-        schedule.step()
-        moves.append(before - parameter.item())
-    assert moves == [1.0, 0.25]
-    assert optimizer.param_groups[0]["lr"] == 0.25
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_train_is_refused(case: str) -> None:
+    settings, refusal = REFUSED[case]
+    with pytest.raises(ConfigError, match=re.escape(refusal)):
+        PolicyModule("tiny", optimizer={"lr": LR} | settings)
 
 
-def test_parameter_groups_keep_their_own_settings():
-    first, second = make_parameters()
-    optimizer = MasterWeights(
-        [{"params": [first], "lr": 0.5}, {"params": [second]}], lambda g: torch.optim.SGD(g, lr=0.1)
-    )
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
-    before = [p.detach().float().clone() for p in (first, second)]
-    for parameter in (first, second):
-        parameter.grad = torch.ones(parameter.shape)
-    optimizer.step()
-    assert torch.equal(first, (before[0] - 0.5).bfloat16())
-    assert torch.equal(second, (before[1] - 0.1).bfloat16())
+def test_no_learning_rate_is_warned_of_unless_the_schedule_may_have_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    own = {"name": "torch.optim.lr_scheduler.OneCycleLR", "args": {"max_lr": LR, "total_steps": 2}}
+    PolicyModule("tiny", optimizer={"lr": 0.0, "lr_scheduler": own, "total_steps": 2})
+    kept = {"lr": 0.0, "lr_scheduler": of_torch("StepLR", step_size=2), "total_steps": 2}
+    PolicyModule("tiny", {"critic": {}}, kept)  # the critic has its own
+    assert not caplog.messages
+    PolicyModule("tiny", optimizer={"lr": 0.0, "lr_scheduler": "cosine", "warmup_steps": 1})
+    assert caplog.messages == ["optimizer.lr is 0: the policy's weights do not change."]
 
 
-def test_a_parameter_without_gradient_stays():
-    parameters = make_parameters()
-    optimizer = MasterWeights(parameters, adamw)
-    before = parameters[1].detach().clone()
-    parameters[0].grad = torch.ones(4, 3)
-    optimizer.step()
-    assert torch.equal(parameters[1], before)
+def test_eight_bits_without_torchao_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'trinity-lightning\[optim\]'"):
+        OptimizerConfig(name="adamw_8bit")
 
 
-def test_state_goes_through_a_file_bit_for_bit():
-    parameters = make_parameters()
-    optimizer = MasterWeights(parameters, adamw)
-    schedule = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    for step in range(3):
-        set_gradients(parameters, step)
-        optimizer.step()
-        schedule.step()
-    saved = through_a_file(optimizer.state_dict())
-
-    others = make_parameters(seed=1)
-    resumed = MasterWeights(others, adamw)
-    resumed.load_state_dict(saved)
-    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-    for step in range(3, 6):
-        for parameter, other in zip(parameters, others, strict=True):
-            assert torch.equal(parameter, other)
-        set_gradients(parameters, step)
-        set_gradients(others, step)
-        optimizer.step()
-        resumed.step()
-    final = zip(optimizer.state_dict()["state"]["masters"], resumed.state_dict()["state"]["masters"], strict=True)
-    assert all(torch.equal(a, b) for a, b in final)
-
-
-def test_a_closure_is_called_with_gradients_enabled():
-    parameter = nn.Parameter(torch.ones(1).bfloat16())
-    optimizer = MasterWeights([parameter], lambda groups: torch.optim.SGD(groups, lr=0.5))
-
-    def closure():
-        loss = (2 * parameter).sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 2.0
-    assert parameter.item() == 0.0
+def test_from_the_command_line_arguments_need_no_plus_sign() -> None:
+    chosen = ["optimizer.name=torch.optim.SGD", "optimizer.args.momentum=0.9"]
+    chosen += ["optimizer.lr_scheduler.name=torch.optim.lr_scheduler.StepLR", "optimizer.lr_scheduler.args.step_size=2"]
+    found = validate(composed("+recipe=grpo", *chosen)).optimizer
+    assert (found.name, found.args) == ("torch.optim.SGD", {"momentum": 0.9})
+    assert found.lr_scheduler.args == {"step_size": 2}
+    assert validate(composed("+recipe=grpo", "optimizer.lr_scheduler=cosine")).optimizer.lr_scheduler.name == "cosine"

@@ -30,7 +30,7 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.algorithm import AlgorithmConfig, KLConfig, Layout
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.trainer import model as models
+from trinity_lightning.trainer import head
 from trinity_lightning.trainer.layout import better_layout, collate, cut, rows_to_train
 from trinity_lightning.trainer.placement import WHOLE
 from trinity_lightning.trainer.policy import PolicyModule
@@ -40,7 +40,7 @@ from trinity_lightning.trainer.policy import PolicyModule
 def small_chunks() -> Iterator[None]:
     """Logits of 20 tokens of the tiny model: a micro-batch has several chunks, all but the first computed again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "CHUNK_BYTES", 20 * 4 * load_tiny().config.vocab_size)
+        patch.setattr(head, "CHUNK_BYTES", 20 * 4 * load_tiny().config.vocab_size)
         yield
 
 

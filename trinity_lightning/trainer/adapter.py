@@ -1,4 +1,7 @@
-"""Low-rank adapters by peft (LoRA, arXiv 2106.09685): a layer computes W x + s B A x, and only A and B are trained."""
+"""Low-rank adapters by peft (LoRA, arXiv 2106.09685): a layer computes W x + s B A x, and only A and B are trained.
+
+peft is an extra, and takes a second to import: only `Adapter` imports it.
+"""
 
 import math
 import re
@@ -11,8 +14,6 @@ from typing import Any
 
 import torch
 import xxhash
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -25,34 +26,41 @@ from trinity_lightning.sync.proof import DRILL_SEED, noise, perturbed_tensors
 from trinity_lightning.sync.stream import Shape, WeightStream, skeleton
 from trinity_lightning.trainer.checkpoint import check_lora
 
-NAME = "default"  # peft's, of the only adapter
-_TRAINED = re.compile(rf"\.lora_[AB]\.{NAME}\.weight$")  # the parameters of adapters among those of a model
+NAME = "default"  # peft's name of the only adapter
+_TRAINED = re.compile(rf"\.lora_[AB]\.{NAME}\.weight$")  # names of a model's parameters that belong to adapters
 
 
 class Adapter:
-    """The adapters of a Hugging Face model, which is changed in place: it keeps its class, and has them as `adapter`.
+    """Adapters of a Hugging Face model, which is changed in place: it keeps its class, and has them as `adapter`.
 
-    A is random, and B zero at first: the model computes what it did. Both have the dtype of the weight that they adapt.
-    `base` is the model's name or folder, for people who load the adapters.
+    A is random and B is zero at first, so the model computes the same. Both have the dtype of the weight they adapt.
+
+    Args:
+        model: the model.
+        config: the settings of the adapters.
+        base: the model's name or folder, for people who load the adapters.
 
     Raises:
         ConfigError: a target is no linear layer of the model, or is its head.
     """
 
     def __init__(self, model: Any, config: LoRAConfig, base: str) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
+
         self._model, self._config = model, config
         self._peft = LoraConfig(
-            r=config.r or 0,  # which peft refuses
+            r=config.r or 0,  # peft refuses 0
             lora_alpha=settled_alpha(config),
             lora_dropout=config.dropout,
             use_rslora=config.rslora,
             target_modules=_targets(model, config.targets),
-            fan_in_fan_out=any(isinstance(each, Conv1D) for each in model.modules()),  # layers of GPT-2
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # layers of GPT-2
             task_type="CAUSAL_LM",
             base_model_name_or_path=base,
         )
         inject_adapter_in_model(self._peft, model, NAME)
-        layers: dict[str, Any] = {name: each for name, each in model.named_modules() if isinstance(each, LoraLayer)}
+        layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
         self._layers = {f"{name}.weight": layer for name, layer in layers.items()}
         names = [name for name, _ in model.named_parameters(remove_duplicate=False) if not _TRAINED.search(name)]
         self._frozen = {name.replace(".base_layer.", "."): name for name in names}
@@ -61,14 +69,14 @@ class Adapter:
     # -- merged weights -----------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Tensor]:
-        """The frozen parameters, by the names that they have without adapters; a tied one by each of its own."""
+        """The frozen parameters by their names without adapters; a tied one by each of its names."""
         shards, model = self._shards, self._model
-        held = dict(model.named_parameters(remove_duplicate=False)) if shards is None else shards.parameters()
-        return {name: held[own] for name, own in self._frozen.items()}
+        present = dict(model.named_parameters(remove_duplicate=False)) if shards is None else shards.parameters()
+        return {name: present[adapted_name] for name, adapted_name in self._frozen.items()}
 
     @property
     def _shards(self) -> Any:
-        """`trainer.shards.Shards`, if the model lies in them."""
+        """The model's `fsdp.Shards`; None if the model is whole."""
         return getattr(self._model, "shards", None)
 
     def _read(self, name: str) -> Tensor:
@@ -76,28 +84,29 @@ class Adapter:
 
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:
-        """The weight of that name, W + s B A where it has an adapter: summed in float32, then rounded as W is.
+        """The weight of that name; W + s B A where it has an adapter, summed in float32 and rounded to W's dtype.
 
-        W itself is never changed: added and subtracted again, in bfloat16, it would drift.
+        W itself never changes: to add and subtract in bfloat16 would let it drift.
         """
         base, layer = self._read(self._frozen[name]), self._layers.get(name)
         if layer is None:
             return base
-        a, b = (self._read(f"{name.removesuffix('.weight')}.lora_{each}.{NAME}.weight").float() for each in "AB")
+        stem = name.removesuffix(".weight")
+        a, b = (self._read(f"{stem}.lora_{factor}.{NAME}.weight").float() for factor in "AB")
         product = b @ a
         product = product.T if layer.fan_in_fan_out else product
         return product.mul_(layer.scaling[NAME]).add_(base).to(base.dtype)
 
     def merged(self) -> dict[str, Tensor]:
-        """All weights on the host, for a model without adapters; tied ones are one tensor."""
-        held, made = self.parameters(), dict[int, Tensor]()
-        for name, each in held.items():
-            if id(each) not in made:
-                made[id(each)] = self.whole(name).cpu()
-        return {name: made[id(each)] for name, each in held.items()}
+        """All weights on the host, for a model without adapters; tied weights are one tensor."""
+        frozen, merged = self.parameters(), dict[int, Tensor]()
+        for name, weight in frozen.items():
+            if id(weight) not in merged:
+                merged[id(weight)] = self.whole(name).cpu()
+        return {name: merged[id(weight)] for name, weight in frozen.items()}
 
     def alone(self) -> WeightStream:
-        """A and s B of each layer, by its name, for an engine that has the frozen weights; of a model not in shards."""
+        """A and s B of each layer by its name, for an engine with the frozen weights; not for a model in shards."""
         factors: dict[str, tuple[Tensor, float]] = {}
         for name, layer in self._layers.items():
             stem = name.removesuffix(".weight")
@@ -114,9 +123,9 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The model as it was before it was trained: B is zero meanwhile.
+        """Turn the model into what it was before training: B is zero meanwhile.
 
-        (peft's own switch would make torch.compile build other graphs, which round otherwise.)
+        (peft's own switch would make torch.compile build other graphs, which round differently.)
         """
         with self._restored() as before:
             for _, b, _ in before:
@@ -125,7 +134,7 @@ class Adapter:
 
     @contextmanager
     def perturbed(self) -> Iterator[Callable[[float], None]]:
-        """As `sync.proof.perturbed`, of the frozen weights too."""
+        """Perturb the adapters and the frozen weights, as `sync.proof.perturbed` does a model."""
         if self._shards is not None:
             with self._shards.perturbed() as perturb:
                 yield perturb
@@ -141,27 +150,27 @@ class Adapter:
 
     @contextmanager
     def perturbed_alone(self) -> Iterator[Callable[[float], None]]:
-        """The same of the adapters: noise in B, zero at first, changes W + s B A about as much as that in W would."""
+        """Perturb the adapters alone: noise in B changes W + s B A about as much as noise in W would."""
         with self._restored() as before:
 
             def perturb(scale: float) -> None:
                 generator = torch.Generator(self._model.device).manual_seed(DRILL_SEED)
                 for layer, b, original in before:
                     a = layer.lora_A[NAME].weight
-                    of_product = layer.scaling[NAME] * math.sqrt(len(a)) * _size(a)  # were B of size 1
-                    size = _size(layer.get_base_layer().weight) / of_product
+                    product = layer.scaling[NAME] * math.sqrt(len(a)) * _size(a)  # its size if B had size 1
+                    size = _size(layer.get_base_layer().weight) / product
                     b.copy_(original).add_(noise(b.shape, generator, scale, size).to(b.dtype))
 
             yield perturb
 
     @contextmanager
     def _restored(self) -> Iterator[list[tuple[Any, Tensor, Tensor]]]:
-        """Every layer, what this process has of its B (which is as before at the end), and a copy of that."""
+        """Every layer, this process's share of its B, and a copy of that share, which is put back at the end."""
         reshard = (lambda: None) if self._shards is None else self._shards.reshard
         with torch.no_grad():
             reshard()
-            own = [(layer, _local(layer.lora_B[NAME].weight)) for layer in self._layers.values()]
-            before = [(layer, b, b.clone()) for layer, b in own]
+            shares = [(layer, _local(layer.lora_B[NAME].weight)) for layer in self._layers.values()]
+            before = [(layer, b, b.clone()) for layer, b in shares]
             try:
                 yield before
             finally:
@@ -173,23 +182,23 @@ class Adapter:
 
     @cached_property
     def base(self) -> str:
-        """A hash of the frozen weights."""
+        """Hash of the frozen weights."""
         digest = xxhash.xxh3_128()
-        for name, own in self._frozen.items():
+        for name, adapted_name in self._frozen.items():
             digest.update(name.encode())
-            digest.update(self._read(own).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            digest.update(self._read(adapted_name).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def leave_base_out(self, checkpoint: dict[str, Any]) -> None:
         """Keep only the adapters in a PolicyModule's checkpoint, and a hash of the weights they belong to."""
         weights = checkpoint["state_dict"]
-        if not weights:  # another rank than 0, of a policy in shards
+        if not weights:  # the policy is in shards, and this is another rank than 0
             return
-        checkpoint["state_dict"] = {name: each for name, each in weights.items() if _TRAINED.search(name)}
+        checkpoint["state_dict"] = {name: weight for name, weight in weights.items() if _TRAINED.search(name)}
         checkpoint["adapter"] = {"lora": asdict(self._config), "base": self.base}
 
     def save(self, folder: Path) -> None:
-        """Write the adapters as peft does."""
+        """Write the adapters in peft's format."""
         self._peft.save_pretrained(str(folder))
         tensors = {
             f"base_model.model.{name.replace(f'.{NAME}.', '.')}": self._read(name).cpu().contiguous()
@@ -200,17 +209,17 @@ class Adapter:
 
 
 def shapes_alone(config: ModelConfig) -> dict[str, Shape]:
-    """Of what `Adapter.alone` will be of this model, none of whose weights are loaded; ConfigError: as of Adapter."""
-    with torch.random.fork_rng(devices=[]):  # peft draws A on the host: the policy's own is to be the same without this
+    """Shapes of `Adapter.alone` for this model, without loading its weights; raises as `Adapter` does."""
+    with torch.random.fork_rng(devices=[]):  # peft draws A on the host: the policy's A must not change by it
         return dict(Adapter(skeleton(str(resolve_model(config.name))), config.lora, config.name).alone().shapes)
 
 
 def check_adapter(config: ModelConfig) -> None:
-    """ConfigError for targets that the model lacks, or a rank above that of all their weights; none are loaded."""
+    """Refuse targets that the model lacks, or a rank above the rank of all weights; loads no weights. A ConfigError."""
     model = skeleton(str(resolve_model(config.name)))
     targets = _targets(model, config.lora.targets)
-    adapted = [each for name, each in model.named_modules() if name.rpartition(".")[2] in targets]
-    most = max(min(each.weight.shape) for each in adapted if isinstance(each, (nn.Linear, Conv1D)))
+    adapted = [module for name, module in model.named_modules() if name.rpartition(".")[2] in targets]
+    most = max(min(module.weight.shape) for module in adapted if isinstance(module, (nn.Linear, Conv1D)))
     if (config.lora.r or 0) > most:
         raise ConfigError(
             f"model.lora.r is {config.lora.r}, and no layer's weight has a rank above {most}",
@@ -220,10 +229,10 @@ def check_adapter(config: ModelConfig) -> None:
 
 
 def put_base_in(checkpoint: dict[str, Any], module: Any) -> None:
-    """Give a checkpoint of adapters alone the frozen weights of a PolicyModule, which is to load it.
+    """Give a checkpoint of adapters alone the frozen weights of the PolicyModule that will load it.
 
     Raises:
-        ConfigError: one of the two has no adapters, they have other settings, or they belong to other weights.
+        ConfigError: one of the two has no adapters, or the adapters have other settings or belong to other weights.
     """
     check_lora(checkpoint, module.lora)
     if checkpoint["adapter"]["base"] != module.adapter.base:
@@ -231,15 +240,15 @@ def put_base_in(checkpoint: dict[str, Any], module: Any) -> None:
             "the adapters of the checkpoint belong to other weights than these",
             fix="give the model.name that its run has",
         )
-    frozen = {name: each for name, each in module.state_dict().items() if not _TRAINED.search(name)}
+    frozen = {name: weight for name, weight in module.state_dict().items() if not _TRAINED.search(name)}
     checkpoint["state_dict"] = frozen | checkpoint["state_dict"]
 
 
 def _targets(model: Any, asked: str | list[str]) -> list[str]:
-    """Last parts of the names of the linear layers to adapt. ConfigError: there is no such layer."""
+    """Last parts of the names of the linear layers to adapt; a ConfigError if there is no such layer."""
     head = model.get_output_embeddings()
     linear = [
-        name for name, each in model.named_modules() if isinstance(each, (nn.Linear, Conv1D)) and each is not head
+        name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D)) and module is not head
     ]
     present = {name.rpartition(".")[2] for name in linear}
     for name in [] if asked == ALL_LINEAR else asked:
@@ -253,5 +262,5 @@ def _local(parameter: Any) -> Tensor:
 
 
 def _size(weight: Tensor) -> Tensor:
-    """Root mean square."""
+    """Root mean square of a weight."""
     return torch.linalg.vector_norm(weight, dtype=torch.float32) / math.sqrt(weight.numel())

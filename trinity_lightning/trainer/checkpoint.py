@@ -1,4 +1,4 @@
-"""Checkpoints: named by explore steps, written straight to disk and moved into place; never twice in memory."""
+"""Checkpoints: named by explore steps, written straight to disk and moved into place; and how a run resumes."""
 
 import logging
 import re
@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.common.files import new_file
 from trinity_lightning.common.random_state import restore_random_state
 from trinity_lightning.config.model import OFFLOADED, LoRAConfig, OptimizerConfig
@@ -25,25 +26,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-SCHEDULED = ("lr", "betas", "momentum")  # which schedules of torch change
-
-
 COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # attributes of PolicyModule, saved in checkpoints
+BUDGET = "max_tokens"  # saved too
+SCHEDULED = ("lr", "betas", "momentum")  # settings that torch's schedules change
 
-
-BUDGET = "max_tokens"  # saved, too
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def check_local(path: str | Path) -> None:
-    """Refuse an address, which would be taken for the name of a local folder; a ConfigError."""
+    """Refuse an address, which would be taken for a local folder's name; a ConfigError."""
     if re.match(r"\w[\w+.-]*:/", str(path)):
         raise ConfigError(f"checkpoints go to local folders, and '{path}' is an address", fix="give a local dirpath")
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """Lightning's callback, whose `filename` may have the number of the explore step: `{explore_step:05d}`, from 1.
+    """Lightning's callback; its `filename` may have the explore step's number, from 1: `{explore_step:05d}`.
 
-    Its state in a checkpoint is that of Lightning's own, for runs to be resumed with either.
+    Its state in a checkpoint is the same as that callback's, so that runs resume with either.
     """
 
     @property
@@ -51,26 +50,26 @@ class StepCheckpoint(ModelCheckpoint):
         return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
 
     def format_checkpoint_name(self, metrics: dict[str, Any], *args: Any, **settings: Any) -> str:
-        """As of ModelCheckpoint; an explore step is an epoch, and Lightning counts those from 0."""
+        """Name a checkpoint as ModelCheckpoint does; an explore step is an epoch, counted from 0."""
         step = {"explore_step": metrics["epoch"] + 1} if "epoch" in metrics else {}
         return super().format_checkpoint_name(metrics | step, *args, **settings)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes to a temporary file next to the target, then renames it.
+    """Writes a checkpoint to a temporary file beside the target, then renames it.
 
-    Lightning's own way builds the whole checkpoint in memory first, twice: gigabytes that a small machine lacks.
+    Lightning builds the whole checkpoint in memory first, twice: gigabytes that a small machine lacks.
     """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any] | Mapping[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Save a checkpoint to a local path; a kill in the midst leaves the checkpoint that was there.
+        """Save a checkpoint to a local path; a kill meanwhile leaves the checkpoint that was there.
 
         Raises:
             ConfigError: the path is an address, such as s3://bucket/it.ckpt.
             DiskFullError: the disk is full.
-            TypeError: storage options, which a local file does not have.
+            TypeError: there are storage options, which a local file does not have.
         """
         if storage_options is not None:
             raise TypeError("`Trainer.save_checkpoint(..., storage_options=...)`: a local file has no storage options.")
@@ -81,31 +80,32 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """All of a checkpoint, one in shards (`trainer.shards`) too.
+        """The contents of a checkpoint in one file, or in shards (`trainer.fsdp`).
 
         Raises:
             ConfigError: its shards are damaged.
         """
         if Path(path).is_dir():
-            from trinity_lightning.common.checkpoints import contents, whole
-
             return whole(path, contents(path))
         return super().load_checkpoint(path, map_location, weights_only)
 
 
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
 class Resumption:
-    """What remains to be done for a policy that resumes, until it trains; its counters are restored at once.
+    """Restores a policy from a checkpoint: its counters at once, everything else before it trains.
 
     Args:
-        policy: not trained yet.
-        checkpoint: Lightning's, from which what is not to be loaded is removed.
-        own_optimizer: whether an `optimizer_factory` made the policy's optimizer, of which nothing is known here.
+        policy: the policy, not trained yet.
+        checkpoint: Lightning's checkpoint; entries that must not be loaded are removed from it.
+        own_optimizer: an `optimizer_factory` made the policy's optimizer, about which nothing is known here.
 
     Attributes:
-        max_tokens: most computed tokens of a micro-batch, as it was.
+        max_tokens: most computed tokens of a micro-batch in the run before.
 
     Raises:
-        ConfigError: the checkpoint is of an earlier version: it lacks a counter, or let all parameters decay, as one
+        ConfigError: the checkpoint is of an earlier version: it lacks a counter, or all its parameters decay in one
             group.
     """
 
@@ -115,7 +115,7 @@ class Resumption:
         if not own_optimizer:
             check_resumed(checkpoint, policy.optimizer_config)
         before = section_of("optimizer", OptimizerConfig, checkpoint["hyper_parameters"]["optimizer"])
-        # With the arguments that are no longer given: the checkpoint's groups still have their values.
+        # Arguments that are no longer given are among them: the checkpoint's groups still have their values.
         self._configured = {*SCHEDULED, "eps", "weight_decay", *before.args, *policy.optimizer_config.args}
         self._schedule_changed = schedule_changed(before, policy.optimizer_config)
         if self._schedule_changed:
@@ -128,7 +128,7 @@ class Resumption:
         self._threads: int | None = state.get("threads")  # earlier versions did not save it
 
     def begin(self, device: torch.device) -> None:
-        """Restore the random states; say so if sums on a CPU are rounded in another order than before."""
+        """Restore the random states; warn if sums on a CPU are rounded in another order than before."""
         restore_random_state(self._random_state)
         threads = torch.get_num_threads()
         if device.type == "cpu" and self._threads not in (None, threads):
@@ -139,34 +139,40 @@ class Resumption:
             )
 
     def configure(self, made: list[dict[str, Any]], peak_rates: list[Any]) -> None:
-        """Give the optimizer, which has the checkpoint's state, what is configured; its schedule too, if that changed.
+        """Give the optimizer its configured settings, and a new schedule if that changed; its state stays.
 
-        Only what is configured: other entries of a group may be state of the optimizer. The arguments are what
-        `optim.settings_of` and `optim.peak_learning_rates` said when the optimizer was made.
+        Other entries of a group may be state of the optimizer, and stay too.
+
+        Args:
+            made: `masters.settings_of` the optimizer when it was made.
+            peak_rates: `optim.peak_learning_rates` at that time.
         """
         policy = self._policy
         optimizer: Any = policy.optimizers(use_pl_optimizer=False)
         reschedules = self._schedule_changed or peak_learning_rates(optimizer) != peak_rates
-        given = self._configured if reschedules else self._configured - {*SCHEDULED}
+        replaced = self._configured if reschedules else self._configured - {*SCHEDULED}
         for group, settings in zip(optimizer.param_groups, made, strict=True):
             if reschedules:
                 group.pop("initial_lr", None)
-            group.update({key: value for key, value in settings.items() if key in given})
+            group.update({key: value for key, value in settings.items() if key in replaced})
         if reschedules:
             schedule = learning_rate_schedule(optimizer, policy.optimizer_config)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Detected call of", category=UserWarning)
-                for _ in range(policy.global_step):  # to the learning rates, and momenta, of the present step
+                for _ in range(policy.global_step):  # on to the learning rates and momenta of the present step
                     schedule.step()
             policy.trainer.strategy.lr_scheduler_configs[0].scheduler = schedule
 
 
 def misfit(error: RuntimeError, model: str) -> ConfigError:
-    """What torch's error says of weights that are not those of `model`, or of its critic, in a sentence."""
+    """One sentence for torch's error about weights that do not fit `model`, or its critic."""
     first = " ".join(str(error).splitlines()[1].split())
-    of_critic = re.search(r'(: "| for )critic\.', first)
-    what, fix = ("algorithm.critic", "algorithm.critic") if of_critic else (f"model '{model}'", "model")
-    return ConfigError(f"the checkpoint's weights do not fit {what}: {first} Give the {fix} that the checkpoint is of.")
+    is_critic = re.search(r'(: "| for )critic\.', first)
+    part, fix = ("algorithm.critic", "algorithm.critic") if is_critic else (f"model '{model}'", "model")
+    return ConfigError(
+        f"the checkpoint's weights do not fit {part}: {first} Give the {fix} that the checkpoint is of.",
+        key="algorithm.critic" if is_critic else "model",
+    )
 
 
 def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> None:
@@ -178,39 +184,42 @@ def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> Non
             "the checkpoint has no settings of an optimizer", fix="give one that a run of train has written"
         )
     optimizers = checkpoint.get("optimizer_states", [])  # none where only weights were saved
-    if any(len(each["param_groups"]) == 1 for each in optimizers):
+    if any(len(state["param_groups"]) == 1 for state in optimizers):
         raise ConfigError(
             "the checkpoint is of a version in which norms, biases and embeddings decayed too, as one parameter "
-            "group: its optimizer cannot go on here. Finish that run with its version, or begin a new one."
+            "group: its optimizer cannot go on here",
+            fix="finish that run with its version, or begin a new one",
         )
-    before = checkpoint["hyper_parameters"]["optimizer"].get("name", "adamw")  # earlier versions had that alone
-    if optimizers and before != config.name and {before, config.name} != {"adamw", OFFLOADED}:  # whose states are alike
+    before = checkpoint["hyper_parameters"]["optimizer"].get("name", "adamw")  # the only one of earlier versions
+    if optimizers and before != config.name and {before, config.name} != {"adamw", OFFLOADED}:  # their states are alike
         raise ConfigError(
             f"optimizer.name is {config.name}, and the checkpoint's optimizer is {before}",
             key="optimizer.name",
-            fix="choose that",
+            fix=f"set optimizer.name={before}",
         )
 
 
 def check_lora(checkpoint: Mapping[str, Any], lora: LoRAConfig) -> None:
-    """Refuse a checkpoint of other adapters than configured, or of none; a ConfigError."""
+    """Refuse a checkpoint of other adapters than are configured, or of none; a ConfigError."""
     saved = checkpoint.get("adapter")
     if saved is None and lora.r is not None:
         raise ConfigError(
-            "the checkpoint has the weights of a whole model, and no adapters", fix="leave model.lora out"
+            "the checkpoint has the weights of a whole model, and no adapters",
+            key="model.lora",
+            fix="leave model.lora out",
         )
-    for key, held in (saved or {"lora": {}})["lora"].items():
-        if (asked := getattr(lora, key)) != held:
-            asked, held = ("null" if each is None else each for each in (asked, held))
+    for key, trained in (saved or {"lora": {}})["lora"].items():
+        if (configured := getattr(lora, key)) != trained:
+            now, before = ("null" if value is None else value for value in (configured, trained))
             raise ConfigError(
-                f"model.lora.{key} is {asked}, but the checkpoint was trained with {held}",
+                f"model.lora.{key} is {now}, but the checkpoint was trained with {before}",
                 key=f"model.lora.{key}",
-                fix=f"set model.lora.{key}={held}",
+                fix=f"set model.lora.{key}={before}",
             )
 
 
 def schedule_changed(before: OptimizerConfig, config: OptimizerConfig) -> bool:
-    """Whether the schedule is now another one, has other arguments or steps, or other settings to begin from."""
+    """True if the schedule is now another one, has other arguments or steps, or begins from other settings."""
     if before.lr_scheduler.name != config.lr_scheduler.name:  # the checkpoint's own may no longer be importable
         return True
     if (before.betas, before.args) != (config.betas, config.args):  # momenta, which a schedule may change

@@ -39,11 +39,13 @@ _MEETINGS = itertools.count()  # counts the Trainers of this process, alike on a
 
 
 class ReplicaStrategy(DDPStrategy):
-    """The same policy on every device; whoever computes gradients adds them up by `ranks`.
+    """A whole policy on every device; gradients are added up by `ranks`.
 
-    There is no DistributedDataParallel: its reducer averages, after every backward pass, in the weights' dtype. Within
-    a step a rank waits `timeout` seconds for another, for rollouts however long they take; further settings are those
-    of DDPStrategy.
+    There is no DistributedDataParallel: its reducer averages, after every backward pass, in the weights' dtype.
+
+    Args:
+        timeout: seconds that a rank waits for another within a step; for rollouts it waits as long as they take.
+        settings: further settings of DDPStrategy.
     """
 
     def __init__(self, timeout: float = 1800.0, **settings: Any) -> None:
@@ -56,7 +58,7 @@ class ReplicaStrategy(DDPStrategy):
             self._launcher = _Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_distributed(self) -> None:
-        """Meet the other ranks. Ctrl-C reaches all of them, and rank 0 alone decides what comes of it."""
+        """Meet the other ranks. Ctrl-C reaches all of them, and rank 0 alone decides what follows."""
         reset_seed()
         self.set_world_ranks()
         where, timeout, launcher = self.cluster_environment, self._timeout, self.launcher
@@ -71,10 +73,10 @@ class ReplicaStrategy(DDPStrategy):
         self._check_folder()
 
     def _check_folder(self) -> None:
-        """Refuse ranks that do not see rank 0's folder: checkpoints would be missed, or another run's be read.
+        """Refuse ranks that do not see rank 0's folder: they would miss checkpoints, or read another run's.
 
         Raises:
-            ConfigError: names them, or rank 0 cannot write to the folder.
+            ConfigError: some ranks do not see it, or rank 0 cannot write to it.
         """
         module = self.lightning_module
         if module is None:
@@ -82,15 +84,13 @@ class ReplicaStrategy(DDPStrategy):
         folder = Path(module.trainer.default_root_dir)
         with _mark(folder) if self.is_global_zero else nullcontext() as mark:
             name = self.ranks.broadcast("" if mark is None else Path(mark.name).name)
-            found = self.ranks.exchange((str(folder), (folder / name).exists()))
-        strange = [f"{where} on rank {rank}" for rank, (where, seen) in enumerate(found) if not seen]
+            folders = self.ranks.exchange((str(folder), (folder / name).exists()))
+        strange = [f"{where} on rank {rank}" for rank, (where, seen) in enumerate(folders) if not seen]
         if strange:
             raise ConfigError(
-                f"the run's folder is {found[0][0]} on rank 0, and another one, {', '.join(strange)}",
-                fix=(
-                    "give every "
-                    "process the same folder, which all machines share, such as hydra.run.dir=/shared/outputs/first"
-                ),
+                f"the run's folder is {folders[0][0]} on rank 0, and another one, {', '.join(strange)}",
+                fix="give every process the same folder, which all machines share, such as "
+                "hydra.run.dir=/shared/outputs/first",
             )
 
     def _terminated(self) -> bool:
@@ -98,23 +98,24 @@ class ReplicaStrategy(DDPStrategy):
         return module is not None and module.trainer.received_sigterm
 
     def configure_ddp(self) -> None:
-        """Begin with the weights of rank 0, tied ones once: a folder may hold others on another machine.
+        """Give all ranks the weights of rank 0: a folder may hold other weights on another machine.
 
-        Those of a PolicyModule's reference, too, which are not among the module's own, and perhaps on the host.
+        A PolicyModule's reference is included: its weights are not the module's own, and perhaps on the host. Tied
+        weights are sent once.
         """
         module = self.lightning_module
         for model in (module, getattr(module, "reference", None)):
             if isinstance(model, nn.Module):
-                weights = list({each.data_ptr(): each for each in model.state_dict().values()}.values())
-                for each in weights if self.global_rank > 0 else []:
-                    each.zero_()
+                weights = list({weight.data_ptr(): weight for weight in model.state_dict().values()}.values())
+                for weight in weights if self.global_rank > 0 else []:
+                    weight.zero_()
                 self.ranks.add_up(weights)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._together.exchange(None, patient=True, at="a barrier")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What rank `src` has."""
+        """The object of rank `src`."""
         return self._together.broadcast(obj, src)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -122,56 +123,53 @@ class ReplicaStrategy(DDPStrategy):
         return torch.stack(self._together.exchange(tensor.detach().cpu())).to(tensor.device)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean, sum, max or min of all ranks' tensors; other things are as they are."""
+        """The mean, sum, max or min of all ranks' tensors; other objects are returned unchanged."""
         if not isinstance(tensor, Tensor):
             return tensor
-        given = getattr(reduce_op, "name", str(reduce_op)).lower()
-        name = {"avg": "mean", "max": "amax", "min": "amin"}.get(given, given)
+        operation = getattr(reduce_op, "name", str(reduce_op)).lower()
+        name = {"avg": "mean", "max": "amax", "min": "amin"}.get(operation, operation)
         gathered = self.all_gather(tensor)
         whole = name == "mean" and not tensor.is_floating_point()
         return getattr(gathered.float() if whole else gathered, name)(0)
 
     @property
     def _together(self) -> Alone:
-        """Nobody once the run has failed: each rank ends by itself, and rank 0 saves."""
+        """The ranks; this rank alone once the run has failed: each ends by itself, and rank 0 saves."""
         module = self.lightning_module
         return ALONE if module is not None and module.trainer.interrupted else self.ranks
 
     def on_exception(self, exception: BaseException) -> None:
-        """After the callbacks have saved what is whole: the other ranks end too, or are ended if one hangs."""
+        """End the other ranks once the callbacks have saved what is whole; kill them if one hangs."""
         self.ranks.end(exception)
         if self.ranks.hangs and isinstance(self.launcher, _Launcher):
             self.launcher.kill(signal.SIGKILL)
 
 
 class Replicas(Whole):
-    """Each rank has all weights, and adds up its gradients with those of the others."""
+    """Several ranks with all weights each, whose gradients are added up."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks: Ranks = ranks  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def seed_noise(self) -> None:
-        """Another seed on each rank, which follows from rank 0's random state: that is in checkpoints."""
+        """Set another seed on each rank, drawn from rank 0's random state, which checkpoints have."""
         drawn = self.ranks.exchange(int(torch.randint(2**62, ())))[0]
         torch.manual_seed(drawn + self.ranks.rank)
 
     def from_all_ranks(self, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
-        own = ([loss.cpu() for loss in losses], [{name: v.cpu() for name, v in each.items()} for each in metrics])
-        found = self.ranks.exchange(own)
-        return [loss for losses, _ in found for loss in losses], [each for _, metrics in found for each in metrics]
+        here = [loss.cpu() for loss in losses], [{name: v.cpu() for name, v in part.items()} for part in metrics]
+        shares = self.ranks.exchange(here)
+        return [loss for losses, _ in shares for loss in losses], [part for _, metrics in shares for part in metrics]
 
     def add_up_gradients(self, model: Any) -> None:
         add_up_gradients(model.parameters(), self.ranks)
-
-
-# -- what each rank computes of an optimizer batch ---------------------------------------------------------------------
 
 
 # -- how the ranks start, and meet -------------------------------------------------------------------------------------
 
 
 class _Launcher(_SubprocessScriptLauncher):
-    """Without Lightning's observer, which kills all five seconds after one has died, before a checkpoint is written."""
+    """Starts ranks without Lightning's observer, which kills all five seconds after one has died: too early to save."""
 
     def launch(self, function: Any, *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -180,27 +178,28 @@ class _Launcher(_SubprocessScriptLauncher):
             try:
                 self._call_children_scripts()
             finally:
-                del os.environ[STARTED_BY]  # what this process starts later is not of the run
+                del os.environ[STARTED_BY]  # a process started later is not part of the run
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
     def lost(self) -> str | None:
-        """Which processes started here have ended and how; first those ended by a signal, which others may follow.
+        """The processes started here that have ended, and how; None: all run.
 
-        In one of those: whether the process that started it has.
+        Processes ended by a signal come first: others may have followed them. A process that was started itself only
+        knows whether its parent has ended.
         """
-        where, parent = self.cluster_environment, str(os.getppid())  # another one once its own has ended
-        started = isinstance(where, LightningEnvironment) and where.local_rank() > 0  # if by hand, nothing is known
+        where, parent = self.cluster_environment, str(os.getppid())  # changes once the parent has ended
+        started = isinstance(where, LightningEnvironment) and where.local_rank() > 0  # not by hand
         if started and os.environ.get(STARTED_BY, parent) != parent:
             return "the process that started this one has ended."
         ended = [(rank, code) for rank, process in enumerate(self.procs, start=1) if (code := process.poll())]
-        ended.sort(key=lambda each: each[1] > 0)
+        ended.sort(key=lambda rank_and_code: rank_and_code[1] > 0)
         words = "; ".join(f"the process of rank {rank} {how_it_ended(code)}" for rank, code in ended)
         return f"{words}." if words else None
 
 
 def _mark(folder: Path) -> Any:
-    """A file in the folder, which is made first; it is removed when it is closed."""
+    """A temporary file in the folder, which is made if it is missing; closing removes the file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.NamedTemporaryFile(dir=folder)
@@ -212,10 +211,10 @@ def _mark(folder: Path) -> Any:
 
 
 def follows() -> bool:
-    """Whether this process has a rank other than 0, as Lightning will find: by torchrun, by srun, or by its parent.
+    """True if Lightning will find a rank other than 0 for this process: from torchrun, srun, or its parent.
 
     Raises:
-        ConfigError: the environment has a rank that is no number, or is of an srun that Lightning refuses.
+        ConfigError: the environment has a rank that is no number, or comes from an srun that Lightning refuses.
     """
     kinds = (TorchElasticEnvironment, SLURMEnvironment, LightningEnvironment)
     try:
@@ -225,8 +224,8 @@ def follows() -> bool:
         raise ConfigError(str(error)) from error
     except ValueError as error:
         raise ConfigError(
-            f"the environment gives this process a rank that is no number ({error}): unset LOCAL_RANK and NODE_RANK, "
-            "or give numbers."
+            f"the environment gives this process a rank that is no number ({error})",
+            fix="unset LOCAL_RANK and NODE_RANK, or give numbers",
         ) from error
 
 
@@ -238,14 +237,20 @@ def join(
     meeting: int = 0,
     near: bool = True,
 ) -> Ranks:
-    """These ranks, connected by the CPU and by the device that trains; they meet where rank 0 or torchrun lets them.
+    """Connect the ranks by the CPU and by the device that trains, at the address of rank 0 or torchrun.
 
-    torch's default process group is left alone: an engine within rank 0 makes that one its own, as a world of one.
-    `meeting` is a number that these processes have not met by before at this address. `near`: all are on one machine,
-    and other machines cannot reach what the ranks open.
+    torch's default process group is left alone: an engine within rank 0 makes it its own, as a world of one.
+
+    Args:
+        address: host and port where the ranks meet.
+        ranks: this process's rank, not connected yet.
+        device: the device that trains.
+        timeout: how long ranks wait for each other.
+        meeting: a number that these processes have not used at this address before.
+        near: all ranks are on one machine, and other machines cannot reach the ports that they open.
 
     Raises:
-        RankError: another process has ended before it came, or has not come in time, or rank 0 was not reached.
+        RankError: another process ended before it came, or did not come in time; or rank 0 was not reached.
     """
     rank, size = ranks.rank, ranks.size
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -262,7 +267,7 @@ def join(
             time.sleep(POLL_SECONDS)
 
     def absent() -> str | None:
-        come = store.check([f"here/{each}" for each in range(size)])
+        come = store.check([f"here/{number}" for number in range(size)])
         return None if come else f"not all of {size} processes have come"
 
     if not hosts:
@@ -290,7 +295,7 @@ def join(
 
 
 def _listening(address: tuple[str, int]) -> int | None:
-    """A socket for the store, as torch's own listens on all interfaces; None: an earlier store still has this port."""
+    """A socket for the store: torch's own listens on all interfaces. None: an earlier store still has this port."""
     try:
         return socket.create_server(address).detach()
     except OSError:
@@ -298,7 +303,7 @@ def _listening(address: tuple[str, int]) -> int | None:
 
 
 def _unreached(address: tuple[str, int]) -> str | None:
-    """Why nobody was reached there, if so: torch's own wait for a store would not end if rank 0 has."""
+    """Why rank 0 was not reached there; None: it was. (torch's own wait for a store would not end if rank 0 has.)"""
     try:
         socket.create_connection(address, CONNECT_SECONDS).close()
         return None
@@ -308,7 +313,7 @@ def _unreached(address: tuple[str, int]) -> str | None:
 
 
 def _near(timeout: timedelta) -> Any:
-    """Gloo's options for ranks that are all on one machine."""
+    """Gloo's options for ranks on one machine."""
     options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout, options._devices = timeout, [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     return options

@@ -1,7 +1,7 @@
-"""What a training step costs: floating-point operations, by the shape of the model and of what it computes.
+"""Floating-point operations of a training step, from the shape of the model and of its micro-batches.
 
-Operations of matrix products, forward and backward, as in appendix B of PaLM (arXiv 2204.02311): a product of a token
-with a weight takes 2 forward and 4 backward. Computing activations again is no part of what a step needs.
+Matrix products are counted, forward and backward, as in appendix B of PaLM (arXiv 2204.02311): a product of a token
+with a weight takes 2 operations forward and 4 backward. Activations that are computed again do not count.
 """
 
 import logging
@@ -13,26 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from trinity_lightning.common.hardware import SHAPE, product_flops
+from trinity_lightning.common.hardware import SHAPE, known_gpu, product_flops
 from trinity_lightning.common.model_config import layer_configs, query_width
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.trainer.layout import Part, computed_tokens, trained_tokens
 
 logger = logging.getLogger(__name__)
 
-# -- what a device can compute: `perf/mfu` is a share of it ------------------------------------------------------------
+# -- the peak of a device: `perf/mfu` is a share of it -----------------------------------------------------------------
 
-
-MAX_ROWS, MAX_WIDTH = 512, 2048  # of a product that is timed: larger ones are no faster
-KINDS = 4  # of a model's products, the largest ones
+MAX_ROWS, MAX_WIDTH = 512, 2048  # bounds of a timed product: larger ones are no faster
+KINDS = 4  # so many kinds of a model's products are timed, the largest ones
 
 
 @dataclass
 class Peak:
-    """Operations a second of matrix products that the devices of a run can compute: `perf/mfu` is a share of it.
+    """Operations a second of matrix products that the devices of a run can compute: `perf/mfu` is a share of them.
 
-    On a CPU it is measured, with products of the model's own shapes among others; on a GPU known for bfloat16 by its
-    name. A step that is faster shows that the value was too low, and its own speed takes its place.
+    A CPU is measured, with products of the model's own shapes among others. A GPU is known by its name, for bfloat16. A
+    faster step shows that the value was too low, and its speed becomes the peak.
     """
 
     flops: float
@@ -40,20 +39,20 @@ class Peak:
 
     @classmethod
     def of(cls, model: Any, device: torch.device, dtype: torch.dtype, tokens: int, devices: int) -> "Peak | None":
-        """The peak of as many devices as train, all alike; None if it is not known.
+        """The peak of all devices that train, which are alike; None if it is not known.
 
         Args:
             model: the model that is trained.
             device: one of the devices.
-            dtype: what the model's products are computed in.
+            dtype: dtype of the model's products.
             tokens: most tokens of a micro-batch.
-            devices: how many train.
+            devices: how many devices train.
         """
         flops = peak_flops(device, dtype, product_shapes(model, tokens) if device.type == "cpu" else ())
         return None if flops is None else cls(flops * devices)
 
     def share(self, flops: float) -> float:
-        """Share of the peak, at most 1, that so many operations a second are."""
+        """Share of the peak that `flops` operations a second are, at most 1."""
         if flops > self.flops:
             if not self._is_measured_anew:
                 logger.warning(
@@ -67,9 +66,9 @@ class Peak:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int, int, int], ...] = ()) -> float | None:
-    """Operations a second of matrix products in this dtype on one device; None where that is not known.
+    """Operations a second of matrix products in this dtype on one device; None where they are not known.
 
-    On a CPU the best of products of fixed shapes and of `shapes`, measured within a second.
+    On a CPU the best product of fixed shapes and of `shapes` counts; this is measured within a second.
     """
     if device.type == "cpu":
         threads = torch.get_num_threads()
@@ -77,16 +76,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int
         return max(fixed, product_flops(dtype, threads, shapes)) if shapes else fixed
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    from trinity_lightning.common.hardware import known_gpu
-
     gpu = known_gpu(torch.cuda.get_device_name(device))
     return gpu and gpu.flops
 
 
 def product_shapes(model: Any, tokens: int) -> tuple[tuple[int, int, int], ...]:
-    """Rows, inner and columns of the largest kinds of products of a model, cut to what is timed quickly.
+    """Rows, inner size and columns of a model's largest kinds of products, cut so that they are timed quickly.
 
-    Products that are smaller than the fixed ones are left out: those are faster.
+    Products smaller than the fixed ones are left out: the fixed ones are faster.
     """
     rows = min(tokens, MAX_ROWS)
     weights = {
@@ -96,16 +93,23 @@ def product_shapes(model: Any, tokens: int) -> tuple[tuple[int, int, int], ...]:
     return tuple(sorted(large, key=lambda shape: (-math.prod(shape), shape))[:KINDS])
 
 
-# -- what a step needs -------------------------------------------------------------------------------------------------
+# -- the operations of a step ------------------------------------------------------------------------------------------
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a layer, as configurations call them
+_EXPERTS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+)  # experts of a layer, in configurations
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step sends through the model: tokens through the layers, padding included; positions through the head.
+    """The work of a step.
 
-    `pairs` are those of a token and one that it attends to (itself, or one before), in one layer.
+    Attributes:
+        tokens: tokens through the layers, padding included.
+        predicted: positions through the head.
+        pairs: pairs of a token and a token that it attends to (itself, or one before), in one layer.
     """
 
     tokens: int
@@ -114,6 +118,7 @@ class Work:
 
     @classmethod
     def of(cls, lengths: Sequence[int], parts: Sequence[Part], predicted: int) -> "Work":
+        """The work of micro-batches of rows with these lengths."""
         return cls(computed_tokens(parts), predicted, sum(_pairs(lengths, part) for part in parts))
 
 
@@ -127,7 +132,7 @@ def _pairs(lengths: Sequence[int], part: Part) -> int:
 
 
 def attended(tokens: int, before: int = 0) -> int:
-    """Pairs of so many tokens under a causal mask, each of which also attends to all tokens before them."""
+    """Pairs of so many tokens under a causal mask, if each also attends to `before` tokens in front of them."""
     return tokens * before + tokens * (tokens + 1) // 2
 
 
@@ -136,10 +141,10 @@ class ModelSize:
     """Weights that a token is multiplied by.
 
     Attributes:
-        body: those of the layers; of a mixture's experts the share that a token is sent to.
-        head: those of the output embeddings, tied or not. Input embeddings are looked up, and multiply nothing.
+        body: weights of the layers; of a mixture's experts, the share that a token is sent to.
+        head: weights of the output embeddings, tied or not. Input embeddings are looked up, and multiply nothing.
         attention: width of all queries of a token, over all layers that attend.
-        frozen: whether only adapters are trained: a frozen weight has no gradient.
+        frozen: only adapters are trained: a frozen weight has no gradient.
     """
 
     body: int
@@ -149,9 +154,10 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: Any) -> "ModelSize":
+        """The size of a Hugging Face model."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
-        tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} | {id(head)}
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} | {id(head)}
         experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
         share = config.num_experts_per_tok / experts if experts else 1.0
         body = sum(
@@ -166,16 +172,16 @@ class ModelSize:
         return cls(round(body), head.numel(), width, frozen=not head.requires_grad)
 
     def training_flops(self, work: Work) -> int:
-        """Operations of forward and backward: 6 a token and weight; 4 + 8 a pair and unit of the queries' width.
+        """Operations forward and backward: 6 a token and weight, and 4 + 8 a pair and unit of the queries' width.
 
-        4 a frozen weight: adapters are so small that they count as one.
+        A frozen weight takes 4. Adapters count as frozen weights: they are small.
         """
         weights = self.body * work.tokens + self.head * work.predicted
         return (4 if self.frozen else 6) * weights + 12 * self.attention * work.pairs
 
 
 def products_dtype(model: Any, device: torch.device, precision: Any) -> torch.dtype:
-    """What products are computed in, under Lightning's precision plugin of the fit."""
+    """The dtype of products under the precision plugin of the fit."""
     with precision.forward_context():  # autocast, if precision=bf16-mixed
         mixed = torch.is_autocast_enabled(device.type)
         return torch.get_autocast_dtype(device.type) if mixed else model.dtype
@@ -184,9 +190,9 @@ def products_dtype(model: Any, device: torch.device, precision: Any) -> torch.dt
 def step_costs(
     batch: OptimizerBatch, parts: Sequence[Part], seconds: float, size: ModelSize, peak: Peak | None
 ) -> dict[str, float]:
-    """Metrics of what the micro-batches of an optimizer step computed, and how fast.
+    """Metrics of an optimizer step: tokens that its micro-batches computed, and how fast.
 
-    Without `peak`, which is not known then, there is no `perf/mfu`.
+    `perf/mfu` is left out where the peak is not known (None).
     """
     lengths = [len(e.tokens) for e in batch.experiences]
     computed, trained = computed_tokens(parts), trained_tokens(batch, parts)

@@ -1,4 +1,4 @@
-"""Several devices, each with a share of the policy: `trainer=fsdp2`, what Lightning asks of it."""
+"""Several devices, each with a share of the policy: `trainer=fsdp2`."""
 
 import math
 import threading
@@ -25,41 +25,42 @@ from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, RankError, TrinityError, WeightSyncError
 from trinity_lightning.sync.proof import DRILL_SEED, noise
 from trinity_lightning.trainer.ddp import Replicas, ReplicaStrategy
+from trinity_lightning.trainer.head import gradient_of
 from trinity_lightning.trainer.layout import Part
-from trinity_lightning.trainer.model import gradient_of
-from trinity_lightning.trainer.optim import parameters_of
-from trinity_lightning.trainer.other_models import layers_of
+from trinity_lightning.trainer.masters import parameters_of
+from trinity_lightning.trainer.model import layers_of
 
 
 class Shards(Replicas):
     """A PolicyModule's policy and reference, in shards of about the same size: rows of each tensor's first dimension.
 
-    What only rank 0 asks for (weights for engines and checkpoints, log-probabilities of a probe) needs all of them: it
-    calls, and the others do the same in the round in which they wait for it.
+    Rank 0 alone is asked for some things: weights for engines and checkpoints, log-probabilities of a probe. They need
+    the shares of all ranks: rank 0 calls, and the others do the same in the round in which they wait for it.
     """
 
     def __init__(self, module: Any, ranks: Ranks, device: torch.device, in_shards: bool | str = AUTO) -> None:
         super().__init__(ranks)
         self.module = module
         self.dtype: torch.dtype = module.policy.dtype
-        parameters = sum(each.numel() for each in module.policy.parameters() if each.requires_grad)
+        parameters = sum(p.numel() for p in module.policy.parameters() if p.requires_grad)
         self.in_shards = is_large(parameters, self.dtype) if in_shards == AUTO else bool(in_shards)
         self._optimizer: Any = None
         self._order: list[str] = []  # names of the optimizer's parameters
         self._mesh, self._host = Mesh(ranks, device), Mesh(ranks, torch.device("cpu"))
         self._saved: list[Tensor] = []  # copies of the shards during the drill
-        # Reentrant: a rank that writes serves rank 0, which could not and writes another checkpoint.
+        # Reentrant: a rank that writes a checkpoint may have to serve rank 0, which failed and writes another one.
         self._asking, self._thread = threading.RLock(), threading.get_ident()
         self._used: set[Any] = set()  # models that have begun a pass
         self._trained: set[str] = set()  # names of parameters that had a gradient in this optimizer batch
         self._watched: set[int] = set()  # ids of whole parameters whose gradients are noted
-        self._passes_left = 0  # passes with rows of this rank that are still to come
+        self._passes_left = 0  # passes still to come that have rows of this rank
         references = [] if module.reference is None else [module.reference]
         for model in (module.policy, *references):
             self._shard(model, trained=model is module.policy)
         self.refresh()
 
     def _shard(self, model: Any, trained: bool) -> None:
+        """Shard each layer of the model, then the rest of it; trained weights become float32 shards."""
         names = {module: f"{name}." for name, module in model.named_modules()}
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for part in (*reversed(layers_of(model)), model):
@@ -72,7 +73,7 @@ class Shards(Replicas):
             sharded.set_custom_reduce_scatter(Scatter(self.ranks))
             sharded.set_gradient_divide_factor(1.0)  # gradients are sums
             sharded.set_force_sum_reduction_for_comms(True)
-            sharded.set_reduce_scatter_unused_params(True)  # an expert that no row of this rank came to
+            sharded.set_reduce_scatter_unused_params(True)  # such as an expert that no row of this rank was sent to
             if trained and part is not model:
                 part.register_forward_pre_hook(partial(self._watch, names[part]))  # when the layer is whole
         kind = type(model)
@@ -82,24 +83,24 @@ class Shards(Replicas):
         register_fsdp_forward_method(model, "token_logprobs")
 
     def refresh(self) -> None:
-        """Find the shards: those of a policy that has been moved may be other objects."""
+        """Look up the shards again: they may be other objects once the policy has been moved."""
         self.reshard()
         self._parameters: dict[str, Any] = dict(self.module.policy.named_parameters(remove_duplicate=False))
-        self._names = {id(each): name for name, each in reversed(self._parameters.items())}  # of tied ones the first
+        self._names = {id(p): name for name, p in reversed(self._parameters.items())}  # the first name of tied ones
 
     def hold(self, optimizer: Optimizer) -> None:
-        """Save and load this optimizer, over the shards."""
+        """Take the optimizer of the shards, to save and load its state."""
         self._optimizer = optimizer
         self._order = [self._names[id(parameter)] for parameter in parameters_of(optimizer)]
 
     def parameters(self) -> dict[str, Any]:
-        """The policy's shards by their names, a tied one by each of its own; also within a forward pass."""
+        """The policy's shards by name, a tied one by each of its names; also within a forward pass."""
         return self._parameters
 
     def reshard(self) -> None:
-        """Make the next pass gather the weights again: shards may have changed since some of them were left whole.
+        """Make the next pass gather the weights again: shards may have changed while some layers were left whole.
 
-        (By a pass without gradients; or by one that failed, which `FSDPModule.reshard` would not put right.)
+        A pass without gradients leaves them whole, and so does a failed one, which `FSDPModule.reshard` does not undo.
         """
         for model in self._used:
             model.reset_iter_state()
@@ -107,60 +108,61 @@ class Shards(Replicas):
     # -- passes and gradients -----------------------------------------------------------------------------------------
 
     def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
-        own = shares[self.ranks.rank]
-        self._trained, self._passes_left = set(), len(own)
-        return [*own, *[None] * (max(map(len, shares)) - len(own))]
+        share = shares[self.ranks.rank]
+        self._trained, self._passes_left = set(), len(share)
+        return [*share, *[None] * (max(map(len, shares)) - len(share))]
 
     def logprobs(self, function: Any, model: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """As a forward pass of the sharded model, which the head is part of."""
+        """The results of a `LogprobFn`, within a forward pass of the sharded model: the head is part of it."""
         self._used.add(model)
         if model is self.module.policy and torch.is_grad_enabled():
             self._passes_left -= 1
         return model.token_logprobs(function, *arguments)
 
     def _watch(self, prefix: str, part: Any, *arguments: Any) -> None:
-        """Note of which parameters a part that is whole, of the names that begin so, will have a gradient."""
+        """Note from now on which parameters of a part have a gradient; the part is whole, `prefix` begins its names."""
         for name, parameter in part.named_parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(lambda _, name=prefix + name: self._note(name))
 
     def _note(self, name: str) -> None:
-        if self._passes_left >= 0:  # a pass of nothing has gradients of zeros
+        if self._passes_left >= 0:  # an empty pass has gradients of zeros
             self._trained.add(name)
 
     def begin_pass(self, model: Any) -> None:
-        """Have gradients of what is in no layer, which is whole now, added up in float32 within a pass, as one device.
+        """Let gradients of parameters outside the layers, which are whole now, add up in float32 as on one device.
 
-        They are added up over tokens and blocks of the head.
+        Within a pass they add up over tokens and blocks of the head.
         """
-        lean = [each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())]
+        lean = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings())]
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.grad_dtype = torch.float32
-                gradient_of(parameter)  # of all of them: torch sends gradients of one dtype
-                if any(parameter is each for each in lean):  # no hook is called for those (`logprobs`)
+                gradient_of(parameter)  # for every parameter: torch sends gradients of one dtype
+                if any(parameter is weight for weight in lean):  # no hook is called for these (`head`)
                     self._note(name)
         self._watch("", model)
 
     def add_up_gradients(self, model: Any) -> None:
-        """Each backward pass has done so, with zeros where there was no gradient: if no rank had one, there is none.
+        """Remove gradients of parameters that no rank trained; each backward pass has added up all others.
 
-        As on one device, the optimizer passes over such a parameter, which would decay, and go on by its momentum.
+        The sums have zeros where there was no gradient. As on one device, the optimizer must skip such a parameter: it
+        would decay, and move by its momentum.
         """
         named = dict(model.named_parameters())
-        found = self.ranks.exchange([name in self._trained for name in named])
-        for parameter, *trained in zip(named.values(), *found, strict=True):
-            if not any(trained):
+        trained = self.ranks.exchange([name in self._trained for name in named])
+        for parameter, *by_rank in zip(named.values(), *trained, strict=True):
+            if not any(by_rank):
                 parameter.grad = None
 
     def gradients(self, model: nn.Module) -> dict[str, Tensor]:
-        return {name: each.to_local() for name, each in super().gradients(model).items() if isinstance(each, DTensor)}
+        return {name: grad.to_local() for name, grad in super().gradients(model).items() if isinstance(grad, DTensor)}
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> float:
-        """As `Whole.clip`, of the gradient that all ranks hold together."""
+        """Clip the gradient that all ranks hold together, as `Whole.clip` does."""
         gradients = [p.grad.to_local() for p in parameters if isinstance(p.grad, DTensor)]
-        norm = torch.nn.utils.get_total_norm([each for each in gradients if each.numel()])
+        norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient.numel()])
         self.ranks.add_up([squares := norm.double().square().reshape(1).cpu()])
         total = float(squares.sqrt())
         if limit is not None and math.isfinite(total) and (factor := limit / (total + 1e-6)) < 1:
@@ -168,18 +170,18 @@ class Shards(Replicas):
         return total
 
     def faulty_gradients(self, model: nn.Module) -> list[str]:
-        """Names of the parameters whose gradients are not finite, in the share of any rank."""
+        """Names of the parameters whose gradients are not finite in the share of any rank."""
         shares = self.ranks.exchange(super().faulty_gradients(model))
         return [name for name in self._parameters if any(name in share for share in shares)]
 
     def end_step(self) -> None:
-        """Make sure that all ranks have taken it before any continues: shards of different steps are no policy."""
+        """Wait until all ranks have taken the step: shards of different steps are no policy."""
         self.ranks.exchange(None, at="an optimizer step")
 
-    # -- what rank 0 asks for -----------------------------------------------------------------------------------------
+    # -- calls that rank 0 makes on all ranks -------------------------------------------------------------------------
 
     def on_all_ranks(self, name: str, *arguments: Any) -> None:
-        """Let the others do it too; the same name, of this class or of the PolicyModule."""
+        """Let the other ranks call the method of that name too, of this class or of the PolicyModule."""
         saving = self.module.trainer.interrupted
         try:
             self.ranks.call(name, *arguments, saving=saving)
@@ -189,14 +191,15 @@ class Shards(Replicas):
             raise RankError(f"nothing can be saved without the shares of all processes: {error}") from error
 
     def serve(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Call the method that rank 0 asks for."""
         owner = self if hasattr(type(self), name) else self.module
         getattr(owner, name)(*arguments)
 
     def gather(self, name: str, moment: str | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole parameter of that name, or the optimizer's `moment` of it, rounded to a dtype first.
+        """The whole parameter of that name, or the optimizer's `moment` of it, rounded to `dtype` first.
 
-        A thread that still sends weights to an engine when the run has failed is refused: it would take part in the
-        same rounds as the checkpoint.
+        Once the run has failed, a thread that still sends weights to an engine is refused: it would take part in the
+        checkpoint's rounds.
         """
         with self._asking:
             if self.module.trainer.interrupted and threading.get_ident() != self._thread:
@@ -207,32 +210,35 @@ class Shards(Replicas):
                 return self.gathered(self._share(name, moment), dtype, at)
             except TrinityError:
                 raise
-            except Exception as error:  # which other ranks are told: out of memory, say
+            except Exception as error:  # other ranks are told: out of memory, say
                 raise TrinityError(f"{type(error).__name__} when {at} was gathered: {error}") from error
 
     def _share(self, name: str, moment: str | None = None) -> DTensor:
+        """This rank's share of a parameter, or of the optimizer's `moment` of it."""
         if moment is None:
             return self._parameters[name]
         return self._optimizer.state[parameters_of(self._optimizer)[self._order.index(name)]][moment]
 
     def gathered(self, tensor: DTensor, dtype: torch.dtype | None = None, at: str = "a tensor") -> Tensor:
-        """The whole of it, rounded to a dtype first, where the policy is; all ranks ask. `at`: what an error calls it.
+        """The whole tensor on the policy's device, rounded to `dtype` first; all ranks call this.
 
-        Nothing is sent before every rank has room for it. Moments of rank 0 alone may be on the host (`HostMemory`),
-        and the others send theirs by the GPU.
+        Nothing is sent before every rank has room. Moments may be on the host (`HostMemory`) on rank 0 alone, while the
+        others send theirs from the GPU: so all are sent from the policy's device. `at` names the tensor in errors.
         """
         rows, *shape = tensor.shape
         local, place = tensor.to_local().detach(), next(iter(self._parameters.values())).to_local().device
-        own = torch.zeros(self._most_rows(rows), *shape, dtype=dtype or tensor.dtype, device=place)
-        own[: len(local)] = local
-        whole = own.new_empty(len(own) * self.ranks.size, *shape)
-        self.ranks.send(self.ranks.group._allgather_base, whole, own, AllgatherOptions(), at)
+        padded = torch.zeros(self._most_rows(rows), *shape, dtype=dtype or tensor.dtype, device=place)
+        padded[: len(local)] = local
+        whole = padded.new_empty(len(padded) * self.ranks.size, *shape)
+        self.ranks.send(self.ranks.group._allgather_base, whole, padded, AllgatherOptions(), at)
         return whole[:rows]
 
     def _most_rows(self, rows: int) -> int:
+        """The most rows that a rank has of a tensor with so many rows."""
         return -(-rows // self.ranks.size)
 
-    def _own(self, whole: Tensor) -> Tensor:
+    def _rows_here(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a whole tensor."""
         most = self._most_rows(len(whole))
         return whole[self.ranks.rank * most : (self.ranks.rank + 1) * most]
 
@@ -244,7 +250,7 @@ class Shards(Replicas):
 
     @contextmanager
     def perturbed(self) -> Iterator[Callable[[float], None]]:
-        """As `sync.proof.perturbed`, with the same noise."""
+        """Perturb the policy as `sync.proof.perturbed` does, with the same noise."""
         try:
             yield self.perturb
         finally:
@@ -257,15 +263,16 @@ class Shards(Replicas):
             self.on_all_ranks("perturb", scale)
             self.reshard()
             parameters = list(dict.fromkeys(self._parameters.values()))
-            local = [each.to_local() for each in parameters]
+            local = [parameter.to_local() for parameter in parameters]
             if not self._saved:
-                self._saved = [each.to("cpu", copy=True) for each in local]
-            squares = torch.stack([each.double().square().sum().cpu() for each in self._saved])
+                self._saved = [share.to("cpu", copy=True) for share in local]
+            squares = torch.stack([share.double().square().sum().cpu() for share in self._saved])
             self.ranks.add_up([squares])
             generator = torch.Generator(local[0].device).manual_seed(DRILL_SEED)
-            for parameter, own, original, square in zip(parameters, local, self._saved, squares, strict=True):
-                size = (square / parameter.numel()).sqrt().float().to(own.device)
-                own.copy_(original).add_(self._own(noise(parameter.shape, generator, scale, size)).to(own.dtype))
+            for parameter, share, original, square in zip(parameters, local, self._saved, squares, strict=True):
+                size = (square / parameter.numel()).sqrt().float().to(share.device)
+                drawn = self._rows_here(noise(parameter.shape, generator, scale, size))
+                share.copy_(original).add_(drawn.to(share.dtype))
 
     def restore(self) -> None:
         """End the drill, on all ranks."""
@@ -277,7 +284,7 @@ class Shards(Replicas):
 
     @torch.no_grad()
     def remove_noise(self) -> None:
-        """Take back what `perturb` did to this rank's shares, also if another rank has failed: they may be saved."""
+        """Undo `perturb` in this rank's shares, also if another rank has failed: the shares may be saved."""
         if not self._saved:  # nothing was perturbed
             return
         self.reshard()
@@ -285,26 +292,27 @@ class Shards(Replicas):
             parameter.to_local().copy_(original)
         self._saved = []
 
-    # -- checkpoints, in the form of one device -----------------------------------------------------------------------
+    # -- checkpoints, in the form that one device writes --------------------------------------------------------------
 
     def state_dict(self, model: Any) -> dict[str, Any]:
         """The policy's weights on the host."""
         return self._state(model, lambda name: self.whole(name).cpu())
 
     def _state(self, model: Any, take: Callable[[str], Tensor]) -> dict[str, Any]:
-        trained = {name: each for name, each in self._parameters.items() if each.requires_grad}
-        taken = {name: take(name) for name, each in trained.items() if self._names[id(each)] == name}
-        own = {name: taken[self._names[id(each)]] for name, each in trained.items()}
-        state = {name: own.get(name, each) for name, each in model.state_dict().items()}
-        return {name: each for name, each in state.items() if name in own or not isinstance(each, DTensor)}
+        """The model's state with `take(name)` for each trained parameter, tied ones once; no frozen parameters."""
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        taken = {name: take(name) for name, p in trained.items() if self._names[id(p)] == name}
+        weights = {name: taken[self._names[id(p)]] for name, p in trained.items()}
+        state = {name: weights.get(name, value) for name, value in model.state_dict().items()}
+        return {name: value for name, value in state.items() if name in weights or not isinstance(value, DTensor)}
 
     def module_state(self) -> dict[str, Any]:
         """The weights by the names of the PolicyModule, for a checkpoint."""
-        state = self._state(self.module.policy, lambda name: self._kept(name, dtype=self.dtype))
-        return {f"model.{name}": each for name, each in state.items()}
+        state = self._state(self.module.policy, lambda name: self._to_save(name, dtype=self.dtype))
+        return {f"model.{name}": value for name, value in state.items()}
 
-    def _kept(self, name: str, moment: str | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """What a checkpoint has of a parameter: its whole, on the host, or this rank's share."""
+    def _to_save(self, name: str, moment: str | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A parameter (or its `moment`) for a checkpoint: whole, on the host; or this rank's share of it."""
         if not self.in_shards:
             return self.gather(name, moment, dtype).cpu()
         share = self._share(name, moment)
@@ -316,17 +324,17 @@ class Shards(Replicas):
         """Write the shares of weights, and of the optimizer's state, to a folder, on all ranks."""
         with self._asking:
             self.on_all_ranks("write", folder, optimizer)
-            kept: dict[str, Any] = {"state_dict": self.module_state()}
+            saved: dict[str, Any] = {"state_dict": self.module_state()}
             if optimizer:
-                kept["optimizer_states"] = [self.optimizer_state()]
-            write(folder, places_of(kept), self.ranks)
+                saved["optimizer_states"] = [self.optimizer_state()]
+            write(folder, places_of(saved), self.ranks)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """What one device's optimizer would have, which is over masters if the policy computes in bfloat16."""
-        plain = self._optimizer.state_dict()  # the optimizer's own dicts, which keep the shards
+        """The state that one device's optimizer would have; with masters if the policy computes in bfloat16."""
+        plain = self._optimizer.state_dict()  # its inner dicts are the optimizer's own, and keep the shards
         plain["state"] = {
             position: {
-                moment: self._kept(self._order[position], moment) if isinstance(value, DTensor) else value
+                moment: self._to_save(self._order[position], moment) if isinstance(value, DTensor) else value
                 for moment, value in values.items()
             }
             for position, values in plain["state"].items()
@@ -334,24 +342,26 @@ class Shards(Replicas):
         if self.dtype == torch.float32:
             return plain
         return {
-            "state": {"inner": plain, "masters": [self._kept(name) for name in self._order]},
+            "state": {"inner": plain, "masters": [self._to_save(name) for name in self._order]},
             "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in plain["param_groups"]],
         }
 
     @torch.no_grad()
     def load_optimizer_state(self, states: Sequence[Mapping[str, Any]], folder: Path) -> None:
-        """Take this rank's share of what one device's optimizer had, and the masters for weights.
+        """Load this rank's share of one device's optimizer state; masters become the weights.
 
-        `folder`: where shares are read that are in shards.
+        Args:
+            states: the state of that one optimizer.
+            folder: the checkpoint, if it is in shards: shares are read from it.
         """
         (state,) = states
         plain = state
-        shares: dict[int, DTensor] = {}  # by what they are shares of
+        shares: dict[int, DTensor] = {}  # by the id of the whole tensor
 
         def take(whole: Tensor, share: DTensor) -> DTensor:
             shares[id(whole)] = share
             if not whole.is_meta:
-                share.to_local().copy_(self._own(whole))
+                share.to_local().copy_(self._rows_here(whole))
             return share
 
         if self.dtype != torch.float32:
@@ -376,20 +386,23 @@ class Shards(Replicas):
             read(folder, {place: shares[id(whole)] for place, whole in places.items()})
         self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
 
-    def _as_share(self, own: Tensor, like: DTensor) -> DTensor:
-        mesh = self._mesh if own.device.type == self._mesh.device_type else self._host
-        return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
+    def _as_share(self, rows: Tensor, like: DTensor) -> DTensor:
+        """This rank's rows as a share of a tensor with the shape of `like`."""
+        mesh = self._mesh if rows.device.type == self._mesh.device_type else self._host
+        return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
 
 
 class ShardStrategy(ReplicaStrategy):
-    """The policy, its gradients, its optimizer's state and the reference in shards; else as ReplicaStrategy.
+    """A ReplicaStrategy with the policy, its gradients, its optimizer's state and the reference in shards.
 
-    Weights of bfloat16 are computed with in bfloat16, and their shards are float32: there are no other masters. One
-    process alone shards nothing. (Lightning's ModelParallelStrategy does not hand over steps, metrics and faults as
-    that of replicas does, and writes checkpoints without a CheckpointIO: one could be half of a file.)
+    A bfloat16 policy computes in bfloat16, and its shards are float32: there are no other masters. One process alone
+    shards nothing. (Lightning's ModelParallelStrategy does not hand over steps, metrics and faults as ReplicaStrategy
+    does, and writes checkpoints without a CheckpointIO: a file could be cut off.)
 
-    A checkpoint is that of one device, which rank 0 puts together in its host's memory, or, with
-    `save_distributed_checkpoint`, a folder to which each rank writes its shares; `auto`: if it has ONE_FILE_BYTES.
+    Args:
+        save_distributed_checkpoint: save a folder to which each rank writes its shares. Otherwise rank 0 puts together
+            one device's checkpoint in its host's memory. `auto`: a folder for more than ONE_FILE_BYTES.
+        settings: further settings of ReplicaStrategy.
     """
 
     shards: Shards | None = None
@@ -412,11 +425,11 @@ class ShardStrategy(ReplicaStrategy):
             super().model_to_device()
 
     def configure_ddp(self) -> None:
-        """Begin with the weights of rank 0, and keep this rank's share of them.
+        """Give all ranks the weights of rank 0, and keep this rank's share.
 
         Raises:
-            ConfigError: the module is no PolicyModule, has been trained in shards by another Trainer, or has a setting
-                that is not for shards.
+            ConfigError: the module is no PolicyModule, was trained in shards by another Trainer, or has a setting that
+                shards do not support.
         """
         super().configure_ddp()
         module: Any = self.lightning_module
@@ -435,19 +448,19 @@ class ShardStrategy(ReplicaStrategy):
         super().model_to_device()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizer of the shards, which checkpoints are then put together from."""
+        """Make the optimizer, over the shards."""
         super().setup_optimizers(trainer)
         if self.shards is not None:
             self.shards.hold(*self.optimizers)
 
     def on_exception(self, exception: BaseException) -> None:
-        """As ReplicaStrategy; what rank 0 saves then has no noise of a drill."""
+        """Remove the noise of a drill, so that rank 0 saves none; then end the other ranks."""
         if self.shards is not None:
             self.shards.remove_noise()
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """The policy moves to the host, all of it in shards."""
+        """Move the policy to the host; all of it stays in shards."""
         if self.shards is not None:
             self.shards.reshard()
         super().teardown()
@@ -455,19 +468,19 @@ class ShardStrategy(ReplicaStrategy):
             self.shards.refresh()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights as one device has them, on rank 0, which asks the others for their shares; nothing on those."""
+        """The weights of one device on rank 0, which asks the others for their shares; empty on the others."""
         if self.shards is None:
             return super().lightning_module_state_dict()
         return without_shards(self.shards.module_state()) if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state, likewise."""
+        """The optimizer state of one device on rank 0; empty on the others."""
         if self.shards is None:
             return super().optimizer_state(optimizer)
         return without_shards(self.shards.optimizer_state()) if self.is_global_zero else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """In a file, or rank 0's of what is in no shards in a folder where each writes its shares."""
+        """Write one file; or a folder to which each rank writes its shares, and rank 0 everything else."""
         if self.shards is None or not self.shards.in_shards:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:
@@ -476,46 +489,46 @@ class ShardStrategy(ReplicaStrategy):
                 super().save_checkpoint(checkpoint | {HASH: hash_of(folder)}, folder / REST, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """A local checkpoint that stays on disk: each process reads of moments and masters its own rows."""
+        """A local checkpoint whose tensors stay on disk: each process reads its own rows of moments and masters."""
         if self.ranks.size == 1:
             return super().load_checkpoint(checkpoint_path, weights_only)
         self._folder = Path(checkpoint_path)
         return contents(checkpoint_path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Read weights that are in shards into the policy's own, of which there may be no room for a copy."""
+        """Read weights in shards straight into the policy's: there may be no room for a copy."""
         saved = {"state_dict": checkpoint["state_dict"]}
         module = self.lightning_module
         if self.ranks.size > 1 and module is not None and places_of(saved):
-            own = {f"state_dict.{name}": each for name, each in module.state_dict().items()}
-            saved = filled(self._folder, saved, own)
+            targets = {f"state_dict.{name}": value for name, value in module.state_dict().items()}
+            saved = filled(self._folder, saved, targets)
         super().load_model_state_dict(saved, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """This rank's share of what one device's optimizer had."""
+        """Load this rank's share of one device's optimizer state."""
         if self.shards is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
             self.shards.load_optimizer_state(checkpoint["optimizer_states"], self._folder)
 
 
-ONE_FILE_BYTES = 16 << 30  # what rank 0 puts together and writes, of about 1.2 billion parameters in bfloat16
+ONE_FILE_BYTES = 16 << 30  # most that rank 0 writes alone: about 1.2 billion parameters in bfloat16
 
 
 def is_large(parameters: int, dtype: torch.dtype) -> bool:
-    """Whether a checkpoint has more than ONE_FILE_BYTES: of each parameter its weight, its master and two moments."""
+    """True if weights, masters and two moments of so many parameters take more than ONE_FILE_BYTES."""
     return parameters * (dtype.itemsize + (0 if dtype == torch.float32 else 4) + 8) > ONE_FILE_BYTES
 
 
 def _token_logprobs(model: Any, function: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """What the `LogprobFn` yields, within a forward pass of the model: what is in no layer is whole."""
+    """The results of a `LogprobFn`, called as a forward pass of the model: parameters outside layers are whole."""
     if torch.is_grad_enabled():
         model.shards.begin_pass(model)
     return function(model, *arguments)
 
 
 class Mesh(DeviceMesh):
-    """The ranks, by a process group that torch's own list of them does not have (see `ddp.join`)."""
+    """A mesh of the ranks, by their own process group, which torch's list does not have (see `ddp.join`)."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         super().__init__(device.type, torch.arange(ranks.size), _init_backend=False, _rank=ranks.rank)
@@ -526,7 +539,7 @@ class Mesh(DeviceMesh):
 
 
 class Gather:
-    """How `fully_shard` gathers weights: each time in a round, so that a rank that failed is not waited for."""
+    """Gathers weights for `fully_shard`, each time in a round, so that no rank waits for one that failed."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -539,13 +552,13 @@ class Gather:
 
 
 class Scatter(Gather):
-    """How `fully_shard` adds up gradients."""
+    """Adds up gradients for `fully_shard`."""
 
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Fill the output with this rank's share of the sum of the inputs, which are not read again."""
-        if input_tensor.device.type == "cpu":  # gloo would send the whole sum as well, and not say how far it is
+        """Fill the output with this rank's share of the sum of all ranks' inputs, which are not read again."""
+        if input_tensor.device.type == "cpu":  # gloo would also send the whole sum, without progress
             self._ranks.add_up([input_tensor], "a layer's gradient")
             output_tensor.copy_(input_tensor.chunk(self._ranks.size)[self._ranks.rank])
         else:

@@ -1,4 +1,4 @@
-"""Masters and moments in the host's memory: `adamw_offload`, and the stay of any optimizer's while engines generate."""
+"""Masters and moments in the host's memory: always (`adamw_offload`), or while engines generate."""
 
 import logging
 import weakref
@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trinity_lightning.trainer.optim import MasterWeights, are_rounded, hand_on_settings
+from trinity_lightning.trainer.masters import MasterWeights, are_rounded, copy_settings
 
 logger = logging.getLogger(__name__)
 
 # -- memory of the host ------------------------------------------------------------------------------------------------
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
-LINE = 64  # bytes of a cache line, which divide into elements of any dtype
+LINE = 64  # bytes of a cache line; a multiple of every dtype's size
 
 
 class HostBlock:
-    """Ordinary memory of exactly so many bytes, page-locked if it is `pinned`, until the block is let go.
+    """Ordinary memory of exactly so many bytes, page-locked if it is `pinned`, until the block is freed.
 
-    torch's own pinned memory is as large as the next power of two, up to twice as much for each tensor
-    (`ATen/core/CachingHostAllocator.h`); what the driver registers is as large as it is. Whoever holds the block waits
-    for copies from and to it before it is freed: torch does not know of them.
+    torch's own pinned memory has the size of the next power of two, up to twice as much for each tensor
+    (`ATen/core/CachingHostAllocator.h`). Memory that the driver registers keeps its size. The holder of the block waits
+    for copies from and to it before it frees the block: torch does not know them.
 
     Attributes:
-        bytes: uint8 [size].
+        bytes: the memory, uint8 [size].
     """
 
     def __init__(self, size: int, pinned: bool) -> None:
@@ -50,7 +50,7 @@ def _unpin(block: Tensor) -> None:
 
 
 def laid_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each of several tensors begins in one block, in bytes, on a cache line of its own; and the block's size."""
+    """Where each tensor begins in one block, on a cache line of its own, and the block's size; in bytes."""
     sizes = [-(-tensor.numel() * tensor.element_size() // LINE) * LINE for tensor in tensors]
     *begins, size = accumulate(sizes, initial=0)
     return begins, size
@@ -60,35 +60,35 @@ def laid_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 class HostMasters(MasterWeights):
-    """Masters on the host; a device has of each parameter its weight and, until the step, its float32 gradient.
+    """Masters and moments on the host; the device holds the weights and, until the step, their float32 gradients.
 
     A step copies the clipped gradients to the host, waits for them once, and sends the new weights back in their own
-    dtype, both through one buffer of 4 bytes a parameter, which is pinned if the device is a GPU. A checkpoint is that
-    of the same optimizer on the device: float32 weights are their masters, which it has none of.
+    dtype. Both go through one buffer of 4 bytes a parameter, pinned if the device is a GPU. A checkpoint is the same as
+    from this optimizer on the device; there, float32 weights have no masters.
     """
 
     def __init__(self, params: list[dict[str, Any]], factory: Callable[[Any], Optimizer]) -> None:
         super().__init__(params, factory, torch.device("cpu"))
         self._rounded = are_rounded(self.param_groups)
-        sizes = [each.numel() for each in self.masters]
-        self._block = HostBlock(4 * sum(sizes), pinned=any(each.is_cuda for each in self.weights))
+        sizes = [master.numel() for master in self.masters]
+        self._block = HostBlock(4 * sum(sizes), pinned=any(weight.is_cuda for weight in self.weights))
         self._slots = self._block.bytes.view(torch.float32).split(sizes)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of `MasterWeights`; of float32 weights that of the inner optimizer, with the settings of this one."""
+        """Same as MasterWeights; with float32 weights, the inner optimizer's state and our settings."""
         if self._rounded:
             return super().state_dict()
-        hand_on_settings(self, self.inner)
+        copy_settings(self, self.inner)
         return self.inner.state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` has; the masters of float32 weights are those that are there."""
+        """Restore a `state_dict`; masters of float32 weights are copied from the weights, which are loaded already."""
         if self._rounded:
             super().load_state_dict(state_dict)
             return
         self.inner.load_state_dict(state_dict)
-        hand_on_settings(self.inner, self)
+        copy_settings(self.inner, self)
         for weight, master in zip(self.weights, self.masters, strict=True):
             master.copy_(weight)
 
@@ -100,7 +100,7 @@ class HostMasters(MasterWeights):
         self._wait()
 
     def _round(self) -> None:
-        """Send the masters, rounded: on the stream before what computes with the weights, and before new gradients."""
+        """Send the masters, rounded, without a wait: the stream computes with weights and gradients only afterwards."""
         for weight, master, slot in zip(self.weights, self.masters, self._slots, strict=True):
             rounded = slot.view(weight.dtype)[: weight.numel()].as_strided(weight.shape, weight.stride())
             weight.copy_(rounded.copy_(master), non_blocking=True)
@@ -115,24 +115,24 @@ class HostMasters(MasterWeights):
 
 
 class HostMemory:
-    """Moves what an optimizer keeps of each parameter to the host and back, bit for bit.
+    """Moves masters and moments of an optimizer to the host and back, bit for bit.
 
-    The tensors stay the same objects; no step may be taken meanwhile, and a checkpoint written meanwhile is the same.
+    The tensors stay the same objects. No step may be taken meanwhile; a checkpoint written meanwhile is the same.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._block = HostBlock(0, pinned=False)
-        self._buffers: list[Tensor] = []  # kept from one stay to the next: pinning memory takes longer than filling it
-        self._device: torch.device | None = None  # where they came from, while they are away
+        self._buffers: list[Tensor] = []  # reused at the next stay: pinning memory takes longer than filling it
+        self._device: torch.device | None = None  # where the tensors came from, while they are away
 
     def leave(self) -> None:
-        """Move to the host; what is there already stays."""
-        tensors = kept_of(self._optimizer)
+        """Move the tensors to the host, unless they are there already."""
+        tensors = states_of(self._optimizer)
         if self._device is not None or not tensors:
             return
         self._device = tensors[0].device
-        if [_layout(each) for each in self._buffers] != [_layout(each) for each in tensors]:
+        if list(map(_layout, self._buffers)) != list(map(_layout, tensors)):
             self._make_room(tensors)
         for tensor, buffer in zip(tensors, self._buffers, strict=True):
             buffer.copy_(tensor.detach(), non_blocking=True)
@@ -152,29 +152,29 @@ class HostMemory:
             self._buffers.append(flat.view(dtype).as_strided(shape, stride, flat.storage_offset() // dtype.itemsize))
 
     def come_back(self) -> None:
-        """Move to the device again, those of a checkpoint that was loaded meanwhile too."""
+        """Move the tensors to the device again, also if a checkpoint was loaded meanwhile."""
         device, self._device = self._device, None
         if device is None:
             return
-        for tensor in [*kept_of(self._optimizer), *_counts(self._optimizer)]:
+        for tensor in [*states_of(self._optimizer), *_counts(self._optimizer)]:
             tensor.data = tensor.detach().to(device, non_blocking=True, copy=True)
 
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:
-    """Shape, dtype and strides of a copy of a tensor."""
+    """Shape, dtype and strides that a copy of the tensor has."""
     return tensor.shape, tensor.dtype, torch.empty_like(tensor, device="meta").stride()
 
 
-def kept_of(optimizer: Optimizer) -> list[Tensor]:
-    """Tensors as large as a parameter: masters, if it has them, and moments; counts of steps stay where they are."""
+def states_of(optimizer: Optimizer) -> list[Tensor]:
+    """An optimizer's tensors as large as a parameter: moments, and masters if it has them; no counts of steps."""
     masters = optimizer.masters if isinstance(optimizer, MasterWeights) else []
     return [*masters, *moments_of(optimizer)]
 
 
 def moments_of(optimizer: Optimizer) -> list[Tensor]:
-    """What it remembers of each parameter: of shards this process's, of quantized ones what they are made of."""
+    """Moments of each parameter: this process's shard; if quantized, the tensors that they consist of."""
     states = _plain(optimizer).state.values()
-    return [part for state in states for value in state.values() if _is_moment(value) for part in _made_of(value)]
+    return [part for state in states for value in state.values() if _is_moment(value) for part in _parts_of(value)]
 
 
 def _plain(optimizer: Optimizer) -> Optimizer:
@@ -182,19 +182,20 @@ def _plain(optimizer: Optimizer) -> Optimizer:
 
 
 def _is_moment(value: object) -> bool:
-    """Whether a value of an optimizer's state is as large as its parameter: a count of steps has no dimension."""
+    """True if a value of an optimizer's state is as large as its parameter: a count of steps has no dimension."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _made_of(tensor: Any) -> list[Tensor]:
-    flatten = getattr(tensor, "__tensor_flatten__", None)  # of torch's wrapper subclasses
+def _parts_of(tensor: Any) -> list[Tensor]:
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's wrapper subclasses have it
     return [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
 
 
 def _counts(optimizer: Optimizer) -> list[Tensor]:
-    """Counts of steps that belong on their parameter's device: a checkpoint is loaded to where that is meanwhile.
+    """Counts of steps that belong on their parameter's device; a checkpoint loaded meanwhile put them on the host.
 
-    torch keeps those of other optimizers on the host ("special device hosting for step" in `torch.optim.Optimizer`).
+    torch keeps the counts of other optimizers on the host ("special device hosting for step" in
+    `torch.optim.Optimizer`).
     """
     plain = _plain(optimizer)
     return [

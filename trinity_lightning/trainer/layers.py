@@ -1,6 +1,6 @@
-"""Layers of transformers computed otherwise: attention that `sdpa` lacks, norms and feed-forward parts that keep less.
+"""Layers of transformers in other forms: attention that `sdpa` lacks, norms and feed-forward parts that keep less.
 
-Such attention is over rows that share prefixes, and of short bfloat16 sequences on a CPU.
+The attention is over rows that share prefixes, and over short bfloat16 sequences on a CPU.
 """
 
 import copy
@@ -18,18 +18,18 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
 # -- attention over rows that share prefixes ---------------------------------------------------------------------------
-# Every token attends causally within its own segment (a prefix, or what a row has behind one), and a row's own tokens
-# to their whole prefix too. On a GPU: `gpu`.
+# Every token attends causally within its own segment: a prefix, or the rest of a row behind its prefix. The rest of a
+# row also attends to its whole prefix.
 
 
 @dataclass(frozen=True)
 class Segments:
-    """What lies where among T tokens: all prefixes, the rows without a prefix, then the rows of each prefix in turn.
+    """The order of T tokens: all prefixes, then the rows without a prefix, then the rows of each prefix in turn.
 
     Attributes:
         prefixes: length of each prefix.
-        members: how many rows each prefix has.
-        own: length of each row, less its prefix.
+        members: number of rows of each prefix.
+        own: length of each row, without its prefix.
     """
 
     prefixes: Sequence[int]
@@ -37,42 +37,42 @@ class Segments:
     own: Sequence[int]
 
     def starts(self) -> list[int]:
-        """Where each segment starts, prefixes first; and T."""
+        """Start of each segment, prefixes first; T comes last."""
         return [0, *accumulate([*self.prefixes, *self.own])]
 
     def seen(self) -> list[int]:
         """The prefix that each segment sees; -1: none."""
         alone = len(self.own) - sum(self.members)
-        of_rows = [prefix for prefix, count in enumerate(self.members) for _ in range(count)]
-        return [-1] * (len(self.prefixes) + alone) + of_rows
+        prefix_of_rows = [prefix for prefix, count in enumerate(self.members) for _ in range(count)]
+        return [-1] * (len(self.prefixes) + alone) + prefix_of_rows
 
     def of_tokens(self) -> tuple[Tensor, Tensor]:
-        """Of each token, its segment and the prefix that it sees (-1: none), int64 [T]."""
+        """Segment of each token, and the prefix that it sees (-1: none), int64 [T] each."""
         lengths = torch.tensor([end - start for start, end in pairwise(self.starts())])
         segment, prefix = torch.arange(len(lengths)), torch.tensor(self.seen())
         return segment.repeat_interleave(lengths), prefix.repeat_interleave(lengths)
 
 
-# -- the same on a CPU -------------------------------------------------------------------------------------------------
-# A few neighbouring queries and all keys that any of them sees are a tile. Tiles of about the same shape are padded to
-# one, gathered, and computed together, under a mask that is made once a micro-batch: forward by torch's kernel;
-# backward, since that kernel's own is slow on short rows, by a softmax computed again and five products in float32. The
-# query heads that share a key head are further rows of one product: no key is repeated.
+# -- attention over shared prefixes on a CPU ---------------------------------------------------------------------------
+# A tile is a few neighbouring queries and all keys that any of them sees. Tiles of about the same shape are padded to
+# one shape, gathered, and computed together, under a mask that is made once a micro-batch. The forward pass uses
+# torch's kernel. Its backward pass is slow on short rows, so ours computes the softmax again, and five products in
+# float32. Query heads that share a key head are further rows of one product: no key is repeated.
 
-# Queries of a tile. Short segments share one while that computes at most so many more scores.
+# Most queries of a tile; and most scores that short segments may add by sharing a tile.
 TILE_TOKENS, FREE_SCORES = 64, 1024
-# Tiles are computed together if padding computes at most so many more scores for each, in which time torch would have
-# called the operations of another, and up to so many in all: scores of all heads should fit into a core's cache. (A
-# layer of SmolLM2 takes three quarters of the time, for a prefix of 64 and eight rows of 128 tokens.)
+# Most scores that padding may add for each tile that is computed together with others: torch takes as long to call the
+# operations of one more tile. And most scores of tiles computed together: the scores of all heads should fit into a
+# core's cache. (A layer of SmolLM2 takes three quarters of the time, for a prefix of 64 and eight rows of 128 tokens.)
 FREE_PADDING, MOST_SCORES = 2048, 100_000
-KEY_STEP = 16  # keys of a tile are padded to multiples of this: torch's kernel is slow on a shape that is new to it
+KEY_STEP = 16  # keys of a tile are padded to a multiple of it: torch's kernel is slow on a new shape
 
-# Tokens of neighbouring queries, and of the keys that any of them sees: int64 [queries] and [keys].
+# Tokens of neighbouring queries, and tokens of the keys that any of them sees: int64 [queries] and [keys].
 _Tile = tuple[Tensor, Tensor]
 
 
 def _padded(tokens: Sequence[Tensor], step: int) -> tuple[Tensor, Tensor]:
-    """Tokens of tiles, int64 [n, a multiple of `step`], and which of them are padding."""
+    """Tokens of tiles, padded: int64 [n, a multiple of `step`]; and true where they are padding."""
     table = nn.utils.rnn.pad_sequence(list(tokens), batch_first=True, padding_value=-1)
     table = nn.functional.pad(table, (0, -table.shape[1] % step), value=-1)
     padding = table < 0
@@ -80,7 +80,7 @@ def _padded(tokens: Sequence[Tensor], step: int) -> tuple[Tensor, Tensor]:
 
 
 def _neighbours(segments: Segments) -> list[tuple[slice, slice]]:
-    """Tokens of the segments of each tile, or of a longer segment; and of the prefixes that they see (0:0: none)."""
+    """Tokens of short segments in a row, or of one longer segment; and of the prefixes that they see (0:0: none)."""
     starts, seen = segments.starts(), segments.seen()
 
     def tokens(first: int, last: int) -> tuple[slice, slice]:
@@ -88,80 +88,81 @@ def _neighbours(segments: Segments) -> list[tuple[slice, slice]]:
         return slice(starts[first], starts[last + 1]), prefixes
 
     def scores(first: int, last: int) -> int:
-        own, prefixes = tokens(first, last)
-        length = own.stop - own.start
+        segment, prefixes = tokens(first, last)
+        length = segment.stop - segment.start
         return length * (length + prefixes.stop - prefixes.start)
 
-    found = [(0, 0)]
-    for each in range(1, len(seen)):
-        first, last = found[-1]
-        fits = starts[each + 1] - starts[first] <= TILE_TOKENS and each != len(segments.prefixes)
-        if fits and scores(first, each) <= scores(first, last) + scores(each, each) + FREE_SCORES:
-            found[-1] = (first, each)
+    runs = [(0, 0)]
+    for segment in range(1, len(seen)):
+        first, last = runs[-1]
+        fits = starts[segment + 1] - starts[first] <= TILE_TOKENS and segment != len(segments.prefixes)
+        if fits and scores(first, segment) <= scores(first, last) + scores(segment, segment) + FREE_SCORES:
+            runs[-1] = (first, segment)
         else:
-            found.append((each, each))
-    return [tokens(first, last) for first, last in found]
+            runs.append((segment, segment))
+    return [tokens(first, last) for first, last in runs]
 
 
 def _tiles(segments: Segments) -> list[_Tile]:
-    """Tiles of whole segments, prefixes and rows apart, or of a piece of a long one."""
+    """Tiles of whole segments (prefixes and rows apart), or of a piece of a long segment."""
     tiles = []
-    for own, prefixes in _neighbours(segments):
+    for rows, prefixes in _neighbours(segments):
         before = torch.arange(prefixes.start, prefixes.stop)
-        for start in range(own.start, own.stop, TILE_TOKENS):
-            end = min(start + TILE_TOKENS, own.stop)
-            tiles.append((torch.arange(start, end), torch.cat([before, torch.arange(own.start, end)])))
+        for start in range(rows.start, rows.stop, TILE_TOKENS):
+            end = min(start + TILE_TOKENS, rows.stop)
+            tiles.append((torch.arange(start, end), torch.cat([before, torch.arange(rows.start, end)])))
     return tiles
 
 
 def _alike(tiles: Sequence[_Tile]) -> list[list[_Tile]]:
-    """Which tiles are computed together."""
+    """Tiles in groups that are computed together."""
 
     def scores(tiles: Sequence[_Tile]) -> int:
         return len(tiles) * max(len(queries) for queries, _ in tiles) * max(len(keys) for _, keys in tiles)
 
-    found: list[list[_Tile]] = []
+    groups: list[list[_Tile]] = []
     for tile in sorted(tiles, key=lambda tile: (len(tile[1]), len(tile[0]))):
-        joined = [*found[-1], tile] if found else []
-        if joined and scores(joined) <= min(scores(found[-1]) + scores([tile]) + FREE_PADDING, MOST_SCORES):
-            found[-1] = joined
+        joined = [*groups[-1], tile] if groups else []
+        if joined and scores(joined) <= min(scores(groups[-1]) + scores([tile]) + FREE_PADDING, MOST_SCORES):
+            groups[-1] = joined
         else:
-            found.append([tile])
-    return found
+            groups.append([tile])
+    return groups
 
 
 @dataclass(frozen=True)
 class CpuSharedPrefix:
-    """Attention over shared prefixes on a CPU, of tokens that lie as the segments say.
+    """Attention over shared prefixes on a CPU.
 
     Attributes:
-        padding: tokens to append to the T; none.
+        segments: the order of the T tokens.
+        padding: number of tokens to append to the T; 0.
     """
 
     segments: Segments
     padding = 0
-    _of_heads: "dict[int, _Groups]" = field(default_factory=dict, init=False)  # by key heads: the same in all layers
+    _groups: "dict[int, _Groups]" = field(default_factory=dict, init=False)  # by key heads: the same in all layers
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
+        """Map query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
         heads = key.shape[1]
-        groups = self._of_heads.get(heads) or self._of_heads.setdefault(heads, _groups(self.segments, heads))
-        states = (each[0].to(query.dtype).transpose(0, 1) for each in (query, key, value))
-        tables = (each.unflatten(1, (heads, -1)).flatten(0, 1) for each in states)
+        groups = self._groups.get(heads) or self._groups.setdefault(heads, _groups(self.segments, heads))
+        states = (tensor[0].to(query.dtype).transpose(0, 1) for tensor in (query, key, value))
+        tables = (state.unflatten(1, (heads, -1)).flatten(0, 1) for state in states)
         return _Attention.apply(*tables, groups, scale).view(1, query.shape[2], query.shape[1], -1)
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Tiles padded to one shape, each by its own first tokens.
+    """n tiles, padded to one shape of q queries and k keys; a tile is padded with its own first token.
 
-    They are n tiles of q queries and k keys in a table [T * heads, shared, D] of all tokens: its row t * heads + h is
-    that of token t and key head h, whose `shared` query heads are further queries.
+    Tensors of all tokens are tables [T * heads, shared, D]. Row t * heads + h belongs to token t and key head h; the
+    `shared` query heads of that key head are further queries.
 
     Attributes:
-        heads: key heads.
-        queries: rows of the table, of one key head after the other, int64 [heads * n * q].
-        padded: which of those are padding, int64.
+        heads: number of key heads.
+        queries: rows of the table, one key head after the other, int64 [heads * n * q].
+        padded: places in `queries` that are padding, int64.
         keys: rows of the table, int64 [heads * n * k].
         bias: 0 where a query sees a key, else minus infinity: float32 [n, q, 1, k].
     """
@@ -174,40 +175,41 @@ class _Group:
 
     @classmethod
     def of(cls, tiles: Sequence[_Tile], segment: Tensor, prefix: Tensor, heads: int) -> "_Group":
-        """`segment` and `prefix` are those of each token, int64 [T]."""
+        """The group of these tiles, given the segment and prefix of each token (`Segments.of_tokens`)."""
         (queries, no_query), (keys, no_key) = map(_padded, zip(*tiles, strict=True), (1, KEY_STEP))
         query, key = queries[..., None], keys[:, None]
         visible = (segment[query] == segment[key]) & (key <= query) | (prefix[query] == segment[key])
         bias = torch.zeros(visible.shape).masked_fill_(~visible | no_key[:, None], -torch.inf)
-        of_head = torch.arange(heads)[:, None]
-        queries, keys = ((each.flatten() * heads + of_head).flatten() for each in (queries, keys))
+        head = torch.arange(heads)[:, None]
+        queries, keys = ((tokens.flatten() * heads + head).flatten() for tokens in (queries, keys))
         return cls(heads, queries, no_query.flatten().repeat(heads).nonzero()[:, 0], keys, bias[:, :, None])
 
     def states(self, table: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Those of the queries [heads, n, q * shared, D], or of the keys [heads, n, k, D]."""
+        """Rows of a table: the queries [heads, n, q * shared, D], or the keys [heads, n, k, D]."""
         return table.index_select(0, rows).to(dtype).view(self.heads, len(self.bias), -1, table.shape[-1])
 
     def mask(self, heads: int, shared: int, dtype: torch.dtype) -> Tensor:
-        """A copy for so many key heads and queries of each: [heads, n, q * shared, k]."""
+        """A copy of the bias for so many key heads and queries of each: [heads, n, q * shared, k]."""
         n, queries, _, keys = self.bias.shape
         return torch.empty(heads, n, queries, shared, keys, dtype=dtype).copy_(self.bias).flatten(2, 3)
 
 
-# Groups; and where the result of each row of a table is among those of all groups' queries: int64 [T * key heads].
+# Groups; and the place of each table row's result among the results of all groups' queries: int64 [T * key heads].
 _Groups = tuple[list[_Group], Tensor]
 
 
 def _groups(segments: Segments, heads: int) -> _Groups:
     segment, prefix = segments.of_tokens()
     groups = [_Group.of(tiles, segment, prefix, heads) for tiles in _alike(_tiles(segments))]
-    real = torch.cat([torch.ones_like(each.queries).index_fill_(0, each.padded, 0) for each in groups]).nonzero()[:, 0]
+    masks = [torch.ones_like(group.queries).index_fill_(0, group.padded, 0) for group in groups]
+    real = torch.cat(masks).nonzero()[:, 0]
     places = torch.empty_like(real)
     places[torch.cat([group.queries for group in groups])[real]] = real
     return groups, places
 
 
 class _Attention(Function):
-    """Of tables of queries [T * key heads, shared, D], keys and values [T * key heads, 1, D], that of results."""
+    """Maps tables of queries [T * key heads, shared, D], keys and values [T * key heads, 1, D] to one of results."""
 
     @staticmethod
     @torch.autocast("cpu", enabled=False)  # it would round the products
@@ -215,9 +217,10 @@ class _Attention(Function):
         results, dtype = [], query.dtype
         for group in groups[0]:
             tables = (query, group.queries), (key, group.keys), (value, group.keys)
-            own, keys, values = (group.states(*each, dtype) for each in tables)
-            found = scaled_dot_product_attention(own, keys, values, group.mask(1, query.shape[1], dtype), scale=scale)
-            results.append(found.reshape(-1, query.shape[1], value.shape[-1]))
+            queries, keys, values = (group.states(*table, dtype) for table in tables)
+            mask = group.mask(1, query.shape[1], dtype)
+            result = scaled_dot_product_attention(queries, keys, values, mask, scale=scale)
+            results.append(result.reshape(-1, query.shape[1], value.shape[-1]))
         ctx.save_for_backward(query, key, value)
         ctx.groups, ctx.scale = groups, scale
         return torch.cat(results).index_select(0, groups[1])
@@ -227,34 +230,35 @@ class _Attention(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         dtype = torch.promote_types(query.dtype, torch.float32)
-        of_queries, of_keys, of_values = [], torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
+        query_grads: list[Tensor] = []
+        key_grads, value_grads = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
         for group in ctx.groups[0]:
             tables = (query, group.queries), (grads[0], group.queries), (key, group.keys), (value, group.keys)
-            own, grad, keys, values = (group.states(*each, dtype).flatten(0, 1) for each in tables)
+            queries, grad, keys, values = (group.states(*table, dtype).flatten(0, 1) for table in tables)
             grad.view(len(group.queries), -1).index_fill_(0, group.padded, 0.0)
             scores = group.mask(group.heads, query.shape[1], dtype).flatten(0, 1)
-            weights = scores.baddbmm_(own, keys.mT, alpha=ctx.scale).softmax(-1)
-            of_scores = torch.ops.aten._softmax_backward_data(torch.bmm(grad, values.mT), weights, -1, dtype)
-            of_own = torch.bmm(of_scores, keys).mul_(ctx.scale)
-            of_queries.append(of_own.view(-1, *query.shape[1:]).to(query.dtype))
-            of_keys.index_add_(0, group.keys, torch.bmm(of_scores.mT, own).view(-1, *key.shape[1:]))
-            of_values.index_add_(0, group.keys, torch.bmm(weights.mT, grad).view(-1, *value.shape[1:]))
-        found = torch.cat(of_queries).index_select(0, ctx.groups[1]), of_keys.mul_(ctx.scale), of_values
-        return *(each.to(query.dtype) for each in found), None, None
+            weights = scores.baddbmm_(queries, keys.mT, alpha=ctx.scale).softmax(-1)
+            score_grads = torch.ops.aten._softmax_backward_data(torch.bmm(grad, values.mT), weights, -1, dtype)
+            of_queries = torch.bmm(score_grads, keys).mul_(ctx.scale)
+            query_grads.append(of_queries.view(-1, *query.shape[1:]).to(query.dtype))
+            key_grads.index_add_(0, group.keys, torch.bmm(score_grads.mT, queries).view(-1, *key.shape[1:]))
+            value_grads.index_add_(0, group.keys, torch.bmm(weights.mT, grad).view(-1, *value.shape[1:]))
+        results = torch.cat(query_grads).index_select(0, ctx.groups[1]), key_grads.mul_(ctx.scale), value_grads
+        return *(result.to(query.dtype) for result in results), None, None
 
 
 # -- the attention that models are loaded with -------------------------------------------------------------------------
 
 SHORT_SDPA = "sdpa_short"
-# Bfloat16 is slow in torch's CPU kernel where a sequence is short, and backward coarse, too. Measured on AVX-512 with
-# AMX, forward and backward: at 16 tokens float32 takes a sixth of the time, at 128 half, at 256 as much.
+# In torch's CPU kernel bfloat16 is slow on short sequences, and coarse in the backward pass. Measured on AVX-512 with
+# AMX, forward and backward: float32 takes a sixth of the time at 16 tokens, half at 128, and as much at 256.
 SHORT_TOKENS = 192
-# Settings of layers that are not plain causal attention.
+# Settings of layers whose attention is not plain and causal.
 NOT_SHARED = ("dropout", "sliding_window", "softcap", "s_aux", "position_bias", "cache")
 
 
 def attention_implementation(name: str) -> str:
-    """The name to load a transformers model with: for `sdpa`, that of `attention`, which is registered."""
+    """The name to load a transformers model with; for `sdpa` the name under which `attention` is registered here."""
     if name != "sdpa":
         return name
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -265,7 +269,7 @@ def attention_implementation(name: str) -> str:
     return SHORT_SDPA
 
 
-@torch.compiler.disable(reason="what a micro-batch's segments are differs each time: graphs end before it")
+@torch.compiler.disable(reason="the segments of each micro-batch differ: graphs end before it")
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -275,9 +279,9 @@ def attention(
     shared_prefix: "CpuSharedPrefix | FlexSharedPrefix | None" = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' `sdpa`; with `shared_prefix`, an argument of the model's forward pass, that of such a micro-batch.
+    """transformers' `sdpa`; or the attention `shared_prefix`, if the model's forward pass is given one.
 
-    Arguments and result are those of every attention function of transformers: query [B, heads, S, D], key and value
+    Arguments and result are as in every attention function of transformers: query [B, heads, S, D], key and value
     [B, key-value heads, S, D]; result [B, S, heads, D].
 
     Raises:
@@ -294,11 +298,11 @@ def attention(
 def _short_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """`sdpa`, in float32 where a whole sequence of at most 192 tokens comes in bfloat16 on the CPU."""
+    """`sdpa`; in float32 if whole sequences of at most 192 tokens come in bfloat16 on the CPU."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     whole = query.shape[2] == key.shape[2]  # not one new token before a cache
-    rounded = torch.bfloat16 in (query.dtype, key.dtype, value.dtype)  # not all of them are under mixed precision
+    rounded = torch.bfloat16 in (query.dtype, key.dtype, value.dtype)  # mixed precision rounds only some of them
     if not (rounded and query.device.type == "cpu" and whole and key.shape[2] <= SHORT_TOKENS):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     if attention_mask is not None and attention_mask.is_floating_point():
@@ -316,36 +320,38 @@ CHECKED_ROWS = 4
 
 
 def lean_layers(model: nn.Module) -> None:
-    """Let norms and gated feed-forward parts keep less, each in its place.
+    """Let norms and gated feed-forward parts keep less for the backward pass, in place.
 
-    Those with the parts of a kind below that, tried on random weights, have the same results to the bit.
+    Only modules change that have the parts of a kind below, and the same results to the bit on random weights.
     """
     tried: dict[tuple[type, ...], bool] = {}
     for module in list(model.modules()):
         original = type(module)
         for kind in (LeanNorm, LeanFeedForward):
             if kind.has_parts_of(module):
-                alike = kind, original, type(getattr(module, "act_fn", None))
-                if alike not in tried:
-                    tried[alike] = _computes_the_same(kind, module)
-                if tried[alike]:
+                key = kind, original, type(getattr(module, "act_fn", None))
+                if key not in tried:
+                    tried[key] = _computes_the_same(kind, module)
+                if tried[key]:
                     module.__class__ = _lean(kind, original)
 
 
 @cache
 def _lean(kind: type, original: type) -> type:
+    """The class of a lean module: `kind` first, then the module's own class."""
     return type(f"Lean{original.__name__}", (kind, original), {})
 
 
 @torch.no_grad()
 def _computes_the_same(kind: type, module: nn.Module) -> bool:
+    """True if a copy of the module with random weights has the same results as a lean one."""
     if len(inspect.signature(module.forward).parameters) != 1:
         return False
     tried = copy.deepcopy(module)
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
-        # The device is named: Lightning makes models on a GPU with that as torch's default.
+        # The device is named: Lightning makes models on a GPU with the GPU as torch's default.
         return torch.randn(*shape, generator=generator, device="cpu")
 
     for parameter in tried.parameters():
@@ -358,7 +364,7 @@ def _computes_the_same(kind: type, module: nn.Module) -> bool:
 
 
 class LeanNorm(nn.Module):
-    """A root-mean-square norm that keeps its input as it is, instead of in float32 and normalised too."""
+    """A root-mean-square norm that keeps only its input, and no copies in float32 and normalised."""
 
     weight: nn.Parameter
     variance_epsilon: float
@@ -386,15 +392,15 @@ class _Norm(Function):
         states, weight, scale = ctx.saved_tensors
         normalised, grad = states.float().mul_(scale), grads[0].float()
         products = grad * normalised
-        of_weight = products.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        weight_grad = products.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         # With n = x s and s = (mean x^2 + epsilon)^(-1/2): d/dx = s (d/dn - n mean(n d/dn)).
         mean = (products @ weight.float()).div_(-grad.shape[-1])
         grad = grad.mul_(weight).addcmul_(normalised, mean[..., None])
-        return grad.mul_(scale).to(states.dtype), of_weight, None
+        return grad.mul_(scale).to(states.dtype), weight_grad, None
 
 
 class LeanFeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)) keeping gate(x), up(x); their product if `down` is an adapter's or has hooks."""
+    """down(silu(gate(x)) * up(x)), which keeps gate(x) and up(x); the product too if `down` has adapters or hooks."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -414,7 +420,7 @@ class LeanFeedForward(nn.Module):
 
 
 class _GatedSilu(Function):
-    """silu(gate) * up; with the weight of a linear layer, times that, which then has no input to keep."""
+    """silu(gate) * up; with the weight of a linear layer also the product with it, and no input of it is kept."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
@@ -424,21 +430,23 @@ class _GatedSilu(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        (gate, up, weight), grad, of_weight = ctx.saved_tensors, grads[0], None
+        (gate, up, weight), grad, weight_grad = ctx.saved_tensors, grads[0], None
         activated = silu(gate)
         if ctx.needs_input_grad[2]:
-            # Copied transposed: with AMX the product takes two thirds longer if it reads it so.
-            of_weight = grad.flatten(0, -2).T.contiguous() @ (activated * up).flatten(0, -2)
+            # Copied when transposed: with AMX the product takes two thirds longer on the view.
+            weight_grad = grad.flatten(0, -2).T.contiguous() @ (activated * up).flatten(0, -2)
         grad = grad if weight is None else grad @ weight
-        return torch.ops.aten.silu_backward(grad * up, gate), activated.mul_(grad), of_weight
+        return torch.ops.aten.silu_backward(grad * up, gate), activated.mul_(grad), weight_grad
 
 
 def _is_rounded_on_cpu(states: Tensor) -> bool:
-    """Float32 would gain less, and under mixed precision operations choose their dtypes themselves."""
+    """True for bfloat16 on a CPU: float32 would gain less, and mixed precision chooses dtypes itself."""
     return states.device.type == "cpu" and states.dtype == torch.bfloat16 and not torch.is_autocast_enabled("cpu")
 
 
-BLOCK_TOKENS = 128  # FlexAttention's own, and the length that its kernels take whole blocks of
+# -- attention over shared prefixes on a GPU ---------------------------------------------------------------------------
+
+BLOCK_TOKENS = 128  # FlexAttention's own: its kernels take whole blocks of so many tokens
 
 
 @dataclass(frozen=True)
@@ -446,8 +454,8 @@ class FlexSharedPrefix:
     """Attention over shared prefixes on a GPU.
 
     Attributes:
-        mask: which blocks of tokens see which.
-        padding: tokens to append to the T, up to whole blocks.
+        mask: FlexAttention's mask of the T tokens and the padding.
+        padding: number of tokens to append to the T, up to whole blocks.
     """
 
     mask: BlockMask
@@ -455,12 +463,12 @@ class FlexSharedPrefix:
 
     @classmethod
     def of(cls, segments: Segments, device: torch.device) -> "FlexSharedPrefix":
-        """The mask for these segments; block tables are made on the CPU, and moved."""
+        """The attention for these segments; block tables are made on the CPU, and moved."""
         segment, prefix = token_segments(segments)
         return cls(block_mask(segment, prefix, device), len(segment) - segments.starts()[-1])
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
+        """Map query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
         query, key = query.to(value.dtype), key.to(value.dtype)  # one dtype, or there is no backward pass
         out = _compiled()(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).contiguous()
@@ -468,14 +476,14 @@ class FlexSharedPrefix:
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    """Compiled for any length: each micro-batch has another."""
+    """FlexAttention compiled for any length: each micro-batch has another."""
     return torch.compile(flex_attention, dynamic=True)
 
 
 def token_segments(segments: Segments) -> tuple[Tensor, Tensor]:
-    """Of each token, padding to whole blocks included, its segment and the prefix that it sees (-1: none): int64 [T].
+    """Segment of each token, and the prefix that it sees (-1: none), int64 [T] each, padded to whole blocks.
 
-    Prefixes are the first segments; padding is one more at the end.
+    Prefixes are the first segments; padding is one more segment at the end.
     """
     segment, prefix = segments.of_tokens()
     padding = (0, -len(segment) % BLOCK_TOKENS)
@@ -483,26 +491,26 @@ def token_segments(segments: Segments) -> tuple[Tensor, Tensor]:
 
 
 def block_mask(segment: Tensor, prefix: Tensor, device: torch.device) -> BlockMask:
-    """FlexAttention's mask of T x T tokens, a multiple of the block: what is seen in part, and what is in full."""
+    """FlexAttention's mask of T x T tokens, a multiple of the block; blocks are seen in part or in full."""
     some, full = block_tables(segment, prefix)
     segment, prefix, tokens = segment.to(device), prefix.to(device), len(segment)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = (segment[query] == segment[key]) & (key <= query)
-        return own | (prefix[query] == segment[key])
+        in_segment = (segment[query] == segment[key]) & (key <= query)
+        return in_segment | (prefix[query] == segment[key])
 
     tables = [table.to(device) for blocks in (some & ~full, full) for table in _rows(blocks)]
     return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK_TOKENS, mask_mod=sees, seq_lengths=(tokens, tokens))
 
 
 def block_tables(segment: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
-    """Which blocks of queries see any of, and which see all of, which blocks of keys: bool [blocks, blocks] each.
+    """Two tables [blocks of queries, blocks of keys], bool: true where any key of the block is seen, and where all are.
 
     A few blocks that are seen in full count as seen in part, where no segment covers them alone; that is exact too.
     """
     first, last = segment[::BLOCK_TOKENS], segment[BLOCK_TOKENS - 1 :: BLOCK_TOKENS]
     prefixes = prefix.view(-1, BLOCK_TOKENS)
-    lowest = prefixes.where(prefixes >= 0, len(segment)).amin(1)  # of those that any of the block's tokens sees
+    lowest = prefixes.where(prefixes >= 0, len(segment)).amin(1)  # lowest prefix that a token of the block sees
     highest = prefixes.amax(1)
     blocks = torch.arange(len(first))
     before = blocks < blocks[:, None]
@@ -515,6 +523,6 @@ def block_tables(segment: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """A table of blocks as FlexAttention takes it: how many in each row, and which, those that count first."""
+    """A table of blocks in FlexAttention's form: number of true blocks in each row, and the blocks, true ones first."""
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1).int()[None, None], order.int()[None, None]

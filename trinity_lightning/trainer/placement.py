@@ -1,4 +1,4 @@
-"""How the weights of a policy lie in the processes that train it: here, all of them in one process."""
+"""Placement of a policy's weights in the processes that train it: here, all weights in one process."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from trinity_lightning.trainer.layout import Part
 
 
 class Whole:
-    """One process has all weights; several do some of this otherwise (`ddp.Replicas`, `shards.Shards`).
+    """One process with all weights; several processes override some of this (`ddp.Replicas`, `fsdp.Shards`).
 
     Attributes:
         ranks: the processes.
@@ -20,28 +20,31 @@ class Whole:
     ranks: Alone = ALONE
 
     def seed_noise(self) -> None:
-        """Set the random state that dropout draws from, before each optimizer batch of a model with dropout."""
+        """Set the random state that dropout draws from; called before each optimizer batch of a model with dropout."""
 
     def passes(self, shares: Sequence[Sequence[Part]]) -> list[Part | None]:
-        """The passes of this rank, out of the micro-batches of all; None: one of nothing, for the others' sake."""
+        """The passes of this rank, from the micro-batches of all ranks.
+
+        None is an empty pass, made because the other ranks make one.
+        """
         return list(shares[self.ranks.rank])
 
     def logprobs(self, function: Any, model: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """What the `LogprobFn` yields of the policy or the reference."""
+        """The results of a `LogprobFn` for the policy or the reference."""
         return function(model, *arguments)
 
     def add_up_gradients(self, model: Any) -> None:
-        """Make the model's gradients those of all ranks' micro-batches."""
+        """Add up the model's gradients over the micro-batches of all ranks."""
 
     def from_all_ranks(self, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Losses and metrics of the micro-batches of all ranks, in the order of ranks, from those of this one."""
+        """Losses and metrics of all ranks' micro-batches, in the order of ranks, from this rank's."""
         return losses, metrics
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> float:
-        """Norm of the gradient, before it is clipped; one that is not finite stays as it is.
+        """Clip the gradient, unless its norm is not finite; returns the norm from before.
 
-        Clips by torch itself: Lightning's `clip_gradients` computes the norm once more, and refuses fused optimizers
-        under mixed precision, though only a gradient scaler (float16) could not do with them.
+        torch itself clips: Lightning's `clip_gradients` computes the norm once more, and refuses fused optimizers under
+        mixed precision, though they only conflict with a gradient scaler (float16).
         """
         parameters = [p for p in parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -54,17 +57,17 @@ class Whole:
         return [name for name, gradient in self.gradients(model).items() if not gradient.isfinite().all()]
 
     def gradients(self, model: nn.Module) -> dict[str, Tensor]:
-        """What this process has of them, by the names of the parameters."""
+        """This process's gradients by the names of the parameters."""
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     def end_step(self) -> None:
-        """The optimizer has taken its step."""
+        """Called once the optimizer has taken its step."""
 
     def on_all_ranks(self, name: str, *arguments: Any) -> None:
-        """Rank 0 calls it before it does something that only it was asked for: others join in, if it takes them."""
+        """Let the other ranks join in what only rank 0 was asked for, if it needs them; rank 0 calls this first."""
 
     def state_dict(self, model: Any) -> dict[str, Tensor]:
-        """The policy's weights, on rank 0, which asks alone."""
+        """The policy's weights; rank 0 alone asks for them."""
         return model.state_dict()
 
 

@@ -1,8 +1,8 @@
 """The LightningModule: one optimizer batch in, one optimizer step out.
 
-It knows neither explorer nor buffer. Optimization is manual because an optimizer batch is cut into micro-batches by a
-token budget, so that their number varies; there is exactly one optimizer step a `training_step`, so that
-`global_step`, loggers, checkpoints and schedulers behave as in any Lightning module.
+It knows neither explorer nor buffer. Optimization is manual: an optimizer batch is cut into micro-batches by a token
+budget, so their number varies. There is exactly one optimizer step per `training_step`, so `global_step`, loggers,
+checkpoints and schedulers behave as in any Lightning module.
 """
 
 import atexit
@@ -11,12 +11,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -26,37 +24,45 @@ from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, reuse_large_buffers
+from trinity_lightning.common.model_memory import useful_tokens
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.random_state import random_state
 from trinity_lightning.config.algorithm import AlgorithmConfig
+from trinity_lightning.config.checkpoints import check_file
 from trinity_lightning.config.model import Dropout, LoRAConfig, OptimizerConfig, WeightDtype
 from trinity_lightning.config.model_files import generation_file, load_tokenizer, resolve_model
 from trinity_lightning.config.sections import plain, section_of
-from trinity_lightning.config.trainer import HALF, check_trainer_settings
+from trinity_lightning.config.trainer import check_trainer_settings
 from trinity_lightning.config.values import AUTO
-from trinity_lightning.errors import ConfigError, DiskFullError, ModelLoadError
-from trinity_lightning.sync.stream import check_conversion
+from trinity_lightning.errors import ConfigError, ModelLoadError
+from trinity_lightning.sync.files import saved_weights
 from trinity_lightning.trainer import optim
-from trinity_lightning.trainer.checkpoint import BUDGET, COUNTERS, AtomicCheckpointIO, check_local
+from trinity_lightning.trainer.adapter import Adapter, put_base_in
+from trinity_lightning.trainer.checkpoint import (
+    BUDGET,
+    COUNTERS,
+    AtomicCheckpointIO,
+    Resumption,
+    check_local,
+    misfit,
+)
+from trinity_lightning.trainer.critic import Critic
 from trinity_lightning.trainer.flops import ModelSize, Peak, products_dtype, step_costs
-from trinity_lightning.trainer.layout import Part, Passes, collate, trained_tokens
+from trinity_lightning.trainer.head import lean_embeddings
+from trinity_lightning.trainer.layout import Part, collate, trained_tokens
+from trinity_lightning.trainer.masters import settings_of
 from trinity_lightning.trainer.model import (
-    LogprobFn,
-    default_generation_config,
-    lean_embeddings,
+    check_compilable,
+    compile_layers_of,
     load_model,
     logprob_function,
     usable_layout,
 )
-from trinity_lightning.trainer.objective import Objective
+from trinity_lightning.trainer.objective import Objective, count_bad_step
+from trinity_lightning.trainer.passes import LogprobFn, Passes, idle
 from trinity_lightning.trainer.placement import WHOLE, Whole
-
-if TYPE_CHECKING:
-    from trinity_lightning.trainer.adapter import Adapter
-    from trinity_lightning.trainer.checkpoint import Resumption
-    from trinity_lightning.trainer.critic import Critic
+from trinity_lightning.trainer.saving import ModelFiles, allow_reading
 
 logger = logging.getLogger(__name__)
 
@@ -66,24 +72,29 @@ class PolicyModule(L.LightningModule):
 
     Args:
         model: `smollm2`, `tiny`, a folder with a Hugging Face checkpoint, or a hub name.
-        algorithm: the objective and how batches are cut; a mapping as a checkpoint has it, too.
-        optimizer: the optimizer and the learning-rate schedule; likewise.
-        optimizer_factory: makes an optimizer of your own, of the groups of `optim.parameter_groups`.
+        algorithm: the objective and how batches are cut; also as a mapping, as a checkpoint has it.
+        optimizer: the optimizer and the learning-rate schedule; also as a mapping.
+        optimizer_factory: makes an optimizer of your own from the groups of `optim.parameter_groups`.
         dtype: `bf16` computes in bfloat16 with float32 masters in the optimizer; `fp32` is float32 throughout.
-        dropout: `off`: the model's dropout is set to 0; `keep`: trained with, as its configuration says.
+        dropout: `off` sets the model's dropout to 0; `keep` trains with the dropout of its configuration.
         compile_layers: compile the model's layers with torch.compile when training starts.
         gradient_checkpointing: recompute activations in the backward pass.
         attn_implementation: attention of transformers.
-        lora: adapters to be trained, and nothing else.
-        planned_tokens: what algorithm.max_tokens_per_micro_batch=auto stands for by a memory plan; None: found out.
+        lora: adapters to train in place of the weights.
+        planned_tokens: a memory plan's value for algorithm.max_tokens_per_micro_batch=auto; None: chosen here.
 
     Attributes:
-        skipped_items: optimizer batches with nothing to train so far; they took no optimizer and no schedule step.
-        bad_steps, bad_steps_in_a_row: without a step, as the gradient was not finite; in all, and since a good one.
+        skipped_items: optimizer batches so far with nothing to train; they took no optimizer and no schedule step.
+        bad_steps: optimizer batches so far that took no step because the gradient was not finite.
+        bad_steps_in_a_row: how many of those came since the last good step.
+        model: the Hugging Face model; None until it is loaded.
+        adapter: adapters of the model, whose weights are then frozen; None: all weights are trained.
+        critic: the critic, once loaded; None: the algorithm has none.
+        peak: operations a second of the devices that train; None before training, or unknown.
 
     Raises:
         ConfigError: a number of the algorithm or the optimizer is out of its range; or dtype=auto, which every resume
-            would time again: `common.hardware.faster_dtype()` says what it is here.
+            would time again (`common.hardware.faster_dtype()` tells which dtype is faster here).
         ValueError, TypeError: an unknown policy loss, or an argument that it does not have.
     """
 
@@ -112,12 +123,12 @@ class PolicyModule(L.LightningModule):
         optim.check_optimizer(self.optimizer_config, alone=self.algorithm.critic is None)
         for caveat in self.objective.caveats:
             logger.warning(caveat)
-        if self.optimizer_config.lr == 0 and "." not in self.optimizer_config.lr_scheduler.name:  # the named scale it
+        if self.optimizer_config.lr == 0 and "." not in self.optimizer_config.lr_scheduler.name:  # named ones scale it
             logger.warning("optimizer.lr is 0: the policy's weights do not change.")
         self.skipped_items = self.bad_steps = self.bad_steps_in_a_row = 0
         self.model: nn.Module | None = None
-        self.adapter: Adapter | None = None  # of the model, whose weights are not trained then
-        self.critic: Critic | None = None  # if there is to be one, once it is loaded
+        self.adapter: Adapter | None = None
+        self.critic: Critic | None = None
         if self.algorithm.critic is not None:
             self.algorithm.critic.check_alone(self.lora)
         # In a list it is no submodule: not saved, not synchronized between devices, never in training mode.
@@ -127,12 +138,12 @@ class PolicyModule(L.LightningModule):
             raise ConfigError("dtype is auto, which the commands settle", fix="give bf16, fp32, or faster_dtype()")
         self._dtype = TORCH_DTYPES[WeightDtype(dtype)]
         self._resumption: Resumption | None = None  # until a resumed run trains
-        self.peak: Peak | None = None  # of the devices that train, once they do
+        self.peak: Peak | None = None
         self._heap = HeapBound()
-        self._optimizer_settings: list[dict[str, Any]] = []  # `optim.settings_of`
+        self._optimizer_settings: list[dict[str, Any]] = []  # `settings_of` the optimizer when it was made
         self._peak_rates: list[Any] = []  # configured learning rates of the optimizer's groups
         budget = self.algorithm.max_tokens_per_micro_batch
-        self._given_tokens = planned_tokens if isinstance(budget, str) else budget
+        self._budget = planned_tokens if isinstance(budget, str) else budget  # None: chosen for the device
         self._passes: Passes | None = None
         self._function: LogprobFn | None = None
         arguments = {
@@ -147,16 +158,18 @@ class PolicyModule(L.LightningModule):
             "lora": plain(self.lora),
             "planned_tokens": planned_tokens,
         }
-        self.save_hyperparameters(arguments, logger=False)  # in checkpoints; a run's record has them already
+        self.save_hyperparameters(arguments, logger=False)  # for checkpoints; a run's record has them already
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """One that undoes what `on_train_start` does to the whole process.
+        """A callback that undoes what `on_train_start` does to the whole process.
+
+        This is Lightning's earliest hook, before anything is loaded: wrong settings of the Trainer end here.
 
         Raises:
-            ConfigError: several devices without ReplicaStrategy, a setting that the policy has its own knob for, or
-                checkpoints that are to go to an address: this is the earliest hook, before anything is loaded.
+            ConfigError: several devices without ReplicaStrategy, a setting that the policy has a knob of its own for,
+                or an address as the folder of checkpoints.
         """
         names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "num_nodes", "precision")
         settings = {name: getattr(self.trainer, name) for name in names}
@@ -164,51 +177,44 @@ class PolicyModule(L.LightningModule):
         settings["strategy"] = AUTO if alone else {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
         check_trainer_settings(settings | {"devices": self.trainer.num_devices})
         if isinstance(self.trainer.strategy.checkpoint_io, AtomicCheckpointIO):
-            for each in self.trainer.checkpoint_callbacks:
-                check_local(getattr(each, "dirpath", None) or "")
-        # One is enough: Lightning would say of a second fit that it replaces the first one's.
-        return [] if any(isinstance(each, _Thaw) for each in vars(self.trainer)["callbacks"]) else [_Thaw()]
+            for callback in self.trainer.checkpoint_callbacks:
+                check_local(getattr(callback, "dirpath", None) or "")
+        # One is enough: in a second fit Lightning would announce that the first one's is replaced.
+        present = any(isinstance(callback, _Thaw) for callback in vars(self.trainer)["callbacks"])
+        return [] if present else [_Thaw()]
 
     def setup(self, stage: str) -> None:
-        """Heed a data module whose experiences are of `older_weights`; with precision bf16-true, hold bfloat16 weights.
+        """Prepare for experiences of older weights, if the data module has any.
 
         Raises:
-            ConfigError: the model was loaded in float32 before; or nothing corrects for older weights.
+            ConfigError: nothing in the objective corrects for older weights.
         """
-        self._resumption = None  # that of a fit which ended before it trained
+        self._resumption = None  # a fit that ended before it trained may have left one
         if getattr(getattr(self.trainer, "datamodule", None), "older_weights", False):
             self.objective.expect_older_weights()
-        self._dtype = self.placement.ranks.exchange(self._dtype)[0]  # model.dtype=auto was timed by each
-        if self.trainer.precision == HALF:
-            from trinity_lightning.trainer.other_models import hold_weights
-
-            hold_weights(self.trainer.strategy, None if self.model is None else self._dtype)
-            self._dtype = torch.bfloat16
+        self._dtype = self.placement.ranks.exchange(self._dtype)[0]  # each rank has timed model.dtype=auto
 
     def configure_model(self) -> None:
         """Load the policy (and the reference, where the objective needs one), once, in training mode."""
-        if self.model is None:
-            self.model = self._load_model(self.model_name)
-            if self.lora.r is not None:
-                from trinity_lightning.trainer.adapter import Adapter
-
-                self.adapter = Adapter(self.model, self.lora, str(resolve_model(self.model_name)))
-            lean_embeddings(self.policy.train())
-            if self.algorithm.critic is not None:
-                from trinity_lightning.trainer.critic import Critic
-
-                self.critic = Critic(self.algorithm.critic, self.policy, self.tokenizer, self._load_model)
-            if self.objective.needs_reference and self.adapter is None:
-                reference = self._load_model(self.model_name).eval()
-                # Compiled, it shares the policy's graphs only with gradients: the first KL estimate has to be 0.
-                self._reference = [reference.requires_grad_(self.hparams["compile_layers"])]
+        if self.model is not None:
+            return
+        self.model = self._load_model(self.model_name)
+        if self.lora.r is not None:
+            self.adapter = Adapter(self.model, self.lora, str(resolve_model(self.model_name)))
+        lean_embeddings(self.policy.train())
+        if self.algorithm.critic is not None:
+            self.critic = Critic(self.algorithm.critic, self.policy, self.tokenizer, self._load_model)
+        if self.objective.needs_reference and self.adapter is None:
+            reference = self._load_model(self.model_name).eval()
+            # Compiled, it shares the policy's graphs only with gradients: the first KL estimate has to be 0.
+            self._reference = [reference.requires_grad_(self.hparams["compile_layers"])]
 
     def configure_optimizers(self) -> Any:
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
         groups = optim.parameter_groups(self.policy) + ([] if self.critic is None else self.critic.groups())
         factory = self._optimizer_factory or optim.optimizer_factory(self.optimizer_config)
         optimizer = optim.make_optimizer(groups, factory, self.optimizer_config.name)
-        self._optimizer_settings = optim.settings_of(optimizer)
+        self._optimizer_settings = settings_of(optimizer)
         schedule = optim.learning_rate_schedule(optimizer, self.optimizer_config)
         self._peak_rates = optim.peak_learning_rates(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -220,11 +226,38 @@ class PolicyModule(L.LightningModule):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
-    # -- training -----------------------------------------------------------------------------------------------------
+    def on_fit_start(self) -> None:
+        """Settle how rows are computed, and set the random states of a resumed run.
+
+        Engines are loaded by now, and callbacks have not explored yet.
+        """
+        if self.device.type == "cpu":
+            reuse_large_buffers()
+        self.check_trainable()
+        # All ranks cut alike, since each knows the micro-batches of all; patiently, since rank 0 has loaded engines.
+        settled = self.placement.ranks.exchange((self.passes().max_tokens, self.passes().layout), patient=True)
+        self._passes = replace(self.passes(), max_tokens=min(tokens for tokens, _ in settled), layout=settled[0][1])
+        dtype = products_dtype(self.policy, self.device, self.trainer.precision_plugin)
+        self.peak = Peak.of(self.policy, self.device, dtype, self._passes.max_tokens, self.placement.ranks.size)
+        if self.hparams["compile_layers"]:  # only now: the trials above would be compiled too
+            for model in (self.policy, self.reference, getattr(self.critic, "model", None)):
+                if model is not None:
+                    compile_layers_of(model)
+        if self._resumption is not None:
+            self._resumption.begin(self.device)
+
+    def on_train_start(self) -> None:
+        """Give a resumed run's optimizer what is configured, once it has the checkpoint's state."""
+        gc.freeze()  # a step makes so many objects that Python would look through all existing ones, several times
+        if self._resumption is not None:
+            self._resumption.configure(self._optimizer_settings, self._peak_rates)
+            self._resumption = None
+
+    # -- what is trained, and how rows go through it ------------------------------------------------------------------
 
     @property
     def placement(self) -> Whole:
-        """How the weights lie in the processes that train them."""
+        """Placement of the weights in the processes that train them."""
         return WHOLE if self._trainer is None else getattr(self.trainer.strategy, "placement", WHOLE)
 
     @property
@@ -253,15 +286,13 @@ class PolicyModule(L.LightningModule):
         return self.passes().max_tokens
 
     def check_trainable(self, device: torch.device | None = None) -> None:
-        """Refuse a model that cannot be trained as it is configured, on that device or the one that it is on.
+        """Refuse a model that cannot be trained as configured, on `device` or the device that it is on.
 
         Raises:
             ModelLoadError: its log-probabilities cannot be computed.
-            ConfigError: `algorithm.layout` is not for this architecture, or it cannot be compiled and was to be.
+            ConfigError: `algorithm.layout` is not for this architecture, or the model cannot be compiled as asked.
         """
         if self.hparams["compile_layers"]:
-            from trinity_lightning.trainer.other_models import check_compilable
-
             check_compilable(self.policy)
         device = device or self.device
         if self._passes is not None and self._passes.device != device:  # settled for a script's log-probabilities
@@ -269,16 +300,14 @@ class PolicyModule(L.LightningModule):
         self.passes(device)
 
     def passes(self, device: torch.device | None = None) -> Passes:
-        """How rows go through the policy, found out at the first use; errors as of `check_trainable`."""
+        """Settings by which rows go through the policy, found at the first use; raises as `check_trainable` does."""
         if self._passes is None:
             function = self._function = self._function or logprob_function(self.policy)
             layout = usable_layout(self.algorithm.layout, self.policy, function)
             if self.critic is not None:
                 layout = self.critic.usable_layout(layout)
-            device, tokens = device or self.device, self._given_tokens
+            device, tokens = device or self.device, self._budget
             if tokens is None:
-                from trinity_lightning.common.model_memory import useful_tokens
-
                 trainers = getattr(self._trainer, "num_devices", 1)
                 tokens = useful_tokens(self.policy, device, trainers, getattr(self.critic, "model", None))
                 logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
@@ -293,13 +322,58 @@ class PolicyModule(L.LightningModule):
     def _size(self) -> ModelSize:
         return ModelSize.of(self.policy)
 
+    # -- columns that are computed before a step, and probes ----------------------------------------------------------
+
+    def prepare_step(self, experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
+        """Per-token columns that must be computed before the step's first update; none for a plain on-policy step.
+
+        `old_logprobs` and `ref_logprobs` are computed where the objective needs them. A critic always needs
+        `old_logprobs`, and adds `values`, `advantages` and `returns`; an adaptive weight of its KL moves. Each column
+        is a list of float32 CPU tensors [response], one an experience; 0 in rows that are not trained.
+        """
+        batch, columns = OptimizerBatch.of(experiences, explore_step=0), dict[str, list[Tensor]]()
+        with torch.no_grad(), self.trainer.precision_plugin.forward_context():  # as in training: the first ratio is 1
+            if self.critic is not None:
+                columns |= self.critic.columns(self.passes(), self.policy, batch, self.placement)
+            elif self.objective.needs_old_logprobs:
+                columns["old_logprobs"] = self._logprobs(self.policy, batch)
+        columns |= self.reference_column(batch)
+        if self.critic is not None:
+            columns |= self.critic.weigh(batch, columns)
+            self.critic.adapt(batch, columns)
+        return columns
+
+    @torch.no_grad()
+    def reference_column(self, batch: OptimizerBatch) -> dict[str, list[Tensor]]:
+        """The column ref_logprobs, within a fit; empty where the objective has no reference."""
+        if not self.objective.needs_reference:
+            return {}
+        with self.trainer.precision_plugin.forward_context():
+            if self.adapter is None:
+                return {"ref_logprobs": self._logprobs(self.reference.to(self.device), batch)}
+            with self.adapter.off():
+                return {"ref_logprobs": self._logprobs(self.policy, batch)}
+
+    def _logprobs(self, model: Any, batch: OptimizerBatch) -> list[Tensor]:
+        return self.passes().columns(model, batch, self.placement)[0]
+
+    @torch.no_grad()
+    def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token given those before it, at temperature 1: [len - 1]. Probes compare these."""
+        self.placement.on_all_ranks("sequence_logprobs", list(token_ids))  # only rank 0, if each has all weights
+        experience = Experience(tokens=list(token_ids), prompt_length=1)
+        batch = OptimizerBatch.of([experience], explore_step=0)
+        return self.passes().columns(self.policy, batch, self.placement, shared=False)[0][0].tolist()
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
     def training_step(self, batch: OptimizerBatch, batch_idx: int) -> dict[str, Tensor] | None:
-        """One optimizer step over a whole optimizer batch; an item with nothing to train takes none and is counted.
+        """Take one optimizer step over a whole optimizer batch; one with nothing to train is counted, without a step.
 
         Raises:
             ConfigError: the batch lacks advantages, or columns of `prepare_step`.
-            ExperienceError: an experience has no log-probabilities of the engine, and the ratio is against it, or
-                experiences of older weights are corrected by them.
+            ExperienceError: an experience has no log-probabilities of the engine; the ratio is against them, or they
+                correct for older weights.
             TrinityError: the gradient is not finite, as in the `max_bad_steps` - 1 steps before. Such a step changes
                 neither weights nor optimizer nor schedule, and is counted.
         """
@@ -307,8 +381,7 @@ class PolicyModule(L.LightningModule):
         self.objective.check(batch)
         if self.critic is not None:
             self.critic.begin(batch, self.global_step)
-        passes = self.passes()
-        rows = passes.rows(batch)
+        rows = self.passes().rows(batch)
         if not rows:
             self.skipped_items += 1
             self._log(self._counts([]), batch)
@@ -323,10 +396,8 @@ class PolicyModule(L.LightningModule):
             losses, metrics = self.accumulate(batch, shares)
             clip, limit = self.placement.clip, self.algorithm.max_grad_norm
             trained = {"actor": self.policy, "critic": self.critic}
-            norms = {name: clip(each.parameters(), limit) for name, each in trained.items() if each is not None}
+            norms = {name: clip(model.parameters(), limit) for name, model in trained.items() if model is not None}
             if not math.isfinite(norm := math.hypot(*norms.values())):
-                from trinity_lightning.trainer.objective import count_bad_step
-
                 count_bad_step(self, batch, norm, parts, losses)
                 self._log(self._counts([]), batch)
                 return None
@@ -347,7 +418,7 @@ class PolicyModule(L.LightningModule):
         return {"loss": losses.sum()}
 
     def shares(self, batch: OptimizerBatch, rows: Sequence[int]) -> list[list[Part]]:
-        """The micro-batches of each rank, of a batch that then has the columns which the loss needs."""
+        """The micro-batches of each rank; the batch is given the columns that the loss still needs."""
         if self.objective.needs_reference and "ref_logprobs" not in batch.columns:
             batch.columns |= self.reference_column(batch)  # the reference stays the same: now is soon enough
         self.objective.add_columns(batch)
@@ -365,8 +436,6 @@ class PolicyModule(L.LightningModule):
         collating = 0.0
         for part in placement.passes(shares):
             if part is None:
-                from trinity_lightning.trainer.layout import idle
-
                 backward(0 * idle(passes, self.policy, placement))
                 continue
             start = time.perf_counter()
@@ -376,8 +445,8 @@ class PolicyModule(L.LightningModule):
             part_loss, part_metrics = self.objective(logprobs, entropies, micro, batch, *tokens)
             measured.append({f"actor/{name}": value for name, value in part_metrics.items()})
             if critic is not None:
-                part_loss, of_critic = critic.joined(part_loss, values, micro, batch)
-                measured[-1] |= of_critic
+                part_loss, critic_metrics = critic.joined(part_loss, values, micro, batch)
+                measured[-1] |= critic_metrics
             backward(part_loss)
             losses.append(part_loss.detach())
         if torch.is_grad_enabled():
@@ -387,7 +456,7 @@ class PolicyModule(L.LightningModule):
         return torch.stack(losses), metrics | {"time/collate": collating}
 
     def _counts(self, parts: list[Part]) -> dict[str, float]:
-        """How much was trained on; 0 of an item with nothing to train, or without a finite gradient."""
+        """Metrics of how much was trained on; 0 for a batch with nothing to train, or without a finite gradient."""
         return {
             "actor/trained_rows": sum(len(part.rows) for part in parts),
             "actor/micro_batches": len(parts),
@@ -399,65 +468,20 @@ class PolicyModule(L.LightningModule):
         values = {name: float(value) for name, value in (metrics | {"explore_step": batch.explore_step}).items()}
         self.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
-    # -- columns, probes ----------------------------------------------------------------------------------------------
-
-    def prepare_step(self, experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
-        """Per-token columns that must be computed before the step's first update; none for a plain on-policy step.
-
-        `old_logprobs` and `ref_logprobs`, where the objective needs them; with a critic `old_logprobs` always,
-        `values`, `advantages` and `returns`, and an adaptive weight of its KL moves. Each is a list of float32 CPU
-        tensors [response], one an experience; 0 in rows that are not trained.
-        """
-        batch, columns = OptimizerBatch.of(experiences, explore_step=0), dict[str, list[Tensor]]()
-        with torch.no_grad(), self.trainer.precision_plugin.forward_context():  # as in training: the first ratio is 1
-            if self.critic is not None:
-                columns |= self.critic.columns(self.passes(), self.policy, batch, self.placement)
-            elif self.objective.needs_old_logprobs:
-                columns["old_logprobs"] = self._column(self.policy, batch)
-        columns |= self.reference_column(batch)
-        if self.critic is not None:
-            columns |= self.critic.weigh(batch, columns)
-            self.critic.adapt(batch, columns)
-        return columns
-
-    @torch.no_grad()
-    def reference_column(self, batch: OptimizerBatch) -> dict[str, list[Tensor]]:
-        """The column ref_logprobs, within a fit; none where the objective has no reference."""
-        if not self.objective.needs_reference:
-            return {}
-        with self.trainer.precision_plugin.forward_context():
-            if self.adapter is None:
-                return {"ref_logprobs": self._column(self.reference.to(self.device), batch)}
-            with self.adapter.off():
-                return {"ref_logprobs": self._column(self.policy, batch)}
-
-    def _column(self, model: Any, batch: OptimizerBatch) -> list[Tensor]:
-        return self.passes().columns(model, batch, self.placement)[0]
-
-    @torch.no_grad()
-    def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability, at temperature 1, of each token given those before it: [len - 1]. What probes compare."""
-        self.placement.on_all_ranks("sequence_logprobs", list(token_ids))  # of rank 0 alone, if each has all weights
-        experience = Experience(tokens=list(token_ids), prompt_length=1)
-        batch = OptimizerBatch.of([experience], explore_step=0)
-        return self.passes().columns(self.policy, batch, self.placement, shared=False)[0][0].tolist()
-
-    # -- saving -------------------------------------------------------------------------------------------------------
+    # -- saving the trained model -------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer as a folder that transformers, vLLM and TRL load.
 
         Adapters are merged into it, and written by themselves to `adapter` in it, which peft loads. The model's own
-        generation_config.json is copied, whatever is in it; without one there is none.
+        generation_config.json is copied unchanged; a model without one gets none.
         """
+        folder = Path(folder)
         weights = self.placement.state_dict(self.policy) if self.adapter is None else self.adapter.merged()
-        self._save(Path(folder), weights)
+        self._files.write(folder, self.policy, weights)
         if self.adapter is not None:
-            self.adapter.save(Path(folder) / "adapter")
-        mode = (Path(folder) / "config.json").stat().st_mode
-        for file in Path(folder).rglob("*.safetensors"):  # which safetensors writes for this user alone
-            with suppress(PermissionError):  # some network file systems have modes of their own
-                file.chmod(mode)
+            self.adapter.save(folder / "adapter")
+        allow_reading(folder)
 
     def try_saving(self, folder: str | Path) -> None:
         """Write what `save_pretrained` would, without any weights, to a folder in this one, and remove it.
@@ -467,38 +491,14 @@ class PolicyModule(L.LightningModule):
             DiskFullError: the disk is full now.
         """
         parameters = self.policy.state_dict() if self.adapter is None else self.adapter.parameters()
-        try:
-            with disk_full_named(Path(folder)), TemporaryDirectory(prefix=".model-", dir=folder) as trial:
-                self._save(Path(trial), {})
-                check_conversion(parameters, self.policy)
-        except DiskFullError:
-            raise
-        except Exception as error:  # whatever a model's own code raises
-            raise ConfigError(
-                f"model '{self.model_name}' could not be saved once it is trained ({type(error).__name__}: "
-                f"{' '.join(str(error).split())}): mend its files, or train it with save_model=false, which leaves its "
-                "weights in checkpoints.",
-                key="model",
-            ) from error
-
-    def _save(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Write these weights, and then what else belongs to the model."""
-        with default_generation_config(self.policy):
-            self.policy.save_pretrained(folder, state_dict=weights)
-        try:
-            generation = folder / "generation_config.json"
-            generation.unlink(missing_ok=True)
-            if self._generation_file is not None:
-                generation.write_bytes(self._generation_file)
-            self.tokenizer.save_pretrained(folder)
-        except Exception as error:
-            error.add_note(f"The weights are in '{folder}', whole; only other files are missing.")
-            raise
+        self._files.try_out(Path(folder), self.policy, parameters)
 
     @cached_property
-    def _generation_file(self) -> bytes | None:
-        """The model's own, which `try_saving` reads: it may no longer be there once the model is trained."""
-        return generation_file(self.model_name)
+    def _files(self) -> ModelFiles:
+        """Read by `try_saving`: the model's folder may be gone once the model is trained."""
+        return ModelFiles(self.model_name, self.tokenizer, generation_file(self.model_name))
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add counters, random states, and the number of threads."""
@@ -510,71 +510,36 @@ class PolicyModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the frozen weights that a checkpoint of adapters lacks; in a fit that it resumes, restore the counters.
 
-        Random states are set once everything else that draws from them is set up.
+        Random states are set later, once everything else that draws from them is set up.
 
         Raises:
-            ConfigError: as of `Resumption`; or the adapters are not this policy's.
+            ConfigError: the checkpoint cannot be resumed (see `Resumption`), or has other adapters than this policy.
         """
         if "adapter" in checkpoint or self.lora.r is not None:
-            from trinity_lightning.trainer.adapter import put_base_in
-
             put_base_in(checkpoint, self)
         if self._trainer is not None:
-            from trinity_lightning.trainer.checkpoint import Resumption
-
             self._resumption = Resumption(self, checkpoint, own_optimizer=self._optimizer_factory is not None)
             if self.algorithm.max_tokens_per_micro_batch == AUTO:
-                self._given_tokens, self._passes = self._resumption.max_tokens, None
+                self._budget, self._passes = self._resumption.max_tokens, None
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Like `nn.Module.load_state_dict`, but raises a ConfigError if the weights belong to another model."""
+        """Load weights as `nn.Module.load_state_dict` does; raises a ConfigError if they belong to another model."""
         try:
             return super().load_state_dict(state_dict, *args, **kwargs)
         except RuntimeError as error:
-            from trinity_lightning.trainer.checkpoint import misfit
-
             raise misfit(error, self.model_name) from error
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Like Lightning's, but raises a ConfigError if the file is damaged, in shards, or of no training run."""
+        """Load a policy as Lightning does; raises a ConfigError for a file that is damaged, in shards, or of no run."""
         if isinstance(checkpoint_path, str | Path):
-            from trinity_lightning.config.checkpoints import check_file
-            from trinity_lightning.sync.files import saved_weights
-
             check_file(Path(checkpoint_path))
             saved_weights(checkpoint_path)
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
-    def on_fit_start(self) -> None:
-        """Set the random states of a resumed run: after engines were loaded, before callbacks explore."""
-        if self.device.type == "cpu":
-            reuse_large_buffers()
-        self.check_trainable()
-        # What all ranks cut by, since each knows the micro-batches of all; patiently, since rank 0 has loaded engines.
-        found = self.placement.ranks.exchange((self.passes().max_tokens, self.passes().layout), patient=True)
-        self._passes = replace(self.passes(), max_tokens=min(tokens for tokens, _ in found), layout=found[0][1])
-        dtype = products_dtype(self.policy, self.device, self.trainer.precision_plugin)
-        self.peak = Peak.of(self.policy, self.device, dtype, self._passes.max_tokens, self.placement.ranks.size)
-        if self.hparams["compile_layers"]:  # only now: what was tried above would be compiled too
-            from trinity_lightning.trainer.other_models import compile_layers_of
-
-            for model in (self.policy, self.reference, getattr(self.critic, "model", None)):
-                if model is not None:
-                    compile_layers_of(model)
-        if self._resumption is not None:
-            self._resumption.begin(self.device)
-
-    def on_train_start(self) -> None:
-        """Give a resumed run's optimizer what is configured, once it has the checkpoint's state."""
-        gc.freeze()  # a step makes so many objects that Python would look through all that there are, several times
-        if self._resumption is not None:
-            self._resumption.configure(self._optimizer_settings, self._peak_rates)
-            self._resumption = None
-
 
 class _Thaw(L.Callback):
-    """Unfreezes Python's collector when a fit ends: by an error too, of which no module is told.
+    """Unfreezes Python's collector when a fit ends, also by an error, which no module is told.
 
     A policy that stays frozen would never be freed, and at the end of the process nanobind would report leaks.
     """
@@ -586,4 +551,4 @@ class _Thaw(L.Callback):
         gc.unfreeze()
 
 
-atexit.register(gc.unfreeze)  # a second Ctrl-C ends a fit before all callbacks know of it
+atexit.register(gc.unfreeze)  # a second Ctrl-C ends a fit before all callbacks know

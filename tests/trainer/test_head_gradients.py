@@ -10,8 +10,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import trinity_lightning.trainer.model as models
-from trinity_lightning.trainer.model import Head, LeanEmbedding, lean_embeddings, token_logprobs
+from trinity_lightning.trainer import head
+from trinity_lightning.trainer.head import Head, LeanEmbedding, lean_embeddings, token_logprobs
 
 PADDING = 3
 
@@ -19,8 +19,8 @@ PADDING = 3
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of 50 rows has several, and 24 tokens are several chunks, all but the first computed again."""
-    monkeypatch.setattr(models, "GRADIENT_BLOCK_BYTES", 4 * 16 * 20)
-    monkeypatch.setattr(models, "CHUNK_BYTES", 4 * 50 * 7)
+    monkeypatch.setattr(head, "GRADIENT_BLOCK_BYTES", 4 * 16 * 20)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 50 * 7)
 
 
 def make_model(tied: bool) -> Any:

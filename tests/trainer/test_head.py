@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import trinity_lightning.trainer.model as models
-from trinity_lightning.trainer.model import Head, token_logprobs
+from trinity_lightning.trainer import head
+from trinity_lightning.trainer.head import Head, token_logprobs
 
 HIDDEN, VOCABULARY = 8, 13
 CHUNK, BLOCK = 12, 5  # tokens
@@ -17,8 +17,8 @@ CHUNK, BLOCK = 12, 5  # tokens
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Few tokens are several chunks, and each of them several blocks."""
-    monkeypatch.setattr(models, "CHUNK_BYTES", CHUNK * VOCABULARY * 4)
-    monkeypatch.setattr(models, "BLOCK_BYTES", BLOCK * VOCABULARY * 4)
+    monkeypatch.setattr(head, "CHUNK_BYTES", CHUNK * VOCABULARY * 4)
+    monkeypatch.setattr(head, "BLOCK_BYTES", BLOCK * VOCABULARY * 4)
 
 
 def case(n, seed=0, bias=True):
@@ -111,8 +111,8 @@ def test_logits_of_the_first_chunk_are_kept_and_those_of_others_computed_again()
 def test_logits_that_their_module_needs_again_are_left_alone():
     """The backward pass of a tanh reads its result."""
     c = case(CHUNK + 1)
-    head = Head(nn.Sequential(c.projection, nn.Tanh()))
-    logprobs, entropies = token_logprobs(head, c.hidden, c.targets, c.temperature)
+    projection = nn.Sequential(c.projection, nn.Tanh())
+    logprobs, entropies = token_logprobs(Head(projection), c.hidden, c.targets, c.temperature)
     (c.weights[0] * logprobs + c.weights[1] * entropies).sum().backward()
     expected = naive(c, 1.0, 1.0)[2]
     for mine, other in zip([c.hidden.grad, *(p.grad for p in c.projection.parameters())], expected, strict=True):
@@ -143,7 +143,7 @@ def test_bfloat16_states_give_float32_results_and_float32_softmax():
     ],
 )
 def test_head_reads_what_the_config_says_of_the_logits(config, softcap, scale):
-    head = nn.Linear(2, 3)
+    projection = nn.Linear(2, 3)
 
     class Model(nn.Module):
         def __init__(self):
@@ -151,6 +151,6 @@ def test_head_reads_what_the_config_says_of_the_logits(config, softcap, scale):
             self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**config))
 
         def get_output_embeddings(self):
-            return head
+            return projection
 
-    assert Head.of(Model()) == Head(head, softcap, scale)
+    assert Head.of(Model()) == Head(projection, softcap, scale)

@@ -1,0 +1,109 @@
+"""Passes of micro-batches through the policy, or through another model of its architecture."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.ranks import ALONE, Alone
+from trinity_lightning.config.algorithm import Layout
+from trinity_lightning.trainer.layout import MicroBatch, Part, better_layout, collate, cut, deal, rows_to_train
+from trinity_lightning.trainer.placement import Whole
+
+# (model, inputs, positions [n], targets [n], temperature [n]) -> log-probabilities and entropies, float32 [n]. Inputs
+# are arguments of the forward pass, among them `input_ids` [B, S]. A position is the place, in the flattened tokens, of
+# the state that predicts the target. With candidates there are 1 + k targets a position, and as many log-probabilities:
+# [n, 1 + k].
+LogprobFn = Callable[[Any, dict[str, Any], Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Settings by which rows go through a model on one device; every `auto` is settled.
+
+    Attributes:
+        device: where the model computes.
+        layout: how rows lie in a micro-batch; `auto` is settled for each explore step.
+        max_tokens: most computed tokens of a micro-batch.
+        function: computes the results of the trained tokens; log-probabilities come first.
+        all_rows: compute rows without advantage too.
+        as_trained: compute columns with a graph for gradients too. Compiled layers round differently without one, and
+            the first ratio would not be 1.
+    """
+
+    device: torch.device
+    layout: Layout
+    max_tokens: int
+    function: LogprobFn
+    all_rows: bool
+    as_trained: bool
+
+    def rows(self, batch: OptimizerBatch) -> list[int]:
+        """Rows of the batch that are computed."""
+        return rows_to_train(batch, skip_zero_advantage=not self.all_rows)
+
+    def shares(self, batch: OptimizerBatch, rows: Sequence[int], ranks: int = 1) -> list[list[Part]]:
+        """The micro-batches of every rank; each rank knows them all."""
+        layout, tokens = self.layout, self.max_tokens
+        if layout is Layout.auto:
+            # The layout of `columns`, which sees the whole step: in bfloat16 the first ratio would not be 1 otherwise.
+            step = replace(batch, experiences=batch.step or batch.experiences)
+            layout = better_layout(step, self.rows(step), tokens)
+        dealt = [list(rows)] if ranks == 1 else deal(batch, rows, ranks, tokens, layout)
+        return [cut(batch, share, tokens, layout) for share in dealt]
+
+    def through(self, model: Any, micro: MicroBatch, placement: Whole) -> tuple[Tensor, ...]:
+        """The function's results for the computed tokens, each [B, R] (candidates: [B, R, 1 + k]); 0 elsewhere."""
+        arguments = micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows]
+        return tuple(map(micro.spread, placement.logprobs(self.function, model, *arguments)))
+
+    def columns(
+        self, model: Any, batch: OptimizerBatch, placement: Whole, kept: Sequence[int] = (0,), shared: bool = True
+    ) -> list[list[Tensor]]:
+        """Some of the function's results for a whole batch, without dropout.
+
+        Args:
+            model: the policy, or another model of its architecture.
+            batch: the experiences.
+            placement: how the model lies in the processes.
+            kept: which results, by their place; by default the log-probabilities alone.
+            shared: each rank computes its share of the rows, and the shares are added up; otherwise all of them.
+
+        Returns:
+            A column for each kept result: float32 CPU tensors [response], one an experience.
+        """
+        ranks = placement.ranks if shared else ALONE
+        columns = [[torch.zeros(e.response_length) for e in batch.experiences] for _ in kept]
+        was_training = model.training
+        model.eval()  # with dropout they would be another model's
+        shares = self.shares(batch, self.rows(batch), ranks.size)
+        for part in placement.passes(shares) if ranks.size > 1 else shares[0]:
+            if part is None:
+                idle(self, model, placement)
+                continue
+            with torch.set_grad_enabled(self.as_trained):
+                results = self.through(model, collate(batch, part, model.device), placement)
+            for column, values in zip(columns, (results[place].detach().cpu() for place in kept), strict=True):
+                for row, value in zip(part.rows, values, strict=True):
+                    column[row] = value[: len(column[row])].clone()
+        model.train(was_training)
+        return added_up(columns, ranks) if ranks.size > 1 else columns
+
+
+def idle(passes: Passes, model: Any, placement: Whole) -> Tensor:
+    """Make an empty pass, because the other ranks make one; returns a sum of log-probabilities that counts nothing."""
+    batch = OptimizerBatch.of([Experience(tokens=[0, 0], prompt_length=1)], explore_step=0)
+    (part,) = cut(batch, [0], 2, Layout.padded)
+    return passes.through(model, collate(batch, part, model.device), placement)[0].sum()
+
+
+def added_up(columns: Sequence[Sequence[Tensor]], ranks: Alone) -> list[list[Tensor]]:
+    """The sum of each column over all ranks, each of which has computed some rows."""
+    together = [torch.cat([*column, torch.zeros(0)]) for column in columns]
+    ranks.add_up(together)
+    lengths = [len(row) for row in columns[0]]
+    return [list(total.split(lengths)) for total in together]
