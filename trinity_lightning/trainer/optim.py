@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
+from trinity_lightning.config.lightning_objects import check_arguments
 from trinity_lightning.config.model import ADAM, OFFLOADED, OptimizerConfig
 from trinity_lightning.config.own_code import where
 from trinity_lightning.config.registry import PARTS, Registry, import_object
-from trinity_lightning.config.signatures import check_arguments
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer.host import HostMasters
 from trinity_lightning.trainer.masters import MasterWeights, are_rounded, parameters_of
