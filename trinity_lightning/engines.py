@@ -19,7 +19,7 @@ from trinity_lightning.config.model_files import BUILT_IN_MODELS, resolve_model
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.servers import gpus_of_a_server
-from trinity_lightning.config.trainer import compute_dtype, processes_of, weight_dtype
+from trinity_lightning.config.trainer import compute_dtype, processes_of
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
@@ -113,7 +113,6 @@ def settle_dtypes(config: DictConfig, checkpoint: str | Path | None) -> None:
     engine=transformers has no dtype of its own.
     """
     trainer = config.trainer or {}
-    precision = trainer.get("precision")
     if config.model.dtype is WeightDtype.auto:
         if checkpoint is None:
             config.model.dtype = faster_dtype(trainer.get("accelerator", "auto"))
@@ -121,9 +120,8 @@ def settle_dtypes(config: DictConfig, checkpoint: str | Path | None) -> None:
             from trinity_lightning.resume import dtype_of
 
             config.model.dtype = dtype_of(checkpoint)
-    config.model.dtype = weight_dtype(config.model.dtype, precision)
     if config.engine.dtype is EngineDtype.auto and not capabilities_of(config.engine.name).shares_weights:
-        config.engine.dtype = compute_dtype(config.model.dtype, precision)
+        config.engine.dtype = compute_dtype(config.model.dtype, trainer.get("precision"))
 
 
 def auxiliary_model(name: str, auxiliary: AuxiliaryConfig, config: TrainConfig, folder: Path) -> HeldModel:

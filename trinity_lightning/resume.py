@@ -19,7 +19,6 @@ from trinity_lightning.config.model import LoRAConfig, WeightDtype
 from trinity_lightning.config.model_files import resolve_model
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.sections import section_of
-from trinity_lightning.config.trainer import HALF, weight_dtype
 from trinity_lightning.errors import ConfigError, ForeignPositionError
 from trinity_lightning.sync.files import saved_weights
 from trinity_lightning.trainer.checkpoint import check_lora, check_resumed
@@ -166,13 +165,13 @@ def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: Buf
 
 def check_resumed_dtype(config: TrainConfig | DictConfig, checkpoint: Path) -> None:
     """Refuse weights in another dtype than the checkpoint's, to which its optimizer state belongs; a ConfigError."""
-    asked, held = weight_dtype(config.model.dtype, (config.trainer or {}).get("precision")), dtype_of(checkpoint)
+    asked, held = config.model.dtype, dtype_of(checkpoint)
     if asked not in (WeightDtype.auto, held):
         raise ConfigError(
-            f"model.dtype is {asked.value} (trainer.precision={HALF} means bf16), and the weights of the checkpoint "
-            f"'{checkpoint}' are {held.value}: a resumed run keeps its own",
+            f"model.dtype is {asked.value}, and the weights of the checkpoint '{checkpoint}' are {held.value}: a "
+            "resumed run keeps its own",
             key="model.dtype",
-            fix=f"set model.dtype={held.value}, without that precision",
+            fix=f"set model.dtype={held.value}",
         )
 
 

@@ -267,8 +267,6 @@ FULL = (None, 32, "32", "32-true")
 
 MIXED = ("bf16", "bf16-mixed")
 
-HALF = "bf16-true"
-
 # What joins several devices, each with the whole policy or with a share of it.
 REPLICAS = "trinity_lightning.trainer.ddp.ReplicaStrategy"
 
@@ -324,17 +322,11 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"trainer.{key} is {value}: {fix}.", key=f"trainer.{key}")
     if not trains_together(settings):
         _check_alone(settings)
-    if (precision := settings.get("precision")) not in (*FULL, *MIXED, HALF):
-        raise ConfigError(
-            f"trainer.precision is {precision}", key="trainer.precision", fix="give 32-true, bf16-mixed or bf16-true"
-        )
-
-
-def weight_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:
-    """How the weights are held: `precision` bf16-true is another name of model.dtype=bf16."""
-    return WeightDtype.bf16 if precision == HALF else dtype
+    if (precision := settings.get("precision")) not in (*FULL, *MIXED):
+        fix = "set model.dtype=bf16 instead" if precision == "bf16-true" else "give 32-true or bf16-mixed"
+        raise ConfigError(f"trainer.precision is {precision}", key="trainer.precision", fix=fix)
 
 
 def compute_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:
-    """What a forward pass computes in: bfloat16 under mixed precision too, over float32 weights."""
-    return WeightDtype.bf16 if precision in MIXED else weight_dtype(dtype, precision)
+    """The dtype of a forward pass: bfloat16 under mixed precision too, over float32 weights."""
+    return WeightDtype.bf16 if precision in MIXED else dtype
