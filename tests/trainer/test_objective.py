@@ -1,5 +1,6 @@
-"""What an algorithm of the configuration really minimises: its losses, averages and arguments."""
+"""The objective that an algorithm of the configuration minimises: its losses, averages and arguments."""
 
+import inspect
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -22,9 +23,10 @@ from support.policy import (
     naive_logprobs,
     padded,
 )
+from support.runs import ROOT
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, aggregate
+from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, aggregate, create_policy_loss
 from trinity_lightning.algorithm.policy_loss.create import accepted
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule, marked
@@ -94,9 +96,26 @@ def test_losses_of_sequences_are_not_averaged_over_tokens(name: str) -> None:
     assert token_mean != pytest.approx(own_loss(name), rel=1e-3)
 
 
-@pytest.mark.parametrize("recipe", [name for name in options("recipe") if name not in ("offline", "dr_grpo")])
-def test_no_recipe_overrides_how_its_loss_is_averaged(recipe: str) -> None:
-    assert algorithm_of(f"+recipe={recipe}").loss_agg_mode is None
+@pytest.mark.parametrize("recipe", options("recipe"))
+def test_a_recipe_says_its_objective_in_its_first_lines(recipe: str) -> None:
+    """Clip range, KL penalty and average as composed; or that they are those of recipe=grpo."""
+    header = (ROOT / "recipes" / f"{recipe}.yaml").read_text().partition("#\n")[0]
+    header = " ".join(header.replace("#", "").split())
+    says, config = header.partition("Objective:")[2], algorithm_of(f"+recipe={recipe}")
+    assert (config.loss_agg_mode is None) == (recipe != "dr_grpo")  # a loss has its own average
+    if "that of recipe=grpo" in says:
+        same = ("policy_loss", "loss_agg_mode", "kl", "entropy_coef", "optimizer_steps", "critic")
+        grpo = algorithm_of("+recipe=grpo")
+        assert [getattr(config, name) for name in same] == [getattr(grpo, name) for name in same]
+        return
+    assert ("no KL penalty" in says) == (config.kl.coef == 0)
+    loss = create_policy_loss(config.policy_loss.name, **config.policy_loss.args)
+    defaults = {name: parameter.default for name, parameter in inspect.signature(loss).parameters.items()}
+    average = config.loss_agg_mode or defaults.get("loss_agg_mode", "over pairs")
+    assert (average or "token-mean") in says  # a mixture has the average of its terms
+    if (low := defaults.get("clip_range_low")) is not None:
+        assert f"{1 - low:g}, {1 + defaults['clip_range_high']:g}" in says
+    assert ("two optimizer steps" in header) == (config.optimizer_steps == 2)
 
 
 def test_mix_leaves_the_usual_loss_its_own_average() -> None:
