@@ -93,15 +93,16 @@ def _needs_by_trial(name: str, loss: PolicyLossFn) -> Needs:
         return Needs(terms=True, teacher="teacher_top_k_logprobs" in parameters, any_policy=True)
     reference = "ref_logprobs" in parameters and parameters["ref_logprobs"].default is inspect.Parameter.empty
     reference_free = "reference_free" in parameters and parameters["reference_free"].default
+    pairs = "pairs" in parameters
     with raised_by(f"policy loss '{name}'", ConfigError):
         return Needs(
             ratio=_has_ratio(loss),
             reference=reference and not reference_free,
-            pairs="pairs" in parameters,
+            pairs=pairs,
             teacher="teacher_top_k_logprobs" in parameters,
             any_policy=True,
-            supervised=_is_supervised(loss),
-            all_rows="pairs" in parameters or bool(_try(loss, advantage=0.0, old=0.5)[1].any()),
+            supervised=not pairs and _is_supervised(loss),
+            all_rows=pairs or bool(_try(loss, advantage=0.0, old=0.5)[1].any()),
             proportional=_is_proportional(loss),
         )
 
