@@ -52,7 +52,13 @@ def write_examples(folder: Path) -> None:
 
 def test_the_table_has_a_row_of_every_kind_with_an_example() -> None:
     assert {row[1] for row in PART_ROWS} == set(EXAMPLES) - {"my_schedule.py", "my_tasks.py"}
-    assert {row[0] for row in PART_ROWS} == PARTS.keys() - {"KL estimate", "built-in model", "optimizer", "schedule"}
+    assert {row[0] for row in PART_ROWS} == PARTS.keys() - {
+        "KL estimate",
+        "built-in model",
+        "optimizer",
+        "schedule",
+        "weight sender",
+    }
 
 
 def test_parts_of_ones_own_train_together(run_train: RunTrain, tmp_path: Path) -> None:

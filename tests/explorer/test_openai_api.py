@@ -3,11 +3,11 @@
 import asyncio
 import json
 import sys
-import threading
 from typing import Any
 
 import pytest
-from support.fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, scripted
+from support.errors import refuses
+from support.fake_model import FakeModel
 from support.judge_server import JudgeServer, judge_server
 
 from trinity_lightning.common.experience import Experience
@@ -38,11 +38,6 @@ def ask(model: Any, **arguments: Any) -> Any:
         return await client.chat.completions.create(**({"model": "any", "messages": HI} | arguments))
 
     return asyncio.run(call())
-
-
-def run(body: Any, model: FakeModel | None = None, workflow: type[Workflow] = Scripted, n: int = 1) -> Any:
-    runner = WorkflowRunner(ExplorerConfig(), model or FakeModel())
-    return asyncio.run(runner.run_task(scripted(body, workflow, batch_id=3, task_id=4), n))
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -152,62 +147,41 @@ def test_variables_of_a_call_reach_the_chat_template_of_the_model_that_is_asked(
     assert rendered == [{**(of_policy or {}), "enable_thinking": False}]
 
 
-def tiny_engine() -> Any:
-    from transformers import AutoModelForCausalLM
-
-    from trinity_lightning.config.model_files import resolve_model
-    from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
-
-    engine = TransformersEngine("tiny", max_model_len=128)
-    engine.bind(AutoModelForCausalLM.from_pretrained(resolve_model("tiny")))
-    return engine
-
-
-def test_the_engine_that_generates_with_the_training_model_has_a_client() -> None:
-    engine = tiny_engine()
-    response = ask(engine, seed=3, max_tokens=5)
-    expected = asyncio.run(engine.chat(HI, seed=3, max_tokens=5))[0]
-    assert response.choices[0].token_ids == list(expected.token_ids)
-    assert response.choices[0].message.content == expected.text
-    with pytest.raises(openai.BadRequestError, match="not top_p: use vLLM"):
-        ask(engine, top_p=0.5)
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "name"),
     [
-        ({"stream": True}, r"stream=True\) is not supported"),
-        ({"top_logprobs": 3}, r"top_logprobs=3\) is not supported"),
+        ({"stream": True}, "stream"),
+        ({"top_logprobs": 3}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"extra_body": {"best_off": 2}}, "unknown argument of chat.completions.create 'best_off'"),
-        ({"messages": []}, "needs messages"),
+        ({"extra_body": {"best_off": 2}}, "best_off"),
+        ({"messages": []}, "messages"),
     ],
 )
-def test_what_is_not_supported_is_refused_plainly(arguments: dict[str, Any], told: str) -> None:
+def test_an_argument_that_is_not_supported_is_refused_by_name(arguments: dict[str, Any], name: str) -> None:
     model = FakeModel()
-    with pytest.raises(openai.BadRequestError, match=told):
+    with pytest.raises(openai.BadRequestError, match=name):
         ask(model, seed=1, **arguments)
     assert model.calls == []
 
 
 def test_a_trained_call_comes_from_the_whole_distribution() -> None:
-    with pytest.raises(openai.BadRequestError, match=r"sampling\.top_p is for evaluation only"):
+    with pytest.raises(openai.BadRequestError, match="top_p"):
         ask(view(FakeModel()), top_p=0.5)
     ask(view(FakeModel(), trained=False), top_p=0.5)
 
 
 def test_other_paths_are_not_found() -> None:
     client = FakeModel().get_openai_async_client()
-    with pytest.raises(openai.NotFoundError, match=r"only chat\.completions\.create and models\.list"):
+    with pytest.raises(openai.NotFoundError):
         asyncio.run(client.embeddings.create(model="any", input="hi"))
 
 
 def test_a_prompt_that_is_too_long() -> None:
-    with pytest.raises(openai.BadRequestError, match="the prompt has 2 tokens, the context 1") as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         ask(FakeModel(max_model_len=1), seed=1)
     assert caught.value.code == "context_length_exceeded"
 
@@ -217,11 +191,11 @@ def test_an_engine_that_fails_or_aborts() -> None:
         async def generate(self, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("out of memory")
 
-    with pytest.raises(openai.InternalServerError, match="RuntimeError: out of memory"):
+    with pytest.raises(openai.InternalServerError, match="out of memory"):
         ask(Failing())
     aborting = FakeModel()
     aborting.finish_reason = "abort"
-    with pytest.raises(openai.InternalServerError, match="aborted the request"):
+    with pytest.raises(openai.InternalServerError):
         ask(aborting, seed=1)
 
 
@@ -265,217 +239,8 @@ def test_cancelling_a_call_aborts_its_request() -> None:
 
 def test_without_openai_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ConfigError, match=r"pip install 'trinity-lightning\[openai\]'"):
+    with pytest.raises(ConfigError, match="pip install"):
         FakeModel().get_openai_async_client()
-
-
-# -- calls as experiences ---------------------------------------------------------------------------------------------
-
-
-async def two_calls(workflow: Any, temperature: float | None = None) -> None:
-    client = workflow.model.get_openai_async_client()
-    first = await client.chat.completions.create(model="any", messages=HI)
-    messages = [
-        *HI,
-        {"role": "assistant", "content": first.choices[0].message.content},
-        {"role": "user", "content": "b"},
-    ]
-    await client.chat.completions.create(model="any", messages=messages, temperature=temperature, tools=[TOOL])
-    workflow.model.set_reward(0.5, {"found": 1.0})
-
-
-def test_a_workflow_that_returns_nothing_has_its_calls_as_experiences() -> None:
-    model = FakeModel(lambda seed: "yes")
-    status, (first, second) = run(two_calls, model)
-    assert status.ok
-    assert status.metric["found"] == 1.0
-    assert first.tokens.tolist() == [ord(c) for c in "hiyes"]
-    assert (first.prompt_length, first.response_text, first.reward) == (2, "yes", 0.5)
-    assert first.logprobs is not None
-    assert first.logprobs.tolist() == [-0.5] * 3
-    assert second.tokens.tolist() == [ord(c) for c in "hi\nyes\nbyes"]
-    assert [(e.eid.batch, e.eid.task, e.eid.run, e.eid.step) for e in (first, second)] == [(3, 4, 0, 0), (3, 4, 0, 1)]
-    assert (second.reward, second.metrics, second.tools) == (0.5, {"found": 1.0}, [TOOL])
-    assert second.messages is not None
-    assert [message["role"] for message in second.messages] == ["user", "assistant", "user"]
-    assert first.info == {"finish_reason": "stop", "temperature": 1.0, "model_version": 0}
-
-
-def test_calls_at_several_temperatures_each_have_their_own() -> None:
-    async def body(workflow: Any) -> None:
-        await two_calls(workflow, temperature=0.5)
-
-    _, experiences = run(body)
-    assert [e.info["temperature"] for e in experiences] == [1.0, 0.5]
-
-
-def test_rewards_in_between_are_those_of_the_calls_before() -> None:
-    async def body(workflow: Any) -> list[Experience]:
-        client = workflow.model.get_openai_async_client()
-        for reward in (0.25, 1.0):
-            await client.chat.completions.create(model="any", messages=HI)
-            workflow.model.set_reward(reward)
-        return []
-
-    assert [e.reward for e in run(body)[1]] == [0.25, 1.0]
-
-
-def test_experiences_of_the_workflows_own_take_the_place_of_the_calls() -> None:
-    async def body(workflow: Any) -> list[Experience]:
-        await two_calls(workflow)
-        return [an_experience(reward=3.0)]
-
-    assert [e.reward for e in run(body)[1]] == [3.0]
-
-
-def test_the_history_may_be_taken_and_changed() -> None:
-    async def body(workflow: Any) -> list[Experience]:
-        await two_calls(workflow)
-        kept = workflow.model.extract_experience_from_history(clear_history=False)
-        experiences = workflow.model.extract_experience_from_history()
-        assert len(kept) == 2
-        assert workflow.model.extract_experience_from_history() == []
-        experiences[-1].reward = 2.0
-        return experiences[-1:]
-
-    assert [e.reward for e in run(body)[1]] == [2.0]
-
-
-def test_the_responses_of_a_call_are_runs_where_a_workflow_repeats_itself() -> None:
-    async def body(workflow: Any) -> None:
-        client = workflow.model.get_openai_async_client()
-        await client.chat.completions.create(model="any", messages=HI, n=workflow.repeat_times)
-        workflow.model.set_reward(1.0)
-
-    _, experiences = run(body, workflow=ScriptedRepeatable, n=3)
-    assert [(e.eid.run, e.eid.step) for e in experiences] == [(0, 0), (1, 0), (2, 0)]
-    assert len({e.response_text for e in experiences}) == 3
-
-
-def test_a_failed_call_leaves_no_experience() -> None:
-    async def body(workflow: Any) -> None:
-        client = workflow.model.get_openai_async_client()
-        with pytest.raises(openai.BadRequestError):
-            await client.chat.completions.create(model="any", messages=HI, stream=True)
-
-    status, _ = run(body)
-    assert "returned NoneType, expected a list of Experience" in status.message
-
-
-class Blocking(Workflow):
-    def run(self) -> None:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        model: Any = self.model
-        model.get_openai_client().chat.completions.create(model="any", messages=HI)
-
-        async def call() -> None:
-            await model.get_openai_async_client().chat.completions.create(model="any", messages=HI)
-
-        asyncio.run(call())
-        model.set_reward(1.0)
-
-
-def test_plain_workflows_have_clients_that_block_or_run_on_a_loop_of_their_own() -> None:
-    model = FakeModel()
-    status, experiences = asyncio.run(WorkflowRunner(ExplorerConfig(), model).run_task(Task(Blocking)))
-    assert status.ok, status.message
-    assert [(e.eid.step, e.reward) for e in experiences] == [(0, 1.0), (1, 1.0)]
-    assert len({call["seed"] for call in model.calls}) == 2
-
-
-# -- workflows as Trinity-RFT has them --------------------------------------------------------------------------------
-
-
-class StepWise(Workflow):
-    """Asks for the history and takes the blocking client at construction; a step a call, whose reward is its own."""
-
-    def __init__(self, *, task: Task, model: Any, auxiliary_models: Any = None) -> None:
-        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        assert model.enable_history
-        self.client: Any = model.get_openai_client()
-
-    def request(self) -> dict[str, Any]:
-        return {"model": self.client.model_path, "messages": HI, "max_tokens": 4, "logprobs": True}
-
-    def taken(self, step: int) -> list[Experience]:
-        model: Any = self.model
-        experiences = model.extract_experience_from_history()
-        for experience in experiences:
-            experience.reward, experience.eid.step = float(step), step
-        return experiences
-
-    def run(self) -> list[Experience]:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        found = []
-        for step in range(3):
-            self.client.chat.completions.create(**self.request())
-            found += self.taken(step)
-        return found
-
-
-class StepWiseAsync(StepWise):
-    """The same in an async run, with the client of its kind."""
-
-    def __init__(self, *, task: Task, model: Any, auxiliary_models: Any = None) -> None:
-        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.client = model.get_openai_async_client()
-
-    async def run(self) -> list[Experience]:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        found = []
-        for step in range(3):
-            await self.client.chat.completions.create(**self.request())
-            found += self.taken(step)
-        return found
-
-
-class StepWiseInThreads(StepWise):
-    """The blocking client in an async run, off the event loop."""
-
-    async def run(self) -> list[Experience]:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        return await asyncio.to_thread(StepWise.run, self)
-
-
-@pytest.mark.parametrize("workflow", [StepWise, StepWiseAsync, StepWiseInThreads])
-def test_step_wise_workflows_of_trinity_rft_run_on_a_real_engine(workflow: type[Workflow]) -> None:
-    runner = WorkflowRunner(ExplorerConfig(), tiny_engine())
-    status, experiences = asyncio.run(runner.run_task(Task(workflow, batch_id=3, task_id=4), 2))
-    assert status.ok, status.message
-    assert [(e.eid.run, e.eid.step, e.reward) for e in experiences] == [(r, s, s) for r in range(2) for s in range(3)]
-    assert all(0 < len(e.tokens) - e.prompt_length <= 4 for e in experiences)
-
-
-def test_a_blocking_client_is_refused_on_the_event_loop() -> None:
-    async def body(workflow: Any) -> None:
-        workflow.model.get_openai_client().chat.completions.create(model="any", messages=HI)
-
-    assert "await it, or use asyncio.to_thread" in run(body)[0].message
-
-
-@pytest.mark.slow
-def test_what_threads_of_an_async_run_ask_for_is_aborted_with_the_run() -> None:
-    seen: list[BaseException] = []
-    ended = threading.Event()
-
-    async def body(workflow: Any) -> None:
-        client = workflow.model.get_openai_client()
-
-        def calls() -> None:
-            for _ in range(2):
-                try:
-                    client.chat.completions.create(model="any", messages=HI)
-                except Exception as error:
-                    seen.append(error)
-            ended.set()
-
-        await asyncio.to_thread(calls)
-
-    async def main() -> None:
-        model = FakeModel(latency=100)
-        attempt = await WorkflowRunner(ExplorerConfig(), model).attempt(scripted(body), [0], 0.5)
-        assert isinstance(attempt.errors[0], TimeoutError)
-        assert await asyncio.to_thread(ended.wait, 5)
-        assert (model.aborted, len(model.calls)) == (1, 1)
-
-    asyncio.run(main())
-    assert "the run is over" in str(seen[1].__cause__ or seen[1])
 
 
 # -- an endpoint: its client lives as long as it is used, and keys go only where they were meant for -------------------
@@ -508,7 +273,7 @@ def test_a_key_that_is_not_set_is_refused(value: str | None, monkeypatch: pytest
     monkeypatch.delenv("SOME_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("SOME_KEY", value)
-    with pytest.raises(ConfigError, match="SOME_KEY is not set"):
+    with refuses("api_key_env"):
         OpenAIModel(URL, "m", "SOME_KEY")
 
 
@@ -521,9 +286,9 @@ def test_an_endpoint_that_answers_anything_is_there(models: list[str] | None, re
 
 @pytest.mark.slow
 def test_an_endpoint_that_cannot_be_used_is_told_before_rollouts() -> None:
-    with pytest.raises(ModelLoadError, match=rf"{URL} \(model 'm'\) cannot be used.*[Cc]onnection"):
+    with pytest.raises(ModelLoadError, match=URL):
         asyncio.run(OpenAIModel(URL, "m").load())
-    refused = pytest.raises(ModelLoadError, match=r"cannot be used.*401")
+    refused = pytest.raises(ModelLoadError, match="401")
     with judge_server(lambda body: (200, "hello"), refusal=401) as server, refused:
         asyncio.run(OpenAIModel(server.url, "some-model").load())
 
@@ -532,9 +297,7 @@ def test_an_endpoint_that_cannot_be_used_is_told_before_rollouts() -> None:
 def test_a_failure_names_the_endpoint() -> None:
     with judge_server(lambda body: (500, "out of order")) as server:
         model = OpenAIModel(server.url, "some-model")
-        with pytest.raises(
-            RolloutError, match=rf"{server.url} \(model 'some-model'\) failed: InternalServerError.*order"
-        ):
+        with pytest.raises(RolloutError, match=rf"{server.url}.*some-model.*order"):
             asyncio.run(talk_and_end(model))
 
 
@@ -590,11 +353,9 @@ def test_only_what_samples_has_the_runs_seed(monkeypatch: pytest.MonkeyPatch) ->
 def test_openais_client_tells_the_error_of_an_endpoint() -> None:
     with judge_server(lambda body: (422, "too polite")) as server:
         status, _ = asked(server)
-    assert "UnprocessableEntityError: Error code: 422 - " in str(status.message)
-    assert f"the endpoint {server.url} (model 'some-model') failed" in str(status.message)
-    assert "too polite" in str(status.message)
+    assert all(part in str(status.message) for part in ("422", server.url, "some-model", "too polite"))
 
 
 def test_a_stream_of_an_endpoint_is_refused() -> None:
     status, body = asyncio.run(OpenAIModel(URL, "m").answer("/v1/chat/completions", {"stream": True}))
-    assert (status, body["error"]["message"]) == (400, "stream=True is not supported here: leave it out.")
+    assert (status, body["error"]["code"]) == (400, "invalid_request")

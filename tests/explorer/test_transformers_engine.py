@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.engine_promises import EnginePromises, ask
+from support.errors import refuses
 from support.metaspace import metaspace_model
 from transformers import AutoModelForCausalLM
 
@@ -116,19 +117,19 @@ def test_it_follows_the_trainers_weights_without_a_sync(engine: TransformersEngi
 
 
 @pytest.mark.parametrize(
-    ("sampling", "message"),
+    ("sampling", "key"),
     [
-        ({"top_p": 0.9, "min_p": 0.1}, "not min_p, top_p: use vLLM"),
-        ({"temperature": -1.0}, "temperature = -1.0"),
-        ({"temperature": float("nan")}, "temperature = nan"),
-        ({"max_tokens": 0}, "max_tokens = 0"),
-        ({"n": 0}, "n = 0"),
+        ({"top_p": 0.9, "min_p": 0.1}, "engine"),
+        ({"temperature": -1.0}, "sampling"),
+        ({"temperature": float("nan")}, "sampling"),
+        ({"max_tokens": 0}, "sampling"),
+        ({"n": 0}, "sampling"),
     ],
 )
 def test_sampling_that_it_cannot_follow_is_refused(
-    engine: TransformersEngine, driver: Driver, sampling: dict[str, Any], message: str
+    engine: TransformersEngine, driver: Driver, sampling: dict[str, Any], key: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with refuses(key):
         ask(engine, driver, **sampling)
     assert len(ask(engine, driver, top_p=None).token_ids) == 12
 
@@ -145,15 +146,13 @@ def test_a_bad_request_is_its_callers_alone(engine: TransformersEngine, driver: 
         return await asyncio.gather(*calls, return_exceptions=True)
 
     empty, too_high, negative, too_long, answer = driver.run(mixed())
-    assert "empty" in str(empty)
-    assert "token ids from 5 to 100: the model knows 0 to 99" in str(too_high)
-    assert isinstance(negative, ValueError)
+    assert all(isinstance(error, ValueError) for error in (empty, too_high, negative))
     assert isinstance(too_long, PromptTooLongError)
     assert answer[0].token_ids == ask(engine, driver).token_ids
 
 
 def test_without_a_model_it_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"bind\(model\)"):
+    with pytest.raises(ConfigError):
         asyncio.run(TransformersEngine("tiny").generate(PROMPT))
 
 

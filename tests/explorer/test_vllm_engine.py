@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.engine_promises import EnginePromises, as_written, ask, plain_logprobs
+from support.errors import refuses
 from support.metaspace import metaspace_model
 from support.tiny_model import tiny_model
 from support.tiny_vllm import driven_engine, standing_still, tiny_engine
@@ -23,7 +24,6 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engine import EngineConfig
 from trinity_lightning.config.model_files import resolve_model
 from trinity_lightning.errors import (
-    ConfigError,
     ModelLoadError,
     RolloutError,
     WeightSyncError,
@@ -55,7 +55,7 @@ def test_a_folder_whose_weights_do_not_fit_is_a_load_error(tmp_path: Path) -> No
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
     engine = tiny_engine(str(folder))
-    with pytest.raises(ModelLoadError, match=r"vLLM cannot load '.*broken'"):
+    with pytest.raises(ModelLoadError, match="broken"):
         on_a_host(engine, engine.load())
     assert not torch.distributed.is_initialized()
 
@@ -76,17 +76,17 @@ def test_the_text_of_a_sentencepiece_tokenizer_begins_with_the_space_that_vllm_g
 def test_a_folder_without_a_model_is_a_load_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     engine = tiny_engine(str(tmp_path))
-    with pytest.raises(ModelLoadError, match="vLLM cannot load"):
+    with pytest.raises(ModelLoadError):
         on_a_host(engine, engine.generate(PROMPT))
 
 
 def test_a_model_is_not_spread_over_devices_from_within_a_process() -> None:
-    with pytest.raises(ConfigError, match=r"engine.args.tensor_parallel_size is 2, .*choose engine=vllm_server"):
+    with refuses("engine.args.tensor_parallel_size"):
         VLLMEngine("tiny", args={"tensor_parallel_size": 2})
 
 
 def test_a_cpu_does_not_decode_speculatively() -> None:
-    with pytest.raises(ConfigError, match=r"engine.args.speculative_config: .*wrong log-probabilities"):
+    with refuses("engine.args.speculative_config"):
         VLLMEngine("tiny", args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}})
 
 
@@ -101,7 +101,7 @@ def test_vllm_reads_how_n_grams_are_proposed() -> None:
 
 def test_an_argument_that_vllm_does_not_know_is_a_configuration_error() -> None:
     engine = tiny_engine(args={"max_num_batched_token": 4096})
-    with pytest.raises(ConfigError, match="Did you mean 'max_num_batched_tokens'"):
+    with refuses("engine.args"):
         on_a_host(engine, engine.load())
 
 
@@ -310,7 +310,7 @@ def test_vllm_failing_in_the_middle_of_a_sync_is_told(
         raise MemoryError("too much")
 
     monkeypatch.setattr(engine._packed, "take", fail)
-    with pytest.raises(WeightSyncError, match=r"MemoryError: too much.*build another engine"):
+    with pytest.raises(WeightSyncError, match="too much"):
         driver.run(engine.sync_weights(weight_stream(tiny_model()), 9))
     assert engine.model_version == 0
 

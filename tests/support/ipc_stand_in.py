@@ -53,6 +53,7 @@ def install_in_trainer(patch: Callable[[Any, str, Any], None] = setattr) -> None
     """The same, and in the servers that are started here too."""
     from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
     from trinity_lightning.sync import servers as weight_servers
+    from trinity_lightning.sync.ipc import SharedMemory
 
     install(patch)
     own = VLLMServerEngine._environment
@@ -62,6 +63,7 @@ def install_in_trainer(patch: Callable[[Any, str, Any], None] = setattr) -> None
         before = (os.environ | variables).get("PYTHONPATH")
         return variables | {"PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), before]))}
 
-    patch(weight_servers, "WORKER", "support.ipc_stand_in_worker.Extension")
+    worker = {"worker_extension_cls": "support.ipc_stand_in_worker.Extension"}
+    patch(SharedMemory, "server_arguments", {**SharedMemory.server_arguments, **worker})
     patch(VLLMServerEngine, "_environment", environment)
     patch(weight_servers, "check_device", lambda device, method: None)

@@ -102,6 +102,8 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "vllm_server": "vllm_server.VLLMServerEngine",
         },
     ),
+    # ways of sending weights to servers (synchronizer.method); the others need no part of their own
+    "weight sender": _within("sync", {"ipc": "ipc.SharedMemory", "nccl": "nccl.WeightGroup"}),
     # (parameters or groups, lr, betas, eps, weight_decay)
     "optimizer": {
         "adamw": "trinity_lightning.trainer.optim.adamw",

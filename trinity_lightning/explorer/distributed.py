@@ -23,8 +23,7 @@ from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.rank_engine import EngineAnswers, RankEngine
 from trinity_lightning.monitor.csv_logger import step_of
-from trinity_lightning.sync.servers import Sender
-from trinity_lightning.sync.stream import Shape, WeightStream, parameter_stream
+from trinity_lightning.sync.stream import Sender, Shape, WeightStream, parameter_stream
 
 logger = logging.getLogger(__name__)
 

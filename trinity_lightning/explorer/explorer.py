@@ -29,7 +29,8 @@ from trinity_lightning.explorer.tasks.taskset import TaskSelection
 from trinity_lightning.explorer.workflow_runner import Status
 from trinity_lightning.explorer.workflows import Workflow
 from trinity_lightning.explorer.workflows.workflow import check_workflow
-from trinity_lightning.sync.stream import PolicyEngines, WeightStream
+from trinity_lightning.sync.policy_engines import PolicyEngines
+from trinity_lightning.sync.stream import WeightStream
 
 logger = logging.getLogger(__name__)
 

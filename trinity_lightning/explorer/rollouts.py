@@ -16,8 +16,9 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.driver import Driver, LoopTask
 from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
 from trinity_lightning.explorer.interruption import keep_sigterm
+from trinity_lightning.sync.policy_engines import shares_weights
 from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, perturbed
-from trinity_lightning.sync.stream import WeightStream, parameter_stream, shares_weights, weight_stream
+from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
 
 if TYPE_CHECKING:
     from trinity_lightning.trainer.host import HostMemory

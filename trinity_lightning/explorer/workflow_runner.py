@@ -18,6 +18,7 @@ from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.own_code import described, keep_place
 from trinity_lightning.config.values import as_float
 from trinity_lightning.errors import RewardError, RolloutError
+from trinity_lightning.explorer.models.blocking import BlockingModel
 from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.tasks.task import Task, template_variables_of
 from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow, resolve_workflow, workflow_of
@@ -170,8 +171,6 @@ class _BoundWorkflow:
         self.views: list[Any] = [self.view, *(self._bind(runner, model) for model in runner.auxiliary_models or ())]
         self.is_blocking = not inspect.iscoroutinefunction(resolve_workflow(task.workflow).run)
         if self.is_blocking:
-            from trinity_lightning.explorer.models.blocking import BlockingModel
-
             self.views = [BlockingModel(view) for view in self.views]
         self.workflow: Workflow = workflow_of(task, self.views[0], self.views[1:])
 

@@ -1,4 +1,4 @@
-"""The policy's weights in files: a folder that engines of other processes read, and what a run's checkpoint has."""
+"""The policy's weights in files: a folder that engines of other processes read, and the checkpoint of a run."""
 
 import contextlib
 import fcntl
@@ -17,26 +17,30 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.common.hardware import free_memory
 from trinity_lightning.errors import ConfigError, WeightSyncError
 from trinity_lightning.sync.stream import WeightStream
 
 # -- a folder for engines ----------------------------------------------------------------------------------------------
 
-KEPT = 2  # an engine may still be reading the weights before the last
+KEPT = 2  # newest weights that are kept: an engine may still be reading the ones before the last
 WEIGHTS = "model.safetensors"
 MEMORY = Path("/dev/shm")  # files here are memory of this machine, on Linux
 PREFIX = "trinity-weights-"
 LOCK = "lock"
-TRAINING_BYTES = 12  # a parameter's gradient and two moments: a trainer on this CPU makes them in its first step
-_own: set[Path] = set()  # folders of this process in memory: it is not kept out by its own locks, and must skip these
+TRAINING_BYTES = 12  # a parameter's gradient and two moments, which a trainer on this CPU makes in its first step
+_own: set[Path] = set()  # folders of this process in memory, which its own locks do not keep it from deleting
 
 
 def fits_in_memory(size: int, storage: int, memory: int, due: int = 0) -> bool:
-    """Whether to write weights to storage that is memory: only if it has room for twice the copies that exist during a
-    write.
+    """True if weights may be written to storage that is memory: there is room for twice the copies during a write.
 
-    All in bytes: the weights, what is free in the storage and of memory, and what training is still going to take.
+    Args:
+        size: bytes of the weights.
+        storage: free bytes of the storage.
+        memory: free bytes of memory.
+        due: bytes that training is still going to take.
     """
     return 2 * (KEPT + 1) * size <= min(storage, memory - due)
 
@@ -44,13 +48,13 @@ def fits_in_memory(size: int, storage: int, memory: int, due: int = 0) -> bool:
 class WeightFolder:
     """Holds the weights that were last sent; every engine that takes the same stream reads the same files.
 
-    A tied head is written as a tensor of its own (`save_pretrained` would drop it): an engine may keep a packed copy of
-    it that would silently stay stale.
+    A tied head is written as a tensor of its own (`save_pretrained` would drop it), because an engine may keep a packed
+    copy of it that would silently stay stale.
 
     Args:
-        place: where a folder of its own is made, which the engines' processes must see too; None for the system's
-            place for temporary files. Several runs may share it.
-        memory: storage that is memory, to be taken instead if it is there and large enough.
+        place: parent of a new folder, which the engines' processes must see too; None for the system's folder of
+            temporary files. Several runs may share it.
+        memory: storage that is memory, which is taken instead if it exists and is large enough.
     """
 
     def __init__(self, place: str | Path | None = None, memory: Path | None = None) -> None:
@@ -63,7 +67,7 @@ class WeightFolder:
         self._writes = 0
 
     def write(self, stream: WeightStream, dtype: torch.dtype) -> Path:
-        """The folder that holds these weights, in the engine's dtype; written again unless it is the same stream.
+        """The folder that holds these weights, in the engine's dtype; written unless it is the same stream as before.
 
         A WeightSyncError: it cannot be written.
         """
@@ -81,19 +85,19 @@ class WeightFolder:
 
     def _write(self, stream: WeightStream, dtype: torch.dtype) -> None:
         if self._folder is None:
-            self._folder = self._made(sum(map(math.prod, stream.shapes.values())), dtype.itemsize)
+            self._folder = self._new_folder(sum(map(math.prod, stream.shapes.values())), dtype.itemsize)
         self._writes += 1
         folder = self._folder / str(self._writes)
         folder.mkdir()
-        # A copy of each: safetensors refuses tensors that share memory, as tied ones do.
+        # Copies, because safetensors refuses tensors that share memory, as tied ones do.
         tensors = {name: tensor.to("cpu", dtype, copy=True).contiguous() for name, tensor in stream}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         self._written.append(folder)
         while len(self._written) > KEPT:
             shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
-    def _made(self, numbers: int, width: int) -> Path:
-        """A new folder for so many numbers of that many bytes; deleted when this object or the process ends."""
+    def _new_folder(self, numbers: int, width: int) -> Path:
+        """A new folder for so many numbers of `width` bytes each; deleted when this object or the process ends."""
         place, memory = self._place, self._memory
         if memory is not None and os.access(memory, os.W_OK):
             _delete_leftovers(memory)
@@ -110,7 +114,7 @@ class WeightFolder:
         return folder
 
     def close(self) -> None:
-        """Delete what was written; the next `write` writes everything."""
+        """Delete the files; the next `write` begins anew."""
         with self._lock:
             if self._folder is not None:
                 self._delete()
@@ -118,7 +122,7 @@ class WeightFolder:
 
 
 def _delete(folder: Path, lock: IO[str] | None, owner: int) -> None:
-    if os.getpid() != owner:  # a fork of the run, whose engines still read it
+    if os.getpid() != owner:  # a fork of the run, while the run's engines still read the folder
         return
     shutil.rmtree(folder, ignore_errors=True)
     _own.discard(folder)
@@ -129,9 +133,9 @@ def _delete(folder: Path, lock: IO[str] | None, owner: int) -> None:
 def _locked(memory: Path) -> tuple[Path, IO[str]]:
     """A new folder, and the lock by which other runs know that it is no leftover.
 
-    A lock of `lockf` is its process's alone: a fork of the run that outlives it does not keep the memory.
+    A lock of `lockf` belongs to its process alone, so that a fork that outlives the run does not keep the memory.
     """
-    hidden = Path(tempfile.mkdtemp(prefix=".", dir=memory))  # others see it when it is locked
+    hidden = Path(tempfile.mkdtemp(prefix=".", dir=memory))  # other runs see it once it is locked
     lock = (hidden / LOCK).open("w")
     fcntl.lockf(lock, fcntl.LOCK_EX)
     folder = memory / f"{PREFIX}{hidden.name[1:]}"
@@ -140,46 +144,42 @@ def _locked(memory: Path) -> tuple[Path, IO[str]]:
 
 
 def _delete_leftovers(memory: Path) -> None:
-    """Delete what this user's runs that were killed have left, as nothing else would give that memory back."""
-    # Anybody can write there: no link is followed, and a pipe is not waited for.
+    """Delete folders that killed runs of this user left, because nothing else would give their memory back."""
+    # Anybody can write there, so no link is followed and no pipe is waited for.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     for folder in set(memory.glob(f"{PREFIX}*/")) - _own:
-        with contextlib.suppress(OSError):  # its run lives, or another run deletes it
+        with contextlib.suppress(OSError):  # its run still goes on, or another run deletes it
             if folder.lstat().st_uid == os.getuid():
                 with os.fdopen(os.open(folder / LOCK, flags, mode=0o600), "w") as lock:
                     fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-# -- a run's checkpoint ------------------------------------------------------------------------------------------------
+# -- the checkpoint of a run -------------------------------------------------------------------------------------------
 
 _POLICY = "model."  # PolicyModule.model
 
 
 def checkpoint_weights(path: str | Path) -> tuple[int, WeightStream]:
-    """The explore step that a checkpoint was written after, and the policy's weights in it, by its parameters' names.
+    """The explore step after which a checkpoint was written, and its weights, by the names of the policy's parameters.
 
-    A ConfigError: not a checkpoint of a training run.
+    A ConfigError: it is no checkpoint of a training run.
     """
-    from trinity_lightning.common.checkpoints import whole  # servers, which use the folder alone, read no checkpoint
-
     step, saved = saved_weights(path)
     weights = whole(path, {"state_dict": saved})["state_dict"]
     return step, WeightStream.of((name.removeprefix(_POLICY), tensor) for name, tensor in weights.items())
 
 
 def saved_weights(path: str | Path) -> tuple[int, dict[str, Tensor]]:
-    """The step, and the weights by the checkpoint's names as `common.checkpoints.contents` has them: not read yet.
+    """The step, and the weights by the checkpoint's own names, not read yet (see `common.checkpoints.contents`).
 
     Errors as `checkpoint_weights`.
     """
-    from trinity_lightning.common.checkpoints import contents
-
     try:
         checkpoint = contents(path)
-        # Not the explorer's, which may be ahead; nor "epoch", which is counted up only after a checkpoint at its end.
+        # Not the explorer's step, which may be ahead; nor "epoch", which is counted after the checkpoint at its end.
         step = int(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])
-        weights = {name: each for name, each in checkpoint["state_dict"].items() if name.startswith(_POLICY)}
+        weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name.startswith(_POLICY)}
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, UnpicklingError) as error:
         raise ConfigError(f"'{path}' is no checkpoint of a training run: {type(error).__name__}: {error}") from error
     return step, weights

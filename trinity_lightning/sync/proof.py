@@ -1,8 +1,8 @@
 """The proof that the policy's weights arrived in its engines.
 
-Checksums cannot prove it (a CPU engine packs its weights into forms of its own), so log-probabilities do: a *probe*
-compares engine and trainer on a fixed text. A sync that does nothing would pass a probe while the weights are still
-equal, hence the *drill*: once, before the first step, both sides are given perturbed weights.
+Checksums cannot prove it, because a CPU engine packs its weights into forms of its own. Log-probabilities can: a
+*probe* compares engine and trainer on a fixed text. While the weights are still equal, a sync that does nothing would
+pass a probe; hence the *drill*: once, before the first step, both sides are given perturbed weights.
 """
 
 import math
@@ -17,31 +17,33 @@ from torch import Tensor, nn
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.sync.stream import in_parts
 
-# 96 tokens or so of ordinary text, digits and punctuation: random tokens would sit where bfloat16 is at its coarsest.
+# About 96 tokens of ordinary text, digits and punctuation. Random tokens are unlikely, where bfloat16 is coarsest.
 PROBE_TEXT = (
     "The sum of two numbers is found by adding them. For example, 12 + 7 = 19, and 3 + 4 = 7. "
     "If a train leaves at 9:15 and arrives at 11:45, the journey takes two hours and thirty minutes. "
     "Water boils at 100 degrees and freezes at 0 degrees Celsius."
 )
 DRILL_SEED = 0
-# Noise in root mean squares of each tensor. The drill uses the first scale that moves the log-probabilities by
-# DRILL_CONTRAST nats on average: 2.5 times the most that rounding is ever allowed. A trained model needs little, a new
-# one much. For the last scale 2.5 times what this run is allowed is enough: adapters do not change the head, whose size
-# limits how far they can move the log-probabilities.
+# Scales of the noise, in root mean squares of each tensor. The drill uses the first that moves the log-probabilities by
+# DRILL_CONTRAST nats on average, which is 2.5 times the largest mean difference that is ever allowed as rounding. A
+# trained model needs little noise, a new one much. At the last scale, 2.5 times this run's own allowance is enough:
+# adapters do not change the head, whose size limits how far they can move the log-probabilities.
 DRILL_SCALES = tuple(0.02 * 1.5**i for i in range(15))  # up to 5.8
 DRILL_CONTRAST = 0.3
-DRILL_FLOOR = 0.01  # of the root mean square: a bias of zeros has to move too
+DRILL_FLOOR = 0.01  # least root mean square of a tensor: a bias of zeros has to move too
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far engine and trainer may differ: absolute differences of log-probabilities, in nats.
+    """Allowed absolute differences between log-probabilities of engine and trainer, in nats.
 
     Attributes:
-        mean, max: what the mean and the largest difference may be,
-        relative_mean, relative_max: and how much more, as a share of the mean log-probability and of the token's own.
-            Unlikely tokens are rounded the most, and the more so the surer a policy becomes: the largest difference
-            of a sound run went from 0.18 at its start to 0.73 after 20 steps.
+        mean: allowed mean difference.
+        max: allowed difference of each token.
+        relative_mean: additional mean difference, as a share of the mean log-probability.
+        relative_max: additional difference of each token, as a share of its log-probability. Unlikely tokens are
+            rounded the most, and the more so the surer a policy becomes: the largest difference of a sound run went
+            from 0.18 at its start to 0.73 after 20 steps.
     """
 
     mean: float
@@ -51,11 +53,11 @@ class Tolerance:
 
     @classmethod
     def of(cls, *dtypes: torch.dtype, quantized: bool = False) -> "Tolerance":
-        """float32 on both sides agrees to 1e-3; a 16-bit side rounds each layer; a quantised one twice as much.
+        """The tolerance for engine and trainer of these dtypes; `quantized` engines may differ twice as much.
 
-        SmolLM2 with weights and activations rounded to eight bits (float8_e4m3) is 0.15 nats from itself on average,
-        and 0.17 with one scale a tensor; four bits are further off, and refused. The mean that is allowed stays below
-        what the drill moves (`DRILL_CONTRAST`).
+        float32 on both sides agrees to 1e-3; a 16-bit side rounds each layer. SmolLM2 with weights and activations
+        rounded to eight bits (float8_e4m3) is 0.15 nats from itself on average, and 0.17 with one scale a tensor; four
+        bits are further off, and refused. The allowed mean stays below the drill's effect (`DRILL_CONTRAST`).
         """
         if quantized:
             return cls(0.12, 1.0, relative_mean=0.04, relative_max=0.2)
@@ -64,34 +66,35 @@ class Tolerance:
         return cls(0.06, 0.5, relative_mean=0.02, relative_max=0.1)
 
     def limits(self, logprobs: Tensor) -> tuple[float, Tensor]:
-        """What is still rounding: the mean, and for each of the trainer's log-probabilities [tokens] the difference."""
-        # Twice the mean at most: a policy that knows nothing yet finds every token unlikely.
+        """The allowed mean difference, and the allowed difference of each token [tokens], for the trainer's values."""
+        # Twice the mean at most, because a policy that knows nothing yet finds every token unlikely.
         mean = min(self.mean + self.relative_mean * float(logprobs.abs().mean()), 2 * self.mean)
         return mean, self.max + self.relative_max * logprobs.abs()
 
 
-def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolerance, what: str) -> tuple[float, float]:
-    """Mean and maximum absolute difference of two lists of log-probabilities.
+def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolerance, check: str) -> tuple[float, float]:
+    """Mean and maximum absolute difference of two lists of log-probabilities; `check` names the comparison.
 
-    A WeightSyncError, with both values: beyond the tolerance, or not a number.
+    A WeightSyncError, with both values: they are beyond the tolerance, or not a number.
     """
     if len(trainer) != len(engine) or not trainer:
-        raise different_texts(trainer, engine, what)
+        raise different_texts(trainer, engine, check)
     logprobs = torch.tensor(trainer, dtype=torch.float64)
     difference = (logprobs - torch.tensor(engine, dtype=torch.float64)).abs()
     mean, maximum = float(difference.mean()), float(difference.max())
     allowed, limits = tolerance.limits(logprobs)
     if not (mean <= allowed and (difference <= limits).all()):
-        worst = max(zip(difference.tolist(), limits.tolist(), strict=True), key=lambda each: each[0] - each[1])
-        raise different_logprobs(trainer, engine, (mean, allowed), worst, what)
+        worst = max(zip(difference.tolist(), limits.tolist(), strict=True), key=lambda pair: pair[0] - pair[1])
+        raise different_logprobs(trainer, engine, (mean, allowed), worst, check)
     return mean, maximum
 
 
 def perturbed(model: nn.Module) -> AbstractContextManager[Callable[[float], None]]:
-    """A function that gives every parameter its own value plus seeded noise of `scale` times its root mean square.
+    """A context with a function that perturbs all parameters of a model; it restores them bit for bit at its end.
 
-    The noise is made on the parameters' device. At the end they are restored bit for bit, from copies on the host. Of
-    a model in shards (`trainer.shards.Shards`), all ranks perturb theirs.
+    The function gives each parameter its original value plus seeded noise of `scale` times its root mean square. The
+    noise is made on the parameters' device, and the originals are copied to the host. With a model in shards
+    (`trainer.fsdp.Shards`), all ranks perturb theirs.
     """
     parts = in_parts(model)
     return perturbed_tensors(model.parameters()) if parts is None else parts.perturbed()
@@ -99,7 +102,7 @@ def perturbed(model: nn.Module) -> AbstractContextManager[Callable[[float], None
 
 @contextmanager
 def perturbed_tensors(parameters: Iterable[Tensor]) -> Iterator[Callable[[float], None]]:
-    """The same of these parameters."""
+    """The same context for these parameters; see `perturbed`."""
     parameters = [parameter.detach() for parameter in parameters]
     saved = [parameter.to("cpu", copy=True) for parameter in parameters]
 
@@ -118,7 +121,7 @@ def perturbed_tensors(parameters: Iterable[Tensor]) -> Iterator[Callable[[float]
 
 
 def noise(shape: torch.Size, generator: torch.Generator, scale: float, size: Tensor) -> Tensor:
-    """Normal noise of `scale` times the root mean square `size` of what it is added to."""
+    """Normal noise of `scale` times `size`, the root mean square of the tensor that it is added to."""
     drawn = torch.randn(shape, generator=generator, device=generator.device)
     return drawn.mul_(scale * size.clamp_min(DRILL_FLOOR))
 
@@ -128,13 +131,13 @@ class Synchronizer:
     """Sends a policy's weights to its engines, and checks that they arrived.
 
     Attributes:
-        perturbed: what the drill perturbs, as `perturbed` does.
+        perturbed: makes the context in which the drill perturbs the policy; see the function `perturbed`.
         send: hands the weights to every engine.
-        trainer_logprobs: the trainer's log-probabilities of the probe's text.
-        engine_logprobs: each engine's.
-        tolerance: how far they may differ.
-        check_interval: syncs between probes; the first is always probed.
-        with_drill: whether the first sync is preceded by the drill.
+        trainer_logprobs: returns the trainer's log-probabilities of the probe's text.
+        engine_logprobs: returns each engine's log-probabilities of it.
+        tolerance: allowed differences between them.
+        check_interval: number of syncs from one probe to the next; the first sync is always probed.
+        with_drill: True if the drill precedes the first sync.
         drill_scale: the scale of the drill's noise that was enough, perhaps in an earlier part of the run; None: there
             was no drill.
     """
@@ -150,7 +153,7 @@ class Synchronizer:
     _syncs: int = field(default=0, init=False)
 
     def sync(self) -> dict[str, float]:
-        """Send the present weights, after the drill the first time and followed by a probe if it is due; metrics.
+        """Send the present weights and return metrics; the first time after the drill; with a probe if one is due.
 
         A WeightSyncError: an engine did not take the weights.
         """
@@ -178,28 +181,34 @@ class Synchronizer:
                     self._compare(after, "drill with perturbed weights")
                     self.drill_scale = scale
                     return
-
         raise unmoved()
 
-    def _compare(self, trainer: list[float], what: str) -> tuple[float, float]:
-        found = [compare(trainer, engine, self.tolerance, what) for engine in self.engine_logprobs()]
-        return max(mean for mean, _ in found), max(maximum for _, maximum in found)
+    def _compare(self, trainer: list[float], check: str) -> tuple[float, float]:
+        """The largest mean and maximum difference of any engine."""
+        differences = [compare(trainer, engine, self.tolerance, check) for engine in self.engine_logprobs()]
+        return max(mean for mean, _ in differences), max(maximum for _, maximum in differences)
 
 
-def different_texts(trainer: Sequence[float], engine: Sequence[float], what: str) -> WeightSyncError:
-    """The error if the two lists that a probe or drill (`what`) compares are not of the same tokens."""
+# -- errors; `check` names the probe or drill --------------------------------------------------------------------------
+
+
+def different_texts(trainer: Sequence[float], engine: Sequence[float], check: str) -> WeightSyncError:
+    """The error for lists of log-probabilities of different lengths."""
     return WeightSyncError(
-        f"{what}: {len(trainer)} log-probabilities of the trainer, {len(engine)} of the engine: they read the text "
+        f"{check}: {len(trainer)} log-probabilities of the trainer, {len(engine)} of the engine: they read the text "
         "with different tokenizers."
     )
 
 
 def different_logprobs(
-    trainer: Sequence[float], engine: Sequence[float], mean: tuple[float, float], worst: tuple[float, float], what: str
+    trainer: Sequence[float], engine: Sequence[float], mean: tuple[float, float], worst: tuple[float, float], check: str
 ) -> WeightSyncError:
-    """The error if they differ by more than rounding; the mean and the worst difference, each with what is allowed."""
+    """The error for log-probabilities that differ by more than rounding.
+
+    `mean` and `worst` are the mean difference and that of the worst token, each with the allowed one.
+    """
     return WeightSyncError(
-        f"{what}: the engine's log-probabilities are not the trainer's. Mean |difference| {mean[0]:.3g} (allowed "
+        f"{check}: the engine's log-probabilities are not the trainer's. Mean |difference| {mean[0]:.3g} (allowed "
         f"{mean[1]:.3g}), of the worst token {worst[0]:.3g} (allowed {worst[1]:.3g}); mean log-probability of the "
         f"trainer {sum(trainer) / len(trainer):.4f}, of the engine {sum(engine) / len(engine):.4f}. "
         "The engine does not have the trainer's weights, computes in another dtype (engine.dtype; --dtype of a "
@@ -208,7 +217,7 @@ def different_logprobs(
 
 
 def unmoved() -> WeightSyncError:
-    """The error if no noise of the drill moves the policy's log-probabilities."""
+    """The error for a policy whose log-probabilities no noise of the drill moves."""
     return WeightSyncError(
         "the drill could not perturb the policy enough to tell whether weights arrive: its log-probabilities "
         "hardly depend on its weights. Is the checkpoint whole? synchronizer.drill=false skips the drill."

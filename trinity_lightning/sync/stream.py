@@ -1,25 +1,20 @@
-"""The policy's weights on their way: a stream whose names and shapes are known before, and the engines that get it."""
+"""The policy's weights on their way to engines: a stream whose names and shapes are known before its tensors."""
 
-import asyncio
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trinity_lightning.common.failures import listed
-from trinity_lightning.common.inference import HeldModel
-from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.values import nearest
 from trinity_lightning.errors import WeightSyncError
-
-if TYPE_CHECKING:
-    from trinity_lightning.sync.servers import Sender
 
 Shape = tuple[int, ...]
 
@@ -33,7 +28,7 @@ class WeightStream:
     Attributes:
         shapes: shape of each tensor by its Hugging Face checkpoint name, in the order sent.
         tensors: starts the stream: yields each (name, tensor) once.
-        device: where they come from.
+        device: the device of the tensors before they are sent.
     """
 
     shapes: Mapping[str, Shape]
@@ -54,10 +49,10 @@ class WeightStream:
 
 @contextmanager
 def while_sent(stream: WeightStream) -> Iterator[WeightStream]:
-    """The stream for one sync. If that ends early, by its time limit say, a thread that still reads it is refused.
+    """The stream for one sync. If the sync ends early, such as by its time limit, a thread that still reads is refused.
 
-    Else it would go on to read weights that are trained again; and of a policy in shards (`trainer.shards`), take part
-    in rounds of all processes at the same time as the thread that trains or saves.
+    Otherwise it would read weights while they are trained again. With a policy in shards (`trainer.fsdp.Shards`), it
+    would also take part in rounds of all processes at the same time as the thread that trains or saves.
     """
     given_up = threading.Event()
 
@@ -76,33 +71,85 @@ def while_sent(stream: WeightStream) -> Iterator[WeightStream]:
         raise
 
 
+class Sender(ABC):
+    """Sends weights to all engines at once."""
+
+    @abstractmethod
+    async def send(self, stream: WeightStream, version: int) -> None:
+        """Give every engine these weights; a WeightSyncError: one did not take them, and may hold half of them."""
+
+    def close(self) -> None:  # noqa: B027  # some have nothing to leave
+        """Leave the engines; calling it twice is allowed."""
+
+
+MAX_LISTED = 8
+
+
 def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
-    """A WeightSyncError if a stream lacks a tensor, brings one too many, or has a wrong shape; no engine is touched."""
+    """Refuse weights that lack a tensor, have one too many or a wrong shape: WeightSyncError. No engine is touched."""
     if dict(sent) != {name: tuple(shape) for name, shape in expected.items()}:
         raise misfit(sent, expected)
+
+
+def misfit(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> WeightSyncError:
+    """The error for shapes by name that differ: the first 8 differences of each kind, and the fix."""
+    missing = [f"'{name}'" for name in expected if name not in sent]
+    matches = {name: nearest(name, expected) for name in sent if name not in expected}
+    unknown = [f"'{name}'" + (f" (nearest: '{match}')" if match else "") for name, match in matches.items()]
+    wrong = [
+        f"'{name}' {tuple(shape)}, expected {tuple(expected[name])}"
+        for name, shape in sent.items()
+        if name in expected and shape != expected[name]
+    ]
+    kinds = {"missing": missing, "unknown to the engine": unknown, "wrong shape": wrong}
+    problems = [f"{len(names)} {kind}: {listed(names, MAX_LISTED)}" for kind, names in kinds.items() if names]
+    return WeightSyncError(
+        f"the weights do not fit the engine, which was not touched. {'. '.join(problems)}. Trainer and engine must "
+        "hold the same model; send every parameter under its checkpoint name, a tied 'lm_head.weight' too."
+    )
+
+
+# -- the weights of a model --------------------------------------------------------------------------------------------
 
 
 def weight_stream(model: nn.Module) -> WeightStream:
     """Every parameter of a Hugging Face model under its checkpoint name; a tied one under each of its names.
 
-    The tied head is always sent: an engine may keep a packed copy of it that would silently stay stale. Of a model in
-    shards (`trainer.shards`), each is put together as it is sent; adapters (`trainer.adapter.Adapter`) are merged.
+    The tied head is always sent, because an engine may keep a packed copy of it that would silently stay stale. Weights
+    in shards (`trainer.fsdp.Shards`) are put together one by one as they are sent; adapters
+    (`trainer.adapter.Adapter`) are merged.
     """
     if (parts := in_parts(model)) is not None:
         return as_checkpoint(parts.parameters(), model, parts.whole)
     return as_checkpoint(dict(model.named_parameters(remove_duplicate=False)), model)
 
 
-def in_parts(model: nn.Module) -> "Parts | None":
-    """The parts of a model's weights; None if it has them whole."""
-    return getattr(model, "adapter", None) or getattr(model, "shards", None)
-
-
 def parameter_stream(model: nn.Module) -> WeightStream:
-    """The same under the names of the model's own parameters: for an engine that generates with this very model."""
+    """Every parameter under the model's own name for it: for an engine that generates with this very model."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return WeightStream(shapes, lambda: ((name, tensor.detach()) for name, tensor in tensors.items()))
+
+
+class Parts(Protocol):
+    """The weights of a model that has them in parts: shards, or frozen weights and adapters."""
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Tensors with the names and shapes of the whole weights."""
+        ...
+
+    def whole(self, name: str) -> Tensor:
+        """A weight, put together."""
+        ...
+
+    def perturbed(self) -> AbstractContextManager[Callable[[float], None]]:
+        """As `sync.proof.perturbed`."""
+        ...
+
+
+def in_parts(model: nn.Module) -> Parts | None:
+    """The parts of a model's weights; None if it has them whole."""
+    return getattr(model, "adapter", None) or getattr(model, "shards", None)
 
 
 def skeleton(path: str) -> Any:
@@ -122,191 +169,58 @@ def parameter_shapes(path: str) -> dict[str, Shape]:
     return dict(as_checkpoint(dict(model.named_parameters(remove_duplicate=False)), model).shapes)
 
 
-def as_checkpoint(
-    tensors: Mapping[str, Tensor], model: Any, read: Callable[[str], Tensor] | None = None
-) -> WeightStream:
-    """Tensors by a model's own parameter names, as its checkpoints have them: what `save_pretrained` would write.
-
-    Transformers holds some of them in another form, such as all experts of a layer in one tensor. They are converted
-    back one layer at a time, if no tensor of a checkpoint is made of several layers: nothing is copied as a whole.
-
-    Args:
-        tensors: the weights.
-        model: the Hugging Face model whose names they have; its own weights are not read.
-        read: the tensor of a name, when its turn comes to be sent; None: as they are.
-    """
-    device, take = next(iter(tensors.values())).device, read or (lambda name: tensors[name].detach())
-    if conversions := _conversions(model):  # of few models
-        return converted(tensors, take, model, conversions, device)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return WeightStream(shapes, lambda: ((name, take(name)) for name in shapes), device)
-
-
-def _conversions(model: Any) -> list[Any]:
-    """How transformers makes the parameters of such a model from its checkpoints.
-
-    Those of its class: the file that this one was loaded from may have lacked a prefix.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
-
-    every = get_model_conversion_mapping(model, add_legacy=False)
-    return [conversion for conversion in every if not isinstance(conversion, PrefixChange)]
-
-
-# -- the engines that hold the policy, as one: which weights they have, and giving them others -------------------------
-
-
-class PolicyEngine(HeldModel, Protocol):
-    """A model that holds the policy, and may share its device's memory with the trainer; see `Engine.sleep`."""
-
-    async def sleep(self) -> None: ...
-
-    async def wake_up(self) -> None: ...
-
-
-E = TypeVar("E", bound=PolicyEngine)
-
-
-def shares_weights(models: Iterable[HeldModel]) -> bool:
-    """Whether any of these engines generates with the trainer's own weights: there are no older ones to give it."""
-    return any(model.capabilities.shares_weights for model in models)
-
-
-class PolicyEngines(Generic[E]):
-    """Engines that are always given the same weights.
-
-    Args:
-        models: the engines.
-        keeps_copy: whether the weights last given are kept, because the trainer's may be newer by the time that they
-            are asked for.
-
-    Attributes:
-        version: explore steps that changed the weights that the engines were last given.
-        source: where the trainer's present weights come from; None: not connected yet.
-        group: sends weights to all engines, if not each is sent them by itself.
-    """
-
-    def __init__(self, models: Sequence[E], keeps_copy: bool) -> None:
-        self.models = list(models)
-        self.version = 0
-        self.source: Callable[[], WeightStream] | None = None
-        self._keeps_copy = keeps_copy
-        self._given: WeightStream | None = None
-        self._restored: tuple[dict[str, Tensor], int] | None = None
-        self.group: Sender | None = None
-
-    async def join(self, shapes: Mapping[str, Shape] | None = None) -> None:
-        """Send weights, of these shapes or the trainer's, without a file from now on; errors as of a group's `form`."""
-        from trinity_lightning.sync.servers import group_of
-
-        stream = self._trainers()
-        self.leave()
-        self.group = group = group_of(self.models, stream.device)
-        await group.form(stream.shapes if shapes is None else shapes)
-
-    def leave(self) -> None:
-        """Leave the group, if there is one."""
-        group, self.group = self.group, None
-        if group is not None:
-            group.close()
-
-    async def sync(self, version: int) -> None:
-        """Give every engine the trainer's present weights; RuntimeError if they are not connected."""
-        stream = self._trainers()
-        if self._keeps_copy:  # on the host, and then sent: of a policy in shards each weight is put together once
-            with while_sent(stream) as sent:
-                copied = ((name, tensor.to("cpu", copy=True)) for name, tensor in sent)
-                stream = await run_in_thread(lambda: WeightStream.of(copied))
-        await self.send(stream, version)
-
-    async def send(self, stream: WeightStream, version: int) -> None:
-        """Give every engine these weights; a server that is started again before the next ones reads them once more."""
-        with while_sent(stream) as sent:
-            if self.group is not None:
-                await self.group.send(sent, version)
-            else:
-                await asyncio.gather(*(model.sync_weights(sent, version) for model in self.models))
-        self.version, self._given = version, stream
-
-    async def sleep(self) -> None:
-        """Give the device's memory to the trainer, if engines can."""
-        await asyncio.gather(*(model.sleep() for model in self.models))
-
-    async def wake_up(self) -> None:
-        """Take the device's memory again."""
-        await asyncio.gather(*(model.wake_up() for model in self.models))
-
-    def weight(self, name: str) -> Tensor:
-        """The weight of that name that the engines were last given, or the trainer's present one if no copy is kept.
-
-        A KeyError has the nearest name; a RuntimeError: the trainer's weights are not connected.
-        """
-        stream = self._trainers() if self._given is None else self._given
-        if name not in stream.shapes:
-            raise unknown_weight(name, stream.shapes)
-        return next(tensor for other, tensor in stream if other == name)
-
-    def _trainers(self) -> WeightStream:
-        if self.source is None:
-            raise RuntimeError("prepare() the explorer with the trainer's weights first.")
-        return self.source()
-
-    # -- state --------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """The copy that is kept, and its version; of fresh engines what `restore` is still to give."""
-        given = dict(self._given) if self._keeps_copy and self._given is not None else {}
-        weights, version = self._restored or (given, self.version)
-        return {"version": version, "weights": weights}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Remember what `restore` is to give, unless that would overwrite the trainer's own weights."""
-        kept = bool(state["weights"]) and not shares_weights(self.models)
-        self._restored = (state["weights"], state["version"]) if kept else None
-
-    async def restore(self) -> bool:
-        """Give fresh engines the weights that they had when the state was taken, once; whether there were any."""
-        if self._restored is None:
-            return False
-        (weights, version), self._restored = self._restored, None
-        await self.send(WeightStream.of(weights.items()), version)
-        return True
-
-    def forget_restored(self) -> None:
-        """Newer weights are due: what the engines had is of no use any more."""
-        self._restored = None
-
+# -- parameters as checkpoints have them -------------------------------------------------------------------------------
 
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
-class Parts(Protocol):
-    """The weights of a model that has them in parts: shards, or frozen weights and adapters."""
+def as_checkpoint(
+    tensors: Mapping[str, Tensor], model: Any, read: Callable[[str], Tensor] | None = None
+) -> WeightStream:
+    """Tensors by a model's own parameter names, as its checkpoints have them: as `save_pretrained` would write them.
 
-    def parameters(self) -> Mapping[str, Tensor]:
-        """Tensors of the names and shapes of the whole weights."""
-        ...
+    Transformers holds some of them in another form, such as all experts of a layer in one tensor. They are converted
+    back layer by layer, unless a tensor of the checkpoint is made from several layers, so that no whole copy is made.
 
-    def whole(self, name: str) -> Tensor:
-        """A weight, put together."""
-        ...
+    Args:
+        tensors: the weights.
+        model: the Hugging Face model whose names they have; its own weights are not read.
+        read: returns the tensor of a name, when its turn comes to be sent; None: as they are.
+    """
+    device, take = next(iter(tensors.values())).device, read or (lambda name: tensors[name].detach())
+    if conversions := _conversions(model):  # few models have some
+        return _converted(tensors, take, model, conversions, device)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return WeightStream(shapes, lambda: ((name, take(name)) for name in shapes), device)
 
-    def perturbed(self) -> AbstractContextManager[Callable[[float], None]]:
-        """As `sync.proof.perturbed`."""
-        ...
+
+def check_conversion(tensors: Mapping[str, Tensor], model: Any) -> None:
+    """Convert tensors of these shapes, without any data, as `save_pretrained` will; errors are transformers'."""
+    _shapes(tensors, [list(tensors)], model)
 
 
-def converted(
+def _conversions(model: Any) -> list[Any]:
+    """The conversions by which transformers makes the parameters of a model of this class from its checkpoints.
+
+    The model's own would not do: the file that it was loaded from may have lacked a prefix.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
+
+
+def _converted(
     tensors: Mapping[str, Tensor],
     take: Callable[[str], Tensor],
     model: Any,
     conversions: list[Any],
     device: torch.device,
 ) -> WeightStream:
-    """The tensors that `take` gives, as checkpoints have them, a layer at a time; arguments as of `as_checkpoint`.
+    """The tensors that `take` returns, in the form of checkpoints, a layer at a time; the others as `as_checkpoint`.
 
-    `conversions` are how transformers makes the model's parameters from its checkpoints.
+    `conversions` are those by which transformers makes the model's parameters from its checkpoints.
     """
     plain = SimpleNamespace(_weight_conversions=conversions, config=model.config)  # a model in shards takes no copy
     groups = _layers(tensors)
@@ -322,17 +236,12 @@ def converted(
 
 
 def _shapes(tensors: Mapping[str, Tensor], groups: Sequence[Sequence[str]], model: Any) -> dict[str, Shape]:
-    """Names and shapes of what is streamed, in its order."""
-    # Not empty_like: that of a shard is a shard too, which rank 0 alone cannot put together.
+    """Names and shapes of the converted tensors, in the order of the stream."""
+    # Not empty_like: the one of a shard is a shard too, which rank 0 alone cannot put together.
     empty = (
         {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in names} for names in groups
     )
     return {name: tuple(tensor.shape) for group in empty for name, tensor in _reverted(group, model).items()}
-
-
-def check_conversion(tensors: Mapping[str, Tensor], model: Any) -> None:
-    """Convert tensors of these shapes, without any data, as `save_pretrained` will; errors are transformers'."""
-    _shapes(tensors, [list(tensors)], model)
 
 
 def _reverted(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
@@ -348,31 +257,3 @@ def _layers(names: Iterable[str]) -> list[list[str]]:
         layer = _LAYER.match(name)
         groups.setdefault(layer.group() if layer else name, []).append(name)
     return list(groups.values())
-
-
-def misfit(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> WeightSyncError:
-    """Every difference between shapes by name, the first 8 of each kind, and what to do."""
-    missing = [f"'{name}'" for name in expected if name not in sent]
-    matches = {name: nearest(name, expected) for name in sent if name not in expected}
-    unknown = [f"'{name}'" + (f" (nearest: '{match}')" if match else "") for name, match in matches.items()]
-    wrong = [
-        f"'{name}' {tuple(shape)}, expected {tuple(expected[name])}"
-        for name, shape in sent.items()
-        if name in expected and shape != expected[name]
-    ]
-    kinds = {"missing": missing, "unknown to the engine": unknown, "wrong shape": wrong}
-    problems = [f"{len(names)} {kind}: {listed(names, MAX_LISTED)}" for kind, names in kinds.items() if names]
-    return WeightSyncError(
-        f"the weights do not fit the engine, which was not touched. {'. '.join(problems)}. Trainer and engine must "
-        "hold the same model; send every parameter under its checkpoint name, a tied 'lm_head.weight' too."
-    )
-
-
-def unknown_weight(name: str, shapes: Mapping[str, Shape]) -> KeyError:
-    """The error for a name that the policy has no weight of: which one is nearest."""
-    match = nearest(name, shapes)
-    hint = f"Did you mean '{match}'?" if match else f"The first is '{next(iter(shapes), None)}'."
-    return KeyError(f"unknown weight '{name}' (the policy has {len(shapes)}). {hint}")
-
-
-MAX_LISTED = 8

@@ -1,4 +1,4 @@
-"""A run's model for code in threads: a workflow that is a plain `def run`, or what an `async def` one calls there."""
+"""A run's model for code in threads: a plain `def run`, or calls that an `async def run` makes in threads."""
 
 import asyncio
 import concurrent.futures
@@ -6,22 +6,24 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trinity_lightning.errors import RolloutError
-from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.models.openai_api import async_client, blocking_client
+
+if TYPE_CHECKING:
+    from trinity_lightning.explorer.models.bound import BoundModel
 
 T = TypeVar("T")
 
 
 class BlockingModel:
-    """A `BoundModel` for code in a thread: what is a coroutine there blocks here until the event loop has its result.
+    """A `BoundModel` for code in a thread: its coroutines are methods here that block until they have their result.
 
-    Made on the event loop. `close()` cancels the calls in flight, which aborts their requests, and refuses new ones.
+    Make it on the event loop. `close()` cancels the calls under way, which aborts their requests, and refuses new ones.
     """
 
-    def __init__(self, model: BoundModel) -> None:
+    def __init__(self, model: "BoundModel") -> None:
         self._model = model
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
@@ -30,24 +32,24 @@ class BlockingModel:
         self._closed = False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # which a copy asks for before it has a model
+        if name.startswith("_"):  # copy.copy asks for such names before there is a model
             raise AttributeError(f"{type(self).__name__} has no {name}")
-        found = getattr(self._model, name)
-        if not inspect.iscoroutinefunction(found):
-            return found
+        attribute = getattr(self._model, name)
+        if not inspect.iscoroutinefunction(attribute):
+            return attribute
 
-        @functools.wraps(found)
+        @functools.wraps(attribute)
         def wait(*arguments: Any, **settings: Any) -> Any:
-            return self._submit(found, *arguments, **settings).result()
+            return self._submit(attribute, *arguments, **settings).result()
 
         return wait
 
     def get_openai_client(self) -> Any:
-        """An `openai.OpenAI` whose calls block, and are kept; see `BoundModel.get_openai_async_client`."""
+        """An `openai.OpenAI` whose calls block, and are recorded; see `BoundModel.get_openai_async_client`."""
         return blocking_client(lambda path, body: self._submit(self._model.openai_answer, path, body).result())
 
     def get_openai_async_client(self) -> Any:
-        """An `openai.AsyncOpenAI` for an event loop of the thread's own, whose calls are kept."""
+        """An `openai.AsyncOpenAI` for an event loop of the thread's own, whose calls are recorded."""
 
         async def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
             return await asyncio.wrap_future(self._submit(self._model.openai_answer, path, body))
@@ -55,7 +57,7 @@ class BlockingModel:
         return async_client(answer)
 
     def close(self) -> None:
-        """The run is over: cancel the calls in flight and refuse new ones."""
+        """End the run: cancel the calls under way, and refuse new ones."""
         with self._lock:
             self._closed = True
             calls = list(self._calls)
@@ -65,6 +67,7 @@ class BlockingModel:
     def _submit(
         self, call: Callable[..., Coroutine[Any, Any, T]], *arguments: Any, **settings: Any
     ) -> "concurrent.futures.Future[T]":
+        """Start a coroutine on the event loop. RuntimeError: this thread runs it; RolloutError: the run is over."""
         if threading.get_ident() == self._loop_thread:
             raise RuntimeError(
                 "the event loop would wait for itself: call the model in run(), not in the constructor, and in an "

@@ -1,37 +1,38 @@
 """A model as one run of a task sees it: every call has the run's seed and the task's sampling settings."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
-from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.config.explorer import DEFAULT_TEMPERATURE, check_trained_sampling
-
-if TYPE_CHECKING:
-    from trinity_lightning.explorer.models.blocking import BlockingModel
-    from trinity_lightning.explorer.models.openai_api import RecordedCalls
+from trinity_lightning.explorer.models.blocking import BlockingModel
+from trinity_lightning.explorer.models.openai_api import ChatCompletions, OpenAIModel, async_client
+from trinity_lightning.explorer.workflows.workflow import experience_of
 
 
 class BoundModel:
-    """An InferenceModel that fills in what a run's calls have in common. Made for every run and every retry, so
-    that a retry draws the same samples.
+    """An `InferenceModel` that fills in the settings that all calls of a run share.
+
+    Every run and every retry has one of its own, so that a retry draws the same samples.
 
     Attributes:
-        enable_history: calls through OpenAI's client are kept, always: `extract_experience_from_history`.
+        enable_history: True: calls through OpenAI's client are always recorded; see `extract_experience_from_history`.
         max_model_len: longest prompt and response together, in tokens.
 
     Args:
         model: the model that generates.
         run_seed: seed of all rollouts.
-        batch, task, run: which run this is; seeds follow from them and from the number of calls before.
-        sampling: settings that a call does not give itself; None values leave the engine's default.
-        trained: whether its samples are trained on, so that they must come from the policy's whole distribution.
-        template_variables: what the chat template is given of every conversation, which may have others; None: of none,
-            as the variables of a task's conversation are the policy's alone.
+        batch, task, run: identify this run; seeds follow from them and from the number of calls before.
+        sampling: settings for calls that do not set them; None values leave the engine's default.
+        trained: True if the samples are trained on, and so must come from the policy's whole distribution.
+        template_variables: variables of the chat template for every conversation; its own go first. None: conversations
+            are given no variables, because a task's are for the policy alone.
     """
 
     enable_history = True
@@ -60,22 +61,11 @@ class BoundModel:
         self._blocking: BlockingModel | None = None
         self._recorded: RecordedCalls | None = None
 
+    # -- InferenceModel ------------------------------------------------------------------------------------------------
+
     @property
     def model_version(self) -> int:
         return self._model.model_version
-
-    @property
-    def used_version(self) -> int:
-        """The oldest version at the start of any call, so that lag is never understated; before the first call, the
-        present one.
-        """
-        return self.model_version if self._oldest_version is None else self._oldest_version
-
-    @property
-    def used_temperature(self) -> float | None:
-        """The sampling temperature of all calls so far; None if they differ."""
-        used = self._temperatures or {temperature_of(self._sampling)}
-        return next(iter(used)) if len(used) == 1 else None
 
     async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
         return await self._model.generate(prompt, n=n, **self._next_call(sampling))
@@ -90,77 +80,27 @@ class BoundModel:
     ) -> list[int]:
         return await self._model.render(self._conversation(messages), tools, so_far)
 
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        return await self._model.logprobs(token_ids)
+
+    async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Refuse it with a RuntimeError: a run must not change the model that others generate with."""
+        raise RuntimeError("a workflow must not change the model's weights: the explorer syncs them between steps")
+
+    async def shutdown(self) -> None:
+        """Refuse it with a RuntimeError: the model belongs to the explorer."""
+        raise RuntimeError("a workflow must not shut the model down: other runs generate with it")
+
     def _conversation(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with the variables of the chat template that the run's conversations have."""
+        """The messages with the chat template's variables of this run."""
         conversation = Conversation.of(messages)
         if self._template_variables is None:
             return Conversation(conversation, conversation.tools)
         variables = {**self._template_variables, **conversation.template_variables}
         return Conversation(conversation, conversation.tools, variables)
 
-    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._model.logprobs(token_ids)
-
-    @property
-    def _openai_calls(self) -> "RecordedCalls":
-        if self._recorded is None:
-            from trinity_lightning.explorer.models.openai_api import RecordedCalls  # few workflows ask for a client
-
-            variables = self._template_variables or {}
-            self._recorded = RecordedCalls(self, self._model, self._next_call, self._sampling, self._run, variables)
-        return self._recorded
-
-    def get_openai_async_client(self) -> Any:
-        """An `openai.AsyncOpenAI` whose calls are this run's: with its seed and sampling settings, and kept.
-
-        A workflow that returns no experiences of its own has those of these calls: `set_reward` says what they were
-        worth. See `InferenceModel.get_openai_async_client`.
-        """
-        return self._openai_calls.client
-
-    def get_openai_client(self) -> Any:
-        """An `openai.OpenAI` for code that the workflow runs in threads (`asyncio.to_thread`); its calls are kept too.
-
-        On the event loop itself its calls are refused: RuntimeError.
-        """
-        if self._blocking is None:
-            from trinity_lightning.explorer.models.blocking import BlockingModel
-
-            self._blocking = BlockingModel(self)
-        return self._blocking.get_openai_client()
-
-    async def openai_answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """HTTP status and body of the response to a request of OpenAI's API."""
-        return await self._openai_calls.answer(path, body)
-
-    def set_reward(self, reward: float, metrics: Mapping[str, float] | None = None) -> None:
-        """What the calls through OpenAI's client that have no reward yet were worth.
-
-        Args:
-            reward: of each of them.
-            metrics: numbers to be logged, of the last of them.
-        """
-        if self._recorded is not None:
-            self._recorded.set_reward(reward, metrics or {})
-
-    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """The calls through OpenAI's client as experiences, for a workflow that changes them before it returns them."""
-        return [] if self._recorded is None else self._recorded.experiences(clear_history)
-
-    async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Refused: RuntimeError. A run must not change the model that others generate with."""
-        raise RuntimeError("a workflow must not change the model's weights: the explorer syncs them between steps")
-
-    async def shutdown(self) -> None:
-        """Refused: RuntimeError. The model belongs to the explorer."""
-        raise RuntimeError("a workflow must not shut the model down: other runs generate with it")
-
-    def close(self) -> None:
-        """The run is over: cancel the calls that its threads wait for, and refuse new ones."""
-        if self._blocking is not None:
-            self._blocking.close()
-
     def _next_call(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of the next call, its seed among them."""
         settings = {name: value for name, value in {**self._sampling, **sampling}.items() if value is not None}
         if self._trained:
             check_trained_sampling(settings)
@@ -170,8 +110,148 @@ class BoundModel:
         self._oldest_version = min(self.used_version, self.model_version)
         return settings
 
+    # -- OpenAI's client -----------------------------------------------------------------------------------------------
+
+    def get_openai_async_client(self) -> Any:
+        """An `openai.AsyncOpenAI` whose calls have the run's seed and sampling settings, and are recorded.
+
+        A workflow that returns no experiences of its own returns these calls as experiences: `set_reward` gives them
+        their reward. See `InferenceModel.get_openai_async_client`.
+        """
+        return self._openai_calls.client
+
+    def get_openai_client(self) -> Any:
+        """An `openai.OpenAI` for code that the workflow runs in threads (`asyncio.to_thread`); its calls are recorded.
+
+        On the event loop itself its calls are refused: RuntimeError.
+        """
+        if self._blocking is None:
+            self._blocking = BlockingModel(self)
+        return self._blocking.get_openai_client()
+
+    async def openai_answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """HTTP status and body of the response to a request of OpenAI's API."""
+        return await self._openai_calls.answer(path, body)
+
+    def set_reward(self, reward: float, metrics: Mapping[str, float] | None = None) -> None:
+        """Reward the calls through OpenAI's client that have no reward yet.
+
+        Args:
+            reward: the reward of each of them.
+            metrics: numbers to be logged, with the last of them.
+        """
+        if self._recorded is not None:
+            self._recorded.set_reward(reward, metrics or {})
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """The calls through OpenAI's client as experiences, for a workflow that changes them before it returns them."""
+        return [] if self._recorded is None else self._recorded.experiences(clear_history)
+
+    @property
+    def _openai_calls(self) -> "RecordedCalls":
+        if self._recorded is None:
+            variables = self._template_variables or {}
+            self._recorded = RecordedCalls(self, self._model, self._next_call, self._sampling, self._run, variables)
+        return self._recorded
+
+    # -- for the runner ------------------------------------------------------------------------------------------------
+
+    @property
+    def used_version(self) -> int:
+        """The oldest version at the start of any call, so that lag is never understated.
+
+        Before the first call it is the present version.
+        """
+        return self.model_version if self._oldest_version is None else self._oldest_version
+
+    @property
+    def used_temperature(self) -> float | None:
+        """The sampling temperature of all calls so far; None if they differ."""
+        used = self._temperatures or {temperature_of(self._sampling)}
+        return next(iter(used)) if len(used) == 1 else None
+
+    def close(self) -> None:
+        """End the run: cancel the calls that its threads wait for, and refuse new ones."""
+        if self._blocking is not None:
+            self._blocking.close()
+
 
 def temperature_of(settings: Mapping[str, Any]) -> float:
     """The sampling temperature that these settings mean."""
     value = settings.get("temperature")
     return DEFAULT_TEMPERATURE if value is None else float(value)
+
+
+# -- the calls of a run through OpenAI's client, as experiences --------------------------------------------------------
+
+
+class RecordedCalls(ChatCompletions):
+    """Answers a run's requests of OpenAI's API, and keeps an Experience of each response, in the order of their ends.
+
+    Call i has `eid.step` i. Its n responses are runs `run`, `run + 1`, ..., as if each had been asked for alone. Calls
+    of an endpoint are passed on and not kept, because it gives no tokens.
+
+    Args:
+        bound: the run's view of the model.
+        model: the model itself.
+        next_call: completes a call's settings by the run's.
+        sampling: the run's settings.
+        run: number of a call's first response.
+        template_variables: variables of the chat template for every conversation; a call's own go first.
+    """
+
+    def __init__(
+        self,
+        bound: InferenceModel,
+        model: InferenceModel,
+        next_call: Callable[[Mapping[str, Any]], dict[str, Any]],
+        sampling: Mapping[str, Any],
+        run: int,
+        template_variables: Mapping[str, Any],
+    ) -> None:
+        super().__init__(bound, sampling)
+        self._unbound, self._template_variables = model, template_variables
+        self._endpoint = model if isinstance(model, OpenAIModel) else None
+        self._next_call = next_call
+        self._run = run
+        self._experiences: list[Experience] = []
+        self._calls = 0
+
+    @cached_property
+    def client(self) -> Any:
+        """An `openai.AsyncOpenAI` whose requests come here."""
+        return async_client(self.answer)
+
+    async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if self._endpoint is not None:
+            samples = path.endswith("/completions")  # embeddings, say, take no seed, and an endpoint may refuse one
+            return await self._endpoint.answer(path, self._next_call(body) if samples else body)
+        return await super().answer(path, body)
+
+    async def _render(self, conversation: Conversation) -> list[int]:
+        # By the model itself: the run's view gives an auxiliary model no variables, but a call's own are meant for it.
+        variables = {**self._template_variables, **conversation.template_variables}
+        tools = conversation.tools or None
+        return await self._unbound.render(Conversation(conversation, tools, variables), tools)
+
+    def set_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
+        """Reward the experiences that have no reward yet; the metrics go to the last of them."""
+        unrewarded = [experience for experience in self._experiences if experience.reward is None]
+        for experience in unrewarded:
+            experience.reward = float(reward)
+        if unrewarded:
+            unrewarded[-1].metrics |= metrics
+
+    def experiences(self, clear: bool) -> list[Experience]:
+        """The experiences so far; with `clear` they are forgotten here."""
+        experiences = list(self._experiences)
+        if clear:
+            self._experiences.clear()
+        return experiences
+
+    def _record(self, messages: Any, tools: Any, settings: Mapping[str, Any], completions: list[Completion]) -> None:
+        info = {"temperature": temperature_of({**self._sampling, **settings})}
+        for i, completion in enumerate(completions):
+            eid = EID(run=self._run + i, step=self._calls)
+            self._experiences.append(experience_of(completion, messages, info, eid=eid, messages=messages, tools=tools))
+        self._calls += 1

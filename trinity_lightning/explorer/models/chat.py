@@ -1,4 +1,4 @@
-"""From messages to token ids, by the model's chat template: also behind turns whose tokens are known, and tools."""
+"""Messages as token ids, by the model's chat template: with tools, and behind turns whose tokens are known."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import call_of_message, format_tool_call
 from trinity_lightning.explorer.models.turns import PLACEHOLDER, QUESTION, in_parts, shows, takes_parts, turn_end
 
-# Fields of a message with its reasoning, by the names that templates read.
+# Names of the field that holds a message's reasoning; templates read one of them.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 Messages = Sequence[Mapping[str, Any]]
@@ -28,18 +28,19 @@ def render_chat(
 ) -> list[int]:
     """Token ids of a conversation up to where the model answers next; see `InferenceModel.render`.
 
-    A template without tools gets them as a system message, and tool calls as text.
+    If the template knows no tools, a system message describes them, and tool calls become text.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        messages: as OpenAI's API has them, content as text; a `Conversation` has tools and variables of the template.
-        tools: functions on offer, as OpenAI's API describes them, in place of the conversation's.
+        messages: in the form of OpenAI's API, with text as content; a `Conversation` also has tools and variables of
+            the template.
+        tools: functions on offer, in the form of OpenAI's API, in place of the conversation's.
         so_far: token ids of the conversation before `messages`, which end with a response; the result begins with them.
         generation_config: the model's, for its end tokens.
 
     Raises:
-        ConfigError: the template refuses the messages, or leaves out those of a role; a role is unknown, or a content
-            is no text.
+        ConfigError: the template refuses the messages, or leaves out every message of some role; a role is unknown; or
+            a content is not text.
     """
     conversation = Conversation.of(messages, tools)
     check_roles("", conversation, getattr(tokenizer, "chat_template", None))
@@ -55,27 +56,30 @@ def render_chat(
 def apply_template(
     tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **settings: Any
 ) -> Any:
-    """Token ids of a conversation, or what `settings` of `apply_chat_template` ask for; errors as `render_chat`."""
+    """Token ids of a conversation, or the form that `settings` of `apply_chat_template` ask for.
+
+    Errors as `render_chat`.
+    """
     try:
         template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else ""
         plain = [_plain(message, template) for message in messages]
         if template:
             _check_shown(tokenizer, template, plain)
-        shown = None
+        template_tools = None
         if tools or any("tool_calls" in message for message in plain):
-            plain, shown = _for_template(tokenizer, plain, tools)
+            plain, template_tools = _for_template(tokenizer, plain, tools)
         if template and takes_parts(tokenizer, template):
             plain = [in_parts(message) for message in plain]
-        rendered = tokenizer.apply_chat_template(plain, tools=shown, **{"return_dict": False, **settings})
-        return _begun_once(tokenizer, rendered)
+        rendered = tokenizer.apply_chat_template(plain, tools=template_tools, **{"return_dict": False, **settings})
+        return _with_one_bos(tokenizer, rendered)
     except (TemplateError, ValueError, TypeError, LookupError) as error:  # a template is a program
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
 
 
-def _begun_once(tokenizer: Any, rendered: Any) -> Any:
-    """A conversation whose first message begins with the BOS that the template writes before it, with one of them."""
+def _with_one_bos(tokenizer: Any, rendered: Any) -> Any:
+    """The rendered conversation with a single BOS, where both the template and the first message began with one."""
     if isinstance(rendered, str):
         bos = getattr(tokenizer, "bos_token", None)
         while bos and rendered.startswith(bos * 2):
@@ -90,9 +94,9 @@ def _begun_once(tokenizer: Any, rendered: Any) -> Any:
 
 
 def _plain(message: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """The message with text as its content, and tool calls only if it has any. ConfigError: it has no role.
+    """The message with its content as text, its reasoning under the name that the template reads, and no empty calls.
 
-    A reasoning has the name that the template reads.
+    A ConfigError: it has no role.
     """
     if not message.get("role"):
         raise ConfigError(f"a message is {{role, content}}; this one has no role: {message!r}.")
@@ -106,12 +110,12 @@ def _plain(message: Mapping[str, Any], template: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def _name_of_reasoning(template: str) -> str | None:
-    """The name by which a chat template reads a message's reasoning; None if it reads none."""
+    """The name under which a chat template reads a message's reasoning; None if it reads none."""
     return next((name for name in REASONING if re.search(rf"[.'\"]{name}\b", template)), None)
 
 
 def _check_shown(tokenizer: Any, template: str, messages: Messages) -> None:
-    """ConfigError: the chat template takes messages of a role, such as results of tools, and shows nothing of them."""
+    """Refuse messages of a role that the chat template accepts but never shows, such as results of tools."""
     for role in sorted({str(message["role"]) for message in messages} - {"user", "assistant"}):
         shown = _shown_places(tokenizer, template, role)
         if False in shown and True not in shown:
@@ -123,8 +127,10 @@ def _check_shown(tokenizer: Any, template: str, messages: Messages) -> None:
 
 @lru_cache(maxsize=64)
 def _shown_places(tokenizer: Any, template: str, role: str) -> tuple[bool | None, ...]:
-    """True where the chat template shows a message of that role, None where it refuses it: behind an answer, behind a
-    call, behind the user, and first."""
+    """For each place of a message of that role: True if the chat template shows it there, None if it refuses it.
+
+    The places: behind an answer, behind a call, behind the user, and first.
+    """
     message = {"role": role, "name": "tool", "tool_call_id": _CALL_ID, "content": PLACEHOLDER}
     answer = {"role": "assistant", "content": "."}
     calling = {"role": "assistant", "content": "", "tool_calls": [_call_for(message)]}
@@ -136,7 +142,7 @@ def text_of(content: object) -> str:
     """The text of a message's content: text, null (it only calls tools) or a list of parts, as in OpenAI's API.
 
     Raises:
-        ConfigError: a part is no text.
+        ConfigError: a part is not text.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -156,7 +162,7 @@ def continued(
     generation_config: Any,
     **variables: Any,
 ) -> list[int]:
-    """`render_chat` of what follows `so_far`, which ends with a response."""
+    """Token ids of a conversation that goes on with `messages` behind `so_far`, which ends with a response."""
 
     def shown(answer: Mapping[str, Any], following: Messages, asks: bool) -> str:
         turns = [QUESTION, answer, *following]
@@ -165,7 +171,7 @@ def continued(
     end = turn_end(tokenizer, generation_config)
     results = [message for message in messages if message.get("role") == "tool"]
     if results and not _shown_places(tokenizer, tokenizer.get_chat_template(), "tool")[0]:
-        # Such a template shows results behind their calls alone: behind the end of such a turn.
+        # This template shows results only behind their calls, so the text behind a turn with calls is taken.
         calling = {"role": "assistant", "content": "", "tool_calls": [_call_for(message) for message in results]}
         opening, whole = shown(calling, [], False), shown(calling, messages, True)
         if not whole.startswith(opening):
@@ -177,14 +183,14 @@ def continued(
     if not placeholder:
         raise ConfigError("the chat template drops earlier responses: it cannot carry a conversation of several turns.")
     added = tokenizer.encode(tail, add_special_tokens=False)
-    return [*so_far, *added[end.written(so_far[-1], added) :]]
+    return [*so_far, *added[end.already_written(so_far[-1], added) :]]
 
 
-_CALL_ID = "call00000"  # of nine letters and digits, as Mistral's templates want them
+_CALL_ID = "call00000"  # nine letters and digits: Mistral's templates insist on that
 
 
 def _call_for(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of the tool whose result the message is."""
+    """A tool call whose result the message could be."""
     function = {"name": message.get("name") or "tool", "arguments": {}}
     return {"id": message.get("tool_call_id") or _CALL_ID, "type": "function", "function": function}
 
@@ -219,7 +225,7 @@ def _renders_tools(tokenizer: Any, template: str) -> bool:
 def _for_template(
     tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Messages and tools as a tokenizer's chat template takes them: if it knows no tools, as text in the messages."""
+    """Messages and tools in the form that the chat template takes: as text in the messages if it knows no tools."""
     native = renders_tools(tokenizer)
     plain = [_with_calls(message, native) for message in messages]
     if tools and not native:
@@ -228,7 +234,7 @@ def _for_template(
 
 
 def _with_calls(message: Mapping[str, Any], native: bool) -> dict[str, Any]:
-    """The message with its tool calls as templates expect them, or as text."""
+    """The message with its tool calls in the form that templates expect (`native`), or as text."""
     plain = dict(message)
     entries: Any = plain.pop("tool_calls", None)
     if not entries:

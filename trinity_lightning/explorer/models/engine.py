@@ -1,4 +1,4 @@
-"""What an engine of the policy is, and what engines that compute in this process have in common."""
+"""The base of the policy's engines, the text of a response, and the base of engines that compute in this process."""
 
 import asyncio
 import logging
@@ -21,6 +21,7 @@ from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.signatures import made_at_start
 from trinity_lightning.errors import PromptTooLongError, RolloutError
 from trinity_lightning.explorer.models.chat import render_chat
+from trinity_lightning.explorer.models.openai_api import ChatCompletions, async_client
 from trinity_lightning.explorer.models.turns import encode_text, end_tokens
 from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
 
@@ -30,58 +31,60 @@ logger = logging.getLogger(__name__)
 class Engine(ABC):
     """Base of the engines that hold the policy: an `InferenceModel` that takes weights.
 
-    One of your own is a subclass in a module that Python finds, chosen by engine.name=my_module.MyEngine. It is made
-    as `MyEngine(model, config)`, of the policy's name and the run's `EngineConfig`. What its constructor takes beside
-    these are arguments of its own, `engine.args`; if it takes none, it may read them in `config.args`. What is heavy
-    waits for `load`. It implements
+    To write your own, subclass it in a module that Python finds, and choose it by engine.name=my_module.MyEngine. It is
+    made as `MyEngine(model, config)`, with the policy's name and the run's `EngineConfig`. Further arguments of its
+    constructor are set by `engine.args`; if it has none, it may read `config.args` itself. Heavy work waits for `load`.
+    It implements
 
-    - `load` and `shutdown`, and has a `tokenizer` and a `dtype`;
+    - `load` and `shutdown`, and the properties `tokenizer` and `dtype`;
     - `_completions`: n responses with their exact tokens, each token with its log-probability in the distribution that
-      it was drawn from (temperature applied), and why it ended; their text is made of the tokens by `generate`, in
-      place of any that they have. `sampling` has names of vLLM's SamplingParams, and no None. Of a run's
-      rollouts it always has `seed`, `temperature` and `max_tokens`, and the others that `sampling` of the configuration
-      sets; a call of `generate` by hand may leave out any. Sample i is drawn with `seed` + i, independently of other
-      requests. A response ends with the first of `end_tokens` (unless `ignore_eos` is set), which is its last token;
-    - `_logprobs`: of every token but the first, given those before it, at temperature 1;
-    - `weight_shapes` and `_take`: the weights that it wants, by their names in a Hugging Face checkpoint, a tied head
-      as a tensor of its own, and taking them. What the old ones have computed is forgotten, and `_model_version` is
-      set together with the new ones. With `shares_weights` nothing is sent: `bind` gives the engine the model that is
-      trained, `_take` has the version to set, and `weight_shapes` is not read, but has to be there ({}, say).
+      it was drawn from (temperature applied), and the reason why the response ended. Their text is made from the tokens
+      by `generate`, which ignores any text that they have. `sampling` has names of vLLM's SamplingParams, and no None.
+      In rollouts of a run it always has `seed`, `temperature` and `max_tokens`, and all else that `sampling` of the
+      configuration sets; a call of `generate` by hand may leave out any. Sample i is drawn with `seed` + i,
+      independently of other requests. A response ends with the first of `end_tokens` (unless `ignore_eos` is set),
+      which is its last token;
+    - `_logprobs`: the log-probability at temperature 1 of every token but the first, given the tokens before it;
+    - `weight_shapes`: the shapes of the weights that it wants, by their names in a Hugging Face checkpoint, with a tied
+      head as a tensor of its own;
+    - `_take`: takes over new weights, forgets what the old ones computed, and sets `_model_version` together with the
+      new ones. With `shares_weights` nothing is sent: `bind` gives the engine the model that is trained, `_take` sets
+      the version, and `weight_shapes` is not read, but must exist ({}, say).
 
-    The coroutines run on one event loop, in a thread of its own, on which many requests wait at once: long computations
-    belong in a thread, or in an `InProcessEngine`. `bind`, `attach`, `detach`, `pump` and `run_commands` are called by
-    the main thread, which also trains, but never while it pumps. The caller does not switch modes: the bound model is
-    in training mode, with gradients enabled. An engine that computes with it sets evaluation mode and `torch.no_grad`
-    itself, and puts back what it found.
+    The coroutines run on one event loop, in a thread of its own, on which many requests wait at once: a long
+    computation belongs in a thread, or in an `InProcessEngine`. `bind`, `attach`, `detach`, `pump` and `run_commands`
+    are called by the main thread, which also trains, but never while it pumps. The caller does not switch modes: the
+    bound model is in training mode, with gradients enabled. An engine that computes with it sets evaluation mode and
+    `torch.no_grad` itself, and restores both.
 
-    Whether weights arrive is proven with `logprobs` of a fixed text. The drill, once a run, sends perturbed weights;
-    the probe, after the first sync and every synchronizer.check_interval syncs, follows the trainer's own. Each time
-    they must be the trainer's log-probabilities within the rounding of `dtype`: an engine that gives constants, or
-    keeps its first weights, stops the run. With `shares_weights` there is a probe and no drill.
+    A run proves with `logprobs` of a fixed text that weights arrive. The drill, once a run, sends perturbed weights.
+    The probe checks the trainer's own weights, after the first sync and then every synchronizer.check_interval syncs.
+    Each time the engine's log-probabilities must equal the trainer's within the rounding of `dtype`: an engine that
+    returns constants, or keeps its first weights, stops the run. With `shares_weights` there is a probe and no drill.
     """
 
     # What else it can do; see `Capabilities`.
     capabilities = Capabilities()
-    # Whether it rounds the weights that it is sent further than to its dtype: engine.args.quantization.
+    # True if it rounds the weights that it is sent further than to its dtype (engine.args.quantization).
     quantized = False
-    # The model's settings of generation, set by `load`: its end tokens count beside the tokenizer's and the template's.
+    # The model's generation settings, set by `load`: their end tokens count beside the tokenizer's and the template's.
     generation_config: Any = None
-    # How often it died and was started again; None: it cannot die alone.
+    # Number of times that it died and was started again; None: it cannot die without the run.
     restarts: int | None = None
-    # What opens and closes the model's thoughts (`model.thoughts`); None: the field's, and what its tokenizer has.
+    # Markers around the model's thoughts (`model.thoughts`); None: the common ones, and those of its tokenizer.
     thoughts: Markers | None = None
 
     @classmethod
     def of_run(cls, config: TrainConfig, folder: Path) -> "Sequence[Engine]":
-        """The engines of a run: one, unless several processes of it generate.
+        """The engines of a run: one, unless several processes generate.
 
         Args:
-            config: the run's.
-            folder: the run's.
+            config: the run's configuration.
+            folder: the run's folder.
         """
         given, args = engine_arguments(cls, config.model.name, config.engine)
         engine = made_at_start(f"engine '{config.engine.name}'", cls, args, ENGINE_ARGS, given)
-        if not hasattr(engine, "_max_model_len"):  # it does not call `Engine.__init__`, as a dataclass does not
+        if not hasattr(engine, "_max_model_len"):  # a dataclass, say, does not call `Engine.__init__`
             engine._max_model_len = config.engine.max_model_len
         return [engine]
 
@@ -92,7 +95,7 @@ class Engine(ABC):
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
 
-    # -- what workflows see, of which `InferenceModel` says more -------------------------------------------------------
+    # -- the InferenceModel that workflows see -------------------------------------------------------------------------
 
     @property
     def max_model_len(self) -> int:
@@ -106,7 +109,7 @@ class Engine(ABC):
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a response, the same for every engine and for training; see `turns.TurnEnd`."""
+        """Token ids that end a response, the same for every engine and for training; see `turns.TurnEnd`."""
         return end_tokens(self.tokenizer, self.generation_config)
 
     async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
@@ -117,7 +120,9 @@ class Engine(ABC):
         completions = await self._completions(token_ids, n, chosen)
         tokenizer = self.tokenizer
         markers = markers_of(tokenizer) if self.thoughts is None else (self.thoughts,)
-        return [replace(one, text=written_text(tokenizer, one, chosen, markers)) for one in completions]
+        return [
+            replace(completion, text=written_text(tokenizer, completion, chosen, markers)) for completion in completions
+        ]
 
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
@@ -137,8 +142,6 @@ class Engine(ABC):
         return await self._logprobs(list(token_ids))
 
     def get_openai_async_client(self) -> Any:
-        from trinity_lightning.explorer.models.openai_api import ChatCompletions, async_client
-
         return async_client(ChatCompletions(self).answer)
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -148,36 +151,36 @@ class Engine(ABC):
             check_shapes(stream.shapes, self.weight_shapes)
         await self._take(stream, version)
 
-    # -- what some engines do: nothing by default ---------------------------------------------------------------------
+    # -- hooks of some engines, which do nothing by default ------------------------------------------------------------
 
     def bind(self, model: Any) -> None:  # noqa: B027
-        """Called before `load` with the Hugging Face model that is trained: for engines that generate with it."""
+        """Receive the Hugging Face model that is trained, before `load`: for engines that generate with it."""
 
     async def sleep(self) -> None:  # noqa: B027
-        """Give the memory that is shared with the trainer to it, until `wake_up`."""
+        """Give up to the trainer the memory that is shared with it, until `wake_up`."""
 
     async def wake_up(self) -> None:  # noqa: B027
-        """Take it again: with the weights as they were, and an empty cache."""
+        """Take the memory back, with the weights as they were and an empty cache."""
 
     def attach(self, wake: Callable[[], None]) -> None:  # noqa: B027
-        """From now on `pump` is called; `wake`, from any thread, says that there is something to do."""
+        """Begin to be driven: `pump` is called from now on. Call `wake`, from any thread, when there is work to do."""
 
     def detach(self) -> None:  # noqa: B027
-        """From now on `pump` is not called."""
+        """Stop being driven: `pump` is not called any more."""
 
     def pump(self) -> bool:
-        """Do a piece of what has to be done on the thread that drives the engines; whether there was any."""
+        """Do a piece of the work that belongs on the thread that drives the engines; True if there was any."""
         return self.run_commands()
 
     def run_commands(self) -> bool:
-        """Of that, what takes no time: start, abort, take weights; whether there was any."""
+        """Run posted commands, which take no time (start, abort, take weights); True if there were any."""
         return False
 
-    # -- what an engine implements ------------------------------------------------------------------------------------
+    # -- to be implemented by an engine --------------------------------------------------------------------------------
 
     @abstractmethod
     async def load(self) -> None:
-        """Load or start the engine, once; the first request does it otherwise."""
+        """Load or start the engine, once; otherwise the first request does it."""
 
     @abstractmethod
     async def shutdown(self) -> None:
@@ -191,12 +194,12 @@ class Engine(ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """The dtype that it computes in."""
 
     @property
     @abstractmethod
     def weight_shapes(self) -> dict[str, Shape]:
-        """Names and shapes of the weights it wants to be sent."""
+        """Names and shapes of the weights that it wants to be sent."""
 
     @abstractmethod
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]: ...
@@ -206,12 +209,12 @@ class Engine(ABC):
 
     @abstractmethod
     async def _take(self, stream: WeightStream, version: int) -> None:
-        """Take over weights that fit; the engine's version changes together with them."""
+        """Take over weights that fit, and set the engine's version together with them."""
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
     def _check_room(self, prompt: int, max_tokens: int | None = None) -> None:
-        """PromptTooLongError if there is no room for one token; a warning, once, if there is less than asked for."""
+        """Refuse a prompt that leaves no room for one token: PromptTooLongError. Warn once of less room than asked."""
         room = self.max_model_len - prompt
         if room >= max(max_tokens or 1, 1):
             return
@@ -230,7 +233,7 @@ class Engine(ABC):
 
 
 class LoadedEngine(Engine):
-    """Base of the built-in engines: `load` sets what workflows and weight syncs ask for."""
+    """Base of the built-in engines, whose `load` sets the values of these properties."""
 
     _tokenizer: Any
     _dtype: torch.dtype
@@ -252,7 +255,7 @@ class LoadedEngine(Engine):
 # -- the text of a response -------------------------------------------------------------------------------------------
 
 
-_CONTEXT = 32  # tokens of the prompt that a response is decoded behind
+_CONTEXT = 32  # last tokens of the prompt, with which a response is decoded
 
 
 def response_text(
@@ -263,16 +266,17 @@ def response_text(
     skip_special_tokens: bool = False,
     markers: Sequence[Markers] | None = None,
 ) -> Response:
-    """The text of a response as it follows its prompt: SentencePiece decodes a first word without its space.
+    """The text of a response, decoded behind its prompt: alone, SentencePiece would drop its first word's space.
 
-    The model's own markers, such as those of thoughts and tool calls, are in it. End tokens, padding and the token that
-    begins texts are not.
+    The model's own markers stay in the text, such as those around thoughts and tool calls. End tokens, padding and BOS
+    are left out.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        prompt, written: token ids.
-        skip_special_tokens: leave all special tokens out.
-        markers: of the model's thoughts; None: the field's, and what the tokenizer has.
+        prompt: its token ids.
+        written: the response's token ids.
+        skip_special_tokens: leave out all special tokens.
+        markers: markers around the model's thoughts; None: the common ones, and those of the tokenizer.
     """
     before = list(prompt[-_CONTEXT:])
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -289,15 +293,15 @@ def response_text(
 def written_text(
     tokenizer: Any, completion: Completion, sampling: Mapping[str, Any], markers: Sequence[Markers] | None = None
 ) -> Response:
-    """The text of a completion that rewards, environments and tool parsers judge: what the policy wrote.
+    """The text that the policy wrote in a completion, which rewards, environments and tool parsers judge.
 
-    It ends with the stop string (or the stop token of `sampling.stop_token_ids`) that ended it, if one did.
+    If a stop string or a stop token of `sampling.stop_token_ids` ended it, the text ends with that.
 
     Args:
         tokenizer, markers: as for `response_text`.
-        completion: its tokens, and why it ended.
-        sampling: its settings. `skip_special_tokens=True` leaves the model's markers out, and
-            `include_stop_str_in_output=False` what stopped it.
+        completion: its tokens, and the reason why it ended.
+        sampling: its settings. `skip_special_tokens=True` leaves out the model's markers, and
+            `include_stop_str_in_output=False` the stop string or stop token.
     """
     skip = bool(sampling.get("skip_special_tokens"))
     read = partial(response_text, tokenizer, completion.prompt_token_ids, skip_special_tokens=skip, markers=markers)
@@ -306,7 +310,7 @@ def written_text(
     if isinstance(stop, str):
         text = read(written)
         begin = text.find(stop, max(len(read(written[:-1])) - len(stop) + 1, 0))  # the last token completed it
-        begin = text.rfind(stop) if begin < 0 else begin  # or one before, of several that speculation gave at once
+        begin = text.rfind(stop) if begin < 0 else begin  # or an earlier one, as speculation gives several at once
         return text if begin < 0 else text.with_text(text[: begin + shows_stop * len(stop)])
     ended = completion.finish_reason == "stop"
     asked_for = stop is not None and stop in (sampling.get("stop_token_ids") or ())
@@ -320,12 +324,11 @@ T = TypeVar("T")
 
 
 class InProcessEngine(LoadedEngine):
-    """Base of the in-process engines: queueing, waiting, cancelling, and failing without a hang.
+    """Base of the in-process engines: it queues, waits, cancels, and fails without a hang.
 
-    An engine implements `_load`, which sets what a `LoadedEngine` holds, `_add`, `_add_scoring`, `_abort`,
-    `_abort_all`, `_has_work`, `_step`, `_take_weights`, `_free`: all are called by one thread, never two at once. That
-    is the main thread of a run; without a `Driver` that of the event loop, on which the coroutines that wait call
-    `pump` themselves.
+    An engine implements `_load`, which sets the values of a `LoadedEngine`, and `_add`, `_add_scoring`, `_abort`,
+    `_abort_all`, `_has_work`, `_step`, `_take_weights` and `_free`. A single thread calls all of them: the main thread
+    of a run. Without a `Driver` it is the event loop's thread, where the waiting coroutines call `pump` themselves.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -336,7 +339,7 @@ class InProcessEngine(LoadedEngine):
         self._loaded = False
         self._wake: Callable[[], None] | None = None
 
-    # -- what coroutines wait for -------------------------------------------------------------------------------------
+    # -- coroutines of the event loop ----------------------------------------------------------------------------------
 
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
         return await self._request(lambda request_id: self._add(request_id, token_ids, n, sampling))
@@ -347,7 +350,7 @@ class InProcessEngine(LoadedEngine):
     async def _take(self, stream: WeightStream, version: int) -> None:
         def take() -> None:
             self._take_weights(stream)
-            self._model_version = version  # in the same command: no request can come in between
+            self._model_version = version  # in the same command, so that no request comes in between
 
         await self._on_driver(take)
 
@@ -358,7 +361,7 @@ class InProcessEngine(LoadedEngine):
     async def shutdown(self) -> None:
         await self._on_driver(self._free_once)
 
-    # -- what the driver calls ----------------------------------------------------------------------------------------
+    # -- calls of the driver -------------------------------------------------------------------------------------------
 
     def attach(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -444,7 +447,7 @@ class InProcessEngine(LoadedEngine):
         self._waiting[request_id] = reply
         try:
             add(request_id)
-        except Exception as error:  # a refused request is its caller's, the engine goes on
+        except Exception as error:  # the caller is told that its request is refused; the engine goes on
             del self._waiting[request_id]
             reply.set_exception(error)
 
@@ -464,7 +467,7 @@ class InProcessEngine(LoadedEngine):
             self._wake()
 
     async def _on_driver(self, function: Callable[[], T]) -> T:
-        """The function's result, called on the driving thread."""
+        """The function's result, computed on the driving thread."""
         reply: Future[T] = Future()
 
         def call() -> None:
@@ -479,7 +482,7 @@ class InProcessEngine(LoadedEngine):
 
     async def _wait(self, reply: Future[T]) -> T:
         while self._wake is None:
-            await asyncio.sleep(0)  # first, for the others' requests to be posted: one step serves them all
+            await asyncio.sleep(0)  # let other coroutines post their requests first: one step serves them all
             if reply.done():
                 break
             self.pump()

@@ -1,4 +1,4 @@
-"""Conversations to learn from, as the tokens that rollouts would have: for SFT, preference pairs and expert data."""
+"""Conversations to learn from, in the tokens that rollouts would have: for SFT, preference pairs and expert data."""
 
 import logging
 import re
@@ -14,10 +14,10 @@ from trinity_lightning.explorer.models.turns import common_length, encode_text, 
 
 logger = logging.getLogger(__name__)
 
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # around what the assistant writes, in a chat template
-_MARKER = re.compile(r"[^\w\s](?:\S{0,60}[^\w\s])$")  # at the end of a prompt, as <think> is
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # opens the assistant's part of a chat template
+_MARKER = re.compile(r"[^\w\s](?:\S{0,60}[^\w\s])$")  # at the end of a prompt, such as <think>
 
-# Habits of chat templates that are warned of, once a run with the number of examples.
+# Habits of chat templates that change what is trained on; each is warned of once a run, with the number of examples.
 OTHER_PROMPT = (
     "the chat template shows turns behind another beginning than the prompt of rollouts ends with (thoughts that it "
     "opens or skips there): they are trained as it shows them; a variable of the template such as enable_thinking, in "
@@ -42,34 +42,34 @@ HABITS = (OTHER_PROMPT, OTHER_TURNS, UNENDED, UNLISTED, CUT_BESIDE_CALLS, MARKED
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the assistant.
+    """A turn of the assistant, in tokens.
 
     Attributes:
-        context: the tokens that the response follows.
-        response: its tokens; the last one ends the turn if `ended`.
-        ended: whether the chat template has ended it.
-        bare: how many tokens of the rollouts' prompt are not in the context.
+        context: token ids that the response follows.
+        response: its token ids; the last one ends the turn if `ended`.
+        ended: True if the chat template has ended it.
+        lacks: number of tokens at the end of the rollouts' prompt that the context lacks.
     """
 
     context: list[int]
     response: list[int]
     ended: bool
-    bare: int = 0
+    lacks: int = 0
 
 
 class Imitation:
-    """Renders the conversations of one entry.
+    """Renders the conversations of one entry of a dataset.
 
-    What is trained on follows the prompt that rollouts have, and holds the text that was given: the chat template's own
-    rendering if it does both, else the prompt and the text as the assistant wrote it. Each turn ends with an end token:
-    the template's, or the marker of the next turn, or what `TurnEnd.closing` says.
+    A trained turn follows the prompt that rollouts have, and holds the text of the entry. The chat template's rendering
+    is taken if it does both; otherwise the prompt and the text are joined. Each turn ends with an end token: the
+    template's, the marker of the next turn, or `TurnEnd.closing`.
 
     Args:
         tokenizer: the policy's.
         tools: functions on offer.
-        variables: of the chat template.
+        variables: variables of the chat template.
         generation_config: the policy's, for its end tokens.
-        report: is told of a habit of the chat template that changes what is trained on.
+        report: called with each habit of the chat template that changes what is trained on.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Imitation:
         self._tokenizer, self._tools, self._variables = tokenizer, tools, dict(variables or {})
         self._generation_config, self._report = generation_config, report
         self._end = turn_end(tokenizer, generation_config)
-        self._encoded: dict[str, list[int]] = {}  # by text: an entry's prompts are looked at more than once
+        self._encoded: dict[str, list[int]] = {}  # token ids by text: an entry's prompts are encoded more than once
 
     def conversation(self, messages: Messages, first: int = 0) -> tuple[list[int], list[bool]]:
-        """The tokens of a conversation, and which are trained on: the assistant's turns from message `first` on.
+        """The tokens of a conversation, and a mask of the trained ones: the assistant's turns from message `first` on.
 
         Raises:
             ConfigError: the chat template refuses the messages, or leaves out a reasoning or a tool call.
@@ -104,19 +104,19 @@ class Imitation:
         messages = [*prompt, *answer]
         context = self.context(prompt)
         tokens, mask = self.conversation(messages, len(prompt))
-        if True not in mask:  # the answer is of another role
-            return context, self._ended(tokens)[0]
+        if True not in mask:  # the answer has another role
+            return context, self._up_to_end(tokens)[0]
         return context, tokens[: len(mask) - mask[::-1].index(True)]
 
     def text(self, text: str) -> list[int]:
-        """The tokens of a plain text, with the tokenizer's end token unless it ends with one of the end tokens."""
+        """The tokens of a plain text; the tokenizer's end token is added unless the text ends with an end token."""
         ends = tuple(self._tokenizer.convert_ids_to_tokens(list(self._end.tokens)))
         if text.rstrip().endswith(ends):
-            return self._ended(encode_text(self._tokenizer, text))[0]
+            return self._up_to_end(encode_text(self._tokenizer, text))[0]
         return encode_text(self._tokenizer, text + (self._tokenizer.eos_token or ""))
 
     def marked(self, messages: Messages) -> tuple[list[int], list[bool]] | None:
-        """As `conversation`, by the template's {% generation %} marks; None if it has none, or marks amiss."""
+        """Tokens and mask as of `conversation`, by the template's {% generation %} marks; None without usable marks."""
         if not _MARKS.search(self._tokenizer.get_chat_template()):
             return None
         form = {"return_dict": True, "return_assistant_tokens_mask": True}
@@ -130,82 +130,80 @@ class Imitation:
         if self._end_marks(tokens, mask, len(answers)) and all(fit):
             return tokens, mask
         if len(learned) == len(answers):
-            return None  # all turns are trained on: they are found without marks
+            return None  # all turns are trained on, which `conversation` finds without marks
         self._report(MARKED_OTHERWISE)
         return tokens, mask
 
     def context(self, messages: Messages) -> list[int]:
-        """The prompt that rollouts have."""
+        """The tokens of the prompt that rollouts have."""
         return self._encode(self._text(messages, add_generation_prompt=True))
 
     # -- one turn ------------------------------------------------------------------------------------------------------
 
     def _turn(self, messages: Messages, place: int) -> Turn:
         message = messages[place]
-        asked, shown = self._text(messages[:place], add_generation_prompt=True), self._text(messages[: place + 1])
-        context, whole = self._encode(asked), self._encode(shown)
-        behind = _remainder(shown, asked)
+        prompt, shown = self._text(messages[:place], add_generation_prompt=True), self._text(messages[: place + 1])
+        context, whole = self._encode(prompt), self._encode(shown)
+        behind = _remainder(shown, prompt)
         if whole[: len(context)] == context:
             response = whole[len(context) :]
         else:
             response = None if behind is None else self._encode(behind)
-        lacks = lacking(message, self._begun(asked) + (shown if behind is None else behind))
-        if response is not None and not lacks and not self._opens_twice(asked, behind):
-            return Turn(context, *self._ended(response))
-        written = None if message.get("tool_calls") else self._written(asked, message)
-        if written is not None:
-            return Turn(context, self._closed(self._encode(written)), True)
-        if lacks == "content" and message.get("tool_calls"):
+        cut = lacking(message, self._opening_of(prompt) + (shown if behind is None else behind))
+        if response is not None and not cut and not self._opens_twice(prompt, behind):
+            return Turn(context, *self._up_to_end(response))
+        text = None if message.get("tool_calls") else self._text_behind(prompt, message)
+        if text is not None:
+            return Turn(context, self._with_end(self._encode(text)), True)
+        if cut == "content" and message.get("tool_calls"):
             self._report(CUT_BESIDE_CALLS)
-        elif lacks:
+        elif cut:
             raise ConfigError(
-                f"the chat template leaves out '{lacks}' of turn {place}",
-                fix=(
-                    "write it into the content as the model is to "
-                    "write it, give another template (chat_template of the tokenizer), or leave it out yourself"
-                ),
+                f"the chat template leaves out '{cut}' of turn {place}",
+                fix="write it into the content as the model is to write it, give another template (the tokenizer's "
+                "chat_template), or leave it out yourself",
             )
         if response is not None:
-            return Turn(context, *self._ended(response))
+            return Turn(context, *self._up_to_end(response))
         begin = common_length(context, whole)
         self._report(OTHER_PROMPT)
-        return Turn(whole[:begin], *self._ended(whole[begin:]), bare=len(context) - begin)
+        return Turn(whole[:begin], *self._up_to_end(whole[begin:]), lacks=len(context) - begin)
 
-    def _written(self, asked: str, message: Mapping[str, Any]) -> str | None:
+    def _text_behind(self, prompt: str, message: Mapping[str, Any]) -> str | None:
         """The text that the assistant writes behind a prompt; None if its thoughts do not fit the prompt's."""
-        content, opened = text_of(message.get("content")), self._opened(asked)
+        content, opened = text_of(message.get("content")), self._opened_thoughts(prompt)
         reasoning = next((str(message[name]) for name in REASONING if message.get(name)), None)
         if reasoning is not None:
             return f"{reasoning.strip()}\n{opened.closing}\n\n{content}" if opened else None
-        end, begin = asked.rstrip(), content.lstrip()
+        end, begin = prompt.rstrip(), content.lstrip()
         opening = opened.opening if opened else _shared_marker(end, begin)
         if opening and begin.startswith(opening):
-            return begin.removeprefix(opening).removeprefix(asked[len(end) :])
+            return begin.removeprefix(opening).removeprefix(prompt[len(end) :])
         if opened:
             return None if split_thoughts(Response(content, [opened], opened=True))[1] is None else content
         return None if self._skips_thoughts(end) and split_thoughts(content)[0] else content
 
-    def _opened(self, asked: str) -> Markers | None:
-        """The markers of the thoughts that a prompt leaves open."""
-        return next((pair for pair in markers_of(self._tokenizer) if asked.rstrip().endswith(pair.opening)), None)
+    def _opened_thoughts(self, prompt: str) -> Markers | None:
+        """The markers of the thoughts that a prompt opens; None if it opens none."""
+        return next((pair for pair in markers_of(self._tokenizer) if prompt.rstrip().endswith(pair.opening)), None)
 
-    def _begun(self, asked: str) -> str:
-        """The part of the turn that a prompt has already: the opening marker of its thoughts."""
-        opened = self._opened(asked)
+    def _opening_of(self, prompt: str) -> str:
+        """The opening marker of thoughts that a prompt ends with, which belongs to the turn; "" without one."""
+        opened = self._opened_thoughts(prompt)
         return opened.opening if opened else ""
 
-    def _opens_twice(self, asked: str, behind: str | None) -> bool:
+    def _opens_twice(self, prompt: str, behind: str | None) -> bool:
         """True if the template opens thoughts behind a prompt that has opened them."""
-        opened = self._opened(asked)
+        opened = self._opened_thoughts(prompt)
         return opened is not None and behind is not None and opened.opening in behind
 
     def _skips_thoughts(self, end: str) -> bool:
-        """True if a prompt ends with thoughts that are empty, as templates have it with enable_thinking=False."""
+        """True if a prompt ends with empty thoughts, as templates write them with enable_thinking=False."""
         ended = (pair for pair in markers_of(self._tokenizer) if end.endswith(pair.closing))
         return any(end.removesuffix(pair.closing).rstrip().endswith(pair.opening) for pair in ended)
 
-    def _ended(self, response: list[int]) -> tuple[list[int], bool]:
-        """The response up to the end token that closes it, and True; without one as it is, and False."""
+    def _up_to_end(self, response: list[int]) -> tuple[list[int], bool]:
+        """The response up to the end token that closes it, and True; if there is none, the whole response and False."""
         end = len(response)
         while end and self._is_end_or_space(response[end - 1]):
             end -= 1
@@ -215,18 +213,18 @@ class Imitation:
     def _is_end_or_space(self, token: int) -> bool:
         return token in self._end.tokens or is_space(self._tokenizer, token)
 
-    def _closed(self, response: list[int], calls: bool = False) -> list[int]:
+    def _with_end(self, response: list[int], calls: bool = False) -> list[int]:
         """The response with an end token, in place of the whitespace at its end."""
-        ended, has_ended = self._ended(response)
+        response, has_ended = self._up_to_end(response)
         if has_ended:
-            return ended
-        end = len(ended)
-        while end and is_space(self._tokenizer, ended[end - 1]):
+            return response
+        end = len(response)
+        while end and is_space(self._tokenizer, response[end - 1]):
             end -= 1
-        return [*ended[:end], *(self._end.closing_calls if calls else self._end.closing)]
+        return [*response[:end], *(self._end.closing_calls if calls else self._end.closing)]
 
     def _end_of_next(self, behind: Sequence[int]) -> int:
-        """How many tokens behind a turn reach to one that ends it, such as the marker of the next turn; 0: none."""
+        """Number of tokens behind a turn up to one that ends it, such as the next turn's marker; 0 if none does."""
         places = (place for place, token in enumerate(behind) if not is_space(self._tokenizer, token))
         place = next(places, len(behind))
         if place == len(behind) or behind[place] not in self._end.tokens:
@@ -258,29 +256,29 @@ class Imitation:
         return tokens, mask
 
     def _joined(self, messages: Messages, turns: Mapping[int, Turn]) -> tuple[list[int], list[bool]]:
-        """The conversation turn by turn, each behind the tokens of those before it, as rollouts have it."""
+        """The conversation put together turn by turn, each behind the tokens of the turns before, as in rollouts."""
         tokens: list[int] = []
         mask: list[bool] = []
-        before: int | None = None  # the turn before
+        last: int | None = None  # place of the turn before
         for place, turn in turns.items():
             context = turn.context
-            if before is not None:
-                between = messages[before + 1 : place]
+            if last is not None:
+                between = messages[last + 1 : place]
                 context = self._continued(tokens, between)
-                if not turns[before].ended:
+                if not turns[last].ended:
                     marker = self._end_of_next(context[len(tokens) :])
                     mask += [True] * marker
                     if not marker:
-                        tokens = self._closed(tokens)
+                        tokens = self._with_end(tokens)
                         mask = [*mask, *[True] * (len(tokens) - len(mask))][: len(tokens)]
                         context = self._continued(tokens, between)
-                context = context[: len(context) - turn.bare]
+                context = context[: len(context) - turn.lacks]
             mask += [False] * (len(context) - len(mask))
             tokens = [*context, *turn.response]
             mask += [True] * len(turn.response)
-            before = place
-        if before is not None and not turns[before].ended:
-            tokens = self._closed(tokens, bool(messages[before].get("tool_calls")))
+            last = place
+        if last is not None and not turns[last].ended:
+            tokens = self._with_end(tokens, bool(messages[last].get("tool_calls")))
             mask = [*mask, *[True] * (len(tokens) - len(mask))][: len(tokens)]
         return tokens, mask
 
@@ -290,7 +288,7 @@ class Imitation:
     # -- the template's marks ------------------------------------------------------------------------------------------
 
     def _is_marked(self, messages: Messages, place: int, tokens: list[int], mask: list[bool]) -> bool:
-        """True if something of a turn is trained on: tokens where it stands, or its text wherever that is."""
+        """True if a turn is trained on: tokens at its place are marked, or marked tokens anywhere hold its text."""
         spans = (messages[:place], messages[: place + 1])
         begin, end = (common_length(self._whole(span), tokens) if span else 0 for span in spans)
         marked = [token for token, is_marked in zip(tokens, mask, strict=True) if is_marked]
@@ -300,27 +298,27 @@ class Imitation:
         return any(mask[begin:end]) or (bool(answer) and answer in written)
 
     def _begin_marks(self, before: Messages, turn: Turn, tokens: list[int], mask: list[bool]) -> bool:
-        """Have a marked turn begin behind the prompt of rollouts, in place; False if the tokens have another turn."""
-        both = [*turn.context, *turn.response]
-        if tokens[: len(both)] != both:
+        """Let a turn's marks begin behind the prompt of rollouts, in place; False if the tokens hold another turn."""
+        up_to_turn = [*turn.context, *turn.response]
+        if tokens[: len(up_to_turn)] != up_to_turn:
             return False
         begin = common_length(self._whole(before), turn.context) if before else 0
         mask[begin : len(turn.context)] = [False] * (len(turn.context) - begin)
         return True
 
     def _end_marks(self, tokens: list[int], mask: list[bool], turns: int) -> bool:
-        """Have marked turns end with their end token, in place; False if some do not."""
+        """Let the marks of every turn end with its end token, in place; False if a turn has none."""
         stops = [place for place in range(1, len(mask) + 1) if mask[place - 1] and not any(mask[place : place + 1])]
         ended = 0
         for stop in stops:
             begin = stop - mask[stop - 1 :: -1].index(False) if False in mask[:stop] else 0
-            response, has_ended = self._ended(tokens[begin:stop])
+            response, has_ended = self._up_to_end(tokens[begin:stop])
             if has_ended:
                 mask[begin + len(response) : stop] = [False] * (stop - begin - len(response))
             elif behind := self._end_of_next(tokens[stop:]):
                 mask[stop : stop + behind] = [True] * behind
             elif stop == stops[-1] and all(is_space(self._tokenizer, token) for token in tokens[stop:]):
-                tokens[:] = self._closed(tokens[:stop])
+                tokens[:] = self._with_end(tokens[:stop])
                 mask[:] = [*mask[:stop], *[True] * (len(tokens) - stop)][: len(tokens)]
             else:
                 continue
@@ -333,7 +331,7 @@ class Imitation:
         return self._encode(self._text(messages))
 
     def _text(self, messages: Messages, **settings: Any) -> str:
-        """The conversation as the chat template shows it. ConfigError: it refuses it, or there is no message."""
+        """The conversation as the chat template writes it. ConfigError: it refuses it, or there is no message."""
         if not messages:
             raise ConfigError("the assistant's turn follows no message", fix="begin conversations with another role")
         return apply_template(self._tokenizer, messages, self._tools, tokenize=False, **settings, **self._variables)
@@ -344,16 +342,16 @@ class Imitation:
         return self._encoded[text]
 
 
-def _remainder(shown: str, asked: str) -> str | None:
-    """The text of a rendering behind a prompt, whose last whitespace may be another; None if it begins otherwise."""
-    if shown.startswith(asked):
-        return shown[len(asked) :]
-    end = asked.rstrip()
-    return shown[len(end) :].lstrip() if shown.startswith(end) and end != asked else None
+def _remainder(shown: str, prompt: str) -> str | None:
+    """The text that a rendering has behind a prompt, whose last whitespace may differ; None if it begins otherwise."""
+    if shown.startswith(prompt):
+        return shown[len(prompt) :]
+    end = prompt.rstrip()
+    return shown[len(end) :].lstrip() if shown.startswith(end) and end != prompt else None
 
 
 def _shared_marker(end: str, begin: str) -> str | None:
-    """A marker that a prompt ends with and a content begins with, too."""
+    """The marker that a prompt ends with and a content begins with; None if there is none."""
     marker = _MARKER.search(end)
     places = range(len(marker[0])) if marker else ()
     parts = (marker[0][place:] for place in places if marker)
@@ -361,7 +359,7 @@ def _shared_marker(end: str, begin: str) -> str | None:
 
 
 def lacking(message: Mapping[str, Any], text: str) -> str | None:
-    """The name of a message's field that a rendering leaves out, whitespace aside; None if it has all of them."""
+    """The name of a message's field that a rendering leaves out, ignoring whitespace; None if it shows all fields."""
     shown = _squeezed(text)
     for name in ("content", *REASONING):
         if _squeezed(text_of(message.get(name))) not in shown:
@@ -372,5 +370,5 @@ def lacking(message: Mapping[str, Any], text: str) -> str | None:
 
 
 def _squeezed(text: str) -> str:
-    """The text without whitespace, which templates trim and add."""
+    """The text without its whitespace, which templates trim and add."""
     return "".join(text.split())

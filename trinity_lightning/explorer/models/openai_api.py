@@ -1,4 +1,4 @@
-"""OpenAI's API on both sides: its client over a model of this process, and a model behind an endpoint."""
+"""OpenAI's API on both sides: OpenAI's client for a model of this process, and a model behind an endpoint."""
 
 import asyncio
 import importlib
@@ -9,10 +9,8 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NoReturn
 
-from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.messages import TEMPLATE_VARIABLES, Conversation
 from trinity_lightning.common.thoughts import answer_part
@@ -21,24 +19,24 @@ from trinity_lightning.config.engine import Capabilities
 from trinity_lightning.config.explorer import NEUTRAL_SAMPLING
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RolloutError
-from trinity_lightning.explorer.models.bound import temperature_of
 from trinity_lightning.explorer.models.tool_calls import parse_tool_calls
-from trinity_lightning.explorer.workflows.workflow import experience_of
 
-# -- its client over a model of this process: an ordinary `openai.AsyncOpenAI` whose requests never leave it -----------
+logger = logging.getLogger(__name__)
+
+# -- a model of this process: an ordinary `openai.AsyncOpenAI` whose requests never leave the process ------------------
 
 
-# Path and body of a request -> HTTP status and body of the response.
+# Answers a request: path and body -> HTTP status and body of the response.
 Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 
-ROOT = "/v1"  # of the paths of requests
+ROOT = "/v1"  # with which the paths of requests begin
 MODEL_ID = "policy"  # there is one model, which answers to any `model=`
 
-# Passed to the engine by the same name, unless they have the value that changes nothing.
-_TEXT = ("skip_special_tokens", "include_stop_str_in_output")  # vLLM's: how tokens become text
+# Arguments that are passed to the engine by the same name, unless they have the value that changes nothing.
+_TEXT = ("skip_special_tokens", "include_stop_str_in_output")  # vLLM's names: how tokens become text
 _SAMPLING: dict[str, Any] = {**dict.fromkeys(("temperature", "stop", "seed", *_TEXT)), **NEUTRAL_SAMPLING}
 _OWN = ("messages", "model", "tools", "n", "max_tokens", "max_completion_tokens", "logprobs", TEMPLATE_VARIABLES)
-# Understood, with these values only.
+# Arguments that are accepted with these values only.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "stream": (False, None),
     "top_logprobs": (0, None),
@@ -52,14 +50,14 @@ _IGNORED = ("user", "metadata", "store", "parallel_tool_calls", "return_token_id
 class ChatCompletions:
     """Answers requests of OpenAI's chat completions API with a model.
 
-    As vLLM's server does, it takes variables of the chat template: `extra_body={"chat_template_kwargs": {...}}`.
-    A response also carries the exact tokens, which OpenAI's API does not: `response.prompt_token_ids`, and for each
-    choice `choice.token_ids`, `choice.token_logprobs` and `choice.answer`: what stands behind its thoughts, null if it
-    was cut off in them.
+    Like vLLM's server it takes variables of the chat template: `extra_body={"chat_template_kwargs": {...}}`.
+    A response also has the exact tokens, unlike OpenAI's: `response.prompt_token_ids`, and for each choice
+    `choice.token_ids`, `choice.token_logprobs` and `choice.answer`, the text behind its thoughts, which is null if the
+    response was cut off in them.
 
     Args:
-        model: what generates.
-        sampling: settings of calls that do not give them themselves.
+        model: the model that generates.
+        sampling: settings for calls that do not set them.
     """
 
     def __init__(self, model: InferenceModel, sampling: Mapping[str, Any] | None = None) -> None:
@@ -69,7 +67,7 @@ class ChatCompletions:
         self._tool_calls = itertools.count()
 
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """HTTP status and body of the response: what the model raises is an error of the API, with its message."""
+        """HTTP status and body of the response; an error of the model becomes one of the API, with its message."""
         try:
             if path.endswith("/models"):
                 model = {"id": MODEL_ID, "object": "model", "created": 0, "owned_by": "trinity_lightning"}
@@ -83,7 +81,7 @@ class ChatCompletions:
             return 200, await self._complete(body)
         except PromptTooLongError as error:
             return 400, api_error(str(error), "context_length_exceeded")
-        except ValueError as error:  # ConfigError is one, and so is what engines refuse
+        except ValueError as error:  # such as a ConfigError, or a request that the engine refuses
             return 400, api_error(str(error), "invalid_request")
         except Exception as error:
             return 500, api_error(f"{type(error).__name__}: {error}", "engine_failed")
@@ -109,7 +107,7 @@ class ChatCompletions:
         return await self._model.render(conversation, conversation.tools or None)
 
     def _record(self, messages: Any, tools: Any, settings: Mapping[str, Any], completions: list[Completion]) -> None:
-        """A call succeeded; `RecordedCalls` keeps it."""
+        """Note a call that succeeded; `RecordedCalls` does."""
 
     def _response(self, body: dict[str, Any], completions: Sequence[Completion], reads_tools: bool) -> dict[str, Any]:
         prompt = list(completions[0].prompt_token_ids)
@@ -157,7 +155,7 @@ class ChatCompletions:
 def async_client(answer: Answer) -> Any:
     """An `openai.AsyncOpenAI` whose requests `answer` answers. It never retries unless asked to (`with_options`).
 
-    Its `model_path` is what to give as `model=`.
+    Its `model_path` is the value for `model=`.
 
     Raises:
         ConfigError: the package openai is not installed.
@@ -173,8 +171,8 @@ def async_client(answer: Answer) -> Any:
             raise http.ReadTimeout(f"no response within {limit:g} s", request=request) from error
         return http.Response(status, json=body)
 
-    own = openai.DefaultAsyncHttpxClient(transport=http.MockTransport(handle), trust_env=False)
-    return _named(openai.AsyncOpenAI(**_ADDRESS, http_client=own))
+    http_client = openai.DefaultAsyncHttpxClient(transport=http.MockTransport(handle), trust_env=False)
+    return _with_model_path(openai.AsyncOpenAI(**_CLIENT_SETTINGS, http_client=http_client))
 
 
 def blocking_client(answer: Callable[[str, dict[str, Any]], tuple[int, dict[str, Any]]]) -> Any:
@@ -185,17 +183,17 @@ def blocking_client(answer: Callable[[str, dict[str, Any]], tuple[int, dict[str,
         status, body = answer(request.url.path, _body_of(request))
         return http.Response(status, json=body)
 
-    own = openai.DefaultHttpxClient(transport=http.MockTransport(handle), trust_env=False)
-    return _named(openai.OpenAI(**_ADDRESS, http_client=own))
+    http_client = openai.DefaultHttpxClient(transport=http.MockTransport(handle), trust_env=False)
+    return _with_model_path(openai.OpenAI(**_CLIENT_SETTINGS, http_client=http_client))
 
 
-def _named(client: Any) -> Any:
+def _with_model_path(client: Any) -> Any:
     client.model_path = MODEL_ID
     return client
 
 
-# A run has a time-out of its own, and a retried call would draw another sample: both only if they are asked for.
-_ADDRESS: dict[str, Any] = {
+# No time-out, because a run has its own; no retries, because a retried call would draw another sample.
+_CLIENT_SETTINGS: dict[str, Any] = {
     "api_key": "none",
     "base_url": f"http://in-this-process{ROOT}",
     "timeout": None,
@@ -214,7 +212,7 @@ def _openai() -> Any:
 
 
 def _libraries() -> tuple[Any, Any]:
-    """openai, and the HTTP library that it is built on: httpx, or in later versions httpx2."""
+    """The package openai, and the HTTP library that it is built on: httpx, or in later versions httpx2."""
     openai = _openai()
     parent = openai.DefaultAsyncHttpxClient.__mro__[1]
     return openai, importlib.import_module(parent.__module__.partition(".")[0])
@@ -225,7 +223,7 @@ def _body_of(request: Any) -> dict[str, Any]:
 
 
 def _check(body: Mapping[str, Any]) -> None:
-    """Refuse what would silently be left out."""
+    """Refuse arguments that would silently be ignored."""
     known = (*_OWN, *_SAMPLING, *_FIXED, *_IGNORED)
     for name, value in body.items():
         if name not in known:
@@ -240,7 +238,7 @@ def _check(body: Mapping[str, Any]) -> None:
 
 
 def _logprobs(completion: Completion) -> dict[str, Any]:
-    """Tokens by their ids: two may have the same text."""
+    """Log-probabilities in OpenAI's form, with tokens named by their ids, because two may have the same text."""
     content = [
         {"token": f"token_id:{token}", "bytes": None, "logprob": logprob, "top_logprobs": []}
         for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
@@ -249,116 +247,30 @@ def _logprobs(completion: Completion) -> dict[str, Any]:
 
 
 def api_error(message: str, code: str) -> dict[str, Any]:
-    """The body of a response of OpenAI's API that says what failed."""
+    """The body of an error response of OpenAI's API."""
     return {"error": {"message": message, "type": "invalid_request_error", "code": code, "param": None}}
-
-
-# -- the calls of a run, as experiences --------------------------------------------------------------------------------
-
-
-class RecordedCalls(ChatCompletions):
-    """Answers the requests of a run, and keeps an Experience a response, in the order in which the calls ended.
-
-    Call i has `eid.step` i; its n responses are runs `run`, `run + 1`, ..., as if each had been asked for alone. Calls
-    of an endpoint are passed on and not kept: it gives no tokens.
-
-    Args:
-        bound, model: the run's view of the model, and the model itself.
-        next_call: a call's settings, completed by the run's.
-        sampling: the run's settings.
-        run: of the first response of a call.
-        template_variables: of the chat template, for every conversation; a call's own win.
-    """
-
-    def __init__(
-        self,
-        bound: InferenceModel,
-        model: InferenceModel,
-        next_call: Callable[[Mapping[str, Any]], dict[str, Any]],
-        sampling: Mapping[str, Any],
-        run: int,
-        template_variables: Mapping[str, Any],
-    ) -> None:
-        super().__init__(bound, sampling)
-        self._unbound, self._template_variables = model, template_variables
-        self._endpoint = model if isinstance(model, OpenAIModel) else None
-        self._next_call = next_call
-        self._run = run
-        self._kept: list[Experience] = []
-        self._calls = 0
-
-    @cached_property
-    def client(self) -> Any:
-        return async_client(self.answer)
-
-    async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        if self._endpoint is not None:
-            samples = path.endswith("/completions")  # embeddings, say, take no seed, and an endpoint may refuse one
-            return await self._endpoint.answer(path, self._next_call(body) if samples else body)
-        return await super().answer(path, body)
-
-    async def _render(self, conversation: Conversation) -> list[int]:
-        # Not by the run's view, which gives an auxiliary model no variables: these are for the model that is asked.
-        variables = {**self._template_variables, **conversation.template_variables}
-        tools = conversation.tools or None
-        return await self._unbound.render(Conversation(conversation, tools, variables), tools)
-
-    def set_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
-        unrewarded = [experience for experience in self._kept if experience.reward is None]
-        for experience in unrewarded:
-            experience.reward = float(reward)
-        if unrewarded:
-            unrewarded[-1].metrics |= metrics
-
-    def experiences(self, clear: bool) -> list[Experience]:
-        """What is kept; with `clear` it is forgotten here."""
-        kept = list(self._kept)
-        if clear:
-            self._kept.clear()
-        return kept
-
-    def _record(self, messages: Any, tools: Any, settings: Mapping[str, Any], completions: list[Completion]) -> None:
-        info = {"temperature": temperature_of({**self._sampling, **settings})}
-        for i, completion in enumerate(completions):
-            eid = EID(run=self._run + i, step=self._calls)
-            self._kept.append(experience_of(completion, messages, info, eid=eid, messages=messages, tools=tools))
-        self._calls += 1
 
 
 # -- a model behind an endpoint: a judge, a user, a teacher that only talks --------------------------------------------
 
 
-logger = logging.getLogger(__name__)
-
 LOAD_SECONDS = 10.0
-# What vLLM's sampling settings have and OpenAI's API has not: servers that know them read them from the request's body.
+# Sampling settings of vLLM that OpenAI's API lacks; servers that know them read them from the request's body.
 _EXTRA = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", *_TEXT)
 
 
-def _refused(what: str) -> Callable[..., Any]:
-    """A method of `OpenAIModel` that only an engine has."""
-
-    async def refuse(self: "OpenAIModel", *_: Any, **__: Any) -> NoReturn:
-        raise ConfigError(
-            f"{what}: the endpoint {self._url} only chats. Let the run start the model",
-            fix="leave out `url` of the auxiliary model",
-        )
-
-    return refuse
-
-
 class OpenAIModel:
-    """An auxiliary `InferenceModel` that chats. The endpoint does not give its tokens: nothing of it is trained on.
+    """An auxiliary `InferenceModel` that only chats, so that nothing of it is trained on: an endpoint gives no tokens.
 
     Args:
-        url: of the endpoint, such as https://api.openai.com/v1.
+        url: the endpoint's address, such as https://api.openai.com/v1.
         model: the name that requests carry.
         api_key_env: environment variable that holds the key; None sends none, for your own servers. There is no
             default: a key goes only where it was meant for.
 
     Raises:
-        ConfigError: the package openai is not installed, or the key is not set; or (by a call) what only an engine of
-            the policy can do.
+        ConfigError: the package openai is not installed, or the key is not set; or (by a call) only an engine of the
+            policy can do that.
     """
 
     capabilities = Capabilities(overlaps_training=True, picklable=True, sync_methods=(), keys=())
@@ -370,11 +282,11 @@ class OpenAIModel:
         self._url = url
         self._model = model
         self._api_key_env = api_key_env
-        # Made at once, for what is missing to be reported at once; and again by the first request after a shutdown.
+        # Made now, to report at once what is missing; and again by the first request after a shutdown.
         self._client: Any = self.get_openai_async_client()
 
     async def load(self) -> None:
-        """Ask whether the endpoint answers, before rollouts begin; it may refuse to list its models.
+        """Check before rollouts begin that the endpoint answers; it may refuse to list its models.
 
         Raises:
             ModelLoadError: the endpoint does not answer, or does not take the key.
@@ -412,7 +324,7 @@ class OpenAIModel:
             response = await self._opened().chat.completions.create(
                 model=self._model, messages=messages, n=n, extra_body=extra or None, **plain
             )
-        except (OpenAIError, ValueError) as error:  # a body that is no JSON comes as a ValueError
+        except (OpenAIError, ValueError) as error:  # a ValueError: the body is no JSON
             raise RolloutError(self._failure(error)) from error
         return [
             Completion((), (), (), choice.message.content or "", choice.finish_reason) for choice in response.choices
@@ -425,7 +337,7 @@ class OpenAIModel:
         return client
 
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """HTTP status and body of the endpoint's response to a request, whose `model` is this one in any case."""
+        """HTTP status and body of the endpoint's response to a request, whose `model` is replaced by this one."""
         from openai import APIStatusError, OpenAIError
 
         if body.get("stream"):
@@ -442,7 +354,23 @@ class OpenAIModel:
     def _failure(self, error: Exception) -> str:
         return f"the endpoint {self._url} (model '{self._model}') failed: {type(error).__name__}: {error}"
 
-    generate, render, logprobs, sync_weights = map(_refused, ("generate", "render", "logprobs", "sync_weights"))
+    async def generate(self, *_: Any, **__: Any) -> NoReturn:
+        raise self._only_chats("generate")
+
+    async def render(self, *_: Any, **__: Any) -> NoReturn:
+        raise self._only_chats("render")
+
+    async def logprobs(self, *_: Any, **__: Any) -> NoReturn:
+        raise self._only_chats("logprobs")
+
+    async def sync_weights(self, *_: Any, **__: Any) -> NoReturn:
+        raise self._only_chats("sync_weights")
+
+    def _only_chats(self, call: str) -> ConfigError:
+        return ConfigError(
+            f"{call}: the endpoint {self._url} only chats",
+            fix="leave out `url` of the auxiliary model: the run starts it",
+        )
 
     async def shutdown(self) -> None:
         """Close the connections; twice is allowed, and the next request opens new ones."""
@@ -459,9 +387,11 @@ class OpenAIModel:
         if self._api_key_env is None:
             return "none"  # openai would take OPENAI_API_KEY for a key that is missing
         if not (key := os.environ.get(self._api_key_env)):
-            raise ConfigError(f"api_key_env: the environment variable {self._api_key_env} is not set.")
+            raise ConfigError(
+                f"api_key_env: the environment variable {self._api_key_env} is not set", key="api_key_env", fix="set it"
+            )
         return key
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy in another process has connections of its own."""
+        """Let a copy in another process have connections of its own."""
         return OpenAIModel, (self._url, self._model, self._api_key_env)

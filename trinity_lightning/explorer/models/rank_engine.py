@@ -1,6 +1,7 @@
-"""The in-process engine of another rank (engine.per_rank): rank 0 asks, by a socket that only this user can open.
+"""The in-process engine of another rank (engine.per_rank), which rank 0 asks by a socket that only this user can open.
 
-Frames are JSON behind four bytes of its length: [number, what, arguments] one way, [number, result, error] the other.
+A frame is JSON behind four bytes with its length: a request [number, name, arguments] or an answer [number, result,
+error].
 """
 
 import asyncio
@@ -25,16 +26,16 @@ from trinity_lightning.sync.stream import WeightStream
 CANCEL = "cancel"
 LENGTH_BYTES = 4
 LOST_SECONDS = SILENT_SECONDS + 10  # by then rank 0 has noticed that the rank ended
-# What goes over as it is; any other error of an engine ends the request as a RolloutError.
+# Errors of an engine that keep their type on the way; any other ends the request as a RolloutError.
 ERRORS = {
-    each.__name__: each
-    for each in (ConfigError, ModelLoadError, PromptTooLongError, RolloutError, TypeError, ValueError)
+    kind.__name__: kind
+    for kind in (ConfigError, ModelLoadError, PromptTooLongError, RolloutError, TypeError, ValueError)
 }
-FIELDS = ("token_ids", "logprobs", "text", "finish_reason", "stop_reason")
+FIELDS = ("token_ids", "logprobs", "text", "finish_reason", "stop_reason")  # of a Completion, in the answer's order
 
 
 def _encoded(frame: list[Any]) -> bytes:
-    """A frame; TypeError or ValueError: it cannot be written as JSON."""
+    """The bytes of a frame; TypeError or ValueError: it cannot be written as JSON."""
     data = json.dumps(frame).encode()
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
@@ -46,7 +47,7 @@ async def _read(reader: StreamReader) -> list[Any]:
 
 
 def _refuse_unsendable(sampling: dict[str, Any]) -> None:
-    """RolloutError: one of these settings cannot be written as JSON."""
+    """Refuse settings that cannot be written as JSON: RolloutError."""
     for name, value in sampling.items():
         try:
             json.dumps(value)
@@ -55,11 +56,11 @@ def _refuse_unsendable(sampling: dict[str, Any]) -> None:
 
 
 class RankEngine(LoadedEngine):
-    """On rank 0: the engine of another rank. Weights come to all of them at once (`RankWeights`).
+    """The engine of another rank, on rank 0. Weights go to the engines of all ranks at once (`RankWeights`).
 
     Attributes:
-        rank: whose.
-        path: where that rank listens, known once the ranks have met.
+        rank: the other rank.
+        path: the socket on which that rank listens, known once the ranks have met.
         limit: seconds that it has to load, to sleep or to wake up.
     """
 
@@ -78,7 +79,7 @@ class RankEngine(LoadedEngine):
         self._numbers = itertools.count()
 
     async def load(self) -> None:
-        """Have that rank load its engine, once; RankError: not within `limit`."""
+        """Have that rank load its engine, once; RankError: it took longer than `limit`."""
         async with self._loading:
             if self._loaded:
                 return
@@ -102,50 +103,50 @@ class RankEngine(LoadedEngine):
         self._end("the engine was shut down")
 
     async def sleep(self) -> None:
-        """RankError: that rank does not answer."""
+        """Have that rank's engine sleep; RankError: it does not answer."""
         await self._ask_in_time("sleep")
 
     async def wake_up(self) -> None:
-        """RankError: that rank does not answer. An engine that is not loaded is awake."""
+        """Wake that rank's engine if it is loaded; RankError: it does not answer."""
         if self._loaded:
             await self._ask_in_time("wake_up")
 
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
-        token_ids = [int(each) for each in token_ids]
+        token_ids = [int(token) for token in token_ids]
         try:
             answers = await self._ask("generate", token_ids, n, sampling)
         except (TypeError, ValueError):
             _refuse_unsendable(sampling)
-            raise  # that engine's own
-        return [Completion(token_ids, *found) for found in answers]
+            raise  # an error of that engine
+        return [Completion(token_ids, *fields) for fields in answers]
 
     async def _logprobs(self, token_ids: list[int]) -> list[float]:
-        return await self._ask("logprobs", [int(each) for each in token_ids])
+        return await self._ask("logprobs", [int(token) for token in token_ids])
 
     async def _take(self, stream: WeightStream, version: int) -> None:
         raise NotImplementedError("all engines take weights at once: RankWeights.send")
 
     def took(self, version: int) -> None:
-        """That engine has weights of this version."""
+        """Note that the other rank's engine has weights of this version."""
         self._model_version = version
 
     # -- requests and answers -----------------------------------------------------------------------------------------
 
-    async def _ask_in_time(self, what: str) -> Any:
-        """For what needs that rank's main thread, which may hang while another thread sends its beats."""
+    async def _ask_in_time(self, request: str) -> Any:
+        """Ask for work of that rank's main thread, which may hang while another thread sends its beats."""
         try:
-            return await asyncio.wait_for(self._ask(what), self.limit)
+            return await asyncio.wait_for(self._ask(request), self.limit)
         except TimeoutError as error:
             raise RankError(
-                f"the engine of rank {self.rank} did not {what.replace('_', ' ')} within {self.limit:g} s: it "
+                f"the engine of rank {self.rank} did not {request.replace('_', ' ')} within {self.limit:g} s: it "
                 "hangs, or needs a higher trainer.strategy.timeout."
             ) from error
 
-    async def _ask(self, what: str, *arguments: Any) -> Any:
+    async def _ask(self, request: str, *arguments: Any) -> Any:
         if (writer := self._writer) is None:
             raise RolloutError("the engine was shut down")
         number = next(self._numbers)
-        writer.write(_encoded([number, what, arguments]))
+        writer.write(_encoded([number, request, arguments]))
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             return await answer
@@ -167,28 +168,30 @@ class RankEngine(LoadedEngine):
                 else:
                     answer.set_exception(self._error(*error))
         except (EOFError, OSError):
-            # The run will end with that rank's own error once rank 0 checks for it. If the requests failed earlier, the
-            # step could count as complete without their tasks.
+            # The run will end with that rank's own error once rank 0 looks for it. If the requests failed before that,
+            # the step could count as complete without their tasks.
             await asyncio.sleep(LOST_SECONDS)
             self._end(f"rank {self.rank} has ended, and its engine with it")
         except Exception as error:
             self._end(f"what rank {self.rank} answers cannot be read: {type(error).__name__}: {error}")
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
+        """Close the connection; requests under way fail for this reason."""
         writer, self._writer, self._loaded = self._writer, None, False
         if writer is not None:
             writer.close()
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(RolloutError(why))
+                answer.set_exception(RolloutError(reason))
 
     def _error(self, kinds: list[str], message: str) -> Exception:
-        kind = next((ERRORS[each] for each in kinds if each in ERRORS), None)
+        """The error of that rank's engine, by the names of its class and base classes."""
+        kind = next((ERRORS[name] for name in kinds if name in ERRORS), None)
         return RolloutError(f"rank {self.rank}: {kinds[0]}: {message}") if kind is None else kind(message)
 
 
 class EngineAnswers:
-    """On another rank: answers what its `RankEngine` on rank 0 asks, on the loop of the engine's coroutines."""
+    """Answers requests of a `RankEngine` on rank 0, on another rank: on the event loop of its engine's coroutines."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -196,7 +199,7 @@ class EngineAnswers:
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> str:
-        """Listen; returns the socket's path. ConfigError: it cannot be where temporary files are."""
+        """Listen on a new socket, and return its path. ConfigError: the folder of temporary files cannot hold one."""
         path = str(Path(self._folder.name) / "socket")
         try:
             self._server = await asyncio.start_unix_server(self._serve, path)
@@ -212,19 +215,19 @@ class EngineAnswers:
         await self._engine.shutdown()
 
     def _stop_listening(self) -> None:
-        """Listen no more, and leave nothing in the folder of temporary files."""
+        """Stop listening, and leave nothing in the folder of temporary files."""
         if self._server is not None:
             self._server.close()
         self._folder.cleanup()
 
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
-        self._stop_listening()  # rank 0 has come
+        self._stop_listening()  # rank 0 is connected
         tasks: dict[int, asyncio.Task[None]] = {}
         try:
             while True:
-                number, what, arguments = await _read(reader)
-                if what != CANCEL:
-                    tasks[number] = asyncio.create_task(self._answer(writer, number, what, arguments))
+                number, request, arguments = await _read(reader)
+                if request != CANCEL:
+                    tasks[number] = asyncio.create_task(self._answer(writer, number, request, arguments))
                     tasks[number].add_done_callback(lambda _, number=number: tasks.pop(number))
                 elif number in tasks:
                     tasks[number].cancel()
@@ -234,15 +237,15 @@ class EngineAnswers:
         finally:
             writer.close()
 
-    async def _answer(self, writer: StreamWriter, number: int, what: str, arguments: list[Any]) -> None:
+    async def _answer(self, writer: StreamWriter, number: int, request: str, arguments: list[Any]) -> None:
         try:
-            answer = _encoded([number, await self._results[what](*arguments), None])
-        except Exception as error:  # rank 0's request failed, or its task: it decides what comes of it
-            answer = _encoded([number, None, [[each.__name__ for each in type(error).__mro__], str(error)]])
+            answer = _encoded([number, await self._handlers[request](*arguments), None])
+        except Exception as error:  # rank 0 decides what a failed request means
+            answer = _encoded([number, None, [[kind.__name__ for kind in type(error).__mro__], str(error)]])
         writer.write(answer)
 
     @property
-    def _results(self) -> dict[str, Any]:
+    def _handlers(self) -> dict[str, Any]:
         engine = self._engine
         return {
             "load": self._load,
@@ -260,5 +263,5 @@ class EngineAnswers:
     async def _generate(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[list[Any]]:
         if bias := sampling.get("logit_bias"):  # JSON has turned its keys into strings
             sampling["logit_bias"] = {int(token): value for token, value in bias.items()}
-        found = await self._engine.generate(token_ids, n, **sampling)
-        return [[getattr(each, name) for name in FIELDS] for each in found]
+        completions = await self._engine.generate(token_ids, n, **sampling)
+        return [[getattr(completion, name) for name in FIELDS] for completion in completions]

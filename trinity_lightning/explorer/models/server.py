@@ -1,4 +1,4 @@
-"""A vLLM server: requests to it, over a Unix socket or to a URL, and the process of one that this run starts."""
+"""A vLLM server: a client for it, over a Unix socket or by URL, and the process of a server that this run starts."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ import aiohttp
 from trinity_lightning.common.failures import how_it_ended
 from trinity_lightning.errors import RolloutError
 
-CONNECT_SECONDS = 2.0  # a server that is only slow accepts a connection at once: its machine does
+CONNECT_SECONDS = 2.0  # even a slow server accepts a connection at once: its machine's kernel does
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
@@ -31,30 +31,30 @@ class ServerClient:
     """Talks to one server; used on one event loop.
 
     Args:
-        where: a URL, or the path of a Unix socket.
-        why: asked for what else is known after the server has failed: how its process ended, say.
+        address: a URL, or the path of a Unix socket.
+        diagnose: called after the server failed, for more to say about it, such as how its process ended.
     """
 
-    def __init__(self, where: str, why: Callable[[], Awaitable[str]] = _nothing) -> None:
-        is_url = where.startswith(("http://", "https://"))
-        # No limit of connections: how many requests are decoded at once is the server's to decide. And none is kept for
+    def __init__(self, address: str, diagnose: Callable[[], Awaitable[str]] = _nothing) -> None:
+        is_url = address.startswith(("http://", "https://"))
+        # Connections are not limited, because the server decides how many requests it decodes at once. None is kept for
         # the next request: vLLM closes idle ones after 5 s, which goes unnoticed while training holds the event loop.
         connector = (
             aiohttp.TCPConnector(limit=0, force_close=True)
             if is_url
-            else aiohttp.UnixConnector(where, limit=0, force_close=True)
+            else aiohttp.UnixConnector(address, limit=0, force_close=True)
         )
         self._session = aiohttp.ClientSession(
-            where if is_url else "http://engine", connector=connector, timeout=aiohttp.ClientTimeout(total=None)
+            address if is_url else "http://engine", connector=connector, timeout=aiohttp.ClientTimeout(total=None)
         )
-        self._why = why
+        self._diagnose = diagnose
 
     async def close(self) -> None:
         """Close the connections; twice is allowed."""
         await self._session.close()
 
     async def answers(self) -> bool:
-        """Whether the server is up: whether it answers, once it has accepted the connection."""
+        """True if the server accepts a connection and answers that it is healthy."""
         try:
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
             async with self._session.get("/health", timeout=timeout) as response:
@@ -82,17 +82,19 @@ class ServerClient:
             async with self._session.request(method, path, **body) as response:
                 text = await response.text()
         except (aiohttp.ClientError, OSError) as error:
-            why = await self._why()
-            raise RolloutError(f"the vLLM server does not answer: {type(error).__name__}: {error}.{why}") from error
+            diagnosis = await self._diagnose()
+            message = f"the vLLM server does not answer: {type(error).__name__}: {error}.{diagnosis}"
+            raise RolloutError(message) from error
         if response.status == 200:
-            return json.loads(text) if response.content_type == "application/json" else None  # or a word of success
+            return json.loads(text) if response.content_type == "application/json" else None
         message = f"{path.partition('?')[0]}: status {response.status}: {_message(text)}"
         if 400 <= response.status < 500:
             raise ValueError(message)
-        raise RolloutError(message + await self._why())
+        raise RolloutError(message + await self._diagnose())
 
 
 def _message(text: str) -> str:
+    """The message of an error response, by its text."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -110,16 +112,16 @@ LOG_LINES = 15
 class ServerProcess:
     """A process that serves on a socket in a private folder: no port is opened, and no other user can connect.
 
-    It ends with this process, also if that is killed. The requests that change weights have no password: that is
-    why the socket is not a port.
+    It ends with this process, even if that is killed. The socket is no port because requests that change weights need
+    no password.
 
     Args:
         flags: command line of vLLM's server.
         environment: variables on top of this process's.
-        log: where its output goes; None for the private folder.
+        log: file for its output; None for one in the private folder.
 
     Attributes:
-        address: path at which other processes find the server once it is `publish`ed; it stays when it starts again.
+        address: path at which other processes find the server once it is `publish`ed; restarts do not change it.
     """
 
     def __init__(self, flags: Sequence[str], environment: Mapping[str, str], log: Path | None = None) -> None:
@@ -134,7 +136,7 @@ class ServerProcess:
 
     @property
     def socket(self) -> Path:
-        """Where the server of the last start listens."""
+        """The socket on which the server of the last start listens."""
         return self._folder / f"socket-{self._starts}"
 
     def _start(self) -> None:
@@ -151,22 +153,22 @@ class ServerProcess:
 
     async def start_again(self) -> None:
         """Start it once more; the log goes on."""
-        await self.stop()  # what it started may live
+        await self.stop()  # processes that it started may still live
         self._start()
 
     def publish(self) -> None:
-        """Have `address` lead to this server: it has the weights that it should."""
+        """Let `address` lead to this server, which has its weights now."""
         new = self._folder / "new"
         new.symlink_to(self.socket)
         new.replace(self.address)
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is gone."""
+        """True if the process has ended."""
         return self._process.poll() is not None
 
     def last_words(self) -> str:
-        """How it ended, " It was ended by signal 9." say, and the end of its log; nothing while it runs."""
+        """A sentence on how it ended (" It was ended by signal 9.") and the end of its log; "" while it runs."""
         code = self._process.poll()
         if code is None:
             return ""
@@ -191,7 +193,7 @@ class ServerProcess:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, END_SECONDS)
-        self._signal(signal.SIGKILL)  # what is left of the group
+        self._signal(signal.SIGKILL)  # any process left in the group
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

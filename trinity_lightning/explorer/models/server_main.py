@@ -1,7 +1,7 @@
 """vLLM's server as a child process that never outlives its parent; started by path, `python -P server_main.py FLAGS`.
 
-Its standard input is a pipe that the parent holds open and never writes to. When it ends, the parent has ended, in
-whatever way: the server and the processes it started end too.
+Its standard input is a pipe that the parent holds open and never writes to. The pipe ends when the parent does, in
+whatever way; then the server and the processes that it started end too.
 """
 
 import os
@@ -12,7 +12,7 @@ import threading
 
 def _end_with_parent() -> None:
     os.read(0, 1)  # not sys.stdin: a thread that waits in there would crash Python at its own end
-    os.killpg(os.getpgid(0), signal.SIGKILL)  # the parent made it the leader of a group of its own
+    os.killpg(os.getpgid(0), signal.SIGKILL)  # the parent made this process the leader of a group of its own
 
 
 if __name__ == "__main__":

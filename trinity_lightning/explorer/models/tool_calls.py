@@ -27,7 +27,7 @@ Parser = Callable[[str], tuple[str, list[ToolCall]]]
 
 
 def behind_thoughts(parse: Parser) -> Parser:
-    """Have a parser read what stands behind a response's thoughts: a call that they consider is none.
+    """Have a parser read only the answer behind a response's thoughts: a call that they consider does not count.
 
     The text around the calls begins with the thoughts, for rewards that look at them.
     """
@@ -46,14 +46,14 @@ def behind_thoughts(parse: Parser) -> Parser:
 
 @behind_thoughts
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """The text around the tool calls of a response, and the calls in their order; those in its thoughts are none.
+    """The text around a response's tool calls, and the calls in order; calls within its thoughts do not count.
 
-    A call that is no JSON object with a name and, if it has any, arguments that are an object, stays in the text.
+    A call must be a JSON object with a name; its arguments, if it has any, must be an object. Any other stays text.
     """
     calls: list[ToolCall] = []
 
     def take(match: re.Match[str]) -> str:
-        call = _checked(_object(match[1]))
+        call = _tool_call(_json_or_none(match[1]))
         if call is None:
             return match[0]
         calls.append(call)
@@ -72,21 +72,22 @@ def format_tool_call(call: ToolCall) -> str:
 def call_of_message(entry: Mapping[str, Any]) -> ToolCall | None:
     """An entry of an OpenAI message's `tool_calls`, whose arguments are JSON text; None if it is malformed."""
     function = entry.get("function")
-    return _checked(function) if isinstance(function, Mapping) else None
+    return _tool_call(function) if isinstance(function, Mapping) else None
 
 
-def _checked(value: Any) -> ToolCall | None:
+def _tool_call(value: Any) -> ToolCall | None:
+    """The call that a parsed JSON value describes; None if it is malformed."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments")
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}
     elif isinstance(arguments, str):
-        arguments = _object(arguments)
+        arguments = _json_or_none(arguments)
     return ToolCall(value["name"], dict(arguments)) if isinstance(arguments, Mapping) else None
 
 
-def _object(text: str) -> Any:
+def _json_or_none(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Generation with the training model itself, for places where vLLM cannot be installed."""
+"""Generation with the training model itself, for machines where vLLM cannot be installed."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,12 +16,12 @@ from trinity_lightning.explorer.models.engine import InProcessEngine, response_t
 from trinity_lightning.explorer.models.turns import end_tokens
 from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes, parameter_stream
 
-# -- decoding: a batch, token by token, each sample with a generator and limits of its own -----------------------------
+# -- decoding a batch token by token; each sample has a random generator and limits of its own -------------------------
 
 
 @dataclass
 class Request:
-    """A prompt and how its n samples are drawn; names as in vLLM's SamplingParams."""
+    """A prompt and the settings by which its n samples are drawn; names as in vLLM's SamplingParams."""
 
     token_ids: list[int]
     n: int = 1
@@ -35,7 +35,7 @@ class Request:
 
 @dataclass
 class Sample:
-    """One response while it grows; it has a finish reason once it has ended."""
+    """A response while it grows; `finish_reason` is set once it has ended."""
 
     request: Request
     generator: torch.Generator
@@ -54,7 +54,7 @@ class Sample:
 class Decoding:
     """A batch of requests by id, decoded together by a model in evaluation mode, to the end of the longest response.
 
-    Responses end at the model's end tokens, unless others are given.
+    Responses end with `ends`; None: with the model's end tokens.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class Decoding:
         self._cache: Any = None
 
     def __bool__(self) -> bool:
-        """Whether any request is unfinished."""
+        """True if a request is unfinished."""
         return bool(self._open)
 
     def abort(self, request_id: str) -> None:
-        """Decode the samples of a request no further."""
+        """Stop decoding the samples of a request."""
         for sample in self._open.pop(request_id, []):
             sample.finish_reason = "abort"
 
     def step(self) -> list[tuple[str, list[Completion]]]:
-        """One more token for every sample; the requests that are finished by it."""
+        """Draw one more token for every sample; returns the requests that are finished now."""
         tokens, logprobs = self._draw(self._forward())
         for row, token, logprob in zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row.finish_reason is None:
@@ -132,11 +132,11 @@ class Decoding:
         if row.request.stop and token not in self._end_tokens:
             skip = row.request.skip_special_tokens
             text = response_text(self._tokenizer, row.request.token_ids, row.token_ids, skip_special_tokens=skip)
-            if found := [stop for stop in row.request.stop if stop in text]:
-                row.finish_reason, row.stop_reason = "stop", min(found, key=text.index)
+            if stops := [stop for stop in row.request.stop if stop in text]:
+                row.finish_reason, row.stop_reason = "stop", min(stops, key=text.index)
 
     def _drop_ended_rows(self) -> None:
-        """Once half of the rows have ended: copying the cache at every end would cost more than it saves."""
+        """Drop ended rows once they are half of all: copying the cache at every end would cost more than it saves."""
         going_on = [index for index, row in enumerate(self._rows) if row.finish_reason is None]
         if 0 < len(going_on) <= len(self._rows) // 2:
             self._rows = [self._rows[index] for index in going_on]
@@ -173,7 +173,7 @@ class TransformersEngine(InProcessEngine):
         config: the engine's knobs; keyword arguments override its fields.
 
     Raises:
-        ConfigError: (by a request) a sampling setting it does not know or cannot follow.
+        ConfigError: (by a request) a sampling setting that it does not know or cannot follow.
     """
 
     capabilities = CAPABILITIES["transformers"]
@@ -217,7 +217,8 @@ class TransformersEngine(InProcessEngine):
         if n < 1 or request.max_tokens < 1 or not request.temperature >= 0:
             raise ConfigError(
                 f"n = {n}, max_tokens = {request.max_tokens}, temperature = {request.temperature}: n and max_tokens "
-                "must be 1 or more, the temperature 0 (greedy) or more."
+                "must be 1 or more, the temperature 0 (greedy) or more.",
+                key="sampling",
             )
         request.stop = [request.stop] if isinstance(request.stop, str) else list(request.stop)
         request.max_tokens = min(request.max_tokens, self.max_model_len - len(token_ids))
@@ -228,7 +229,7 @@ class TransformersEngine(InProcessEngine):
         self._scoring[request_id] = token_ids
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        """One bad token would fail the whole batch it is decoded with."""
+        """Refuse a prompt without tokens, or with unknown ones, which would fail the whole batch: ValueError."""
         size = self._model.config.vocab_size
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token.")
@@ -251,20 +252,22 @@ class TransformersEngine(InProcessEngine):
         return bool(self._queue or self._scoring or self._decoding)
 
     def _take_weights(self, stream: WeightStream) -> None:
-        """The trainer's weights are this engine's already; a checkpoint's are copied in."""
-        own, sent = dict(parameter_stream(self._model)), dict(stream)
-        if sent and all(name in own and each.data_ptr() == own[name].data_ptr() for name, each in sent.items()):
+        """Copy in the weights of a checkpoint; the trainer's weights are this engine's already."""
+        weights, sent = dict(parameter_stream(self._model)), dict(stream)
+        if sent and all(
+            name in weights and tensor.data_ptr() == weights[name].data_ptr() for name, tensor in sent.items()
+        ):
             return
         check_shapes(stream.shapes, self.weight_shapes)
         for name, tensor in sent.items():
-            own[name].copy_(tensor)
+            weights[name].copy_(tensor)
 
     def _free(self) -> None:
-        """Nothing to free: the model is the trainer's."""
+        """Free nothing: the model is the trainer's."""
 
     @torch.no_grad()
     def _step(self) -> Iterable[tuple[str, Any]]:
-        """Score what waits for it, then one more token for every sample of the batch under way."""
+        """Score the texts that wait for it, then draw one more token for every sample of the batch under way."""
         with _evaluating(self._model):
             results: list[tuple[str, Any]] = [(key, self._score(tokens)) for key, tokens in self._scoring.items()]
             self._scoring.clear()
@@ -272,11 +275,11 @@ class TransformersEngine(InProcessEngine):
                 self._decoding = Decoding(self._model, self._tokenizer, self._next_batch(), self.end_tokens)
             if self._decoding:
                 results += self._decoding.step()
-                self._decoding = self._decoding or None  # at its end its cache is given up: training needs the memory
+                self._decoding = self._decoding or None  # free the cache of a finished batch: training needs the memory
         return results
 
     def _next_batch(self) -> dict[str, Request]:
-        """As many of the waiting requests as there are rows for, in their order; at least one."""
+        """Take as many of the waiting requests as there are rows for, in their order; at least one."""
         batch: dict[str, Request] = {}
         for request_id, request in self._queue.items():
             if batch and sum(other.n for other in batch.values()) + request.n > self._max_rows:
@@ -294,9 +297,9 @@ class TransformersEngine(InProcessEngine):
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """The trainer's model without dropout, and as it was afterwards.
+    """Put the trainer's model into evaluation mode, and restore its mode at the end.
 
-    Not its compiled layers (`model.compile`): those would be compiled again for the cache of every layer.
+    Compiled layers (`model.compile`) run uncompiled: they would be compiled again for the cache of every layer.
     """
     was_training = model.training
     model.eval()

@@ -1,11 +1,11 @@
-"""Where a turn of a conversation begins and ends, in tokens: for training, expert data and rollouts alike."""
+"""The tokens that begin and end a turn of a conversation, the same in training, expert data and rollouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-# Stands for an answer, so that what the template writes around it can be found.
+# Stands for an answer, to find the text that a template writes around answers.
 PLACEHOLDER = "THE-RESPONSE-STANDS-HERE"
 QUESTION: dict[str, Any] = {"role": "user", "content": "."}
 RESULT: dict[str, Any] = {"role": "tool", "content": "."}
@@ -14,10 +14,10 @@ RESULT: dict[str, Any] = {"role": "tool", "content": "."}
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of plain text behind what the tokenizer begins a text with, its BOS say, which stands there once.
+    """Token ids of a plain text, which begin once with the tokens that the tokenizer begins texts with, such as BOS.
 
-    The text may have it already, as a rendered chat has. What a tokenizer adds to the end of every text is left out: a
-    prompt that has ended cannot be continued.
+    The text may have them already, as a rendered chat does. Tokens that the tokenizer adds at the end of a text are
+    left out: a prompt that has ended cannot be continued.
     """
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     beginning = _beginning(tokenizer)
@@ -25,6 +25,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
 
 
 def _beginning(tokenizer: Any) -> list[int]:
+    """Token ids that the tokenizer adds in front of a text."""
     alone, added = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
     return added[: next((place for place in range(len(added)) if added[place : place + len(alone)] == alone), 0)]
 
@@ -37,13 +38,14 @@ class TurnEnd:
     """The tokens that end a turn of the model.
 
     Attributes:
-        tokens: all end tokens: the tokenizer's, those of generation_config.json, and the chat template's own.
-        closing: token ids that the chat template writes behind a last answer, the first end token included. Where it
-            writes none, the marker of the user's turn if generation_config.json has it, else the tokenizer's end token.
-        closing_calls: as `closing`, behind an answer that calls tools.
+        tokens: all end tokens, taken from the tokenizer, generation_config.json and the chat template.
+        closing: token ids that the chat template writes behind the last answer, up to its first end token. If it writes
+            none: the marker of the user's turn if generation_config.json lists it, else the tokenizer's end token.
+        closing_calls: the same behind an answer that calls tools.
         markers: tokens that begin the next turn and thereby end this one, as in the GLM family; usually none.
-        unlisted: those of them that the model's files do not name as end tokens.
-        earlier: what the template writes behind turns before the last, in place of `closing`, as that of gpt-oss does.
+        unlisted: markers that the model's files do not list as end tokens.
+        earlier: the token that the template writes in place of `closing` behind turns before the last, as gpt-oss's
+            template does; None: none.
     """
 
     tokens: frozenset[int]
@@ -53,14 +55,14 @@ class TurnEnd:
     unlisted: frozenset[int] = field(default=frozenset())
     earlier: int | None = None
 
-    def written(self, last: int, behind: Sequence[int]) -> int:
-        """How many of the tokens that a template writes behind a turn are left out, as the turn has ended itself.
+    def already_written(self, last: int, behind: Sequence[int]) -> int:
+        """Number of tokens that a template writes behind a turn, but which the turn itself already ended with.
 
         Args:
-            last: the turn's last token. Of a turn that was cut off it is no end token: the template closes it.
-            behind: what the template writes behind the turn and before the model's next one.
+            last: the turn's last token. If the turn was cut off, it is no end token: the template closes the turn.
+            behind: the tokens that the template writes behind the turn and before the model's next one.
         """
-        # The marker of the next turn stays, unless it is what ended this one: it says whose turn it is.
+        # The marker of the next turn stays, because it says whose turn that is, unless this turn ended with it.
         if last in self.tokens and self.markers.isdisjoint(self.closing):
             if tuple(behind[: len(self.closing)]) == self.closing:
                 return len(self.closing)
@@ -74,13 +76,13 @@ def end_tokens(tokenizer: Any, generation_config: Any = None) -> frozenset[int]:
 
     Args:
         tokenizer: a Hugging Face tokenizer, with or without a chat template.
-        generation_config: the model's, of which `eos_token_id` counts; None: it has none.
+        generation_config: the model's; only its `eos_token_id` is read. None: it has none.
     """
     return turn_end(tokenizer, generation_config).tokens
 
 
 def turn_end(tokenizer: Any, generation_config: Any = None) -> TurnEnd:
-    """How a turn of the model ends; arguments as `end_tokens`."""
+    """The tokens that end a turn of the model; arguments as `end_tokens`."""
     listed = getattr(generation_config, "eos_token_id", None)
     listed = () if listed is None else (listed,) if isinstance(listed, int) else tuple(listed)
     template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else None
@@ -94,10 +96,11 @@ def _turn_end(tokenizer: Any, template: str | None, eos: int | None, listed: fro
     if template is None:
         return TurnEnd(known, default, default)
     last, question, result = (_behind_answer(tokenizer, message) for message in (None, QUESTION, RESULT))
-    # First what stands there wherever the answer stands: Phi adds an end token to conversations, beside that of a turn.
+    # Tokens that follow an answer anywhere come first: Phi's template ends turns with one token, and conversations with
+    # another. `earlier` is for templates that do not end the last turn.
     shared = last[: common_length(last, question or last)]
-    earlier = question[0] if question[:1] and question[0] == _last_token(tokenizer) else None
-    for tokens in (shared, last, () if earlier is None else (earlier,)):  # the last: if the last turn is not ended
+    earlier = question[0] if question[:1] and question[0] == _end_of_user_turn(tokenizer) else None
+    for tokens in (shared, last, () if earlier is None else (earlier,)):
         if closing := _closing(tokenizer, tokens, known):
             return TurnEnd(known | {closing[-1]}, closing, closing, earlier=earlier)
     user, tool = _first_control(tokenizer, question), _first_control(tokenizer, result)
@@ -109,35 +112,36 @@ def _turn_end(tokenizer: Any, template: str | None, eos: int | None, listed: fro
 
 
 def _behind_answer(tokenizer: Any, following: dict[str, Any] | None) -> tuple[int, ...]:
-    """Tokens that the template writes behind an answer, with the next message if there is one; () if it refuses it."""
+    """Tokens that the template writes behind an answer, the next message included; () if it refuses the messages."""
     messages = [QUESTION, {"role": "assistant", "content": PLACEHOLDER}, *([following] if following else [])]
-    text = _tried(tokenizer, [_taken(tokenizer, message) for message in messages])
+    text = _text_or_empty(tokenizer, [_in_template_form(tokenizer, message) for message in messages])
     _, answer, behind = text.rpartition(PLACEHOLDER)
     return tuple(tokenizer.encode(behind, add_special_tokens=False)) if answer else ()
 
 
-def _last_token(tokenizer: Any) -> int | None:
-    """The control token with which the chat template ends the turn of a user; None without one."""
-    tokens = tokenizer.encode(_tried(tokenizer, [_taken(tokenizer, QUESTION)]).rstrip(), add_special_tokens=False)
+def _end_of_user_turn(tokenizer: Any) -> int | None:
+    """The control token with which the chat template ends a user's turn; None if it ends without one."""
+    text = _text_or_empty(tokenizer, [_in_template_form(tokenizer, QUESTION)])
+    tokens = tokenizer.encode(text.rstrip(), add_special_tokens=False)
     return tokens[-1] if tokens and is_control(tokenizer, tokens[-1]) else None
 
 
 def _closing(tokenizer: Any, tokens: tuple[int, ...], known: frozenset[int]) -> tuple[int, ...]:
-    """These tokens up to the first that is known to end a turn, or else to the last control token; () without any."""
+    """The tokens up to the first known end token, or else up to the last control token; () if there is neither."""
     ends = [place for place, token in enumerate(tokens) if token in known][:1]
     ends = ends or [place for place, token in enumerate(tokens) if is_control(tokenizer, token)][-1:]
     return tokens[: ends[0] + 1] if ends else ()
 
 
 def _first_control(tokenizer: Any, tokens: tuple[int, ...]) -> int | None:
-    """The control token that the tokens begin with, whitespace aside."""
+    """The control token that the tokens begin with, ignoring whitespace; None if they begin with another."""
     written = (token for token in tokens if not is_space(tokenizer, token))
     token = next(written, None)
     return token if token is not None and is_control(tokenizer, token) else None
 
 
 def is_control(tokenizer: Any, token: int) -> bool:
-    """True if the token was added to the vocabulary, as end tokens and the markers of roles are; spaces are none."""
+    """True if the token was added to the vocabulary, as end tokens and role markers are, and is not whitespace."""
     added = tokenizer.added_tokens_decoder.get(token)
     return added is not None and bool(added.content.strip())
 
@@ -148,29 +152,29 @@ def is_space(tokenizer: Any, token: int) -> bool:
 
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many elements both begin with."""
+    """Number of leading elements that both sequences share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-# -- how a template takes a message ------------------------------------------------------------------------------------
+# -- the form in which a template takes a message ----------------------------------------------------------------------
 
 
 @lru_cache(maxsize=16)
 def takes_parts(tokenizer: Any, template: str) -> bool:
-    """True if the chat template shows a content only as a list of parts, as those of models that see do."""
+    """True if the chat template shows a content only if it is a list of parts, as templates of vision models do."""
     message = {"role": "user", "content": PLACEHOLDER}
-    texts = [_tried(tokenizer, [form], chat_template=template) for form in (message, in_parts(message))]
+    texts = [_text_or_empty(tokenizer, [form], chat_template=template) for form in (message, in_parts(message))]
     return [PLACEHOLDER in text for text in texts] == [False, True]
 
 
-def _taken(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
+def _in_template_form(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
     return in_parts(message) if takes_parts(tokenizer, tokenizer.get_chat_template()) else message
 
 
 def shows(tokenizer: Any, *messages: dict[str, Any]) -> bool | None:
-    """True if the chat template shows the placeholder that a message has; None if it does not take the messages."""
-    text = _tried(tokenizer, [_taken(tokenizer, message) for message in messages])
+    """True if the chat template shows the message that holds the placeholder; None if it refuses the messages."""
+    text = _text_or_empty(tokenizer, [_in_template_form(tokenizer, message) for message in messages])
     return PLACEHOLDER in text if text else None
 
 
@@ -179,8 +183,8 @@ def in_parts(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": [{"type": "text", "text": message["content"]}]}
 
 
-def _tried(tokenizer: Any, messages: list[dict[str, Any]], **settings: Any) -> str:
-    """The conversation as text; empty if the template does not take it: it is a program, with errors of any type."""
+def _text_or_empty(tokenizer: Any, messages: list[dict[str, Any]], **settings: Any) -> str:
+    """The conversation as text; empty if the template refuses it: it is a program, which may raise any error."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
     except Exception:

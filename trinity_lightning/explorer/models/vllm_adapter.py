@@ -1,8 +1,8 @@
-"""vLLM that computes with low-rank adapters itself, next to the weights that it has loaded.
+"""vLLM engines that compute with low-rank adapters themselves, next to the weights that they have loaded.
 
-Its weights are never sent: once weights were loaded again, vLLM's CPU build computes with wrong adapters. It is told
-which layers are adapted, because it would prepare the head for an adapter too, and with such a head its CPU build
-cannot compute the log-probabilities of prompts, which probes ask for.
+Weights are never sent to them: after loading weights again, vLLM's CPU build computes with wrong adapters. They are
+told which layers are adapted: otherwise vLLM would prepare the head for an adapter too, and with such a head its CPU
+build cannot compute the log-probabilities of prompts, which probes ask for.
 """
 
 import json
@@ -28,11 +28,11 @@ from trinity_lightning.sync.files import WEIGHTS
 from trinity_lightning.sync.stream import Shape, WeightStream
 
 _NAME, _ID = "adapter", 1
-_TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as peft names them
+_TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's names
 
 
 def adapter_engines(config: TrainConfig, folder: Path, shapes: Mapping[str, Shape]) -> list[Engine]:
-    """The engines of a run, which are sent adapters of these shapes; `config.engine.name` is vllm or vllm_server."""
+    """The engines of a run that sends them adapters of these shapes; `config.engine.name` is vllm or vllm_server."""
     if config.engine.name == "vllm":
         return [VLLMAdapterEngine(config.model.name, config.engine, shapes)]
     return [*VLLMAdapterServerEngine.of_run(config, folder, shapes=shapes)]
@@ -42,10 +42,10 @@ class VLLMAdapterEngine(VLLMEngine):
     """A `VLLMEngine` that is sent the policy's adapters (`trainer.adapter.Adapter.alone`), never its weights.
 
     Args:
-        shapes: of all tensors that it is going to be sent: A [rank, input] and s B [output, rank] of each layer.
+        shapes: names and shapes of all tensors that will be sent: A [rank, input] and s B [output, rank] of each layer.
 
     Raises:
-        ConfigError: (at the first use) vLLM has no adapters for a model of this kind.
+        ConfigError: (at the first use) vLLM does not support adapters for a model of this kind.
     """
 
     def __init__(self, model: str, config: EngineConfig, shapes: Mapping[str, Shape]) -> None:
@@ -57,14 +57,14 @@ class VLLMAdapterEngine(VLLMEngine):
         return self._shapes
 
     def _load(self) -> None:
-        with _refused_by_name(self._model):
+        with _naming_unsupported(self._model):
             super()._load()
 
     def _packed_weights(self) -> None:
         return None
 
     def _load_weights(self, stream: WeightStream) -> None:
-        """Have the adapters in place of those before; requests carry them from now on."""
+        """Load the adapters in place of the ones before; requests use them from now on."""
         from vllm.lora.request import LoRARequest
 
         tensors = {name: tensor.to("cpu").contiguous() for name, tensor in stream}
@@ -72,20 +72,20 @@ class VLLMAdapterEngine(VLLMEngine):
             save_file(tensors, Path(folder) / _TENSORS)
             _describe(Path(folder), self._shapes)
             self._engine.add_lora(LoRARequest(_NAME, _ID, folder, load_inplace=True))
-        self._adapter = LoRARequest(_NAME, _ID, folder)  # which is loaded: its files are not read again
+        self._adapter = LoRARequest(_NAME, _ID, folder)  # it is loaded, so that its files are not read again
 
 
 class VLLMAdapterServerEngine(VLLMServerEngine):
-    """A `VLLMServerEngine` that is sent adapters as a folder; before the first ones it answers nothing.
+    """A `VLLMServerEngine` that is sent adapters as a folder; before the first ones it answers no requests.
 
     Args:
-        model, config, others: as of a VLLMServerEngine, of a server that is started here.
-        shapes: as of a VLLMAdapterEngine, and so are errors.
+        model, config, others: as for a VLLMServerEngine whose server is started here.
+        shapes: as for a VLLMAdapterEngine; so are the errors.
     """
 
     def __init__(self, model: str, config: EngineConfig, *, shapes: Mapping[str, Shape], **others: Any) -> None:
         self._shapes = dict(shapes)
-        self._holds = False  # whether the server has adapters
+        self._has_adapters = False  # True if the server has some
         super().__init__(model, _with_room(config, shapes), **others)
 
     @property
@@ -93,7 +93,7 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
         return self._shapes
 
     async def _load(self) -> None:
-        with _refused_by_name(self._model, self._log):
+        with _naming_unsupported(self._model, self._log):
             await super()._load()
 
     def _environment(self) -> dict[str, str]:
@@ -101,7 +101,7 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
 
     async def _check_model(self, client: ServerClient) -> None:
         await super()._check_model(client)
-        self._model_id, self._holds = _NAME, False  # one that is started again has none
+        self._model_id, self._has_adapters = _NAME, False  # a server that is started again has none
 
     async def _reload(self, folder: Path, version: int) -> None:
         """Have the server compute with the adapters of a folder.
@@ -109,31 +109,33 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
         The ones before are unloaded first: if they were replaced in place, vLLM would read the folder again at each
         step of its decoding.
         """
-        if not (folder / _TENSORS).exists():  # another server of the run may have been here
+        if not (folder / _TENSORS).exists():  # else another server of the run has renamed it
             _describe(folder, self._shapes)
             (folder / WEIGHTS).rename(folder / _TENSORS)
-        named = {"lora_name": _NAME}
-        if self._holds:
-            self._holds = False
-            await self._change("/v1/unload_lora_adapter", named)
-        await self._change("/v1/load_lora_adapter", {**named, "lora_path": str(folder)})
-        self._holds = True
+        name = {"lora_name": _NAME}
+        if self._has_adapters:
+            self._has_adapters = False
+            await self._change("/v1/unload_lora_adapter", name)
+        await self._change("/v1/load_lora_adapter", {**name, "lora_path": str(folder)})
+        self._has_adapters = True
         await self._changed(version)
 
 
 @contextmanager
-def _refused_by_name(model: str, log: Path | None = None) -> Iterator[None]:
-    """A ConfigError if vLLM has no adapters for the model, as its error or its server's log says."""
+def _naming_unsupported(model: str, log: Path | None = None) -> Iterator[None]:
+    """Raise a ConfigError that names the model if vLLM's error, or its server's log, says that it takes no adapters."""
     try:
         yield
     except ModelLoadError as error:
-        written = log.read_text(errors="replace") if log is not None and log.exists() else ""
-        if "does not support LoRA" not in f"{error}{written}":
+        logged = log.read_text(errors="replace") if log is not None and log.exists() else ""
+        if "does not support LoRA" not in f"{error}{logged}":
             raise
-        raise ConfigError(f"vLLM has no adapters for models such as '{model}': {MERGE}.") from error
+        message = f"vLLM has no adapters for models such as '{model}'"
+        raise ConfigError(message, key="synchronizer.lora", fix=MERGE) from error
 
 
 def _with_room(config: EngineConfig, shapes: Mapping[str, Shape]) -> EngineConfig:
+    """The engine's section with vLLM's arguments for adapters of these shapes."""
     rank, layers = _rank_and_layers(shapes)
     return replace(
         config, args={**config.args, **dict(zip(LORA_ARGUMENTS, (True, room_for(rank), layers), strict=True))}
@@ -141,12 +143,13 @@ def _with_room(config: EngineConfig, shapes: Mapping[str, Shape]) -> EngineConfi
 
 
 def _describe(folder: Path, shapes: Mapping[str, Shape]) -> None:
-    """Write what vLLM reads beside the tensors, which hold s B: their own scale is 1."""
+    """Write the description that vLLM reads beside the tensors. Their scale is 1: they hold s B."""
     rank, layers = _rank_and_layers(shapes)
     config = {"peft_type": "LORA", "target_modules": layers, "r": rank, "lora_alpha": rank}
     (folder / _CONFIG).write_text(json.dumps(config))
 
 
 def _rank_and_layers(shapes: Mapping[str, Shape]) -> tuple[int, list[str]]:
+    """The adapters' rank, and the names of the layers that have one, such as q_proj."""
     rank = next(shape[0] for name, shape in shapes.items() if name.endswith(".lora_A.weight"))
     return rank, sorted({name.split(".lora_")[0].rpartition(".")[2] for name in shapes})

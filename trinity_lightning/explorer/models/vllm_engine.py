@@ -21,6 +21,9 @@ from trinity_lightning.config.engine import (
     EngineDtype,
     EngineSleep,
     capabilities_of,
+    check_known,
+    check_vllm_args,
+    reason_of,
     require_vllm,
 )
 from trinity_lightning.config.model_files import load_generation_config, resolve_model
@@ -29,25 +32,26 @@ from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncErro
 from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes, skeleton
 
-# -- how vLLM is started: the same arguments for the engine in this process and for a server's -------------------------
+# -- vLLM's arguments, the same for the engine in this process and for servers -----------------------------------------
 
 
 VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
 CPU_REQUESTS, GPU_REQUESTS = 64, 256
 CPU_CACHE_GB = 0.5
-CPU_BLOCK_TOKENS = 32  # the fewest that its kernels for AMX take
+CPU_BLOCK_TOKENS = 32  # the fewest that vLLM's kernels for AMX take
 
 
 def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]:
-    """vLLM's EngineArgs by name; those of `config.args` come last."""
+    """vLLM's EngineArgs by name; the values of `config.args` win."""
     arguments: dict[str, Any] = {
         "model": path,
         "dtype": VLLM_DTYPES[EngineDtype(config.dtype)],
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs or (CPU_REQUESTS if on_cpu else GPU_REQUESTS),
-        # Those of the distribution sampled from, temperature applied: what the trainer compares its own with.
+        # Log-probabilities in the distribution sampled from, temperature applied: the trainer compares its own with
+        # these.
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # not the model's: its top_k and penalties would cut the policy's distribution
+        "generation_config": "vllm",  # not the model's, whose top_k and penalties would cut the policy's distribution
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": 0,  # every request brings its own
@@ -66,17 +70,14 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
             "enforce_eager": True,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(config.max_model_len, 4096),
-            # The rollouts of a group share the blocks that their prompt fills: vLLM's own 128 tokens few prompts fill.
+            # The rollouts of a group share the blocks that their prompt fills; few prompts fill vLLM's default of 128.
             "block_size": CPU_BLOCK_TOKENS,
         }
     return arguments | dict(config.args)
 
 
-# -- where a response ends ---------------------------------------------------------------------------------------------
-
-
 def with_end_tokens(sampling: Mapping[str, Any], ends: Collection[int]) -> dict[str, Any]:
-    """The settings with a model's end tokens as vLLM's stop tokens: it knows those of the model's files alone."""
+    """The settings with a model's end tokens as stop tokens: vLLM itself knows only those in the model's files."""
     if sampling.get("ignore_eos"):
         return dict(sampling)
     return {**sampling, "stop_token_ids": sorted({*ends, *(sampling.get("stop_token_ids") or ())})}
@@ -96,7 +97,7 @@ class VLLMEngine(InProcessEngine):
         config: the engine's knobs; keyword arguments override its fields.
 
     Raises:
-        ConfigError: vLLM is not installed, or `args` would spread the model over several devices, or have vLLM's CPU
+        ConfigError: vLLM is not installed; or `args` would spread the model over several devices, or make vLLM's CPU
             build decode speculatively.
         ModelLoadError: (at the first use) vLLM cannot load the model.
     """
@@ -106,28 +107,25 @@ class VLLMEngine(InProcessEngine):
     def __init__(self, model: str, config: EngineConfig | None = None, **overrides: Any) -> None:
         require_vllm()
         self._config = dataclasses.replace(config or EngineConfig(), **overrides)
-        if self._config.args or self._config.speculative:
-            from trinity_lightning.config.engine import check_vllm_args
-
-            check_vllm_args("engine", self._config, in_process=True)
+        check_vllm_args("engine", self._config, in_process=True)
         super().__init__(self._config.max_model_len)
         self._model = model
         self.quantized = self._config.quantizes
         self._engine: Any = None
-        self._adapter: Any = None  # a LoRARequest (`VLLMAdapterEngine`)
-        self._random_streams: list[torch.Tensor] = []  # the engine's own, of each of torch's generators
+        self._adapter: Any = None  # the LoRARequest that requests carry, if any (`VLLMAdapterEngine`)
+        self._random_states: list[torch.Tensor] = []  # the engine's own state for each of torch's generators
         self._sleeps, self._asleep = EngineSleep(self._config.sleep) is EngineSleep.always, False
 
     async def sleep(self) -> None:
         """With engine.sleep=always, move the weights to the host and give up the cache, until `wake_up`.
 
-        They are kept, although a sync usually follows: after a step that trained nothing none does. On a CPU the cache
-        is emptied, and takes no memory until it is written to; nor does what vLLM computed with.
+        The weights are kept, because a step that trained nothing is followed by no sync. On a CPU the cache is emptied:
+        until it is written to it takes no memory, and neither do vLLM's temporary tensors.
         """
         await self._on_driver(self._fall_asleep if self._sleeps else self._empty_cache)
 
     async def wake_up(self) -> None:
-        """Take weights and cache back to the device; on a CPU take the memory that the trainer has freed."""
+        """Move weights and cache back to the device; on a CPU take over the memory that the trainer has freed."""
         if self._sleeps:
             await self._on_driver(self._awake)
         elif self._loaded and self._on_cpu:
@@ -157,7 +155,7 @@ class VLLMEngine(InProcessEngine):
         self._owns_process_group = not torch.distributed.is_initialized()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what vLLM imports warns of things that are not the user's
+                warnings.simplefilter("ignore")  # packages that vLLM imports warn of things that users cannot change
                 self._weight_shapes = parameter_shapes(path)
                 self._engine = self._build(path)
                 self._tokenizer, self._dtype = self._engine.get_tokenizer(), self._engine.model_config.dtype
@@ -166,8 +164,6 @@ class VLLMEngine(InProcessEngine):
         except ConfigError:
             raise
         except Exception as error:
-            from trinity_lightning.config.engine import reason_of
-
             self._close()
             raise ModelLoadError(f"vLLM cannot load '{path}': {reason_of(error)}") from error
         finally:
@@ -178,7 +174,7 @@ class VLLMEngine(InProcessEngine):
         return self._engine.vllm_config.device_config.device_type == "cpu"
 
     def _packed_weights(self) -> "PackedWeights | None":
-
+        """The way of loading weights into vLLM's CPU build; None: vLLM's own way."""
         [model] = self._engine.collective_rpc(lambda worker: worker.model_runner.get_model())
         return PackedWeights(model) if is_packable(model) else None
 
@@ -187,26 +183,22 @@ class VLLMEngine(InProcessEngine):
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        if self._config.args:
-            from trinity_lightning.config.engine import check_known
-
-            check_known(self._config.args, [field.name for field in dataclasses.fields(EngineArgs)])
+        check_known(self._config.args, [field.name for field in dataclasses.fields(EngineArgs)])
         on_cpu = current_platform.is_cpu()
         arguments = engine_args(path, self._config, on_cpu)
-
         with quick_start():
             if on_cpu:
                 return built_on_cpu(lambda: LLMEngine.from_engine_args(EngineArgs(**arguments)))
             return LLMEngine.from_engine_args(args_of_gpu(EngineArgs, arguments))
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
-        # vLLM makes text, after every token in the thread that drives the engine, only to look for stop strings in it.
-        usual = {"detokenize": bool(sampling.get("stop")), "skip_special_tokens": False}
-        sampling = usual | with_end_tokens(sampling, self.end_tokens)
+        # vLLM would make text after every token, in the thread that drives the engine: only stop strings need it.
+        defaults = {"detokenize": bool(sampling.get("stop")), "skip_special_tokens": False}
+        sampling = defaults | with_end_tokens(sampling, self.end_tokens)
         self._submit(request_id, token_ids, n=n, logprobs=0, **sampling)
 
     def _add_scoring(self, request_id: str, token_ids: list[int]) -> None:
-        # vLLM samples at least one token; on a GPU it would draw a seed from NumPy's generator.
+        # vLLM samples at least one token; without a seed, on a GPU it would draw one from NumPy's generator.
         self._submit(request_id, token_ids, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
 
     def _submit(self, request_id: str, token_ids: list[int], **sampling: Any) -> None:
@@ -227,18 +219,18 @@ class VLLMEngine(InProcessEngine):
         return self._engine.has_unfinished_requests()
 
     def _step(self) -> Iterable[tuple[str, Any]]:
-        with self._own_random_stream():
+        with self._own_random_states():
             return [(out.request_id, self._result(out)) for out in self._engine.step() if out.finished]
 
     def _result(self, output: Any) -> list[Completion] | list[float]:
-        """Completions of a request, or the prompt's log-probabilities if those were asked for."""
+        """A request's completions, or the prompt's log-probabilities if it asked for those."""
         if output.prompt_logprobs is not None:
-            return _own_logprobs(output.prompt_logprobs[1:])  # the first token has none
+            return _token_logprobs(output.prompt_logprobs[1:])  # the first token has none
         return [
             Completion(
                 prompt_token_ids=output.prompt_token_ids,
                 token_ids=list(sample.token_ids),
-                logprobs=_own_logprobs(sample.logprobs),
+                logprobs=_token_logprobs(sample.logprobs),
                 text="",  # `generate` makes it
                 finish_reason=sample.finish_reason,
                 stop_reason=None if sample.stop_reason in self.end_tokens else sample.stop_reason,
@@ -247,19 +239,21 @@ class VLLMEngine(InProcessEngine):
         ]
 
     @contextmanager
-    def _own_random_stream(self) -> Iterator[None]:
-        """Every step draws from torch's global generators, seeded requests or not: keep the trainer's out of it.
+    def _own_random_states(self) -> Iterator[None]:
+        """Give torch's global generators states of the engine's own, and then the trainer's back.
 
-        How many steps there are is a matter of timing, and a run must not depend on it.
+        Every step draws from these generators, even for seeded requests. The number of steps is a matter of timing, on
+        which a run must not depend.
         """
         generators = [torch.default_generator, *torch.cuda.default_generators]
-        trainers = [each.get_state() for each in generators]
-        own = self._random_streams or [torch.Generator(each.device).manual_seed(0).get_state() for each in generators]
-        _set_states(generators, own)
+        trainers = [generator.get_state() for generator in generators]
+        if not self._random_states:
+            self._random_states = [torch.Generator(one.device).manual_seed(0).get_state() for one in generators]
+        _set_states(generators, self._random_states)
         try:
             yield
         finally:
-            self._random_streams = [each.get_state() for each in generators]
+            self._random_states = [generator.get_state() for generator in generators]
             _set_states(generators, trainers)
 
     def _take_weights(self, stream: WeightStream) -> None:
@@ -278,14 +272,14 @@ class VLLMEngine(InProcessEngine):
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
 
     def _free(self) -> None:
-        self._awake()  # its allocator cannot free what is not there
+        self._awake()  # vLLM's allocator cannot free memory that it has given up
         self._close()
 
     def _close(self) -> None:
         if self._engine is not None:
             self._engine.engine_core.shutdown()
         self._engine = self._packed = None
-        # vLLM makes a process group even for itself alone; left behind, Lightning would take it for several ranks.
+        # vLLM makes a process group even for a single process. If it stayed, Lightning would think of several ranks.
         if self._owns_process_group and torch.distributed.is_initialized():
             from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
@@ -299,18 +293,21 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Te
         generator.set_state(state)
 
 
-def _own_logprobs(flat: Any) -> list[float]:
-    """The log-probability of each token itself: the first entry at each position of vLLM's flat container."""
+def _token_logprobs(flat: Any) -> list[float]:
+    """The log-probability of each token: the first entry at each position of vLLM's flat container."""
     return [flat.logprobs[start] for start in flat.start_indices]
+
+
+# -- the start of vLLM in this process: on any device, on a CPU, on a GPU ----------------------------------------------
 
 
 @contextmanager
 def quick_start() -> Iterator[None]:
-    """Spare the start of vLLM a third of its time: collections of garbage, and copies of the tokenizer.
+    """Start vLLM in two thirds of the time: without repeated garbage collections and copies of the tokenizer.
 
     vLLM collects garbage five times, each time among all objects that torch, Lightning and transformers have made, and
-    then takes them from the collector for good. Here that is done once, before. And it copies the tokenizer for threads
-    that would read requests at once; a copy is made when one is needed.
+    then exempts them from collection for good. Here that is done once, before. vLLM also copies the tokenizer for
+    threads that would read requests at once; here a copy is made when one is needed.
     """
     import vllm.renderers.hf
 
@@ -329,11 +326,53 @@ def _without_copies(make_pool: Callable[..., Any], tokenizer: Any, copies: int =
     return make_pool(tokenizer, 0)
 
 
-class PackedWeights:
-    """Loads weights into a model of vLLM and packs each linear layer as soon as all of its weight is there.
+def built_on_cpu(build: Callable[[], Any]) -> Any:
+    """The engine that `build` makes, without two side effects that vLLM's CPU build has on this process."""
+    import vllm.v1.sample.sampler as sampler
 
-    vLLM's own `reload_weights`, which is for models of every kind, comes to the same bits; but it prepares every module
-    at every call, and loads each tensor twice, once to count its elements.
+    # vLLM would compile this line, which takes 11 s and a C++ compiler.
+    sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)  # type: ignore[attr-defined]
+    set_threads = torch.set_num_threads
+    try:
+        return build()
+    finally:
+        torch.set_num_threads = set_threads  # vLLM's does nothing, and trainer and servers share cores by it
+
+
+FREE_SHARE = 0.95  # share of the free memory that vLLM is asked for, so that its check at the start passes
+
+
+def args_of_gpu(kind: type[Any], arguments: dict[str, Any]) -> Any:
+    """vLLM's EngineArgs (the class `kind`) of these arguments, for the current GPU."""
+    if "kv_cache_memory_bytes" in arguments:
+        # vLLM wants its share of the GPU free, 92% by default, even if the share does not decide the cache's size.
+        free, total = torch.cuda.mem_get_info()
+        arguments = {"gpu_memory_utilization": round(FREE_SHARE * free / total, 4), **arguments}
+    # This rank's GPU: not the first one on ranks other than 0 (engine.per_rank).
+    gpu = torch.cuda.current_device()
+    return (_for_gpu(kind, gpu) if gpu else kind)(**arguments)
+
+
+def _for_gpu(kind: type[Any], gpu: int) -> type[Any]:
+    """A class of EngineArgs for that GPU; vLLM's own is always for the first one that this process sees."""
+
+    class Args(kind):  # type: ignore[misc]
+        def create_engine_config(self, *arguments: Any, **settings: Any) -> Any:
+            config = super().create_engine_config(*arguments, **settings)
+            config.device_config.device = torch.device("cuda", gpu)
+            return config
+
+    return Args
+
+
+# -- vLLM's CPU build: loading weights, and giving up the cache --------------------------------------------------------
+
+
+class PackedWeights:
+    """Loads weights into a model of vLLM, and packs each linear layer as soon as all of its weight is there.
+
+    vLLM's own `reload_weights`, which is for models of every kind, gives the same bits. But it prepares every module at
+    every call, and loads each tensor twice, once to count its elements.
 
     Args:
         model: a model that `is_packable`.
@@ -344,7 +383,7 @@ class PackedWeights:
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         self._model = model
-        self._loading: dict[Any, tuple[Tensor, int]] = {}  # weight of a layer, and how many elements it lacks
+        self._loading: dict[Any, tuple[Tensor, int]] = {}  # by layer: its weight, and the number of missing elements
         for layer in model.modules():
             if isinstance(layer, LinearBase):
                 self._expect(layer)
@@ -352,11 +391,11 @@ class PackedWeights:
         # One of them is the head if the model has no other.
         self._heads = [layer for layer in embeddings if isinstance(layer, ParallelLMHead)] or embeddings
         for layer in embeddings:
-            if layer not in self._heads:  # vLLM has packed it for nothing: a fifth of a small model's memory
+            if layer not in self._heads:  # packed by vLLM for nothing, which took a fifth of a small model's memory
                 layer.cpu_linear = torch.nn.functional.linear
 
     def _expect(self, layer: Any) -> None:
-        """Give a packed layer the parameter again that it was loaded through, but empty."""
+        """Give a packed layer the parameter again through which it was loaded, but empty."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
         from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -370,7 +409,7 @@ class PackedWeights:
     def _load(
         self, layer: Any, recorded: Tensor, load: Callable[..., None], empty: Any, part: Tensor, *shard: Any
     ) -> None:
-        """In place of vLLM's loader of a weight: load a part of it and, if that was the last, pack the layer."""
+        """Load a part of a weight, in place of vLLM's loader; if it was the last part, pack the layer."""
         from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
         weight, missing = self._loading.pop(layer, None) or (materialize_meta_tensor(recorded), recorded.numel())
@@ -385,7 +424,7 @@ class PackedWeights:
 
     @torch.no_grad()
     def take(self, stream: WeightStream) -> None:
-        """Load all weights of the model; WeightSyncError: some layer did not get all of its weight."""
+        """Load all weights of the model; WeightSyncError: a layer did not get all of its weight."""
         self._loading.clear()
         self._model.load_weights(iter(stream))
         if self._loading:
@@ -395,16 +434,16 @@ class PackedWeights:
 
 
 def _pack(layer: Any) -> None:
-    layer.cpu_linear = None  # frees the packed weights of before, whose memory the new ones take
+    layer.cpu_linear = None  # free the old packed weights first: the new ones take their memory
     layer.quant_method.process_weights_after_loading(layer)
 
 
 def is_packable(model: Any) -> bool:
-    """Whether packing is the only thing that vLLM's CPU build does to this model's weights after loading them.
+    """True if packing is all that vLLM's CPU build does to this model's weights after loading them.
 
-    Quantised layers, experts, convolutions, and attention with compressed keys are left to vLLM. So is a model with a
-    linear layer that vLLM did not pack, because oneDNN is missing or does not support it: it computes with the weight
-    itself.
+    Models with quantised layers, experts, convolutions, or attention with compressed keys are left to vLLM. So is a
+    model with a linear layer that vLLM did not pack, because oneDNN is missing or does not support it: that layer
+    computes with the weight itself.
     """
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -426,37 +465,17 @@ def is_packable(model: Any) -> bool:
     return True
 
 
-def forget_cache(worker: Any) -> None:
-    """Give the memory of a worker's key-value cache, of which no block is in use, back to a CPU's system."""
-    storages = {cache.untyped_storage().data_ptr(): cache for cache in worker.model_runner.kv_caches}
-    for cache in storages.values():
-        forget(cache)
-
-
-def built_on_cpu(build: Callable[[], Any]) -> Any:
-    """The engine that `build` makes, without two things that vLLM's CPU build would do to this process."""
-    import vllm.v1.sample.sampler as sampler
-
-    # One line that it would compile: 11 s, and a C++ compiler needed.
-    sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)  # type: ignore[attr-defined]
-    set_threads = torch.set_num_threads
-    try:
-        return build()
-    finally:
-        torch.set_num_threads = set_threads  # vLLM has one that does nothing; trainer and servers share cores by it
-
-
 def check_experts(config: TrainConfig) -> None:
-    """ConfigError if new weights of a mixture of experts would not arrive: vLLM packs them as it loads them.
+    """Refuse a mixture of experts where new weights would not arrive: ConfigError.
 
-    It takes new ones without a word and computes with something else: log-probabilities were off by 0.04 after the
-    same weights, and by 8 after others.
+    Without a GPU, vLLM packs experts as it loads them. It takes new weights without a word, and computes with something
+    else: log-probabilities were off by 0.04 after the same weights, and by 8 after others.
     """
     engine = config.engine
     if not capabilities_of(engine.name).is_vllm or engine.urls or torch.cuda.is_available():
         return
     name = config.model.name
-    # By the model's own names: checkpoints of some (GraniteMoe) do not call their experts so.
+    # By the names of the model's parameters: some checkpoints (GraniteMoe) do not call their experts so.
     if any(".experts." in parameter for parameter, _ in skeleton(str(resolve_model(name))).named_parameters()):
         raise ConfigError(
             f"model.name={name} is a mixture of experts, and vLLM without a GPU does not take new weights of experts",
@@ -465,27 +484,8 @@ def check_experts(config: TrainConfig) -> None:
         )
 
 
-FREE_SHARE = 0.95  # of the free memory is asked for, so that vLLM's check at its start passes
-
-
-def args_of_gpu(kind: type[Any], arguments: dict[str, Any]) -> Any:
-    """vLLM's EngineArgs, whose class is `kind`, of these arguments, for the present GPU."""
-    if "kv_cache_memory_bytes" in arguments:
-        # vLLM wants its share of the GPU free, 92% by default, even if the share says nothing of the cache's size.
-        free, total = torch.cuda.mem_get_info()
-        arguments = {"gpu_memory_utilization": round(FREE_SHARE * free / total, 4), **arguments}
-    # On ranks other than 0 (engine.per_rank) this is not the first GPU.
-    gpu = torch.cuda.current_device()
-    return (_for_gpu(kind, gpu) if gpu else kind)(**arguments)
-
-
-def _for_gpu(kind: type[Any], gpu: int) -> type[Any]:
-    """vLLM's EngineArgs for that GPU: its own are always for the first one that this process sees."""
-
-    class Args(kind):  # type: ignore[misc]
-        def create_engine_config(self, *arguments: Any, **settings: Any) -> Any:
-            config = super().create_engine_config(*arguments, **settings)
-            config.device_config.device = torch.device("cuda", gpu)
-            return config
-
-    return Args
+def forget_cache(worker: Any) -> None:
+    """Give the memory of a worker's key-value cache back to the system, on a CPU; no block of it may be in use."""
+    storages = {cache.untyped_storage().data_ptr(): cache for cache in worker.model_runner.kv_caches}
+    for cache in storages.values():
+        forget(cache)

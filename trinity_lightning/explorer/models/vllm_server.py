@@ -37,20 +37,21 @@ from trinity_lightning.explorer.models.engine import LoadedEngine
 from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
 from trinity_lightning.explorer.models.vllm_engine import engine_args, with_end_tokens
 from trinity_lightning.sync.files import MEMORY, WeightFolder
+from trinity_lightning.sync.servers import server_arguments
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes
 
 logger = logging.getLogger(__name__)
 
 MODEL_ID = "policy"
 START_SECONDS, URL_SECONDS = 600.0, 3.0
-WEIGHTS_PER_SECOND = 25e6  # that a slow disk gives: large models have longer to start
-HEALTH_SECONDS = 0.2
-ENDING_SECONDS, LOOK_SECONDS = 20.0, 0.05  # for a server that fails to end, or to answer again
-MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # so often within so many seconds is a server that died started again
+WEIGHTS_PER_SECOND = 25e6  # parameters that a slow disk reads: large models are given longer to start
+HEALTH_SECONDS = 0.2  # between two looks at a server that starts
+ENDING_SECONDS, LOOK_SECONDS = 20.0, 0.05  # a server that failed has so long to end or answer; between two looks at it
+MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # a server that died is started again so often within so many seconds
 PROBE, PROBE_TEMPERATURE, PROBE_ROUNDING = "The answer is", 0.2, 0.05
-# What a request leaves out, a server elsewhere may take from the model's own generation_config.json.
+# Every request has these: a server elsewhere may take what is left out from the model's own generation_config.json.
 WHOLE_DISTRIBUTION = {"temperature": 1.0, **NEUTRAL_SAMPLING}
-# Names that vLLM's SamplingParams and its server's requests both have; a server would silently pass over any other.
+# Settings that both vLLM's SamplingParams and its server's requests have; a server silently ignores any other.
 SAMPLING = (
     *WHOLE_DISTRIBUTION,
     *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed", "max_tokens", "min_tokens"),
@@ -61,43 +62,44 @@ SAMPLING = (
 class VLLMServerEngine(LoadedEngine):
     """An `InferenceModel` over vLLM's OpenAI-compatible server.
 
-    Without a `url` the server is started by the first use, on this machine and for this user only, and ends with this
-    process. Weights reach it as a folder that it reads (`VLLM_SERVER_DEV_MODE=1`, which a server elsewhere needs too,
-    together with `--logprobs-mode processed_logprobs` and a folder that both machines see: make such a server reachable
-    by this run only, since requests that change its weights need no password).
+    Without a `url` the server is started at the first use, on this machine and for this user only, and ends with this
+    process. By default it reads its weights from a folder, by a request of VLLM_SERVER_DEV_MODE=1. A server elsewhere
+    must be started with that, with `--logprobs-mode processed_logprobs`, and must see the folder. Make it reachable by
+    this run only, since requests that change its weights need no password.
 
-    A server started here that dies is started again by the next request, and answers once it has the weights that it
-    had: a request is never answered with others than `model_version` says. One of a `url` that stops answering is given
-    them again when it answers: a request has to fail first, so it should not be started again between two of them.
+    A server started here that dies is started again by the next request, and answers once it has its weights again: no
+    request is answered with other weights than `model_version` says. A server of a `url` that stops answering is given
+    its weights again when it answers. It must not be restarted between two requests, because only a request that fails
+    shows that it was down.
 
-    A copy that is sent to another process (a Ray runner) talks to the same server, also after it was started again, but
-    never starts or ends it.
+    A copy that is sent to another process (a Ray runner) talks to the same server, also after a restart, but never
+    starts or ends it.
 
     Args:
-        model: `smollm2`, `tiny`, a folder, or a hub name: what the server serves.
+        model: `smollm2`, `tiny`, a folder, or a hub name: the model that the server serves.
         config: the engine's knobs; keyword arguments override its fields.
-        url: of a server that runs already, such as http://node7:8000.
-        weights: where weights are written for it; engines that share one read the same files.
-        sync_method: how its weights reach it: `checkpoint`, a folder that any server reads too; or sent, by `nccl` (see
-            `WeightGroup`), as to one of a url if it was started so, or `ipc` (see `SharedMemory`).
+        url: address of a server that runs already, such as http://node7:8000.
+        weights: the folder where its weights are written; engines that share one read the same files.
+        sync_method: the way by which weights reach it: `checkpoint`, as a folder, which any server can read; `nccl`
+            (see `WeightGroup`), also for a server of a url that was started for it; or `ipc` (see `SharedMemory`).
         cores: CPU cores for a server started here, if there is no GPU; None: all that this process may use.
-        gpus: those that a server started here may use; None: as this process sees them.
-        log: where a server started here writes its output.
+        gpus: GPUs for a server started here, by their numbers in this process; None: all that it sees.
+        log: file for the output of a server started here.
 
     Raises:
         ConfigError: vLLM is not installed, and there is no url.
-        ConfigError: (at the first use) it serves a shorter context, or was not started as it has to be.
-        ModelLoadError: (at the first use) the server does not start or answer, or is not vLLM's. Whether it serves the
-            policy's model is proven by the drill of the first weight sync.
+        ConfigError: (at the first use) it serves a shorter context, or was not started as it must be.
+        ModelLoadError: (at the first use) the server does not start or answer, or is not vLLM's. The drill of the first
+            weight sync proves that it serves the policy's model.
     """
 
     capabilities = CAPABILITIES["vllm_server"]
 
     @classmethod
     def of_run(cls, config: TrainConfig, folder: Path, **others: Any) -> "list[VLLMServerEngine]":
-        """Servers that share their weights' files; those that are started here, each with its cores and GPUs."""
+        """The servers of a run, which share the files of weights; each that is started here has its cores and GPUs."""
         name, engine = config.model.name, config.engine
-        shutil.rmtree(folder / "weights", ignore_errors=True)  # of a run that was killed, and is resumed
+        shutil.rmtree(folder / "weights", ignore_errors=True)  # left by a run that was killed, and is resumed
         chosen, method = config.synchronizer.folder, config.synchronizer.method
         weights = WeightFolder(chosen or folder / "weights", memory=None if chosen or engine.urls else MEMORY)
         if engine.urls:
@@ -131,26 +133,26 @@ class VLLMServerEngine(LoadedEngine):
         check_vllm_args("engine", self._config, in_process=False)
         super().__init__(self._config.max_model_len)
         self._model = model
-        self.quantized = self._config.quantizes  # of a server started here
+        self.quantized = self._config.quantizes  # for a server started here
         self._url = url
         self._weights = weights
         self.sync_method = sync_method
         self._cores = cores
         self._gpus = gpus
         self._log = log
-        self._address: str | None = None  # of a server started here, for copies in other processes
+        self._address: str | None = None  # socket of a server started here, for copies in other processes
         self._process: ServerProcess | None = None
         self._client: ServerClient | None = None
         self._loading: asyncio.Task[None] | None = None
         self._start_seconds = START_SECONDS
         self.restarts = 0
-        self._deaths: list[float] = []  # when it was found dead, within RESTART_WINDOW
-        self._again: Callable[[], Awaitable[None]] | None = None  # gives it the weights that it has once more
+        self._deaths: list[float] = []  # times when it was found dead, within RESTART_WINDOW
+        self._resend: Callable[[], Awaitable[None]] | None = None  # gives it once more the weights that it has
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- start, restart, connection, end -------------------------------------------------------------------------------
 
     async def load(self) -> None:
-        """Start the server, or find the one of the url, and wait until it answers; RolloutError: it died too often."""
+        """Start the server, or find that of the url, and wait until it answers; RolloutError: it died too often."""
         if self._loading is None:  # several may ask at the same time
             process = self._process
             if process is not None and process.has_ended:
@@ -174,7 +176,7 @@ class VLLMServerEngine(LoadedEngine):
             self._read_model(path)  # while the server starts
             await self._connect()
         except BaseException:
-            await self._disconnect()  # a server that was refused is refused the next time, too
+            await self._disconnect()  # so that a server that was refused is checked, and refused, again
             await self._end_process()
             raise
 
@@ -183,42 +185,44 @@ class VLLMServerEngine(LoadedEngine):
         self.generation_config = load_generation_config(self._model)
         self._weight_shapes = parameter_shapes(path)
         dtype = TORCH_DTYPES.get(EngineDtype(self._config.dtype))
-        own: Any = AutoConfig.from_pretrained(path).dtype
-        self._dtype = own if dtype is None else dtype
+        model_dtype: Any = AutoConfig.from_pretrained(path).dtype
+        self._dtype = model_dtype if dtype is None else dtype
         weights = sum(map(math.prod, self._weight_shapes.values()))
         self._start_seconds = START_SECONDS + weights / WEIGHTS_PER_SECOND
 
     async def _restart(self, process: ServerProcess) -> None:
         now = time.monotonic()
         recent = [death for death in self._deaths if now - death < RESTART_WINDOW]
-        why = process.last_words()
+        last_words = process.last_words()
         if len(recent) >= MAX_RESTARTS:
-            raise RolloutError(f"the vLLM server died {len(recent) + 1} times in {RESTART_WINDOW:g} s.{why}")
+            raise RolloutError(f"the vLLM server died {len(recent) + 1} times in {RESTART_WINDOW:g} s.{last_words}")
         self._deaths = [*recent, now]
         self.restarts = (self.restarts or 0) + 1
-        logger.warning("the vLLM server died and is started again (%d).%s", self.restarts, why)
+        logger.warning("the vLLM server died and is started again (%d).%s", self.restarts, last_words)
         await self._disconnect()
         try:
             await process.start_again()
             await self._connect()
         except BaseException:
-            await process.stop()  # it may have other weights: the next request tries again
+            await process.stop()  # it may lack its weights; the next request tries again
             raise
 
     async def _connect(self) -> None:
         """Wait until the server answers, check that it is the right one, and give it the weights that it had."""
-        where = self._address or self._url or "" if self._process is None else str(self._process.socket)
-        self._client = client = ServerClient(where, self._why)
+        address = self._address or self._url or "" if self._process is None else str(self._process.socket)
+        self._client = client = ServerClient(address, self._diagnose)
         await self._until_healthy(client)
         await self._check_model(client)
         if self._url is not None:
             await self._check_settings(self._url)
-        if self._again is not None:
+        if self._resend is not None:
             try:
-                await asyncio.wait_for(self._again(), self._start_seconds)
+                await asyncio.wait_for(self._resend(), self._start_seconds)
             except TimeoutError as error:
-                late = f"did not take its weights again within {self._start_seconds:g} s"
-                raise RolloutError(f"the vLLM server was started again, and {late}.") from error
+                raise RolloutError(
+                    "the vLLM server was started again, and did not take its weights again within "
+                    f"{self._start_seconds:g} s."
+                ) from error
         if self._process is not None:
             self._process.publish()
 
@@ -227,15 +231,15 @@ class VLLMServerEngine(LoadedEngine):
         if client is not None:
             await client.close()
 
-    async def _why(self) -> str:
-        """After a request failed: how the server that was started here ended; nothing if it goes on.
+    async def _diagnose(self) -> str:
+        """After a failed request, a sentence on how the server that was started here ended; "" if it goes on.
 
-        One that is ending is waited for, for the next request to start it again: if vLLM's own engine process was
-        killed, the server refuses everything for a while first.
+        A server that is ending is waited for, so that the next request starts it again: if vLLM's own engine process
+        was killed, its server first refuses everything for a while.
         """
         process, client = self._process, self._client
         if process is None or client is None:
-            await self._let_go()
+            await self._forget_if_down()
             return ""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ENDING_SECONDS):
@@ -243,14 +247,14 @@ class VLLMServerEngine(LoadedEngine):
                     await asyncio.sleep(LOOK_SECONDS)
         return process.last_words()
 
-    async def _let_go(self) -> None:
-        """Of a url that is down: what starts its server again will start it with the weights of its own folder.
+    async def _forget_if_down(self) -> None:
+        """Disconnect from the server of a url that is down: once restarted it has the weights of its own folder.
 
-        The next request connects anew, with all checks, and gives it the policy's weights once more. A copy in a Ray
-        worker, which has no weights to give, stays connected; and so does one of a server that is only slow.
+        The next request connects anew, with all checks, and gives it the policy's weights once more. Two stay
+        connected: an engine whose server is only slow, and a copy in a Ray worker, which has no weights to give.
         """
         client = self._client
-        if self._url is None or client is None or self._again is None:
+        if self._url is None or client is None or self._resend is None:
             return
         try:
             async with asyncio.timeout(URL_SECONDS):
@@ -268,24 +272,20 @@ class VLLMServerEngine(LoadedEngine):
 
     def _flags(self, path: str) -> list[str]:
         arguments: dict[str, Any] = {"max_logprobs": -1}  # a teacher's top k may be any number
-        if self._gpus and not set(PARALLEL) & set(self._config.args):  # unless they say how, split over all GPUs
+        if self._gpus and not set(PARALLEL) & set(self._config.args):  # split over all GPUs, unless args say how
             arguments["tensor_parallel_size"] = len(self._gpus)
         arguments |= engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
-        if self.sync_method == "nccl":
-            arguments["weight_transfer_config"] = {"backend": "nccl"}
-        elif self.sync_method == "ipc":
-            from trinity_lightning.sync.servers import BACKEND, WORKER
-
-            arguments |= {"weight_transfer_config": {"backend": BACKEND}, "worker_extension_cls": WORKER}
+        arguments |= server_arguments(self.sync_method)
         return _command_line(arguments | {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True})
 
     def _environment(self) -> dict[str, str]:
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-        # An engine in this process has set it to 0, with which vLLM's CPU build passes over the cores below.
+        # An engine in this process has set it to 0; vLLM's CPU build would then ignore the cores below.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        if self.sync_method == "ipc":  # its workers import this package, which may be a checkout that is not installed
-            places = [str(PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+        if "worker_extension_cls" in server_arguments(self.sync_method):
+            # The server's workers import this package, which may be a checkout that is not installed.
+            paths = [str(PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if self._gpus is not None:
             visible = visible_gpus()
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in self._gpus)
@@ -293,13 +293,13 @@ class VLLMServerEngine(LoadedEngine):
             cores = self._cores or sorted(os.sched_getaffinity(0))
             environment |= {
                 "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-                # vLLM compiles one line of its sampler at the first request: 11 s, and a C++ compiler needed.
+                # vLLM would compile a line of its sampler at the first request, which takes 11 s and a C++ compiler.
                 "TORCHDYNAMO_DISABLE": "1",
             }
         return environment
 
     async def _until_healthy(self, client: ServerClient) -> None:
-        where = self._url or "the vLLM server"
+        server = self._url or "the vLLM server"
         try:
             async with asyncio.timeout(URL_SECONDS if self._url else self._start_seconds):
                 while not await client.answers():
@@ -308,7 +308,7 @@ class VLLMServerEngine(LoadedEngine):
                     await asyncio.sleep(HEALTH_SECONDS)
         except TimeoutError as error:
             log = f" The end of its log:\n{self._process.log_end()}" if self._process else " Is it started?"
-            raise ModelLoadError(f"{where} does not answer.{log}") from error
+            raise ModelLoadError(f"{server} does not answer.{log}") from error
 
     async def _check_model(self, client: ServerClient) -> None:
         try:
@@ -320,16 +320,17 @@ class VLLMServerEngine(LoadedEngine):
             raise ConfigError(
                 f"{self._url} serves a context of {served} tokens, less than engine.max_model_len "
                 f"({self.max_model_len})",
+                key="engine.max_model_len",
                 fix=f"start it with --max-model-len {self.max_model_len}, or lower that",
             )
 
     async def _check_settings(self, url: str) -> None:
-        """What a server that was started elsewhere needs, and would miss silently, or late."""
+        """Check that a server elsewhere was started with the settings that it would miss silently, or late."""
         try:
             await self.workers()
         except ValueError as error:
             raise ConfigError(
-                f"{url} takes no weights ({error})", fix="start it with VLLM_SERVER_DEV_MODE=1"
+                f"{url} takes no weights ({error})", key="engine.urls", fix="start it with VLLM_SERVER_DEV_MODE=1"
             ) from error
         try:
             sampling = {"temperature": PROBE_TEMPERATURE, "max_tokens": 8, "seed": 0}
@@ -338,11 +339,12 @@ class VLLMServerEngine(LoadedEngine):
         except (ValueError, RolloutError) as error:
             raise ModelLoadError(f"{url} does not generate: {error}") from error
         plain = plain[len(sampled.prompt_token_ids) - 1 :]
-        far = [abs(one - other) for one, other in zip(sampled.logprobs, plain, strict=True)]
-        # Equal to those of temperature 1, although some of these tokens are unsure: the temperature was left out.
-        if max(far) < PROBE_ROUNDING and min(plain) < -10 * PROBE_ROUNDING:
+        differences = [abs(one - other) for one, other in zip(sampled.logprobs, plain, strict=True)]
+        # If they equal those of temperature 1 although some tokens are unsure, the temperature was left out.
+        if max(differences) < PROBE_ROUNDING and min(plain) < -10 * PROBE_ROUNDING:
             raise ConfigError(
                 f"{url} gives log-probabilities without the temperature",
+                key="engine.urls",
                 fix="start it with --logprobs-mode processed_logprobs",
             )
 
@@ -352,7 +354,7 @@ class VLLMServerEngine(LoadedEngine):
         if loading is not None:
             loading.cancel()
             await asyncio.wait([loading])
-        self._again, self._model_version = None, 0
+        self._resend, self._model_version = None, 0
         await self._disconnect()
         await self._end_process()
         if self._weights is not None:
@@ -365,13 +367,16 @@ class VLLMServerEngine(LoadedEngine):
             await process.end()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process has connections of its own, and leaves the server's life to this one."""
+        """The state of a copy in another process, which makes its own connections, and never starts or ends the server.
+
+        A RuntimeError: the server is not started yet.
+        """
         if self._url is None and self._address is None:
             raise RuntimeError("the server is not started yet: load() the engine before it is sent to other processes.")
-        own = {"_process": None, "_client": None, "_loading": None, "_weights": None, "_log": None, "_again": None}
-        return {**self.__dict__, **own}
+        not_copied = ("_process", "_client", "_loading", "_weights", "_log", "_resend")
+        return {**self.__dict__, **dict.fromkeys(not_copied)}
 
-    # -- what an engine implements ------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
         for name in sampling:
@@ -380,7 +385,7 @@ class VLLMServerEngine(LoadedEngine):
         # Stop strings may hold special tokens.
         chosen = {"skip_special_tokens": False} | WHOLE_DISTRIBUTION | with_end_tokens(sampling, self.end_tokens)
         room = self.max_model_len - len(token_ids)
-        chosen["max_tokens"] = min(chosen.get("max_tokens", 16), room)  # a server refuses more than there is room for
+        chosen["max_tokens"] = min(chosen.get("max_tokens", 16), room)  # the server refuses more than fits
         body = {"prompt": token_ids, "n": n, "logprobs": 0, "return_token_ids": True, **chosen}
         answer = await self._running().post("/v1/completions", {"model": self._model_id, **body})
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -395,17 +400,19 @@ class VLLMServerEngine(LoadedEngine):
         return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries, strict=True)]
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The server's answer to a request of its completions API; RolloutError or ValueError if it refuses it."""
+        """The server's answer to a request of its completions API; RolloutError: it failed; ValueError: it refuses."""
         await self.load()
         return await self._running().post("/v1/completions", body | {"model": self._model_id})
+
+    # -- weights -------------------------------------------------------------------------------------------------------
 
     async def _take(self, stream: WeightStream, version: int) -> None:
         if self._weights is None:
             self._weights = WeightFolder(memory=MEMORY if self._url is None else None)
         folder = await asyncio.to_thread(self._weights.write, stream, self._dtype)
-        self._again = partial(self._reload, folder, version)
+        self._resend = partial(self._reload, folder, version)
         try:
-            await self._again()
+            await self._resend()
         except WeightSyncError:
             if self._process is None or not self._process.has_ended:
                 raise
@@ -418,14 +425,14 @@ class VLLMServerEngine(LoadedEngine):
         await self._changed(version)
 
     async def _change(self, path: str, body: Mapping[str, Any]) -> Any:
-        """A request that changes the weights."""
+        """Send a request that changes the weights; WeightSyncError: it fails."""
         try:
             return await self._running().post(path, body)
         except (RolloutError, ValueError) as error:
             raise WeightSyncError(f"the vLLM server failed while it took over the weights: {error}") from error
 
     async def _changed(self, version: int) -> None:
-        """The weights are now those of that version: forget what the old ones computed."""
+        """Set the version of weights that were taken over, and clear the cache that the old ones computed."""
         reset = await self._change("/reset_prefix_cache?reset_running_requests=true", {})
         if not (isinstance(reset, dict) and reset.get("success")):
             raise WeightSyncError(
@@ -434,37 +441,38 @@ class VLLMServerEngine(LoadedEngine):
             )
         self._model_version = version
 
-    # -- weights that are sent, which `WeightGroup` and `SharedMemory` drive -------------------------------------------
+    # -- weights that are sent, by a `ToServers` -----------------------------------------------------------------------
 
     async def workers(self) -> int:
-        """How many processes of the server hold weights."""
+        """Number of the server's processes that hold weights."""
         return int((await self._running().get("/get_world_size"))["world_size"])
 
     async def join_group(self, invitation: Mapping[str, Any]) -> None:
         """Have the workers join the group that the trainer invites to; ValueError or RolloutError: they did not."""
-        await self._running().post("/shutdown_weight_transfer_engine", {})  # of a run before: vLLM would keep it, too
+        # vLLM would keep the group of an earlier run beside the new one.
+        await self._running().post("/shutdown_weight_transfer_engine", {})
         await self._running().post("/init_weight_transfer_engine", {"init_info": dict(invitation)})
 
     async def receive_weights(
-        self, updates: AsyncIterator[dict[str, Any]], version: int, again: Callable[[], Awaitable[None]]
+        self, updates: AsyncIterator[dict[str, Any]], version: int, resend: Callable[[], Awaitable[None]]
     ) -> None:
         """Take over the weights that the trainer sends; WeightSyncError: the server failed.
 
         Args:
-            updates: vLLM's announcement of each part of them; asked for the next once it has taken over the one before.
-            version: theirs.
-            again: sends them once more, if the server is started again.
+            updates: vLLM's announcements of the weights, part by part; the next is asked for once a part is taken over.
+            version: the weights' version.
+            resend: sends the weights once more, for a server that is started again.
         """
         await self._change("/start_weight_update", {})
         async for update in updates:
             await self._change("/update_weights", {"update_info": update})
         await self._change("/finish_weight_update", {})
         await self._changed(version)
-        self._again = again
+        self._resend = resend
 
 
 def _command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """The same arguments as flags of vLLM's server: `--max-model-len 256`, `--enforce-eager`, `--no-...`."""
+    """EngineArgs as flags of vLLM's server: `--max-model-len 256`, `--enforce-eager`, `--no-...`."""
     flags: list[str] = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
@@ -480,7 +488,7 @@ def _command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    """A value, or an entry of a list, as vLLM's command line reads it: what has parts is JSON."""
+    """A value, or an entry of a list, as vLLM's command line reads it: a mapping or list is JSON."""
     return json.dumps(value) if isinstance(value, Mapping | list) else str(value)
 
 
@@ -496,18 +504,18 @@ def _completion(choice: Mapping[str, Any], ends: Collection[int]) -> Completion:
 
 
 def server_cores(cores: Sequence[int], engine: EngineConfig, overlaps: bool) -> list[list[int]]:
-    """The CPU cores of each server. Two that compute at once on the same core slow each other down many times over.
+    """The CPU cores of each server. Two processes that compute on one core slow each other down many times over.
 
     Args:
-        cores: what this process may use.
-        engine: `cpu_cores` and `servers` of it.
-        overlaps: whether the trainer computes while they do.
+        cores: the cores that this process may use.
+        engine: the section, with `cpu_cores` and `servers`.
+        overlaps: True if the trainer computes while servers do.
     """
     usable = cores[len(cores) // 2 :] if overlaps else cores
-    each = engine.cpu_cores or max(len(usable) // engine.servers, 1)
-    return _dealt(list(cores)[-each * engine.servers :], engine.servers, each)
+    per_server = engine.cpu_cores or max(len(usable) // engine.servers, 1)
+    return _dealt(list(cores)[-per_server * engine.servers :], engine.servers, per_server)
 
 
-def _dealt(parts: Sequence[int], servers: int, each: int) -> list[list[int]]:
-    """GPUs or cores, as many to each server, one after the other: [0, 1, 2, 3] for two -> [[0, 1], [2, 3]]."""
-    return [[parts[(server * each + i) % len(parts)] for i in range(each)] for server in range(servers)]
+def _dealt(parts: Sequence[int], servers: int, per_server: int) -> list[list[int]]:
+    """GPUs or cores dealt to servers in their order: [0, 1, 2, 3] for two servers -> [[0, 1], [2, 3]]."""
+    return [[parts[(server * per_server + i) % len(parts)] for i in range(per_server)] for server in range(servers)]

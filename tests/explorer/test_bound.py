@@ -1,3 +1,5 @@
+"""A model as a run sees it, for coroutines and for threads."""
+
 import asyncio
 import copy
 import inspect
@@ -5,12 +7,12 @@ import threading
 from typing import Any
 
 import pytest
+from support.errors import refuses
 from support.fake_model import FakeModel
 
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.common.threads import run_in_thread
-from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.blocking import BlockingModel
 from trinity_lightning.explorer.models.bound import BoundModel
 
@@ -65,7 +67,7 @@ def test_the_tasks_settings_are_defaults_and_none_means_the_engines_own() -> Non
 def test_a_call_that_is_trained_on_comes_from_the_whole_distribution(setting: dict[str, Any]) -> None:
     model = FakeModel()
     trained = BoundModel(model, run_seed=5, batch=7, task=1, run=2, trained=True)
-    with pytest.raises(ConfigError, match=r"whole distribution|above 0"):
+    with refuses(f"sampling.{next(iter(setting))}"):
         asyncio.run(trained.generate([1], **setting))
     assert model.calls == []
     asyncio.run(view(model).generate([1], **setting))
@@ -96,9 +98,9 @@ def test_the_rest_is_passed_on_or_refused() -> None:
     bound = view(FakeModel(max_model_len=33))
     assert bound.max_model_len == 33
     assert asyncio.run(bound.logprobs([1, 2])) == [-1.0]
-    with pytest.raises(RuntimeError, match="must not change the model's weights"):
+    with pytest.raises(RuntimeError):
         asyncio.run(bound.sync_weights([], 1))
-    with pytest.raises(RuntimeError, match="must not shut the model down"):
+    with pytest.raises(RuntimeError):
         asyncio.run(bound.shutdown())
 
 
@@ -110,7 +112,7 @@ def test_the_blocking_model_waits_for_the_loop() -> None:
         assert [completion.text for completion in completions] == [str(rollout_seed(5, 7, 1, 0, run)) for run in (2, 3)]
         assert blocking.model_version == copy.copy(blocking).model_version == 0
         assert [*inspect.signature(blocking.generate).parameters][:2] == ["prompt", "n"]
-        with pytest.raises(RuntimeError, match="the event loop would wait for itself"):
+        with pytest.raises(RuntimeError):  # the event loop would wait for itself
             blocking.generate([1])
 
     asyncio.run(main())

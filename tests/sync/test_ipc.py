@@ -1,6 +1,6 @@
-"""Weights by memory that trainer and server share: a real server, and tables of what is pure.
+"""Weights by memory that trainer and server share: with a real server, and its parts without one.
 
-CUDA itself needs a GPU; the stand-in for its shared memory is all that is not real here.
+Only CUDA's shared memory is not real here: it needs a GPU, and a stand-in takes its place.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import pytest
 import torch
 from support import ipc_stand_in
 from support.forked import fork_servers
-from support.ipc_stand_in import GPU
 from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
 from torch import Tensor
@@ -25,8 +24,8 @@ from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
-from trinity_lightning.sync import servers
-from trinity_lightning.sync.servers import SharedBuffer, buckets, handle_as_json, rebuild_arguments
+from trinity_lightning.sync import ipc
+from trinity_lightning.sync.ipc import buckets, handle_as_json, rebuild_arguments
 from trinity_lightning.sync.stream import WeightStream, weight_stream
 
 SETTINGS: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_model_len": 64, "max_num_seqs": 4, "kv_cache_gb": 0.1}
@@ -39,7 +38,7 @@ def driver(needs_vllm: Any, run_train: Commands) -> Iterator[Driver]:
     with pytest.MonkeyPatch.context() as patch:
         fork_servers(run_train.address, patch.setattr)
         ipc_stand_in.install_in_trainer(patch.setattr)
-        patch.setattr(servers, "BUCKET_BYTES", 100_000)  # several buckets, one of a tensor that is larger
+        patch.setattr(ipc, "BUCKET_BYTES", 100_000)  # several buckets, one of a tensor that is larger
         driver = Driver()
         yield driver
         driver.close()
@@ -86,7 +85,7 @@ def test_weights_that_do_not_fit_leave_the_server_untouched(server: VLLMServerEn
     driver.run(explorer.setup_weight_sync_group())
     wrong = WeightStream.of([(name, tensor[:1]) for name, tensor in weight_stream(tiny_model())])
     explorer.engines.source = lambda: wrong
-    with pytest.raises(WeightSyncError, match="wrong shape"):
+    with pytest.raises(WeightSyncError):
         driver.run(explorer.sync_weight(9))
     assert server.model_version == version
     explorer.engines.leave()
@@ -107,30 +106,6 @@ def test_a_server_that_dies_is_given_again_what_it_had(server: VLLMServerEngine,
     explorer.engines.leave()
 
 
-def test_a_server_that_was_not_started_for_it_says_so(server: VLLMServerEngine, driver: Driver) -> None:
-    class Refusing(ServerClient):
-        async def post(self, path: str, body: Any) -> Any:
-            raise ValueError(f"{path}: Weight transfer not configured")
-
-    async def sync() -> None:
-        other = VLLMServerEngine("tiny", sync_method="ipc", **SETTINGS)
-        assert server._address is not None
-        other._client, other._weight_shapes, other._dtype = (
-            Refusing(server._address),
-            server.weight_shapes,
-            torch.float32,
-        )
-        explorer = connected(other, tiny_model())
-        try:
-            await explorer.setup_weight_sync_group()
-            await explorer.sync_weight(1)
-        finally:
-            await other.shutdown()
-
-    with pytest.raises(WeightSyncError, match=r"method=ipc.*not configured.*synchronizer=checkpoint"):
-        driver.run(sync())
-
-
 # -- requests, without a server ----------------------------------------------------------------------------------------
 
 
@@ -138,13 +113,11 @@ Answer = Callable[[str, Any], Awaitable[None]]
 
 
 async def at_once(path: str, body: Any) -> None:
-    """Nothing is looked at."""
+    """Answer without looking at the request."""
 
 
-def asked_of(
-    stream: WeightStream, monkeypatch: pytest.MonkeyPatch, answer: Answer = at_once, limit: float = 60
-) -> list[str]:
-    """What a server that holds weights of these shapes in bfloat16 is asked in a sync, and answers."""
+def asked_of(stream: WeightStream, monkeypatch: pytest.MonkeyPatch, answer: Answer = at_once) -> list[str]:
+    """The requests of a sync to a server that holds weights of these shapes in bfloat16, each answered by `answer`."""
     ipc_stand_in.install_in_trainer(monkeypatch.setattr)
     asked: list[str] = []
 
@@ -162,7 +135,7 @@ def asked_of(
         explorer.engines.source = lambda: stream
         await explorer.setup_weight_sync_group()
         try:
-            await asyncio.wait_for(explorer.sync_weight(4), limit)
+            await explorer.sync_weight(4)
         finally:
             await engine.shutdown()
 
@@ -176,9 +149,9 @@ def test_vllm_reads_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from trinity_lightning.sync.ipc_worker import Receiver
 
-    monkeypatch.setattr(servers, "BUCKET_BYTES", 14)
-    sent = {"a": torch.randn(2, 3), "b": torch.randn(1), "c": torch.randn(4)}
-    found: list[tuple[str, Tensor]] = []
+    monkeypatch.setattr(ipc, "BUCKET_BYTES", 14)
+    sent = {"a": torch.randn(3, 2).T, "b": torch.randn(()), "c": torch.randn(4), "d": torch.randn(0, 3)}
+    received: list[tuple[str, Tensor]] = []
     receiver, importer = Receiver.__new__(Receiver), PackedBufferImporter()
 
     async def read(path: str, body: Any) -> None:
@@ -187,7 +160,7 @@ def test_vllm_reads_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
             assert isinstance(info.ipc_handles, dict)
             assert info.tensor_sizes is not None
             arguments = (info.ipc_handles, info.names, info.shapes, info.dtype_names, info.tensor_sizes)
-            found.extend(packed_ipc_consumer(*arguments, device_index=0, importer=importer))
+            received.extend(packed_ipc_consumer(*arguments, device_index=0, importer=importer))
 
     assert asked_of(WeightStream.of(sent.items()), monkeypatch, read) == [
         "/start_weight_update",
@@ -196,29 +169,29 @@ def test_vllm_reads_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
         "/finish_weight_update",
         "/reset_prefix_cache",
     ]
-    assert {name: tensor.tolist() for name, tensor in found} == {
+    assert {name: tensor.tolist() for name, tensor in received} == {
         name: tensor.bfloat16().tolist() for name, tensor in sent.items()
     }
 
 
-def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def hang(path: str, body: Any) -> None:
-        await asyncio.sleep(3600)
-
-    with pytest.raises(TimeoutError):
-        asked_of(WeightStream.of({"a": torch.ones(2)}.items()), monkeypatch, hang, limit=0.1)
-
-
-def test_memory_that_cannot_be_shared_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_shared_is_an_error_of_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(tensor: Tensor) -> Any:
         raise RuntimeError("invalid argument")
 
     monkeypatch.setattr(ipc_stand_in, "export", refuse)
-    with pytest.raises(WeightSyncError, match=r"method=ipc\): invalid argument. synchronizer=checkpoint does not"):
+    with pytest.raises(WeightSyncError, match="invalid argument"):
         asked_of(WeightStream.of({"a": torch.ones(2)}.items()), monkeypatch)
 
 
-# -- pure --------------------------------------------------------------------------------------------------------------
+def test_a_server_that_was_not_started_for_it_is_an_error_of_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(path: str, body: Any) -> None:
+        raise ValueError(f"{path}: Weight transfer not configured")
+
+    with pytest.raises(WeightSyncError, match="not configured"):
+        asked_of(WeightStream.of({"a": torch.ones(2)}.items()), monkeypatch, refuse)
+
+
+# -- buckets and handles -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -251,18 +224,5 @@ def test_a_handle_is_the_same_behind_json() -> None:
 def test_a_handle_has_what_torch_asks_for() -> None:
     """The names are torch's own: another release that asks for others is noticed here."""
     known = {"tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device"}
-    assert set(servers._ARGUMENTS) == known | {"requires_grad", *servers._BYTES, *servers._NUMBERS}
-    assert servers._ARGUMENTS.index("storage_device") == 6  # which vLLM sets
-
-
-def test_a_buffer_has_tensors_one_after_the_other_in_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    ipc_stand_in.install(monkeypatch.setattr)
-    buffer = SharedBuffer(16, CPU)
-    assert set(buffer.handles) == {GPU}
-    tensors = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T, torch.tensor(5.0), torch.empty(0, 3)]
-    assert buffer.fill(tensors, torch.bfloat16) == [8, 2, 0]
-    shared = ipc_stand_in.rebuild(*rebuild_arguments(buffer.handles[GPU]))
-    assert shared[:10].view(torch.bfloat16).tolist() == [1.0, 3.0, 2.0, 4.0, 5.0]
-    buffer.fill([torch.tensor([7.0])], torch.bfloat16)
-    assert shared[:2].view(torch.bfloat16).tolist() == [7.0]  # the same memory
-    buffer.free()
+    assert set(ipc._ARGUMENTS) == known | {"requires_grad", *ipc._BYTES, *ipc._NUMBERS}
+    assert ipc._ARGUMENTS.index("storage_device") == 6  # which vLLM sets

@@ -106,7 +106,7 @@ def test_layers_that_cannot_be_taken_over_are_a_load_error(tmp_path: Path, monke
 
     monkeypatch.setattr(vllm_engine, "PackedWeights", refuse)
     engine = engine_of(qwen2(), tmp_path, EngineDtype.fp32)
-    with closing(Driver([engine])) as driver, pytest.raises(ModelLoadError, match=r"vLLM cannot load .*no such layer"):
+    with closing(Driver([engine])) as driver, pytest.raises(ModelLoadError, match="no such layer"):
         driver.run(engine.load())
     assert not torch.distributed.is_initialized()
     assert engine._engine is None

@@ -1,0 +1,147 @@
+"""The engines that hold the policy, as one: the weights that they have, and giving them others."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from trinity_lightning.common.inference import HeldModel
+from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.config.values import nearest
+from trinity_lightning.sync.servers import sender_to
+from trinity_lightning.sync.stream import Sender, Shape, WeightStream, while_sent
+
+
+class PolicyEngine(HeldModel, Protocol):
+    """A model that holds the policy, and may share its device's memory with the trainer; see `Engine.sleep`."""
+
+    async def sleep(self) -> None: ...
+
+    async def wake_up(self) -> None: ...
+
+
+E = TypeVar("E", bound=PolicyEngine)
+
+
+def shares_weights(models: Iterable[HeldModel]) -> bool:
+    """True if an engine generates with the trainer's own weights, so that there are no older ones to give it."""
+    return any(model.capabilities.shares_weights for model in models)
+
+
+class PolicyEngines(Generic[E]):
+    """Engines that are always given the same weights.
+
+    Args:
+        models: the engines.
+        keeps_copy: True to keep a copy of the weights last given: by the time that they are asked for, the trainer's
+            may be newer.
+
+    Attributes:
+        version: number of explore steps that changed the weights that the engines were last given.
+        source: returns the trainer's present weights; None: not connected yet.
+        group: sends weights to all engines at once; None: each engine is sent them by itself.
+    """
+
+    def __init__(self, models: Sequence[E], keeps_copy: bool) -> None:
+        self.models = list(models)
+        self.version = 0
+        self.source: Callable[[], WeightStream] | None = None
+        self._keeps_copy = keeps_copy
+        self._given: WeightStream | None = None
+        self._to_restore: tuple[dict[str, Tensor], int] | None = None
+        self.group: Sender | None = None
+
+    async def join(self, shapes: Mapping[str, Shape] | None = None) -> None:
+        """Connect with servers that are sent weights without a file, from now on.
+
+        Args:
+            shapes: shapes of the weights; None: the trainer's.
+
+        Raises:
+            ConfigError, WeightSyncError: as `sender_to` and `ToServers.form`.
+        """
+        stream = self._trainers()
+        self.leave()
+        self.group = group = sender_to(self.models, stream.device)
+        await group.form(stream.shapes if shapes is None else shapes)
+
+    def leave(self) -> None:
+        """Leave the group, if there is one."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
+
+    async def sync(self, version: int) -> None:
+        """Give every engine the trainer's present weights; RuntimeError: they are not connected."""
+        stream = self._trainers()
+        if self._keeps_copy:  # copied to the host before it is sent: weights in shards are put together only once
+            with while_sent(stream) as sent:
+                copied = ((name, tensor.to("cpu", copy=True)) for name, tensor in sent)
+                stream = await run_in_thread(lambda: WeightStream.of(copied))
+        await self.send(stream, version)
+
+    async def send(self, stream: WeightStream, version: int) -> None:
+        """Give every engine these weights; a server that is started again before the next ones gets them once more."""
+        with while_sent(stream) as sent:
+            if self.group is not None:
+                await self.group.send(sent, version)
+            else:
+                await asyncio.gather(*(model.sync_weights(sent, version) for model in self.models))
+        self.version, self._given = version, stream
+
+    async def sleep(self) -> None:
+        """Give up the device's memory to the trainer, as far as engines can."""
+        await asyncio.gather(*(model.sleep() for model in self.models))
+
+    async def wake_up(self) -> None:
+        """Take the device's memory back."""
+        await asyncio.gather(*(model.wake_up() for model in self.models))
+
+    def weight(self, name: str) -> Tensor:
+        """The weight of that name that the engines were last given, or the trainer's present one if no copy is kept.
+
+        A KeyError has the nearest name; a RuntimeError: the trainer's weights are not connected.
+        """
+        stream = self._trainers() if self._given is None else self._given
+        if name not in stream.shapes:
+            raise unknown_weight(name, stream.shapes)
+        return next(tensor for other, tensor in stream if other == name)
+
+    def _trainers(self) -> WeightStream:
+        """The trainer's present weights; RuntimeError: they are not connected."""
+        if self.source is None:
+            raise RuntimeError("prepare() the explorer with the trainer's weights first.")
+        return self.source()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The copy that is kept, and its version; for fresh engines, the weights that `restore` has yet to give."""
+        copy = dict(self._given) if self._keeps_copy and self._given is not None else {}
+        weights, version = self._to_restore or (copy, self.version)
+        return {"version": version, "weights": weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Remember weights for `restore`, unless giving them would overwrite the trainer's own."""
+        has_weights = bool(state["weights"]) and not shares_weights(self.models)
+        self._to_restore = (state["weights"], state["version"]) if has_weights else None
+
+    async def restore(self) -> bool:
+        """Give fresh engines, once, the weights that they had when the state was taken; True if there were any."""
+        if self._to_restore is None:
+            return False
+        (weights, version), self._to_restore = self._to_restore, None
+        await self.send(WeightStream.of(weights.items()), version)
+        return True
+
+    def forget_restored(self) -> None:
+        """Forget the weights for `restore`, because newer ones are due."""
+        self._to_restore = None
+
+
+def unknown_weight(name: str, shapes: Mapping[str, Shape]) -> KeyError:
+    """The error for a name that no weight of the policy has, with the nearest name."""
+    match = nearest(name, shapes)
+    hint = f"Did you mean '{match}'?" if match else f"The first is '{next(iter(shapes), None)}'."
+    return KeyError(f"unknown weight '{name}' (the policy has {len(shapes)}). {hint}")
