@@ -1,5 +1,6 @@
 """What docs/architecture.md shows: its examples are trained and built in, its tables are those of the code."""
 
+import ast
 import copy
 import importlib
 import json
@@ -30,6 +31,7 @@ from trinity_lightning.train import check
 
 PACKAGE = ROOT / "trinity_lightning"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 ENGINE = ROOT / "docs" / "examples" / "my_engine.py"
 REGISTRIES = (POLICY_LOSS_FN, ADD_STRATEGY, EXPERIENCE_OPERATORS, WORKFLOWS, ENVIRONMENTS, REWARDS)
 
@@ -191,7 +193,7 @@ def test_a_misspelt_name_lists_what_was_built_in(row: tuple[str, ...], built_in:
     assert PARTS[row[0]].keys() <= set(listed)
 
 
-# -- the picture and the lists -----------------------------------------------------------------------------------------
+# -- files, functions and lists ----------------------------------------------------------------------------------------
 
 
 def test_every_file_that_the_page_names_is_there() -> None:
@@ -199,6 +201,19 @@ def test_every_file_that_the_page_names_is_there() -> None:
     named = set(re.findall(r"(?<![./\w])\w[\w/]*/\w+\.py", PAGE)) - planned
     folders = (PACKAGE, ROOT, ROOT / "docs")
     assert not [name for name in named if not any((folder / name).is_file() for folder in folders)]
+
+
+def test_every_function_on_the_way_of_an_experience_is_there() -> None:
+    stages = re.findall(r"^\| \d+ \| .* \| `([\w/]+\.py)` \| `([\w.]+)` \|$", PAGE, re.MULTILINE)
+    assert stages
+    assert [(file, name) for file, name in stages if name not in defined_in(PACKAGE / file)] == []
+
+
+def defined_in(file: Path) -> set[str]:
+    """Functions of a module, and methods as `Class.method`."""
+    classes = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    methods = {f"{each.name}.{node.name}" for each in classes for node in each.body if isinstance(node, FUNCTIONS)}
+    return methods | {node.name for node in ast.parse(file.read_text()).body if isinstance(node, FUNCTIONS)}
 
 
 SIDE_EFFECTS = (

@@ -1,13 +1,16 @@
-"""The architecture as tests: imports go one way, heavy libraries load late, files and functions stay short."""
+"""The architecture as tests: imports go one way, in no circle, at the top of a file; the reading list is measured."""
 
 import ast
 import functools
+import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.runs import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "trinity_lightning"
@@ -73,8 +76,10 @@ MAY_USE_LIGHTNING = {
     *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "ddp", "fsdp", "checkpoint", "optim")),
 }
 
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
 MAX_FILE_LINES = 600  # cut by idea, not by length
-MAX_FUNCTION_LINES = 50  # of code: signatures with their types and docstrings may be as long as they need
+MAX_FUNCTION_LINES = 50  # lines of code: signatures with their types and docstrings may be as long as they need
 
 
 @functools.cache
@@ -153,6 +158,9 @@ def test_configuration_is_read_without_heavy_imports(module: str) -> None:
     assert done.stdout.split() == []
 
 
+# -- what there is to read ---------------------------------------------------------------------------------------------
+
+
 def test_files_and_functions_stay_short() -> None:
     long = []
     for module, path in MODULES.items():
@@ -161,9 +169,39 @@ def test_files_and_functions_stay_short() -> None:
         if lines > MAX_FILE_LINES:
             long.append(f"{module}: {lines} lines")
         for node in ast.walk(parsed(source)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, FUNCTIONS):
                 code = node.body[1:] if ast.get_docstring(node) else node.body
                 length = (code[-1].end_lineno or 0) - code[0].lineno + 1 if code else 0
                 if length > MAX_FUNCTION_LINES:
                     long.append(f"{module}.{node.name}: {length} lines")
     assert not long, "\n".join(long)
+
+
+def listed() -> dict[str, str]:
+    """The files that docs/architecture.md lists as those of a default run, each with why a reader opens it."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    [section] = re.findall(r"^## What a default run runs\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    return dict(re.findall(r"^\| `([\w/]+\.py)` \| (.+) \|$", section, re.MULTILINE))
+
+
+@pytest.mark.engine
+def test_the_reading_list_is_what_a_default_run_runs(tmp_path: Path) -> None:
+    """Two steps of the default recipe on the tiny model, whose responses have to get different rewards."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    script, ran = ROOT / "tests" / "support" / "functions_run.py", tmp_path / "ran"
+    reward = "reward={math: 1.0, contains_digits: 0.1}"
+    done = subprocess.run(
+        [sys.executable, str(script), str(ran), f"{PACKAGE}.train", "+recipe=grpo", "model=tiny", "steps=2", reward],
+        cwd=tmp_path,
+        env=environment() | {"CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    files, known = set(ran.read_text().split()), listed()
+    lines = [f"add:    | `{name}` | why a reader opens it |" for name in sorted(files - known.keys())]
+    lines += [f"remove: | `{name}` | {known[name]} |" for name in sorted(known.keys() - files)]
+    assert not lines, "\n".join(["docs/architecture.md, What a default run runs:", *lines])
