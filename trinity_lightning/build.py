@@ -20,7 +20,6 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
-from trinity_lightning.common.failures import causes
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checkpoints import checkpoints_in, holds_a_run, resume_command
@@ -38,7 +37,7 @@ from trinity_lightning.engines import (
     tell_thoughts,
     thread_share,
 )
-from trinity_lightning.errors import ConfigError, ModelNotSavedError, TrinityError
+from trinity_lightning.errors import ConfigError, ModelNotSavedError, TrinityError, causes
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.models.engine import Engine

@@ -1,6 +1,7 @@
 """Error types that name the thing and the fix."""
 
 import errno
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 
 
@@ -118,3 +119,13 @@ class StorageFormatError(StorageError, ValueError):
 
 class StorageLockedError(StorageError):
     """Another writer holds the buffer, for good or for too long."""
+
+
+# -- errors that other errors were raised for --------------------------------------------------------------------------
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, then the error that it was raised for or after, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -19,7 +19,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trinity_lightning.common.failures import causes
 from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.config import explain
 from trinity_lightning.config import hydra as compose
@@ -31,7 +30,7 @@ from trinity_lightning.config.run import TrainConfig, check_there, typed_config,
 from trinity_lightning.config.signatures import check_arguments
 from trinity_lightning.config.trainer import STARTED_BY, trains_together
 from trinity_lightning.config.values import unknown_name
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, causes
 
 if TYPE_CHECKING:
     import lightning as L

@@ -425,9 +425,9 @@ def test_a_part_with_a_limit_of_its_own_takes_no_time_of_the_whole(monkeypatch: 
         now[0] += 4.0
         with ranks.within(30.0):
             now[0] += 20.0
-            assert ranks._left().total_seconds() == 10.0
-        assert ranks._left().total_seconds() == 6.0
-    assert ranks._left() == ranks_module.PATIENCE
+            assert ranks._time_left().total_seconds() == 10.0
+        assert ranks._time_left().total_seconds() == 6.0
+    assert ranks._time_left() == ranks_module.PATIENCE
 
 
 def test_others_are_not_to_blame_for_a_rank_that_comes_after_its_limit() -> None:

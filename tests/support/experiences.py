@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from trinity_lightning.common.experience import EID, CustomField, Experience
-from trinity_lightning.common.experience.codec import TORCH_DTYPES
+from trinity_lightning.common.experience.payload import TORCH_DTYPES
 
 FLOAT_DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 TOKEN_DTYPES = st.sampled_from([torch.int32, torch.int64, torch.uint8, torch.int16])

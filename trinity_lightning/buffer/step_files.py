@@ -13,7 +13,7 @@ from typing import Any
 
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.common.experience import Experience, ExperienceFormatError
-from trinity_lightning.common.experience.codec import MAGIC
+from trinity_lightning.common.experience.payload import MAGIC
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.optimizer_batch import is_expert, trained_mask
 from trinity_lightning.config.buffer import BufferConfig

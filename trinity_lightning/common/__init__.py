@@ -1,1 +1,1 @@
-"""What every room shares: experiences, configuration, and the protocols that cross rooms."""
+"""Code that every room shares: experiences, runs of a task, ranks, files, this machine, protocols between rooms."""

@@ -1,4 +1,4 @@
-"""Whole files or none."""
+"""Files that are written whole or not at all, and full disks."""
 
 import errno
 import os
@@ -8,13 +8,94 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from trinity_lightning.common.failures import causes
-from trinity_lightning.errors import DiskFullError, TrinityError
+from trinity_lightning.errors import DiskFullError, TrinityError, causes
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file with this content; errors as in `replacing`, or IsADirectoryError."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with new_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to, which takes the path's place at the end: whole, or not at all if the power fails before."""
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A temporary path to write a file or a folder to, which takes the target's place at the end.
+
+    If anything fails, it is removed. The target's parent folder is made if it is missing.
+
+    Raises:
+        DiskFullError: the disk is full.
+        OSError: the folder cannot be written to.
+    """
+    temporary = target.with_name(f".{target.name}.tmp")  # a fixed name: what a killed process left is removed first
+    remove(temporary)
+    try:
+        with disk_full_named(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+        put_in_place(temporary, target)
+    finally:
+        with suppress(OSError):  # an error of the writing itself is the one to raise
+            remove(temporary)
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Rename a file or a folder to the target, in place of whatever is there.
+
+    A kill in between may leave what was there as `.NAME.old`. Until the target is on the disk, one of the two is whole:
+    `config.checkpoints.checkpoints_in` finds it.
+    """
+    old = target.with_name(f".{target.name}.old")
+    if target.is_dir() or (temporary.is_dir() and target.exists()):  # no system call replaces a folder
+        remove(old)
+        target.rename(old)
+    temporary.replace(target)
+    sync_folder(target.parent)
+    remove(old)
+
+
+def sync_folder(path: Path) -> None:
+    """Have a folder's entries written to the disk, so that they are there even if the power fails."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems cannot sync folders; the file itself is written
+            os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with everything in it, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# -- full disks --------------------------------------------------------------------------------------------------------
+
+
+# The system's words for a full disk, a quota that is used up, and a file larger than its process (ulimit -f) or its
+# file system allows.
+FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 
 
 @contextmanager
 def disk_full_named(path: Path) -> Iterator[None]:
-    """Raise a DiskFullError of this path, or of the one that the error within names, for want of room (`FULL`)."""
+    """Turn an error for want of room (see `FULL`) into a DiskFullError: see `disk_full`."""
     try:
         yield
     except Exception as error:
@@ -23,85 +104,14 @@ def disk_full_named(path: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """Where to write a file or a folder, which at the end takes the target's place; if anything fails it is removed.
-
-    The folder that the target is in is made.
-
-    Raises:
-        DiskFullError: the disk is full.
-        OSError: the folder is not to be written to.
-    """
-    temporary = target.with_name(f".{target.name}.tmp")  # of a fixed name: what a kill left is removed
-    remove(temporary)
-    try:
-        with disk_full_named(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            yield temporary
-        put_in_place(temporary, target)
-    finally:
-        with suppress(OSError):  # why it failed is what matters
-            remove(temporary)
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to, as `replacing`: whole or not, also when the power fails."""
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """A file with this content; errors: as of `new_file`, and IsADirectoryError."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    with new_file(path) as file:
-        file.write(data)
-
-
-def sync_folder(path: Path) -> None:
-    """Have its entries on the disk, also when the power fails."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network file systems sync no folders; the file is there
-            os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def put_in_place(temporary: Path, target: Path) -> None:
-    """Rename a file or a folder, whatever is there; a kill in between may leave what was there as `.NAME.old`.
-
-    Until the target is on the disk, one of the two is whole: `config.checkpoints.checkpoints_in` finds it.
-    """
-    old = target.with_name(f".{target.name}.old")
-    if target.is_dir() or (temporary.is_dir() and target.exists()):  # no system call replaces those
-        remove(old)
-        target.rename(old)
-    temporary.replace(target)
-    sync_folder(target.parent)
-    remove(old)
-
-
-def remove(path: Path) -> None:
-    """Remove a file, a folder with all in it, or nothing."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-# A full disk, a quota, and a limit of a file's size, of the process (ulimit -f) or of the file system.
-FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
-
-
 def disk_full(error: Exception, path: Path) -> DiskFullError | None:
-    """What to raise in place of it, of this path or of the one that it names; None: it is of something else."""
-    # Ours say enough. torch.save fails once more as it ends the file; safetensors has the text alone.
+    """The DiskFullError to raise in place of an error for want of room; None for any other error.
+
+    It names the path that the error names, or else this one.
+    """
+    # Our own errors say enough. torch.save fails once more when it closes the file, hence the causes. An error of
+    # safetensors has no number, hence the text.
     for cause in () if isinstance(error, TrinityError) else causes(error):
-        for number in (each for each, text in FULL.items() if text in str(cause)):
+        for number in (number for number, text in FULL.items() if text in str(cause)):
             return DiskFullError(number, FULL[number], str(getattr(cause, "filename", None) or path))
     return None

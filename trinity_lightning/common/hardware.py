@@ -1,4 +1,4 @@
-"""This machine: what a process reuses or gives back of its memory, its threads, how fast its CPU multiplies."""
+"""This machine: memory that a process reuses, gives back or may still take, its threads, its speed, and its GPU."""
 
 import ctypes
 import math
@@ -21,12 +21,12 @@ from torch.nn import functional
 from trinity_lightning.config.model import WeightDtype
 from trinity_lightning.errors import ConfigError
 
-# -- Memory ------------------------------------------------------------------------------------------------------------
-
-
 GIB = 1 << 30
 
-# glibc's names for them in malloc.h, and the most that a buffer and the free end of the heap may be.
+# -- memory that the C library keeps or gives back ---------------------------------------------------------------------
+
+# glibc's parameters of mallopt(3) as malloc.h numbers them, and their values: the largest buffer that comes from the
+# heap, and the most free bytes that the heap keeps at its end.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _LARGEST_BYTES = 1 << 30, 1 << 29
 _GROWTH = 1.1
@@ -35,9 +35,9 @@ _GROWTH = 1.1
 def reuse_large_buffers() -> None:
     """Let the C library (where it is glibc) keep buffers of up to 512 MiB for the next ones of their kind.
 
-    It would map each buffer of more than 32 MiB again every time, and every page of it would be zeroed at its first
-    touch: logits come by the hundred megabytes, and that was a sixth of a training step. A wish, not a promise: glibc
-    maps them all the same if a library lies in the heap's way.
+    By default it maps each buffer of more than 32 MiB anew, and each of its pages is zeroed at the first touch: logits
+    take hundreds of megabytes, and zeroing was a sixth of a training step. This is a wish, not a promise: glibc maps
+    buffers all the same if a library lies where the heap would have to grow.
     """
     if (mallopt := _of_glibc("mallopt")) is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)
@@ -45,27 +45,27 @@ def reuse_large_buffers() -> None:
 
 
 def trim_heap() -> None:
-    """Give the free pages of the heap back to the system, those between buffers that are in use too.
+    """Give the free pages of the heap back to the system, including pages between buffers that are in use.
 
-    Micro-batches have a different shape every time, and leave holes that the next ones do not fit into: without this a
-    run grows for hours.
+    Every micro-batch has a different shape, and leaves holes that the next one does not fit into: without this a run
+    grows for hours.
     """
     if (trim := _of_glibc("malloc_trim")) is not None:
         trim(ctypes.c_size_t(0))
 
 
 class HeapBound:
-    """Keeps the heap's holes from growing over a run: `check` trims it once the process has grown by a tenth.
+    """Keeps the heap's holes from growing over a run: `check` trims the heap once the process has grown by a tenth.
 
-    Trimming after every step would cost a tenth of a short one: all pages that are used again are zeroed again. The
-    first step is no measure: the optimizer's states, made at its end, lie where activations would have lain again.
+    Trimming after every step would cost a tenth of a short step: each page that is used again is zeroed again. The
+    first step does not count: the optimizer's states, made at its end, lie where activations would have lain again.
     """
 
     def __init__(self) -> None:
         self._is_first, self._least = True, math.inf
 
     def check(self) -> None:
-        """Look at what the process takes, at the same point of every step."""
+        """Measure the process's memory; call it at the same point of every step."""
         if self._is_first:
             self._is_first = False
             return
@@ -76,13 +76,23 @@ class HeapBound:
             self._least = math.inf
 
 
-def advise(advice: str, address: int, size: int) -> None:
-    """What Linux is to do with the whole pages of a stretch of memory; a kernel may refuse, and others are not asked.
+def forget(tensor: Tensor) -> None:
+    """Give the whole pages of a tensor's storage back to the system; they read as zeros then. On Linux alone.
 
     Args:
-        advice: as madvise(2) and Python's mmap call it.
-        address: where it begins.
-        size: in bytes.
+        tensor: on the CPU, in memory that torch allocated itself (no file, nothing shared between processes).
+    """
+    storage = tensor.untyped_storage()
+    advise("MADV_DONTNEED", storage.data_ptr(), storage.nbytes())
+
+
+def advise(advice: str, address: int, size: int) -> None:
+    """Tell Linux how to treat the whole pages of a stretch of memory. The kernel may refuse; other systems ignore it.
+
+    Args:
+        advice: name of the advice in madvise(2) and Python's mmap.
+        address: first byte of the stretch.
+        size: its size in bytes.
     """
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -91,35 +101,94 @@ def advise(advice: str, address: int, size: int) -> None:
 
 
 def _of_glibc(name: str) -> "ctypes._NamedFuncPointer | None":
+    """The C library's function of this name; None elsewhere than on Linux, or if the library has none."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
-# -- Threads -----------------------------------------------------------------------------------------------------------
+# -- memory that is free -----------------------------------------------------------------------------------------------
+
+_OWN_GROUPS = Path("/proc/self/cgroup")  # the control group of this process, for each controller
+
+# For versions 2 and 1 of control groups: the controller, the folder of its groups, the files in a group with its limit
+# and its usage, and the key in memory.stat for page cache, which the kernel reclaims when memory is needed.
+_VERSIONS = (
+    ("", "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: the least that is free in the machine, its container and its job."""
+    free = psutil.virtual_memory().available
+    for group, limit, used, cached in _groups():
+        try:
+            left = int((group / limit).read_text()) - int((group / used).read_text())
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            free = min(free, left + int(statistics[cached]))
+        except (OSError, ValueError, KeyError):  # no such file, or "max": no limit
+            continue
+    return max(free, 0)
+
+
+def _groups() -> Iterator[tuple[Path, str, str, str]]:
+    """The control groups around this process, each with the last three names of `_VERSIONS`.
+
+    A container may show the outermost one only.
+    """
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = _OWN_GROUPS.read_text().splitlines()
+    paths: dict[str, str] = {}  # by controller
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        paths |= dict.fromkeys(controllers.split(","), path)
+    for controller, root, limit, used, cached in _VERSIONS:
+        innermost = PurePath(paths.get(controller, "/").lstrip("/"))
+        yield from ((Path(root, group), limit, used, cached) for group in (innermost, *innermost.parents))
+
+
+def check_caches(caches: Mapping[str, float]) -> None:
+    """Refuse key-value caches of engines that need more memory than is free.
+
+    Args:
+        caches: size of each cache in GiB, by the key of its engine.
+
+    Raises:
+        ConfigError: the caches do not fit; the message names the keys.
+    """
+    if sum(caches.values()) * GIB > (free := free_memory()):
+        raise ConfigError(
+            f"{' and '.join(f'{key}.kv_cache_gb' for key in caches)}: {sum(caches.values()):g} GiB in all, and "
+            f"{free / GIB:.1f} GiB of memory are free",
+            fix="give less, or null",
+        )
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
 
 
 def compute_on_one_thread() -> None:
-    """From now on, what this thread computes with torch takes no threads of OpenMP; other threads keep theirs.
+    """Let this thread compute with torch alone from now on, without OpenMP's threads; other threads keep theirs.
 
-    libgomp counts the threads of all its pools. A second pool makes them more than there are cores, and from then on
+    libgomp counts the threads of all its pools. With a second pool there are more threads than cores, and from then on
     none of them spins at a barrier: each sleeps, and has to be woken for nearly every operation.
     """
-    threads = torch.get_num_threads()  # before: at a thread's first call torch sets it to the process's number
+    threads = torch.get_num_threads()  # read first: at a thread's first call torch sets it to the process's number
     # Not torch.set_num_threads, which vLLM replaces by nothing while it loads.
     set_threads = torch._C.set_num_threads
-    set_threads(1)  # of this thread, and of threads that start later
+    set_threads(1)  # for this thread, and for threads that start later
     others = threading.Thread(target=set_threads, args=(threads,))
     others.start()
     others.join()
 
 
-# -- Speed of matrix products, and in which dtype they are faster: timed within milliseconds ---------------------------
-
+# -- speed of matrix products, and the dtype in which they are faster: timed within milliseconds -----------------------
 
 TORCH_DTYPES = {WeightDtype.bf16: torch.bfloat16, WeightDtype.fp32: torch.float32}
 
-# Tokens of a micro-batch, and a layer of a small model: with AMX, AVX512-BF16 or neither, larger ones rank alike.
+# Rows, inner and columns: tokens of a micro-batch, and a layer of a small model. With AMX, AVX512-BF16 or neither,
+# larger products rank the dtypes alike.
 SHAPE = (512, 576, 1536)
-LARGE_SHAPE = (1024, 1024, 2048)  # nearer to what the CPU can do at best
+LARGE_SHAPE = (1024, 1024, 2048)  # comes nearer to the CPU's best
 WARM_UPS, ROUNDS = 2, 7
 PEAK_SECONDS = 0.02  # for each shape, and three rounds at least
 
@@ -128,8 +197,8 @@ PEAK_SECONDS = 0.02  # for each shape, and three rounds at least
 def timed_product() -> tuple[dict[WeightDtype, float], int]:
     """Seconds of one matrix product of `SHAPE` in each dtype, and the threads that torch used for it.
 
-    Timed once a process, however many threads it uses later. The products take turns: whatever else runs on the machine
-    only ever adds to their times.
+    Timed once a process, however many threads it uses later. The products take turns, and the least time of each
+    counts: other programs on the machine only ever add to it.
     """
     products = {dtype: _product(SHAPE, torch_dtype) for dtype, torch_dtype in TORCH_DTYPES.items()}
     times: dict[WeightDtype, list[float]] = {dtype: [] for dtype in products}
@@ -143,12 +212,12 @@ def timed_product() -> tuple[dict[WeightDtype, float], int]:
 def product_flops(
     dtype: torch.dtype, threads: int, shapes: tuple[tuple[int, int, int], ...] = (SHAPE, LARGE_SHAPE)
 ) -> float:
-    """Floating-point operations a second of the best matrix product found, timed once a process for these arguments.
+    """Floating-point operations a second of the fastest matrix product, timed once a process for these arguments.
 
     Args:
-        dtype: of both factors.
-        threads: as many as torch uses now.
-        shapes: rows, inner and columns of each product that is tried, for `PEAK_SECONDS`.
+        dtype: dtype of both factors.
+        threads: number of threads that torch uses now; results are kept for each number.
+        shapes: rows, inner and columns of the products to try, each for `PEAK_SECONDS`.
     """
     rates = []
     for shape in shapes:
@@ -169,9 +238,9 @@ def _product(shape: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], Te
 
 
 def _busy_seconds(product: Callable[[], Tensor]) -> float:
-    """Seconds that this thread computes its share of a product, which torch cuts evenly among its threads.
+    """Seconds of CPU time that this thread takes for its share of a product, which torch cuts evenly among threads.
 
-    Not those of the clock, by which it takes four times as long beside programs that hold threads up.
+    By the clock it would take four times as long beside programs that hold threads up.
     """
     start = time.thread_time()
     with torch.inference_mode():
@@ -180,85 +249,29 @@ def _busy_seconds(product: Callable[[], Tensor]) -> float:
 
 
 def faster_dtype(accelerator: object = "auto") -> WeightDtype:
-    """The dtype that `model.dtype=auto` stands for: bf16 on a GPU, else the one of the faster product."""
+    """The dtype that `model.dtype=auto` stands for: bf16 on a GPU, else the dtype of the faster product."""
     if accelerator != "cpu" and torch.cuda.is_available():
         return WeightDtype.bf16
     seconds, _ = timed_product()
     return min(seconds, key=lambda dtype: seconds[dtype])
 
 
-_OWN_GROUPS = Path("/proc/self/cgroup")  # the control group of this process, for each controller
-
-# By versions 2 and 1 of control groups the controller, where its groups are, and in each of them the limit, the usage,
-# and the key in memory.stat for page cache, which the kernel reclaims when memory is needed.
-_VERSIONS = (
-    ("", "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
-def free_memory() -> int:
-    """Bytes that this process may still take: what is free of the machine, its container or its job, the least."""
-    free = psutil.virtual_memory().available
-    for group, limit, used, cached in _groups():
-        try:
-            left = int((group / limit).read_text()) - int((group / used).read_text())
-            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            free = min(free, left + int(statistics[cached]))
-        except (OSError, ValueError, KeyError):  # no such file, or "max": no limit
-            continue
-    return max(free, 0)
-
-
-def _groups() -> Iterator[tuple[Path, str, str, str]]:
-    """The control groups around this process, with the names of `_VERSIONS`; a container may show the last one only."""
-    lines: list[str] = []
-    with suppress(OSError):
-        lines = _OWN_GROUPS.read_text().splitlines()
-    paths = {each: path for _, several, path in (line.split(":", 2) for line in lines) for each in several.split(",")}
-    for controller, root, limit, used, cached in _VERSIONS:
-        own = PurePath(paths.get(controller, "/").lstrip("/"))
-        yield from ((Path(root, group), limit, used, cached) for group in (own, *own.parents))
-
-
-def check_caches(caches: Mapping[str, float]) -> None:
-    """Refuse key-value caches of engines, GiB by the key that they stand under, that are more than what is free.
-
-    Raises:
-        ConfigError: names the keys.
-    """
-    if sum(caches.values()) * GIB > (free := free_memory()):
-        raise ConfigError(
-            f"{' and '.join(f'{key}.kv_cache_gb' for key in caches)}: {sum(caches.values()):g} GiB in all, and "
-            f"{free / GIB:.1f} GiB of memory are free",
-            fix="give less, or null",
-        )
-
-
-def forget(tensor: Tensor) -> None:
-    """Give the memory behind a tensor's storage back to the system; it reads as zeros then.
-
-    Only whole pages, and on Linux: elsewhere nothing happens.
-
-    Args:
-        tensor: on the CPU, in memory that torch allocated itself (no file, nothing shared between processes).
-    """
-    storage = tensor.untyped_storage()
-    advise("MADV_DONTNEED", storage.data_ptr(), storage.nbytes())
+# -- GPUs by the names that CUDA gives them ----------------------------------------------------------------------------
 
 
 class Gpu(NamedTuple):
-    """What a GPU has."""
+    """Memory and speed of a kind of GPU."""
 
-    name: str  # a regular expression of the name that CUDA gives it ("NVIDIA H100 80GB HBM3")
+    name: str  # a regular expression for the name that CUDA gives it ("NVIDIA H100 80GB HBM3")
     gib: float  # its memory, as CUDA reports it: less than its name says
-    # Dense bfloat16 operations a second with float32 accumulation: of NVIDIA's data sheets, halved where those count
-    # structured sparsity, and of the architectures' white papers for GeForce.
+    # Dense bfloat16 operations a second with float32 accumulation: from NVIDIA's data sheets, halved where they count
+    # structured sparsity; for GeForce from the architectures' white papers.
     flops: float
     bandwidth: float  # bytes a second of its memory
 
 
-# The first whose expression fits. Lightning's own table counts sparsity for some GPUs, and no tensor cores for others.
+# The first one whose expression fits a name counts. Lightning's own table includes sparsity for some GPUs, and leaves
+# out tensor cores for others.
 GPUS = {
     "B200": Gpu(r"\bB200\b", 178.3, 2.25e15, 7.7e12),
     "H200-NVL": Gpu(r"\bH200 NVL\b", 139.7, 8.355e14, 4.8e12),
@@ -273,11 +286,11 @@ GPUS = {
     "L40": Gpu(r"\bL40\b", 44.4, 1.81e14, 8.64e11),
     "L4": Gpu(r"\bL4\b", 22.0, 1.21e14, 3.0e11),
     "A10": Gpu(r"\bA10\b", 22.0, 1.25e14, 6.0e11),
-    "RTX-4090": Gpu(r"\bRTX 4090$", 23.6, 1.652e14, 1.008e12),  # not those of laptops
+    "RTX-4090": Gpu(r"\bRTX 4090$", 23.6, 1.652e14, 1.008e12),  # not the one of laptops
     "RTX-3090": Gpu(r"\bRTX 3090$", 23.6, 7.1e13, 9.36e11),
 }
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """What is known of a GPU by the name that CUDA gives it."""
+    """The kind of GPU with this name, as CUDA gives it; None if it is unknown."""
     return next((gpu for gpu in GPUS.values() if re.search(gpu.name, name)), None)

@@ -1,4 +1,4 @@
-"""What the explorer asks of a model that generates, and what it gets back."""
+"""The protocol of a model that generates for the explorer, and its answer, a `Completion`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from trinity_lightning.errors import ReadOnlyError
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled response, with the exact token ids: they are what is trained on, never a re-tokenized text.
+    """One sampled response, with its exact token ids: training uses them, never a text that is tokenized again.
 
     Attributes:
         prompt_token_ids: the prompt as the engine saw it, [prompt].
         token_ids: sampled tokens, end-of-sequence token included, [response].
         logprobs: natural log-probability of each sampled token under the distribution it was sampled from, [response].
-        text: the response as it was written, which is what is judged: the model's own markers are in it, and the stop
-            string, if one ended it; end tokens are not. `sampling.skip_special_tokens=True` leaves the markers out, and
-            `sampling.include_stop_str_in_output=False` the stop string. Of an engine it is a `Response`: see
+        text: the response as it was written, for rewards to judge. It includes the model's own markers, and the stop
+            string if one ended it, but no end tokens. `sampling.skip_special_tokens=True` leaves the markers out, and
+            `sampling.include_stop_str_in_output=False` the stop string. Engines return a `Response` here: see
             `common.thoughts`.
         finish_reason: "stop" (end token or stop string), "length" (token limit), or "abort".
         stop_reason: the stop string or stop token id that ended it, if one did.
@@ -35,7 +35,7 @@ class Completion:
 
 
 def _refuse_writing(completion: Completion, name: str, value: object = None) -> None:
-    """In place of the dataclass's own refusal, which does not say what to do. ReadOnlyError: always."""
+    """Raise a ReadOnlyError that says what to do, which the dataclass's own error does not."""
     fix = "what is known of a rollout goes into the Experience that the workflow makes of it, such as reward and info"
     if name in Completion.__dataclass_fields__:
         fix = f"dataclasses.replace(completion, {name}=...) makes another one"
@@ -55,12 +55,12 @@ class InferenceModel(Protocol):
 
     @property
     def model_version(self) -> int:
-        """The number of the weight sync that made the present weights; 0 before the first."""
+        """Number of the weight sync that the present weights came with; 0 before the first."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt and response together, in tokens."""
+        """Most tokens that a prompt and its response may have together."""
         ...
 
     async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
@@ -74,7 +74,7 @@ class InferenceModel(Protocol):
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
     ) -> list[Completion]:
-        """n completions of a conversation rendered with the model's chat template; errors as `generate`."""
+        """n completions of a conversation rendered with the model's chat template; errors as in `generate`."""
         ...
 
     async def render(
@@ -85,8 +85,8 @@ class InferenceModel(Protocol):
         Args:
             messages: the conversation; with `so_far`, only what follows it.
             tools: functions on offer, as OpenAI's API describes them.
-            so_far: exact token ids of the conversation up to and with the model's last response. The result begins with
-                them: what the model wrote is never tokenized again.
+            so_far: exact token ids of the conversation up to the end of the model's last response. The result begins
+                with them: the model's own text is never tokenized again.
 
         Raises:
             ConfigError: the chat template refuses the messages.
@@ -114,25 +114,25 @@ class InferenceModel(Protocol):
         ...
 
     async def shutdown(self) -> None:
-        """Free what the engine holds; calling it twice is allowed."""
+        """Free the engine's memory and processes; calling it twice is allowed."""
         ...
 
 
 @runtime_checkable
 class HeldModel(InferenceModel, Protocol):
-    """An `InferenceModel` as the run sees it that holds it: an engine of the policy, or an auxiliary model.
+    """An `InferenceModel` that the run itself starts: an engine of the policy, or an auxiliary model.
 
     Attributes:
-        capabilities: what it can do.
+        capabilities: abilities that a run may ask for.
     """
 
     capabilities: Capabilities
 
     @property
     def restarts(self) -> int | None:
-        """How often it died and was started again; None: it cannot die alone."""
+        """Number of times that it died and was started again; None if it cannot die alone."""
         ...
 
     async def load(self) -> None:
-        """Load or start it, once; the first request does it otherwise."""
+        """Load or start the model, once; otherwise the first request does."""
         ...

@@ -1,4 +1,4 @@
-"""A language model that judges: what it is asked, and the score in its answer, for the operator and the workflow."""
+"""Prompts and verdicts of a language model that judges responses, for the operator and the workflow that ask one."""
 
 import json
 import re
@@ -11,34 +11,34 @@ from trinity_lightning.errors import ConfigError, RolloutError
 
 
 class VerdictError(RolloutError):
-    """A judge's answer holds no score that can be used; the message says what it holds instead."""
+    """A judge's answer holds no usable score; the message shows what it holds instead."""
 
 
 def check_prompt(key: str, prompt: str) -> None:
-    """ConfigError unless it is a template that shows the judge the response."""
+    """Refuse a template that does not show the judge the response; a ConfigError."""
     if "{response}" not in text(key, prompt):
         raise ConfigError(f"{key} must contain {{response}}, or the judge sees nothing of it.", key=key)
 
 
 def filled(prompt: str, values: Mapping[str, str]) -> str:
-    """A template with {name} replaced by the value of that name, all at once: a value may have braces of its own."""
-    return re.sub(r"\{(" + "|".join(values) + r")\}", lambda found: values[found[1]], prompt)
+    """A template with each {name} replaced by its value, all at once: a value may have braces of its own."""
+    return re.sub(r"\{(" + "|".join(values) + r")\}", lambda match: values[match[1]], prompt)
 
 
 def read_score(verdict: str) -> float:
-    """The score, from 0 to 1, of the last JSON object in a text that has one: models may think aloud before it.
+    """The score, from 0 to 1, in the last JSON object of a text that has one; models may think aloud before it.
 
-    A later score that cannot be used is not passed over for an earlier one, which the judge has taken back. What
-    stands in the judge's thoughts is no verdict.
+    The last score counts even if it is unusable: the judge has taken back the earlier ones. A score in the judge's
+    thoughts does not count.
 
     Raises:
-        VerdictError: there is none, or it is no number from 0 to 1; or the judge was cut off in its thoughts.
+        VerdictError: there is no score, or it is no number from 0 to 1; or the judge was cut off in its thoughts.
     """
     answer, score = answer_part(verdict), None
     if answer is None:
         raise VerdictError(f"the judge was cut off in its thoughts: give it more max_tokens; it wrote {verdict!r:.200}")
-    for found in _objects(answer):
-        score = found.get("score", score)
+    for verdict_object in _objects(answer):
+        score = verdict_object.get("score", score)
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise VerdictError(f'the judge\'s verdict has no {{"score": number}}: {verdict!r:.200}')
     if not 0 <= score <= 1:
@@ -47,12 +47,12 @@ def read_score(verdict: str) -> float:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text, those within others left out."""
+    """The JSON objects in a text, without those that are part of another."""
     decoder, place = json.JSONDecoder(), text.find("{")
     while place >= 0:
         try:
-            found, end = decoder.raw_decode(text, place)
-            yield found
+            value, end = decoder.raw_decode(text, place)
+            yield value
         except (ValueError, RecursionError):  # no JSON, numbers of thousands of digits, nesting without end
             end = place + 1
         place = text.find("{", end)

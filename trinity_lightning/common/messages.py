@@ -20,26 +20,26 @@ from trinity_lightning.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-TOOLS, TEMPLATE_VARIABLES = "tools", "chat_template_kwargs"  # columns
-# Columns with what is not trained on yet.
+TOOLS, TEMPLATE_VARIABLES = "tools", "chat_template_kwargs"  # names of columns
+# Columns with media, which nothing is trained on yet.
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-# Roles that every chat template may be given; others it has to name.
+# Roles that every chat template accepts; it has to name any other.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _OPENAI_NAMES = {"from": "role", "value": "content"}
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # of messages that have `from`
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # in messages that have `from`
 _JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(?:role|content|from|value)"\s*:')
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own tag
 _PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(?:role|content|from|value)'\s*:")
 
 
 class Conversation(list[dict[str, Any]]):
-    """Messages, and how an entry wants them to be rendered.
+    """Messages of a dataset's entry, with the tools and variables that its chat template is given.
 
     Args:
-        messages: by OpenAI's names.
+        messages: messages with OpenAI's keys.
         tools: functions on offer, which the chat template is shown.
-        template_variables: of the chat template.
+        template_variables: variables for the chat template.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Conversation(list[dict[str, Any]]):
 
     @classmethod
     def of(cls, messages: Iterable[Any], tools: Sequence[Any] | None = None) -> Self:
-        """The conversation of messages, which may be one already; tools that are given take the place of its own."""
+        """A conversation of messages; if they are one already, a copy, with `tools` (if any) in place of its own."""
         if not isinstance(messages, cls):
             return cls(messages, tools)
         return cls(messages, tools or messages.tools, messages.template_variables)
@@ -79,7 +79,7 @@ def check_media(entry: Mapping[str, Any]) -> None:
 
 
 def read_tools(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tools of an entry; none if it has no such column.
+    """The tools of an entry; an empty list without such a column.
 
     Raises:
         ConfigError: the column is no list of functions, nor JSON text of one.
@@ -96,10 +96,10 @@ def read_tools(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_template_variables(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The `chat_template_kwargs` of an entry; none if it has no such column.
+    """The `chat_template_kwargs` of an entry; an empty dict without such a column.
 
     Raises:
-        ConfigError: the column is no mapping, nor JSON text of one, or has an argument of rendering itself.
+        ConfigError: the column is no mapping, nor JSON text of one, or names an argument of the rendering function.
     """
     variables = _json_value(TEMPLATE_VARIABLES, entry.get(TEMPLATE_VARIABLES))
     return {} if variables is None else check_template_variables(TEMPLATE_VARIABLES, without_none(variables))
@@ -122,11 +122,12 @@ def _json_value(column: str, value: Any) -> Any:
 def read_messages(column: str, value: Any) -> Any:
     """The messages of a column that holds a conversation, or JSON text of one; any other value as it is.
 
-    Each has `role` and `content` (of `from` and `value`; text in parts is joined), and no key whose value is null.
+    Each message has `role` and `content` (made from `from` and `value` if need be; text in parts is joined), and no key
+    whose value is null.
 
     Raises:
         ConfigError: an element is no message, has no role, lacks its content, or has parts that are no text; or text
-            that would be a conversation is no JSON.
+            that looks like a conversation is no JSON.
     """
     if isinstance(value, str):
         value = _conversation_in(column, value)
@@ -136,7 +137,7 @@ def read_messages(column: str, value: Any) -> Any:
 
 
 def _conversation_in(column: str, text: str) -> Any:
-    """The conversation that a text is in JSON, or the text itself."""
+    """The conversation in a JSON text, or the text itself if it is none."""
     if not text.lstrip().startswith("["):
         return text
     if _PYTHON_MESSAGES.match(text):
@@ -181,7 +182,7 @@ def _read_content(where: str, content: Any) -> str:
 
 
 def check_asks(column: str, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a conversation that ends with the assistant, where the policy is to go on."""
+    """Refuse a conversation that ends with the assistant where the policy has to answer."""
     if messages and messages[-1].get("role") == "assistant":
         raise ConfigError(
             f"{column} ends with a turn of the assistant, which the policy would be shown before it answers: end the "
@@ -193,9 +194,9 @@ def check_roles(where: str, messages: Iterable[Mapping[str, Any]], chat_template
     """Refuse a role that is neither common nor one that the chat template names.
 
     Args:
-        where: what messages call the conversation, with a space before it; or nothing.
-        messages: read ones; one without a role is refused when it is rendered.
-        chat_template: the tokenizer's.
+        where: the conversation's name in error messages, with a space before it; or nothing.
+        messages: messages from `read_messages`; one without a role is refused when it is rendered.
+        chat_template: the tokenizer's chat template.
 
     Raises:
         ConfigError: a role is unknown.
@@ -211,7 +212,7 @@ def check_roles(where: str, messages: Iterable[Mapping[str, Any]], chat_template
 
 
 def warn_of_unread(names: Iterable[str], chat_template: object) -> None:
-    """Warn, once, of variables that the chat template does not read; of several templates nothing is said."""
+    """Warn, once, of variables that the chat template does not read; never if there are several templates."""
     if isinstance(chat_template, str):
         _warn_of_unread(frozenset(names), chat_template)
 
@@ -229,7 +230,7 @@ def _warn_of_unread(names: frozenset[str], chat_template: str) -> None:
 
 
 def _variables_of(chat_template: str) -> set[str] | None:
-    """The variables that a chat template reads; None if that cannot be seen."""
+    """The variables that a chat template reads; None if it cannot be parsed."""
     try:
         syntax = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", chat_template))
     except TemplateError:
@@ -238,7 +239,7 @@ def _variables_of(chat_template: str) -> set[str] | None:
 
 
 def without_none(value: Any) -> Any:
-    """The value without the keys of mappings, however deep, that a dataset has added for other entries' sake."""
+    """The value without null entries of mappings, at any depth: datasets add them for keys of other entries."""
     if isinstance(value, Mapping):
         return {name: without_none(inner) for name, inner in value.items() if inner is not None}
     return [without_none(inner) for inner in value] if isinstance(value, list) else value

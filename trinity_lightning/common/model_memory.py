@@ -1,7 +1,7 @@
-"""What training a causal language model takes of a device's memory, from its shape alone.
+"""Estimates the device memory that training a causal language model takes, from the model's shape alone.
 
-Bytes unless a name says otherwise. Activations are counted from what autograd saves in a layer of a transformer with
-root-mean-square norms and a gated feed-forward part; tests hold them against real models.
+Numbers are bytes unless a name says otherwise. Activations are the tensors that autograd saves in a transformer's layer
+with root-mean-square norms and a gated feed-forward part; tests compare them with real models.
 """
 
 import re
@@ -26,26 +26,28 @@ FLOAT = 4  # bytes of a float32
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a causal language model's memory follows from."""
+    """The sizes of a causal language model that decide its memory."""
 
     parameters: int  # all of them; tied ones count once
-    largest: int  # those of the largest single tensor, usually the embedding
+    largest: int  # parameters of the largest single tensor, usually the embedding
     layers: int
     hidden: int
-    intermediate: int  # width of the feed-forward part that one token passes through (of a mixture, all chosen experts)
-    heads: int  # of the queries
-    query_width: int  # heads times their width
-    key_width: int  # the same of the keys; the values have as many
+    intermediate: int  # width of the feed-forward part that one token passes through (in a mixture, all chosen experts)
+    heads: int  # heads of the queries
+    query_width: int  # heads of the queries times their width
+    key_width: int  # heads of the keys times their width; the values' width is the same
     vocabulary: int
-    outside: int  # parameters of no layer: embeddings, head, last norm
+    outside: int  # parameters outside the layers: embeddings, head, last norm
 
     @classmethod
     def of(cls, model: Any) -> "ModelShape":
-        """The shape of a Hugging Face model, which may be on the meta device; of its widest layer if they differ."""
+        """The shape of a Hugging Face model, which may be on the meta device; if layers differ, the widest counts."""
         config = model.config.get_text_config()
         layers = layer_configs(config)
         heads = _largest(layers, "num_attention_heads") or 1
-        queries = max(map(query_width, layers)) or config.hidden_size  # without attention, what else mixes the tokens
+        queries = (
+            max(map(query_width, layers)) or config.hidden_size
+        )  # without attention: the part that mixes tokens instead
         feed_forward = _largest(layers, "intermediate_size") or 4 * config.hidden_size
         expert = _largest(layers, "moe_intermediate_size") or feed_forward
         chosen = _largest(layers, "num_experts_per_tok")
@@ -65,46 +67,50 @@ class ModelShape:
 
 
 def _largest(layers: Sequence[Any], name: str) -> int | None:
-    """The largest number of that name, each of which may be a list (Gemma 3n); None: no layer has one."""
+    """The largest of the layers' numbers with this name; None without one. A layer may have a list (Gemma 3n)."""
     values = [getattr(layer, name, None) for layer in layers]
-    numbers = [each for value in values for each in (value if isinstance(value, list) else [value]) if each]
+    numbers = [number for value in values for number in (value if isinstance(value, list) else [value]) if number]
     return max(numbers, default=None)
 
 
 @dataclass(frozen=True)
 class Training:
-    """How the policy is trained."""
+    """The settings of a run that decide the memory of training."""
 
-    width: int  # bytes of a weight that is computed with: 2 (bfloat16) or 4
-    # Tokens of the longest prompt and response together, of a pair those of both: a micro-batch holds at least one.
-    # 0: unknown, and taken to be no longer than a micro-batch.
+    width: int  # bytes of a weight in computations: 2 (bfloat16) or 4
+    # Tokens of the longest prompt and response together, in a pair those of both rows: a micro-batch holds at least one
+    # such row. 0: unknown, and taken to be no longer than a micro-batch.
     longest_row: int
     tokens: int | None = None  # computed tokens of a micro-batch; None: as many as are useful and fit
     reference: bool = False  # a frozen copy of the policy is kept
     checkpointing: bool = False  # activations are computed again in the backward pass
-    eager: bool = False  # attention keeps its weights, which takes the square of the length
+    eager: bool = False  # attention keeps its weights, whose number is the square of the length
     shards: int = 1  # devices that weights, moments and reference are split over (trainer=fsdp2)
     on_cpu: bool = False
     adapters: int = 0  # parameters of adapters (model.lora), which are trained in place of the weights
-    adapter_width: int = 0  # numbers of each token that adapters keep for the backward pass, all layers together
-    moments: int = 2 * FLOAT  # bytes that the optimizer keeps of a parameter, besides a float32 master
-    value_model: ModelShape | None = None  # of a critic that is a model of its own
-    # Processes of a machine that keep masters and moments in its memory (optimizer.name=adamw_offload); 0: they are on
-    # the devices.
+    adapter_width: int = 0  # numbers that adapters of all layers keep of each token for the backward pass
+    moments: int = 2 * FLOAT  # bytes that the optimizer keeps for each parameter, besides a float32 master
+    value_model: ModelShape | None = None  # the critic, if it is a model of its own
+    # Number of processes on a machine that keep masters and moments in the machine's memory
+    # (optimizer.name=adamw_offload); 0: they are on the devices.
     on_host: int = 0
-    # How many these would be with adamw_offload; 0: it would replace an optimizer of the user's own.
+    # Number of those processes if adamw_offload were chosen; 0: it would replace an optimizer of the user's own.
     offloadable: int = 1
 
 
-def layer_bytes(shape: ModelShape, training: Training) -> int:
-    """Bytes a token that autograd saves in one layer.
+# -- activations -------------------------------------------------------------------------------------------------------
 
-    Two norms (each a float32 copy of its input, the normalised and the scaled one), queries, keys, values and their
-    result, and of the feed-forward part gate, its activation, the other branch and their product. In bfloat16 on a CPU
-    (`trainer.layers`) a norm saves its input instead of the two copies, and activation and product are computed
-    again (with adapters, the activation alone). Eager attention also saves keys and values once for every head, and of
-    each head a weight of every token of the row: in float32, and rounded if they are. Adapters save `adapter_width`
-    numbers besides.
+
+def layer_bytes(shape: ModelShape, training: Training) -> int:
+    """Bytes for each token that autograd saves in one layer.
+
+    Each of the two norms saves a float32 copy of its input, and its normalised and its scaled output. Attention saves
+    queries, keys, values and its result. The feed-forward part saves the gate, its activation, the other branch and the
+    product. In bfloat16 on a CPU (`trainer.layers`) a norm saves its input in place of the float32 copy and the
+    normalised output, and activation and product are computed again (with adapters, the activation alone).
+
+    Eager attention also saves keys and values once for every head, and in each head one weight for every token of the
+    row: in float32, and again in the weights' dtype if that is another. Adapters save `adapter_width` numbers more.
     """
     width = training.width
     lean = training.on_cpu and width < FLOAT
@@ -118,15 +124,15 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
 
 
 def activations(shape: ModelShape, training: Training, tokens: int) -> int:
-    """Bytes that a forward and backward pass over so many computed tokens takes at its peak, gradients aside.
+    """Bytes that a forward and backward pass over so many computed tokens takes at its peak, without gradients.
 
-    One chunk of logits is kept, and one computed again. On a CPU the gradients of embeddings and head are added up
-    where they lie; elsewhere autograd makes that of the largest tensor, which is then cast to float32, unless only
+    One chunk of logits is kept, and one computed again. On a CPU the gradients of embeddings and head are added up in
+    place. Elsewhere autograd makes the gradient of the largest tensor anew, and it is cast to float32, unless only
     adapters are trained.
     """
     width, layer = training.width, layer_bytes(shape, training)
     saved = shape.layers * width * shape.hidden + layer if training.checkpointing else shape.layers * layer
-    # The last norm, and in the backward pass the layer that is under way.
+    # The last norm, and in the backward pass the present layer.
     rest = (FLOAT + 2 * width) * shape.hidden + 3 * width * shape.intermediate + 2 * FLOAT * shape.hidden
     sizes = (CHUNK_BYTES, BLOCK_BYTES, 0) if training.on_cpu else (GPU_CHUNK_BYTES, GPU_BLOCK_BYTES, width + FLOAT)
     chunk, block, gradient = sizes
@@ -137,25 +143,26 @@ def activations(shape: ModelShape, training: Training, tokens: int) -> int:
     return tokens * (saved + rest) + head + (0 if training.adapters else gradient * shape.largest) + values
 
 
-# -- what algorithm.max_tokens_per_micro_batch=auto stands for, if no memory plan says it ------------------------------
+# -- algorithm.max_tokens_per_micro_batch=auto without a memory plan ---------------------------------------------------
 
-# Of a CPU: halves, so that what is free may differ a little from start to start and the tokens are the same. SmolLM2 on
-# two cores with AMX: `short` of benchmarks/vs_trl.py takes 2.4, 2.1 and 1.7 s in micro-batches of 512, 1,024 and 2,048
-# tokens, `ragged` 19.6 and 16.2 s in those of 2,048 and 4,096, 49 and 44 s without AMX's products.
+# Budgets on a CPU. Each is half of the one before, so that the free memory may differ a little from start to start, and
+# the tokens stay the same. With SmolLM2 on two cores with AMX, `short` of benchmarks/vs_trl.py takes 2.4, 2.1 and 1.7 s
+# in micro-batches of 512, 1,024 and 2,048 tokens, and `ragged` 19.6 and 16.2 s in micro-batches of 2,048 and 4,096
+# (49 and 44 s without AMX's products).
 CPU_TOKENS = (4096, 2048, 1024, 512, 256)
 GPU_TOKENS = 4096
-# Of the memory that is free, for activations: temporaries, fragments and whatever else runs here need the rest.
+# The share of the free memory that activations may take: temporaries, fragments and other programs need the rest.
 SHARE_OF_FREE = 0.5
 
 
 def useful_tokens(model: Any, device: torch.device, trainers: int = 1, value_model: Any = None) -> int:
-    """As many tokens as are of use on the device and, on a CPU, fit into the memory that is free now.
+    """The micro-batch's tokens: as many as help on the device and, on a CPU, fit into the memory that is free now.
 
     Args:
-        model: a Hugging Face model that is loaded, before its first optimizer step.
-        device: where it trains.
-        trainers: how many processes train on this machine, and share what is free.
-        value_model: that of a critic, which is trained, too.
+        model: a loaded Hugging Face model, before its first optimizer step.
+        device: the device that it trains on.
+        trainers: number of processes that train on this machine, and share its free memory.
+        value_model: the critic's model, if there is one: it is trained, too.
     """
     if device.type != "cpu":
         return GPU_TOKENS
@@ -164,11 +171,15 @@ def useful_tokens(model: Any, device: torch.device, trainers: int = 1, value_mod
 
 
 def tokens_that_fit(shape: ModelShape, width: int, free: int, value_model: ModelShape | None = None) -> int:
-    """The largest budget of a CPU whose activations fit, together with gradients and moments; else the smallest.
+    """The largest of `CPU_TOKENS` whose activations fit together with gradients and moments; else the smallest.
 
-    Weights, of `width` bytes each, and masters are loaded; `free` bytes are left.
+    Args:
+        shape: the policy's shape.
+        width: bytes of one weight; weights and masters are loaded already.
+        free: bytes that are left.
+        value_model: the critic's shape, if there is one.
     """
     trained = shape.parameters + (0 if value_model is None else value_model.parameters)
     room = SHARE_OF_FREE * (free - 3 * FLOAT * trained)  # what float32 gradients and two moments leave
     training = Training(width, longest_row=0, on_cpu=True, value_model=value_model)
-    return next((each for each in CPU_TOKENS if activations(shape, training, each) <= room), CPU_TOKENS[-1])
+    return next((tokens for tokens in CPU_TOKENS if activations(shape, training, tokens) <= room), CPU_TOKENS[-1])

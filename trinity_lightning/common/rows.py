@@ -1,4 +1,4 @@
-"""Rows of data that cannot be used: refused together, the first few by place and reason."""
+"""Rows of data that cannot be used: they are refused together, the first few by place and reason."""
 
 import itertools
 from collections.abc import Callable
@@ -9,16 +9,16 @@ MOST_NAMED = 5  # rows that a message names
 
 
 def check_rows(where: str, count: int, check: Callable[[int], object], place: Callable[[int], str]) -> None:
-    """Look at every row, and refuse the bad ones in one message.
+    """Check every row, and refuse the bad ones in one message.
 
     Args:
-        where: what messages call the data.
+        where: the data's name in messages.
         count: number of rows.
         check: raises a ConfigError for the index of a bad row.
-        place: where the row of an index is, for messages.
+        place: the place of the row with an index, for messages.
 
     Raises:
-        ConfigError: some rows are bad; it names the first five by place and reason, and counts them.
+        ConfigError: some rows are bad; the message names the first five by place and reason, and counts them.
     """
     errors: dict[int, ConfigError] = {}
     for index in range(count):

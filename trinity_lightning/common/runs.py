@@ -1,6 +1,6 @@
-"""The runs of a task, which are the members of its group: what each is worth, and why one is not trained on.
+"""The runs of a task, the members of its group: the reward of each, and the reason why one is not trained on.
 
-A run is one experience, or one a step: what it was worth counts once, however many calls it took.
+A run is one experience, or several: one for each of its steps. Its reward counts once, however many steps it has.
 """
 
 import logging
@@ -12,48 +12,28 @@ from typing import TypeGuard
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
 from trinity_lightning.config.values import FLOAT32_MOST, as_float, text
 
-# Relative to the largest absolute reward: 0.1 + 0.2 against 0.3 differs by 1.8e-16 of it, float32 rounding by 6e-8.
-EQUAL_TOLERANCE = 1e-6
-
-
-def is_valid_reward(reward: float | None) -> TypeGuard[float]:
-    """Whether a reward is a finite number in float32."""
-    return reward is not None and abs(reward) <= FLOAT32_MOST  # NaN is not
-
-
-def equal_rewards(rewards: Sequence[float]) -> bool:
-    """Whether finite rewards are equal up to rounding: max - min <= 1e-6 times the largest absolute value.
-
-    A range, not a variance of floating-point numbers: [0.1 + 0.2, 0.3] are equal.
-    """
-    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
-    return high - low <= EQUAL_TOLERANCE * max(abs(low), abs(high))
-
+logger = logging.getLogger(__name__)
 
 Run = list[Experience]
 
-# What the names of this package's own metrics and entries of info begin with; workflows may use all other names.
+# Prefix of this package's own metrics and entries of info; workflows may use all other names.
 RESERVED = "trinity_lightning/"
-# Metric of an experience: its first valid reward, before operators shaped it.
+# Metric of an experience: its first valid reward, from before operators shaped it.
 RAW_REWARD = f"{RESERVED}raw_reward"
-# Entry of info: the tokens that the policy wrote in several turns, where the action mask no longer tells.
+# Entry of info: the number of tokens that the policy wrote in several turns, if the action mask no longer shows it.
 WRITTEN_TOKENS = f"{RESERVED}written_tokens"
+# Entry of info: one of `REASONS` why the experience is not trained on; absent if it is trained on.
+UNTRAINED = f"{RESERVED}untrained"
 
 
-def written_tokens(experience: Experience) -> int:
-    """How many response tokens the policy wrote: in several turns those of the action mask."""
-    if (count := experience.info.get(WRITTEN_TOKENS)) is not None:
-        return int(count)
-    if experience.experience_type == "multi_turn" and experience.action_mask is not None:
-        return int(experience.action_mask.count_nonzero())
-    return len(experience.tokens) - experience.prompt_length
+# -- runs --------------------------------------------------------------------------------------------------------------
 
 
 def runs_of(experiences: Iterable[Experience]) -> list[Run]:
-    """The runs, in order of first appearance: the experiences of one `eid.rid` with different steps.
+    """The runs, in order of first appearance: each has the experiences with one `eid.rid`, and different steps.
 
-    Experiences with the same run and the same step are not one run: their ids do not say which belong together, and
-    each of them counts as a run of its own.
+    If two experiences have the same run and step, ids do not say which of them belong together: each experience with
+    that `eid.rid` counts as a run of its own.
     """
     runs: list[Run] = []
     for run in group_by(experiences, "run").values():
@@ -67,8 +47,42 @@ def last_step(run: Sequence[Experience]) -> Experience:
     return max(reversed(run), key=lambda experience: experience.eid.step)
 
 
+def written_tokens(experience: Experience) -> int:
+    """Number of response tokens that the policy wrote: in several turns only those in the action mask."""
+    if (count := experience.info.get(WRITTEN_TOKENS)) is not None:
+        return int(count)
+    if experience.experience_type == "multi_turn" and experience.action_mask is not None:
+        return int(experience.action_mask.count_nonzero())
+    return len(experience.tokens) - experience.prompt_length
+
+
+# -- rewards -----------------------------------------------------------------------------------------------------------
+
+# Relative to the largest absolute reward. 0.1 + 0.2 and 0.3 differ by 1.8e-16, float32 rounding makes 6e-8.
+EQUAL_TOLERANCE = 1e-6
+
+
+def is_valid_reward(reward: float | None) -> TypeGuard[float]:
+    """True if a reward is a finite number in float32."""
+    return reward is not None and abs(reward) <= FLOAT32_MOST  # NaN is not
+
+
+def equal_rewards(rewards: Sequence[float]) -> bool:
+    """True if finite rewards are equal up to rounding: max - min <= 1e-6 times the largest absolute value.
+
+    The range decides, not a variance of floating-point numbers: [0.1 + 0.2, 0.3] are equal.
+    """
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    return high - low <= EQUAL_TOLERANCE * max(abs(low), abs(high))
+
+
+def raw_reward(experience: Experience) -> float | None:
+    """The first valid reward, from the workflow or an operator (a judge), before shaping; else the present reward."""
+    return experience.metrics.get(RAW_REWARD, experience.reward)
+
+
 def run_reward(run: Run) -> float:
-    """The reward of a run: the same for all steps.
+    """The reward of a run, which all of its steps must have.
 
     Raises:
         ExperienceError: the rewards of its steps differ, or one is no finite number.
@@ -85,124 +99,42 @@ def run_reward(run: Run) -> float:
     return rewards[0]
 
 
-def raw_reward(experience: Experience) -> float | None:
-    """The first valid reward, the workflow's or else an operator's (a judge's, say); without one the present one."""
-    return experience.metrics.get(RAW_REWARD, experience.reward)
-
-
-# -- Why experiences of an explore step are not trained on: noted in their info, for completions, metrics and the log --
-
-
-# Entry of `Experience.info`: the reason; absent if the experience is trained on.
-UNTRAINED = f"{RESERVED}untrained"  # the reasons: common/runs.py
-
-
-def mark_untrained(experience: Experience, reason: str) -> None:
-    """Note the reason. The info is a new dict: experiences may share one."""
-    experience.info = experience.info | {UNTRAINED: reason}
-
-
-def forget_notes(experience: Experience) -> None:
-    """Remove what an experience that went through a pipeline before still has: the reason, and the first reward."""
-    if UNTRAINED in experience.info:
-        experience.info = {name: value for name, value in experience.info.items() if name != UNTRAINED}
-    if RAW_REWARD in experience.metrics:
-        experience.metrics = {name: value for name, value in experience.metrics.items() if name != RAW_REWARD}
-
-
-class Untrained:
-    """Follows the experiences of a step through its stages, whatever the stages are: by what they leave out.
-
-    Args:
-        all_rows: whether the objective trains on experiences without an advantage too.
-    """
-
-    def __init__(self, all_rows: bool) -> None:
-        self._all_rows = all_rows
-        self._reasons: dict[str, str] = {}
-
-    def leave_out(self, before: Iterable[Experience], after: Iterable[Experience], reason: str) -> None:
-        """Take note of a stage, which let `after` through of `before`.
-
-        A group with a reason of its own in the info of one of its experiences (an invalid reward) keeps that.
-        """
-        kept = {experience.eid.uid for experience in after}
-        gone = [experience for experience in before if experience.eid.uid not in kept]
-        own = {each.eid.tid: each.info[UNTRAINED] for each in gone if UNTRAINED in each.info}
-        for experience in gone:
-            self._reasons.setdefault(experience.eid.uid, own.get(experience.eid.tid, reason))
-
-    def weigh(self, written: Sequence[Experience]) -> int:
-        """Take note of what the trainer is given, with its advantages: the number of those trained on."""
-        trained = 0
-        for group in group_by(written, "task").values():
-            equal = _equal(group)
-            for experience in group:
-                reason = self._no_gradient(experience, equal)
-                trained += reason is None
-                if reason is not None:
-                    self._reasons.setdefault(experience.eid.uid, reason)
-                    mark_untrained(experience, reason)
-        return trained
-
-    def note(self, experiences: Iterable[Experience]) -> Counter[str]:
-        """Mark the experiences that are not trained on: how many of them for each reason."""
-        counts: Counter[str] = Counter()
-        for experience in experiences:
-            if (reason := self._reasons.get(experience.eid.uid)) is not None:
-                mark_untrained(experience, reason)
-                counts[reason] += 1
-        return counts
-
-    def _no_gradient(self, experience: Experience, equal: bool) -> str | None:
-        """Why an experience with these advantages has no gradient; None if it has one."""
-        mask, advantages = experience.action_mask, experience.advantages
-        if mask is None:  # a preference pair
-            return None
-        if not mask.any():
-            return "no trained tokens" if experience.truncate_status is None else "truncated"
-        if self._all_rows or advantages is None or advantages[mask.bool()].any():
-            return None
-        return "equal rewards" if equal else "zero advantage"
-
-
-def _equal(group: Sequence[Experience]) -> bool:
-    """Whether several runs of a task have equal rewards."""
-    rewards = [last_step(run).reward for run in runs_of(group)]
-    valid = [reward for reward in rewards if is_valid_reward(reward)]
-    return len(valid) == len(rewards) > 1 and equal_rewards(valid)
-
-
-# -- numbers of several runs, tasks or groups --------------------------------------------------------------------------
+# -- statistics over runs, tasks or groups -----------------------------------------------------------------------------
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """`<name>/mean`, `/max` and `/min`; nothing for no values."""
+    """`<name>/mean`, `<name>/max` and `<name>/min` of the values; empty without values."""
     if not values:
         return {}
     return {f"{name}/mean": statistics.fmean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
 
 
 def spread_of_each(metrics: Iterable[Mapping[str, float]], prefix: str) -> dict[str, float]:
-    """The metrics of several tasks or groups as `<prefix>/<name>/{mean,max,min}`, each over those that have it."""
+    """Metrics of several tasks or groups as `<prefix>/<name>/{mean,max,min}`, each over those that have it."""
     columns: dict[str, list[float]] = {}
-    for each in metrics:
-        for name, value in each.items():
+    for its_metrics in metrics:
+        for name, value in its_metrics.items():
             columns.setdefault(name, []).append(float(value))
-    spreads = (spread(f"{prefix}/{name}", values) for name, values in columns.items())
-    return dict(pair for each in spreads for pair in each.items())
+    spreads: dict[str, float] = {}
+    for name, values in columns.items():
+        spreads |= spread(f"{prefix}/{name}", values)
+    return spreads
+
+
+# -- the number that a filter judges a run by --------------------------------------------------------------------------
 
 
 class Criterion:
-    """What a filter judges runs by, in all steps.
+    """The metric, or the reward, by which a filter judges runs in every explore step.
 
     Args:
         metric: a metric of the experiences (`metrics[metric]`, or a reward function's `metrics["reward/<metric>"]`) or
-            an entry of their info; of several steps the last that has it counts. None: the last step's reward before
-            operators shaped it, as `raw_reward`. Whether the steps before may have others is up to what weighs them.
+            an entry of their info; the last step that has it counts. None: the last step's reward before operators
+            shaped it, see `raw_reward`; the add strategy decides whether earlier steps may have other rewards.
 
     Attributes:
-        seen: whether an experience of this run had the metric.
+        metric: as above.
+        seen: true once an experience has had the metric, in this training run or before it was resumed.
 
     Raises:
         ConfigError: the metric is no text.
@@ -210,13 +142,13 @@ class Criterion:
 
     def __init__(self, metric: str | None = None) -> None:
         self.metric = None if metric is None else text("metric", metric)
-        self.seen = False  # a later step, or the few tasks of a refill, may lack it
+        self.seen = False  # once it was seen, a later step, or the few tasks of a refill, may lack it
 
     def values(self, groups: Mapping[str, Sequence[Experience]]) -> dict[str, list[float | None]]:
         """The number of each run of every group; None for a run without one.
 
         Raises:
-            ExperienceError: as `metric_of`; or no experience of this run has had the metric, these included.
+            ExperienceError: as in `metric_of`; or no experience so far has had the metric.
         """
         values = {id_: [self._value(run) for run in runs_of(group)] for id_, group in groups.items()}
         self.seen |= any(value is not None for group in values.values() for value in group)
@@ -235,12 +167,12 @@ class Criterion:
 
 
 def metric_of(run: Run, metric: str) -> float | None:
-    """The metric or entry of info of that name, of the run's last step that has it; see `Criterion`.
+    """The metric or entry of info with this name, from the run's last step that has it; see `Criterion`.
 
     Raises:
         ExperienceError: it is no number.
     """
-    for experience in sorted(run, key=lambda each: each.eid.step, reverse=True):
+    for experience in sorted(run, key=lambda experience: experience.eid.step, reverse=True):
         metrics, info = experience.metrics, experience.info
         for value in (metrics.get(metric), metrics.get(f"reward/{metric}"), info.get(metric)):
             if value is None:
@@ -253,9 +185,86 @@ def metric_of(run: Run, metric: str) -> float | None:
     return None
 
 
-logger = logging.getLogger(__name__)
+# -- experiences that are not trained on, and why: for completions, metrics and the log --------------------------------
 
-# Each reason, what it means, and what helps.
+
+def mark_untrained(experience: Experience, reason: str) -> None:
+    """Note in an experience's info why it is not trained on. The info is a new dict: experiences may share one."""
+    experience.info = experience.info | {UNTRAINED: reason}
+
+
+def forget_notes(experience: Experience) -> None:
+    """Remove the notes of an earlier pipeline from an experience: the reason, and the first reward."""
+    if UNTRAINED in experience.info:
+        experience.info = {name: value for name, value in experience.info.items() if name != UNTRAINED}
+    if RAW_REWARD in experience.metrics:
+        experience.metrics = {name: value for name, value in experience.metrics.items() if name != RAW_REWARD}
+
+
+class Untrained:
+    """Follows the experiences of an explore step through its stages, and notes which stage left out which of them.
+
+    Args:
+        all_rows: the objective trains on experiences without an advantage too.
+    """
+
+    def __init__(self, all_rows: bool) -> None:
+        self._all_rows = all_rows
+        self._reasons: dict[str, str] = {}
+
+    def leave_out(self, before: Iterable[Experience], after: Iterable[Experience], reason: str) -> None:
+        """Note the reason for experiences of `before` that a stage left out of `after`.
+
+        A group whose reason is in the info of one of its experiences already (an invalid reward) keeps that reason.
+        """
+        uids = {experience.eid.uid for experience in after}
+        left_out = [experience for experience in before if experience.eid.uid not in uids]
+        noted = {exp.eid.tid: exp.info[UNTRAINED] for exp in left_out if UNTRAINED in exp.info}
+        for experience in left_out:
+            self._reasons.setdefault(experience.eid.uid, noted.get(experience.eid.tid, reason))
+
+    def weigh(self, written: Sequence[Experience]) -> int:
+        """Note which of the experiences that the trainer is given have no gradient; the number of the others."""
+        trained = 0
+        for group in group_by(written, "task").values():
+            equal = _equal(group)
+            for experience in group:
+                reason = self._no_gradient(experience, equal)
+                trained += reason is None
+                if reason is not None:
+                    self._reasons.setdefault(experience.eid.uid, reason)
+                    mark_untrained(experience, reason)
+        return trained
+
+    def note(self, experiences: Iterable[Experience]) -> Counter[str]:
+        """Mark the experiences that are not trained on; the number of them for each reason."""
+        counts: Counter[str] = Counter()
+        for experience in experiences:
+            if (reason := self._reasons.get(experience.eid.uid)) is not None:
+                mark_untrained(experience, reason)
+                counts[reason] += 1
+        return counts
+
+    def _no_gradient(self, experience: Experience, equal: bool) -> str | None:
+        """The reason why an experience has no gradient; None if it has one. `equal`: its group's rewards are equal."""
+        mask, advantages = experience.action_mask, experience.advantages
+        if mask is None:  # a preference pair
+            return None
+        if not mask.any():
+            return "no trained tokens" if experience.truncate_status is None else "truncated"
+        if self._all_rows or advantages is None or advantages[mask.bool()].any():
+            return None
+        return "equal rewards" if equal else "zero advantage"
+
+
+def _equal(group: Sequence[Experience]) -> bool:
+    """True if a task has several runs, and their rewards are equal."""
+    rewards = [last_step(run).reward for run in runs_of(group)]
+    valid = [reward for reward in rewards if is_valid_reward(reward)]
+    return len(valid) == len(rewards) > 1 and equal_rewards(valid)
+
+
+# Every reason, with its meaning and with what helps.
 REASONS = {
     "equal rewards": (
         "All runs of the task got the same reward, and their advantages are 0.",
@@ -291,8 +300,8 @@ REASONS = {
 
 
 def what_helps(reason: str) -> str:
-    """What helps against one of the `REASONS`, whatever name or metric it ends with."""
-    return next(helps for known, (_, helps) in REASONS.items() if known.split()[0] == reason.split()[0])
+    """The advice against one of the `REASONS`, whatever name or metric it ends with."""
+    return next(advice for known, (_, advice) in REASONS.items() if known.split()[0] == reason.split()[0])
 
 
 def warn_of_idle_step(step: int, received: int, reasons: Counter[str], explained: set[str]) -> None:
@@ -300,9 +309,9 @@ def warn_of_idle_step(step: int, received: int, reasons: Counter[str], explained
 
     Args:
         step: the explore step.
-        received: how many responses it had.
-        reasons: of how many of them each is the reason.
-        explained: the reasons for which it was logged what helps; the most frequent one joins them.
+        received: number of its responses.
+        reasons: number of responses for each reason.
+        explained: reasons whose advice was logged before; the most frequent one joins them.
     """
     causes = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
     logger.warning("explore step %d: none of its %d responses is trained on: %s.", step, received, causes)

@@ -1,4 +1,4 @@
-"""Rollouts that have solved their task: by components of the reward, and the value that each has to reach."""
+"""Decides which rollouts have solved their task: components of the reward have to reach their thresholds."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.runs import Run, is_valid_reward, last_step
 from trinity_lightning.config.values import as_float
 
-REWARD = "reward/"  # before a reward function's name, and a part of what it returned: reward/<function>/<part>
+REWARD = "reward/"  # prefix of metrics of a reward function, and of parts that it returns: reward/<function>/<part>
 WHOLE = "reward"  # all components together
-USUAL = ("math", "accuracy")  # say by themselves whether an answer is right
+USUAL = ("math", "accuracy")  # each of these components alone says whether an answer is right
 RIGHT = 1.0
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A criterion: a rollout is solved if each of these metrics (WHOLE is the reward) reaches its threshold.
+    """Thresholds of metrics; a rollout that reaches all of them has solved its task.
 
     Attributes:
-        thresholds: least value by metric.
-        graded: whether there is one metric that nobody named, whose values below the threshold mean something too.
+        thresholds: least value by metric; WHOLE is the reward.
+        graded: the only component was taken, since none was named: its values below the threshold mean something too.
     """
 
     thresholds: Mapping[str, float]
@@ -29,7 +29,7 @@ class Criterion:
         return " and ".join(f"{name.removeprefix(REWARD)} at {least:g}" for name, least in self.thresholds.items())
 
     def values(self, run: Run) -> dict[str, float] | None:
-        """The last step's values of these metrics; None if it lacks one, or one is no finite number."""
+        """The metrics' values in the last step; None if it lacks one, or one is no finite number."""
         last = last_step(run)
         values = {name: last.reward if name == WHOLE else as_float(last.metrics.get(name)) for name in self.thresholds}
         valid = {name: value for name, value in values.items() if is_valid_reward(value)}
@@ -42,12 +42,12 @@ class Criterion:
 
 
 def metrics_of(experiences: Iterable[Experience]) -> list[str]:
-    """Names of the metrics of these experiences, each once."""
+    """The names of all metrics of these experiences, each once."""
     return list(dict.fromkeys(name for experience in experiences for name in experience.metrics))
 
 
 def components(metrics: Iterable[str]) -> list[str]:
-    """The components of a reward among the names of metrics: reward functions, or the parts of those that have some."""
+    """The components of a reward among the names of metrics: each reward function, or its parts if it returns some."""
     names = [name for name in metrics if name.startswith(REWARD)]
     return [name for name in names if not any(other.startswith(f"{name}/") for other in names)]
 
@@ -58,24 +58,24 @@ def criterion_of(metrics: Collection[str], reward_solved: Mapping[str, float] | 
     Args:
         metrics: names, such as `reward/math`.
         reward_solved: thresholds by component: the name of a reward function, of a part that one returns, or of another
-            metric; or `reward`, all together. None: the component `math` or `accuracy`, or the only one, at 1.
+            metric; or `reward` for all together. None: the component `math` or `accuracy`, or the only one, at 1.
 
     Returns:
-        None if a named component is not there, or if there are several and none of them is named.
+        None if a named component is missing, or if there are several and none is named.
     """
     if reward_solved:
-        called = {name: _called(name, metrics) for name in reward_solved}
-        thresholds = {metric: float(reward_solved[name]) for name, its in called.items() for metric in its}
-        return Criterion(thresholds) if all(called.values()) else None
+        named = {component: _named(component, metrics) for component in reward_solved}
+        thresholds = {metric: float(reward_solved[component]) for component, its in named.items() for metric in its}
+        return Criterion(thresholds) if all(named.values()) else None
     parts = components(metrics)
     if len(parts) <= 1:
         return Criterion({parts[0] if parts else WHOLE: RIGHT}, graded=True)
-    usual = next((its for name in USUAL if (its := _called(name, parts))), [])
+    usual = next((its for component in USUAL if (its := _named(component, parts))), [])
     return Criterion(dict.fromkeys(usual, RIGHT)) if usual else None
 
 
-def _called(component: str, metrics: Collection[str]) -> list[str]:
-    """The metrics of that name: of a whole function, else of parts of functions, else any other, or the reward."""
+def _named(component: str, metrics: Collection[str]) -> list[str]:
+    """The metrics that a component's name means: a function's, else those of parts, else another one or the reward."""
     parts = [name for name in metrics if name.startswith(REWARD) and name.endswith(f"/{component}")]
     if f"{REWARD}{component}" in metrics:
         return [f"{REWARD}{component}"]

@@ -1,7 +1,7 @@
-"""A response's thoughts and its answer: what stands behind the last thought that was closed.
+"""Splits a response into its thoughts and its answer, the text behind the last closed thought.
 
-Plain functions of text. A response of this run's model is a `Response`, which also knows what its text alone cannot
-say: the markers of `model.thoughts`, and whether the prompt had opened the thoughts already.
+These are plain functions of text. A response of this run's model is a `Response`, which also has what its text does not
+show: the markers of `model.thoughts`, and whether the prompt had opened the thoughts already.
 """
 
 import re
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 
 class Markers(NamedTuple):
-    """A pair of texts that opens and closes thoughts."""
+    """The text that opens thoughts and the one that closes them."""
 
     opening: str
     closing: str
 
 
-# Of the field's models, by their chat templates. Where messages follow each other in one response, the next one's
-# beginning closes the thoughts.
+# Markers of the field's models, from their chat templates. If a response has several messages, the beginning of the
+# next one closes the thoughts.
 MARKERS = (
     Markers("<think>", "</think>"),  # DeepSeek, Qwen, GLM, Kimi-K2, Nemotron, Phi-4, SmolLM3, OLMo 3, ...
     Markers("<thinking>", "</thinking>"),
@@ -40,9 +40,9 @@ MARKERS = (
     Markers("<|content_thinking|>", "<|message_model|>"),  # Inkling
     Markers("to=self<|message|>", "<|start|>assistant"),  # Muse
 )
-# Plain words: markers only where the chat template has them.
+# Plain words, which are markers only if the chat template has them.
 PHRASES = (Markers("Here is my thought process:", "Here is my response:"),)  # Granite 3.2
-# What some of these models write around an answer.
+# Texts that some of these models write around an answer.
 FRAMES = (
     Markers("<|channel|>final<|message|>", "<|end|>"),
     Markers("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
@@ -54,11 +54,11 @@ FRAMES = (
 
 
 class Response(str):
-    """A response's text, with what the run knows of its thoughts; in all else a plain text.
+    """A response's text that also says how to find its thoughts; otherwise a plain str.
 
     Attributes:
-        markers: of its model's thoughts.
-        opened: whether the prompt ends with an opening marker, so that the response begins within the thoughts.
+        markers: markers of its model's thoughts.
+        opened: true if the prompt ends with an opening marker, so that the response begins within the thoughts.
     """
 
     markers: Sequence[Markers]
@@ -70,17 +70,17 @@ class Response(str):
         return response
 
     def with_text(self, text: str) -> "Response":
-        """Another text of the same response, such as it is without its tool calls."""
+        """Another text for the same response, such as the one without its tool calls."""
         return Response(text, self.markers, self.opened)
 
 
 def split_thoughts(response: str) -> tuple[str, str | None]:
-    """The thoughts of a response, with their markers, and the answer that follows: together they are all of it.
+    """The thoughts of a response, with their markers, and the answer that follows; together they are the response.
 
-    The answer begins behind the last closing marker: one that stands in the thoughts before it (a second thought, a
-    marker that they mention) ends nothing. A closing marker closes thoughts that the response did not open, too: the
-    prompt did. None for the answer if the response was cut off in its thoughts: they are opened behind the last
-    closing marker, or by the prompt, and not closed.
+    The answer begins behind the last closing marker. Closing markers before it are part of the thoughts: they close an
+    earlier thought, or the thoughts mention them. A closing marker also closes thoughts that the prompt opened. The
+    answer is None if the response was cut off in its thoughts: opened behind the last closing marker, or by the prompt,
+    and not closed.
     """
     markers, opened = (response.markers, response.opened) if isinstance(response, Response) else (MARKERS, False)
     end = 0
@@ -94,7 +94,7 @@ def split_thoughts(response: str) -> tuple[str, str | None]:
 
 
 def answer_part(response: str) -> str | None:
-    """The answer of a response, without thoughts and what its model writes around answers; None if there is none yet.
+    """The answer of a response without thoughts and `FRAMES`; None if the response was cut off before it.
 
     A response without thoughts is all answer.
     """
@@ -103,7 +103,7 @@ def answer_part(response: str) -> str | None:
         return None
     for opening, closing in FRAMES:
         bare = answer.strip()
-        if bare.startswith(opening) or bare.endswith(closing):  # the prompt may have written the first
+        if bare.startswith(opening) or bare.endswith(closing):  # the prompt may have the opening one
             answer = bare.removeprefix(opening).removesuffix(closing)
     return answer
 
@@ -113,12 +113,12 @@ def answer_part(response: str) -> str | None:
 
 _NAMED = re.compile(r"think|thought|reason", re.IGNORECASE)
 _TAG = re.compile(r"<[^<>\s'\"]+>|\[[^\[\]\s'\"]+\]")
-# How the closing marker follows from the opening one.
+# Replacements that make an opening marker a closing one.
 _CLOSING = (("<", "</"), ("[", "[/"), ("<|", "<|/"), ("begin", "end"), ("start", "end"), ("START", "END"))
 
 
 def named_markers(tokens: Iterable[str]) -> tuple[Markers, ...]:
-    """The pairs among tokens or tags that are named after thoughts, such as <|think_start|> and <|think_end|>."""
+    """The pairs among tokens or tags whose names speak of thoughts, such as <|think_start|> and <|think_end|>."""
     names = {token for token in tokens if _NAMED.search(token)}
     return tuple(
         Markers(opening, closing)
@@ -130,7 +130,7 @@ def named_markers(tokens: Iterable[str]) -> tuple[Markers, ...]:
 
 @lru_cache(maxsize=16)
 def markers_of(tokenizer: Any) -> tuple[Markers, ...]:
-    """The field's markers, and what else is named after thoughts in a tokenizer or its chat template."""
+    """The field's markers, and further ones among a tokenizer's tokens and in its chat template."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     phrases = tuple(markers for markers in PHRASES if markers.opening in template)
     added = getattr(tokenizer, "get_added_vocab", dict)()
@@ -139,5 +139,5 @@ def markers_of(tokenizer: Any) -> tuple[Markers, ...]:
 
 
 def opens_thoughts(prompt: str, markers: Sequence[Markers]) -> bool:
-    """True if a prompt ends with an opening marker, as many chat templates have it end; space may follow it."""
+    """True if a prompt ends with an opening marker, as many chat templates make it; white space may follow it."""
     return prompt.rstrip().endswith(tuple(opening for opening, _ in markers))

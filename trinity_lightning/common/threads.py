@@ -1,4 +1,4 @@
-"""Blocking code next to an event loop."""
+"""Runs blocking code next to an event loop, in threads."""
 
 import asyncio
 import concurrent.futures
@@ -14,8 +14,8 @@ T = TypeVar("T")
 async def run_in_thread(function: Callable[[], T]) -> T:
     """The function's result, from a daemon thread of its own.
 
-    Unlike `asyncio.to_thread`: that pool has few threads, so that workflows waiting for a model would wait for each
-    other, and is joined at exit, where one that hangs would hang the program.
+    The pool of `asyncio.to_thread` would not do: it has few threads, so that workflows waiting for a model would wait
+    for each other, and it is joined at exit, where a thread that hangs would hang the program.
     """
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -34,12 +34,12 @@ async def run_in_thread(function: Callable[[], T]) -> T:
 
 
 def is_async(function: Any) -> bool:
-    """Whether it is a coroutine function, or an object whose call is one."""
+    """True for a coroutine function, and for an object whose `__call__` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 async def call(function: Callable[..., T | Awaitable[T]], *arguments: Any) -> T:
-    """The function's result: a plain one runs in a thread, and what it returns may have to be awaited."""
+    """The function's result. A plain function runs in a thread; if it returns an awaitable, that is awaited here."""
     if is_async(function):
         return await function(*arguments)  # type: ignore[misc]
     result = await run_in_thread(lambda: function(*arguments))

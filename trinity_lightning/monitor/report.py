@@ -1,6 +1,6 @@
-"""The page of a run, which opens from disk: what is read of the run's folder, and what is on the page.
+"""The page of a run, which opens from disk: reading the run's folder, and the content of the page.
 
-How it looks is in the template `report.html`.
+The template `report.html` has the looks.
 """
 
 import itertools
@@ -29,62 +29,61 @@ from trinity_lightning.monitor.presentation import (
     times_in_turn,
 )
 
-# -- without secrets --------------------------------------------------------------------------------------------------
+# -- hiding secrets ----------------------------------------------------------------------------------------------------
 
 
 HIDDEN = "***"
 
 _PASSWORD_IN_URL = re.compile(r"(://[^\s:/@]*:)\S+(@)")
 _SECRETS = "api_?key|access_?key|private_?key|password|passwd|passphrase|secret|credential|access_?token|auth_?token"
-# Besides, what ends in `token`: max_tokens and stop_token_ids are no secrets, nor are the tokens of a tokenizer.
+# Names that end in `token` are secrets too; max_tokens and stop_token_ids are none, nor are the tokens of a tokenizer.
 _NAME = rf"[\w.-]*(?:(?:{_SECRETS})\w*|(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)token)"
 _KEY = re.compile(_NAME, re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(?<![\w.-])({_NAME}(?:=|['\"]:\s*)).+$", re.IGNORECASE | re.DOTALL)
 
 
 def without_secrets(config: str) -> str:
-    """The text of a YAML file without passwords in URLs and the values of keys and NAME=value that name a secret."""
+    """The text of a YAML file with secrets hidden: passwords in URLs, and values whose key or NAME= names a secret."""
     try:
         tree = yaml.safe_load(config)
-    except yaml.YAMLError:  # whose message would show some of it
+    except yaml.YAMLError:  # its message would show some of the text
         return "config.yaml is damaged: it is no YAML."
     return yaml.safe_dump(hidden(tree), sort_keys=False, allow_unicode=True, width=math.inf)
 
 
 def hidden(node: Any) -> Any:
-    """The same values without passwords in URLs and what a secret's name is given."""
+    """The same values with secrets hidden, as in `without_secrets`."""
     if isinstance(node, dict):
         secret = {key for key, value in node.items() if value is not None and _KEY.fullmatch(str(key))}
         return {key: HIDDEN if key in secret else hidden(value) for key, value in node.items()}
     if isinstance(node, list):
-        return [hidden(each) for each in node]
+        return [hidden(item) for item in node]
     if isinstance(node, str):
         return _ASSIGNED.sub(rf"\1{HIDDEN}", _PASSWORD_IN_URL.sub(rf"\1{HIDDEN}\2", node))
     return node
 
 
-# -- the record -------------------------------------------------------------------------------------------------------
+# -- reading the run's folder ------------------------------------------------------------------------------------------
 
 
 Completion = dict[str, Any]
 
-_COMPLETIONS = re.compile(r"(?:eval_(.+)_)?step_(\d+)\.jsonl")  # of an evaluation its taskset, and the step
-# Of a file of completions: enough to pick from, and no more than a page of memory on a large run.
-_MOST_LINES = 2000
+_COMPLETIONS = re.compile(r"(?:eval_(.+)_)?step_(\d+)\.jsonl")  # the taskset of an evaluation, and the step
+_MOST_LINES = 2000  # read from a file of completions: enough to choose from, and little memory on a large run
 
 
 @dataclass
 class RunRecord:
-    """What is in a run's folder.
+    """The content of a run's folder.
 
     Attributes:
         folder: its path.
         config: the resolved configuration, as text.
-        environment: versions and machine by name.
-        rows: of metrics.csv, numbers by name, of which the explore step is one.
+        environment: versions and hardware by name.
+        rows: rows of metrics.csv, each with numbers by name, the explore step among them.
         completions: by taskset ("" for training), the completions of the first and of the last file, by step.
-        kept: rows of a table of the experiences kept; of some of the steps if there are many.
-        kept_steps: how many steps were kept.
+        kept: rows of a table of the experiences kept; if many steps were kept, only some of them.
+        kept_steps: number of steps whose experiences were kept.
     """
 
     folder: Path
@@ -96,7 +95,7 @@ class RunRecord:
     kept_steps: int = 0
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """(explore step, value) of a metric, the mean if an explore step has several; empty without it."""
+        """The (explore step, value) pairs of a metric, with the mean if a step has several values; empty without it."""
         by_step: dict[float, list[float]] = {}
         for row in self.rows:
             if name in row:
@@ -104,7 +103,7 @@ class RunRecord:
         return [(step, sum(values) / len(values)) for step, values in sorted(by_step.items())]
 
     def totals(self, names: Sequence[str]) -> dict[float, float]:
-        """By explore step, what these metrics (of a cost, in one unit) add up to; without what is not finite."""
+        """The sum of these metrics (costs in one unit) by explore step, without values that are not finite."""
         sums: dict[float, float] = {}
         for row in self.rows:
             values = [row[name] for name in names if math.isfinite(row.get(name, math.nan))]
@@ -118,12 +117,12 @@ class RunRecord:
         return max((row[STEP_METRIC] for row in self.rows), default=0.0)
 
     def names(self) -> list[str]:
-        """The metrics there are, in order of their appearance."""
+        """The names of all metrics, in order of appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read a run's folder; what is missing stays empty. OSError: a file is there and cannot be read."""
+    """Read a run's folder; fields whose files are missing stay empty. OSError: a file cannot be read."""
     folder = Path(folder)
     environment = _json(_text(folder / ENVIRONMENT_FILE)) or {}
     metrics = folder / "metrics.csv"
@@ -152,7 +151,7 @@ def _numbers(row: dict[str, str]) -> dict[str, float]:
 
 
 def _completions(folder: Path) -> dict[str, dict[int, list[Completion]]]:
-    """Of each taskset the first file and the last."""
+    """The completions of the first and the last file of each taskset, by step."""
     files: dict[str, dict[int, Path]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         if match := _COMPLETIONS.fullmatch(path.name):
@@ -165,31 +164,31 @@ def _completions(folder: Path) -> dict[str, dict[int, list[Completion]]]:
 
 def _read(path: Path) -> list[Completion]:
     with path.open(encoding="utf-8", errors="replace") as lines:
-        found = map(_json, itertools.islice(lines, _MOST_LINES))
-        return [completion for completion in found if completion is not None]
+        completions = map(_json, itertools.islice(lines, _MOST_LINES))
+        return [completion for completion in completions if completion is not None]
 
 
 def _json(text: str) -> dict[str, Any] | None:
-    """The object in a text; None for a torn one or anything else."""
+    """The JSON object in a text; None if it is torn, or something else."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
 def short(value: float, digits: int = 4) -> str:
-    """A number in few characters, with half as many digits if it is very small or large."""
+    """A number in few characters; a very small or large one with fewer digits."""
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.{digits - 3}e}".replace("e-0", "e-").replace("e+0", "e")
     return f"{value:.{digits}g}"
 
 
 def labels(values: Sequence[float]) -> dict[float, str]:
-    """Different numbers in few characters each, with as many digits as tell them apart."""
+    """Short texts for different numbers, with just enough digits to tell them apart."""
     texts = (dict(zip(values, (short(value, digits) for value in values), strict=True)) for digits in range(4, 18))
     return next(
         (text for text in texts if len({*text.values()}) == len(text)), {value: repr(value) for value in values}
@@ -201,23 +200,23 @@ _BLANK_LINES = re.compile(r"(?:[^\S\n]*\n){4,}")
 
 
 def visible(text: str) -> str:
-    """The text with its many blank lines counted, and not empty if it is nothing but spaces."""
+    """The text with long runs of blank lines, or nothing but blanks, replaced by their number in words."""
     if text and not text.strip():
         newlines = text.count("\n")
         others = len(text) - newlines
         counts = [(newlines, "newlines"), (others, "other blank characters" if newlines else "blank characters")]
-        return f"⟨{', '.join(f'{count} {what}' for count, what in counts if count)}⟩"
+        return f"⟨{', '.join(f'{count} {kind}' for count, kind in counts if count)}⟩"
     return _BLANK_LINES.sub(lambda lines: f"\n⟨{lines[0].count(chr(10))} newlines⟩\n", text)
 
 
 def _cut(value: Any) -> str:
-    """The beginning of a text."""
+    """The beginning of a text, and the number of characters that follow."""
     text = visible(value) if isinstance(value, str) else "" if value is None else repr(value)
     left = len(text) - _MOST_CHARACTERS
     return text[:_MOST_CHARACTERS] + (f" … ({left} more characters)" if left > 0 else "")
 
 
-# Completions, prompts and configuration are other people's text: markup in it is shown, not obeyed.
+# Completions, prompts and configuration are other people's text: markup in them is shown as text.
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,
@@ -229,7 +228,7 @@ ENVIRONMENT.filters |= {"short": short, "cut": _cut}
 
 
 def report_page(run: RunRecord) -> str:
-    """The whole page, ASCII or not, to be written as UTF-8."""
+    """The whole page, to be written as UTF-8."""
     return ENVIRONMENT.get_template("report.html").render(
         run=run,
         title=f"{run.folder.parent.name} {run.folder.name}".strip(),
@@ -248,15 +247,18 @@ def report_page(run: RunRecord) -> str:
 
 Point = tuple[float, float]
 
-# More points than pixels show nothing; neighbours are averaged.
+# With more points than pixels, neighbours are averaged.
 _MOST_POINTS = 400
 _MOST_DOTS = 60
-# Beyond these, differences and powers of ten can no longer be distinguished in double precision.
+# Beyond these limits, double precision cannot tell differences and powers of ten apart.
 _FINEST, _SMALLEST, _LARGEST = 1e-9, 1e-100, 1e100
 
 
 class _Frame:
-    """Where values lie in a picture; round ticks on the y axis, the ends of the x axis, `margin` within the edges."""
+    """Places of values in a picture, with round ticks on the y axis, and the ends of the x axis as its labels.
+
+    `margin` is free space before the first and behind the last x value, in the unit of x.
+    """
 
     width, height = 360, 190
     left, right, top, bottom = 46, 352, 8, 168
@@ -278,10 +280,14 @@ class _Frame:
 
 
 def line_chart(series: Mapping[str, Sequence[Point]], label: str) -> str:
-    """Lines over explore steps; a value that is not finite (or beyond 1e100) interrupts its line.
+    """A picture of lines over explore steps; a value that is not finite (or beyond 1e100) interrupts its line.
 
-    `series` are points by name, in order of x; `label` says what the picture shows, for those who do not see it. A
-    ValueError: there is no finite point.
+    Args:
+        series: points by name, in order of x.
+        label: a description of the picture for people who do not see it.
+
+    Raises:
+        ValueError: there is no finite point.
     """
     finite = [point for points in series.values() for point in points if _drawable(point)]
     if not finite:
@@ -297,7 +303,13 @@ def line_chart(series: Mapping[str, Sequence[Point]], label: str) -> str:
 
 
 def stacked_bars(steps: Sequence[float], parts: Mapping[str, Sequence[float]], label: str) -> str:
-    """One bar a step, of which there is one or more, made of its parts, a height by name, from the bottom up."""
+    """A picture with one bar for each step (at least one), made of parts.
+
+    Args:
+        steps: the explore steps.
+        parts: heights of a part, one for each step, by the part's name; the first part is at the bottom.
+        label: as in `line_chart`.
+    """
     heights, bars = [0.0] * len(steps), {}
     for name, values in parts.items():
         bars[name] = list(zip(steps, heights, values, strict=True))
@@ -325,11 +337,11 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 
 def _drawable(point: Point) -> bool:
-    return abs(point[1]) < _LARGEST  # not so of NaN
+    return abs(point[1]) < _LARGEST  # false for NaN
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most 400 points, neighbours averaged."""
+    """At most 400 points: neighbours are averaged."""
     size = math.ceil(len(points) / _MOST_POINTS)
     if size <= 1:
         return list(points)
@@ -341,7 +353,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
 
 
 class Figure(NamedTuple):
-    """A picture, and what it shows: the names of its colours, and their unit."""
+    """A picture with its title, the names of its colours, and their unit."""
 
     title: str
     unit: str
@@ -350,7 +362,7 @@ class Figure(NamedTuple):
 
 
 SOLVED = "Held-out, solved"
-# Title, and the metrics in one picture; `*` stands for the rest of a name.
+# The title and the metrics of each picture; `*` stands for the rest of a name.
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward/mean", "reward/std")),
     ("Held-out", ("eval/*/mean@*",)),
@@ -377,7 +389,7 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> Figure | None:
-    """A panel; None if there is nothing to see: what never changes (no failed task, a constant rate) is left out."""
+    """A picture of metrics; None if there are none, or if they never change (no failed task, a constant rate)."""
     headlines = headline_metrics(run.names())
     names = dict.fromkeys(name for pattern in patterns for name in headlines if fnmatchcase(name, pattern))
     series = {name: points for name in names if _finite(points := run.series(name))}
@@ -391,21 +403,21 @@ def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> Figure | Non
 
 
 def _solved(run: RunRecord, names: Iterable[str]) -> str:
-    """The criterion of solved tasks in the tasksets of these metrics, `eval/<taskset>/pass@<k>`."""
+    """The criteria of solved tasks, in words, for the tasksets of these metrics, `eval/<taskset>/pass@<k>`."""
     try:
         config = yaml.safe_load(run.config)
     except yaml.YAMLError:
         config = None
-    named = config.get("reward_solved") if isinstance(config, dict) else None
-    counted: dict[str, list[str]] = {}
+    thresholds = config.get("reward_solved") if isinstance(config, dict) else None
+    tasksets_by_criterion: dict[str, list[str]] = {}
     for prefix in dict.fromkeys(name.rpartition("pass@")[0] for name in names):
         others = [name.removeprefix(prefix) for name in run.names() if name.startswith(prefix) and "@" in name]
         metrics = dict.fromkeys(name.rpartition("/")[0] for name in others if "/" in name)
-        criterion = criterion_of(metrics, named if isinstance(named, dict) else None)
-        counted.setdefault(str(criterion), []).append(prefix.split("/", 1)[1].removesuffix("/"))
-    if len(counted) == 1:
-        return next(iter(counted))
-    return "; ".join(f"{', '.join(tasksets)}: {criterion}" for criterion, tasksets in counted.items())
+        criterion = criterion_of(metrics, thresholds if isinstance(thresholds, dict) else None)
+        tasksets_by_criterion.setdefault(str(criterion), []).append(prefix.split("/", 1)[1].removesuffix("/"))
+    if len(tasksets_by_criterion) == 1:
+        return next(iter(tasksets_by_criterion))
+    return "; ".join(f"{', '.join(tasksets)}: {criterion}" for criterion, tasksets in tasksets_by_criterion.items())
 
 
 def _finite(points: Sequence[Point]) -> list[Point]:
@@ -413,8 +425,8 @@ def _finite(points: Sequence[Point]) -> list[Point]:
 
 
 def _step_times(run: RunRecord) -> dict[str, dict[float, float]]:
-    """Seconds by part and explore step, of the parts that follow one another and so add up."""
-    ahead = run.totals([WAIT]).keys()  # rolled out while the step before was trained on
+    """Seconds by part and explore step, for the parts that follow one another and so add up."""
+    ahead = run.totals([WAIT]).keys()  # steps that were rolled out while the step before was trained on
     return {
         name: {step: seconds for step, seconds in run.totals([name]).items() if name in times_in_turn(step in ahead)}
         for name in STEP_TIMES
@@ -422,7 +434,7 @@ def _step_times(run: RunRecord) -> dict[str, dict[float, float]]:
 
 
 def _times(run: RunRecord) -> tuple[Figure, list[tuple[str, str, str]]] | None:
-    """The parts of an explore step that follow one another, and its evaluation: step by step, and in all."""
+    """A picture of the seconds of each part and of evaluations by step, and rows (part, time in all, share)."""
     seconds = {name.removeprefix("time/"): by_step for name, by_step in _step_times(run).items()}
     seconds["prepare"] = run.totals(["time/prepare"])
     seconds["evaluation"] = run.totals([name for name in run.names() if fnmatchcase(name, "eval/*/seconds")])
@@ -437,11 +449,11 @@ def _times(run: RunRecord) -> tuple[Figure, list[tuple[str, str, str]]] | None:
     return Figure("Explore steps", "s", chart, list(columns)), rows
 
 
-# -- what is said in words ---------------------------------------------------------------------------------------------
+# -- facts, idle steps and completions ---------------------------------------------------------------------------------
 
 
 def _facts(run: RunRecord) -> list[tuple[str, str]]:
-    """First and last value of what matters most, what is held out before all, and what it took."""
+    """The most important facts: held-out scores first, then reward and length (first and last value), time, memory."""
     evaluated = [name for name in headline_metrics(run.names()) if name.startswith("eval/") and "/mean@" in name]
     facts = [_ends(run, name) for name in (*evaluated, "eval/accuracy", "eval/loss")]
     if run.rows:
@@ -456,13 +468,13 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _ends(run: RunRecord, name: str) -> tuple[str, str]:
-    """A metric, and its first and last value; no value if it has none."""
+    """A metric with its first and last value as text, which is empty if it has none."""
     points = _finite(run.series(name))
     return name, " → ".join(short(value) for _, value in dict.fromkeys((*points[:1], *points[-1:])))
 
 
 def _idle_steps(run: RunRecord) -> list[tuple[str, str]]:
-    """The steps of which no response was trained on, with the number of responses for each reason."""
+    """The steps without a response that was trained on, with the number of responses for each reason."""
     counts = {
         _reason(name.removeprefix(UNTRAINED_PREFIX)): dict(_finite(run.series(name)))
         for name in run.names()
@@ -476,16 +488,16 @@ def _idle_steps(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _reason(metric: str) -> str:
-    """As the log and completions have it: the name of an operator keeps its underscores."""
+    """The reason in a metric's name as log and completions write it: an operator's name keeps its underscores."""
     words, filtered, name = metric.partition("filtered_by_")
     return words.replace("_", " ") + filtered.replace("_", " ") + name
 
 
-_EXAMPLES = 8  # the first tasks, as they come: nobody has chosen them
+_EXAMPLES = 8  # the first tasks in order: nobody has chosen them
 
 
 def _pairs(run: RunRecord) -> list[tuple[str, dict[int, list[Completion]]]]:
-    """Of each taskset that was evaluated more than once, the same tasks' completions in both evaluations, by step."""
+    """Each taskset that was evaluated more than once, with the same tasks' completions in both evaluations, by step."""
     pairs = []
     for name, steps in run.completions.items():
         if name and len(steps) > 1:
@@ -497,7 +509,7 @@ def _pairs(run: RunRecord) -> list[tuple[str, dict[int, list[Completion]]]]:
 
 
 def _apart(run: RunRecord) -> dict[int, list[Completion]]:
-    """Without such a taskset: the first response to each of the first tasks of the first and the last step."""
+    """The first response to each of the first tasks, in the first and the last step; empty if there are `_pairs`."""
     if any(name and len(steps) > 1 for name, steps in run.completions.items()):
         return {}
     steps = run.completions.get("") or next(iter(run.completions.values()), {})
@@ -505,8 +517,8 @@ def _apart(run: RunRecord) -> dict[int, list[Completion]]:
 
 
 def _first_of_each_task(completions: Sequence[Completion]) -> dict[str, Completion]:
-    """By what makes two completions answers to the same task."""
+    """The first completion of each task, by a text of the task's number and prompt."""
     firsts: dict[str, Completion] = {}
-    for each in completions:
-        firsts.setdefault(repr((each.get("task"), each.get("prompt"))), each)
+    for completion in completions:
+        firsts.setdefault(repr((completion.get("task"), completion.get("prompt"))), completion)
     return firsts

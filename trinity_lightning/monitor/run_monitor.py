@@ -1,4 +1,4 @@
-"""What one sees while a run goes on: a bar of the tasks under way, one line a step, completions, memory."""
+"""Shows a run while it goes on: a bar of the tasks under way, one line for each step, completions, memory."""
 
 import json
 import logging
@@ -22,30 +22,31 @@ from trinity_lightning.monitor.presentation import format_evaluation, format_ste
 from trinity_lightning.monitor.wandb_logger import STATE, RunLogger, record_id
 
 LOGPROB_DIFF = "actor/logprob_diff/mean"
-MOST_LOGPROB_DIFF = 1.0  # rounding gives hundredths, weights of a few steps ago tenths; the mean weight is then e^-1
+# Rounding makes hundredths, weights that are a few steps old make tenths. At 1 the mean importance weight is e^-1.
+MOST_LOGPROB_DIFF = 1.0
 logger = logging.getLogger(__name__)
-# What is printed too: conf/train.yaml sends it to train.log alone, for the terminal not to show it twice.
+# Logs the lines that are printed too. conf/train.yaml sends them to train.log alone: a terminal would show them twice.
 printed = logging.getLogger("trinity_lightning.printed")
 
 
 def show(line: str) -> None:
-    """Print a line, which train.log has too."""
+    """Print a line, and log it to train.log."""
     print(line, flush=True)
     printed.info(line)
 
 
 class RunMonitor(L.Callback):
-    """Draws progress within a step and prints one line when it is done; keeps completions and peak memory.
+    """Draws progress within a step, and prints one line when it is done; keeps completions and peak memory.
 
-    A bar is drawn on a terminal only; lines are always printed, and in train.log.
+    The bar is drawn on a terminal only. Lines are always printed, and are in train.log.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         total_steps: explore steps of the run.
-        load: started with the run, for `TrainingThreads`.
+        load: a load started together with the run, for `TrainingThreads`.
 
     Attributes:
-        memory: peak of the process tree, by part of the work.
+        memory: peak memory of the run's processes, by part of the work.
     """
 
     def __init__(self, folder: str | Path, total_steps: int, load: CPULoad | None = None) -> None:
@@ -60,14 +61,14 @@ class RunMonitor(L.Callback):
         self._threads = TrainingThreads(load)
         self._warned_of_engine = False
 
-    # -- shown by the explorer ----------------------------------------------------------------------------------------
+    # -- called by the explorer ----------------------------------------------------------------------------------------
 
     def show_tasks(self, batch: int | str, done: int, total: int) -> None:
         """Draw how many tasks of a batch have ended."""
         if self._bar is None or done == 0:
             self._close_bar()
-            what = f"step {batch}" if isinstance(batch, int) else f"evaluating {batch.partition('/')[2]}"
-            self._bar = tqdm(total=total, desc=what, unit="task", leave=False, disable=not sys.stderr.isatty())
+            title = f"step {batch}" if isinstance(batch, int) else f"evaluating {batch.partition('/')[2]}"
+            self._bar = tqdm(total=total, desc=title, unit="task", leave=False, disable=not sys.stderr.isatty())
         self._bar.update(done - self._bar.n)
         if done == total:
             self._close_bar()
@@ -77,15 +78,15 @@ class RunMonitor(L.Callback):
         rows = write_completions(self._folder / "completions", step, experiences, taskset)
         if self._wandb is not None:
             name = "completions" if taskset is None else f"completions_{taskset}"
-            into = self._wandb if isinstance(self._wandb, RunLogger) else self._wandb.experiment
-            log_completions(into, rows, step, name)
+            run = self._wandb if isinstance(self._wandb, RunLogger) else self._wandb.experiment
+            log_completions(run, rows, step, name)
 
     def keep_metrics(self, metrics: dict[str, float]) -> None:
-        """Keep what the explorer has measured of the step under way, for the step's line."""
+        """Keep the explorer's metrics of the step under way, for the step's line."""
         self._explored = metrics
 
     def show_evaluation(self, metrics: Mapping[str, float], step: int, solved: Mapping[str, str]) -> None:
-        """Print a line for each taskset."""
+        """Print a line for each taskset of an evaluation; `solved`: see `format_evaluation`."""
         for line in format_evaluation(metrics, step, self._total_steps, solved):
             show(line)
 
@@ -98,39 +99,41 @@ class RunMonitor(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Choose the number of threads, and set up W&B's axis."""
-        if trainer.strategy.root_device.type == "cpu" and trainer.world_size == 1:  # several share the cores already
+        if (
+            trainer.strategy.root_device.type == "cpu" and trainer.world_size == 1
+        ):  # several processes share the cores already
             self._threads.choose()
         self.memory.start()
         self.memory.mark("load")
-        self._wandb = next((each for each in trainer.loggers if isinstance(each, WandbLogger)), None)
+        self._wandb = next((logs for logs in trainer.loggers if isinstance(logs, WandbLogger)), None)
         if self._wandb is not None:
             define_metrics(self._wandb.experiment)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Say what the run runs on; drop what an earlier part of it logged beyond the checkpoint that is resumed."""
+        """Write down the machine; drop rows that were logged beyond the checkpoint that is resumed."""
         write_environment(self._folder)
         row = next_row(trainer)
-        for each in trainer.loggers:
-            if isinstance(each, MetricsCSVLogger) and row > 0:
-                each.resume_at(step_of(trainer), row)
+        for run_logger in trainer.loggers:
+            if isinstance(run_logger, MetricsCSVLogger) and row > 0:
+                run_logger.resume_at(step_of(trainer), row)
         if isinstance(self._wandb, RunLogger):
             record_id(self._folder, self._wandb.id)
         self._trained_at = trainer.global_step
         self.memory.mark("rollout")
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Send W&B all of the step before, while the next one rolls out."""
+        """Send W&B the last row of the step before, while the next step rolls out."""
         if isinstance(self._wandb, RunLogger):
             self._wandb.flush(before=step_of(trainer))
 
     def state_dict(self) -> dict[str, Any]:
-        """The id of the run of W&B, in which a resumed run goes on."""
+        """The id of the run of W&B, for a resumed run to go on in it."""
         return {STATE: self._wandb.id} if isinstance(self._wandb, RunLogger) else {}
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """From here on memory is the trainer's, and so is a CPU that it trains on."""
+        """Count memory towards training, and measure other programs' load on a CPU that trains."""
         self.memory.mark("train")
         if pl_module.device.type == "cpu":
             self._load.start()
@@ -138,12 +141,12 @@ class RunMonitor(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Back to rollouts."""
+        """Count memory towards rollouts again."""
         self._load.stop()
         self.memory.mark("rollout")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log peak memory and what others computed, and print the step's line."""
+        """Log peak memory and other programs' load, and print the step's line."""
         step = step_of(trainer)
         resources = {"perf/peak_memory_gb": self.memory.peak_gb} | self._load_of_others()
         log_row(trainer.loggers, resources, step, last_row(trainer))
@@ -155,7 +158,7 @@ class RunMonitor(L.Callback):
         show(format_step_line(logged | self._explored, step, self._total_steps))
 
     def _warn_of_engine(self, difference: float, step: int) -> None:
-        """Once: the weights that correct for such an engine leave next to nothing to learn from."""
+        """Warn, once, of an engine whose log-probabilities are far off: importance weights leave hardly a gradient."""
         if difference > MOST_LOGPROB_DIFF and not self._warned_of_engine:
             self._warned_of_engine = True
             logger.warning(
@@ -166,7 +169,7 @@ class RunMonitor(L.Callback):
             )
 
     def _load_of_others(self) -> dict[str, float]:
-        """The metric, if it could be measured; a warning, once, if it is too much."""
+        """The metric of other programs' load, if it could be measured; warns once if it is too high."""
         others = self._load.take()
         if others is None:
             return {}
@@ -180,41 +183,41 @@ class RunMonitor(L.Callback):
         self._threads.give_back()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """The same if training ends with an error."""
+        """Do the same if training ends with an error."""
         self.teardown(trainer, pl_module, "fit")
 
 
-# -- what the model wrote ---------------------------------------------------------------------------------------------
+# -- completions -------------------------------------------------------------------------------------------------------
 
 
-TABLE_ROWS = 64  # of W&B's table: the step's first ones, so that groups stay together
+TABLE_ROWS = 64  # rows of W&B's table: the step's first completions, so that groups stay together
 REWARD_PREFIX = "reward/"
-# Columns of the table; `reward/<function>` comes after `reward`.
+# Columns of the table; those of `reward/<function>` come after `reward`.
 _BEFORE_REWARDS = ("step", "prompt", "completion", "reward")
 _AFTER_REWARDS = ("advantage", "length", "truncated")
-_OF_TRAINING = ("trained", "reason")  # of rollouts that are trained on, not of evaluations
+_OF_TRAINING = ("trained", "reason")  # only in training rollouts, not in evaluations
 
 
 def write_completions(
     folder: Path, step: int, experiences: Sequence[Experience], taskset: str | None = None
 ) -> list[dict[str, Any]]:
-    """Write `step_<step>.jsonl`, or `eval_<taskset>_step_<step>.jsonl`, in place of an earlier one.
+    """Write `step_<step>.jsonl`, or `eval_<taskset>_step_<step>.jsonl`, in place of an earlier file.
 
-    One JSON object a completion: step, task, run, prompt, completion, reward, `reward/<function>` for each reward among
-    the experience's metrics, advantage (of the first response token), length (tokens that the policy wrote), truncated;
-    of training also trained, and the reason why not (null if it is). Numbers that are not finite, which JSON cannot
-    hold, are null.
+    There is one JSON object for each completion, with step, task, run, prompt, completion, reward, `reward/<function>`
+    for each reward among the experience's metrics, advantage (of the first response token), length (tokens that the
+    policy wrote) and truncated. In training there are also trained, and the reason why it is not trained on (null if it
+    is). Numbers that are not finite, which JSON cannot hold, are null.
 
     Args:
-        folder: of the files, made with the first one.
+        folder: folder of the files, made with the first one.
         step: the explore step.
-        experiences: its experiences; advantages are there once an add strategy has set them.
-        taskset: what was evaluated on; None for training.
+        experiences: the step's experiences, with advantages once an add strategy has set them.
+        taskset: the taskset of an evaluation; None for training.
 
     Returns:
-        The first rows of a table, with one set of columns: all of these but task and run.
+        The first rows of a table, all with the same columns: the keys above but task and run.
     """
-    records = [_record(step, each, of_training=taskset is None) for each in experiences]
+    records = [_record(step, experience, of_training=taskset is None) for experience in experiences]
     name = f"step_{step}" if taskset is None else f"eval_{taskset.replace('/', '_')}_step_{step}"
     lines = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
     write_atomically(folder / f"{name}.jsonl", "".join(lines).encode())
@@ -247,11 +250,11 @@ def _number(value: Any) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-# -- what W&B is given, apart from metrics ----------------------------------------------------------------------------
+# -- W&B's axes and tables ---------------------------------------------------------------------------------------------
 
 
 def define_metrics(run: wandb.Run) -> None:
-    """Draw all metrics of a run over `explore_step`, whatever the optimizer's step is."""
+    """Draw all metrics of a run over `explore_step`, not over the optimizer's step."""
     run.define_metric(STEP_METRIC)
     # WandbLogger has put "*" on trainer/global_step, and if several globs match, W&B takes any one of them.
     for glob in ("*", *metric_globs()):
@@ -261,7 +264,7 @@ def define_metrics(run: wandb.Run) -> None:
 def log_completions(
     run: wandb.Run | RunLogger, rows: Sequence[dict[str, Any]], explore_step: int, name: str = "completions"
 ) -> None:
-    """Log the rows that `write_completions` returned as a table, of another name for each evaluation; unless empty."""
+    """Log the rows from `write_completions`, if any, as a table; each evaluation has a table of another name."""
     if rows:
         table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         run.log({name: table, STEP_METRIC: explore_step})

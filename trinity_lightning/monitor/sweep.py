@@ -1,4 +1,4 @@
-"""The page and the table of a folder of runs, such as a sweep's: what differs between them, and what they reached."""
+"""The page and the table of a folder of runs, such as a sweep's: their differing settings, and their scores."""
 
 import math
 import re
@@ -26,8 +26,8 @@ class Job:
     """One run of several.
 
     Attributes:
-        record: what is in its folder.
-        overrides: values by key, as its command gave them.
+        record: the content of its folder.
+        overrides: values by key, as in its command.
         config: its resolved configuration.
         failure: the last error in its log; empty without one.
     """
@@ -39,17 +39,18 @@ class Job:
 
     @property
     def name(self) -> str:
+        """The name of its folder."""
         return self.record.folder.name
 
     @property
     def steps(self) -> str:
-        """Explore steps done, and how many there should be if it ended before."""
+        """The number of explore steps done, "4 of 9" if it ended early."""
         done, planned = self.record.last_step, self.config.get("steps")
         return f"{done:g}" if planned is None or done >= planned else f"{done:g} of {planned}"
 
     @property
     def end(self) -> str:
-        """How it ended with steps left: the last error, if there is one; empty if it did them all."""
+        """The reason why it ended early: the last error, or "not finished"; empty if it did all steps."""
         finished = self.record.rows and " of " not in self.steps
         return "" if finished else self.failure or "not finished"
 
@@ -67,8 +68,8 @@ def jobs_of(folder: Path) -> list[Job]:
 
 def _job(folder: Path) -> Job:
     record = read_run(folder)
-    given = _yaml(folder / ".hydra" / "overrides.yaml")
-    texts = map(str, given if isinstance(given, list) else ())
+    recorded = _yaml(folder / ".hydra" / "overrides.yaml")
+    texts = map(str, recorded if isinstance(recorded, list) else ())
     pairs = [text.lstrip("+").partition("=") for text in texts if "=" in text]
     config, log = _yaml(folder / "config.yaml"), folder / "train.log"
     errors = _ERROR.findall(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else []
@@ -83,15 +84,15 @@ def _yaml(path: Path) -> Any:
         return None
 
 
-# -- what they reached -------------------------------------------------------------------------------------------------
+# -- comparing their scores --------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Comparison:
-    """A table of runs, the best first, and those that did not finish behind the others.
+    """A table of runs, the best first; runs that did not finish come behind the others.
 
     Attributes:
-        metric: what they are compared by; None if they have no metrics.
+        metric: the metric that they are compared by; None if they have no metrics.
         head: names of the columns.
         rows: cells, as text.
     """
@@ -102,7 +103,7 @@ class Comparison:
 
 
 def compare(jobs: Sequence[Job]) -> Comparison:
-    """Overrides that differ, steps, final and best score, and how a run ended, if not as it should."""
+    """A table of differing overrides, steps, final and best score, and the reasons why runs ended early."""
     metric = _metric(jobs)
     keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
     differing = [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
@@ -143,7 +144,7 @@ def _scores(job: Job, metric: str | None) -> Score | None:
 
 
 def _metric(jobs: Sequence[Job]) -> str | None:
-    """The metric by which runs are compared: their sweep.metric, or the first usual one that one of them has."""
+    """The metric by which runs are compared: their `sweep.metric`, or the first usual one that one of them has."""
     names = list(dict.fromkeys(name for job in jobs for name in job.record.names()))
     for job in jobs:
         sweep = job.config.get("sweep")
@@ -160,11 +161,11 @@ def _keys(node: Any) -> list[str]:
     return list(map(str, node)) if isinstance(node, Mapping) else []
 
 
-# -- how it is shown ---------------------------------------------------------------------------------------------------
+# -- showing the comparison --------------------------------------------------------------------------------------------
 
 
 def comparison_table(comparison: Comparison) -> str:
-    """The table in the terminal."""
+    """The table as text for the terminal."""
     console = Console(width=None if Console().is_terminal else PLAIN_WIDTH)
     table = Table(box=box.SIMPLE, pad_edge=False)
     for name in comparison.head:
@@ -178,7 +179,7 @@ def comparison_table(comparison: Comparison) -> str:
 
 
 def comparison_page(folder: Path, comparison: Comparison) -> str:
-    """The same as a page, which opens from disk."""
+    """The table as a page that opens from disk."""
     reports = {path.parent.name for path in folder.glob("*/report.html")}
     title = f"{folder.parent.name} {folder.name}".strip()
     template = ENVIRONMENT.get_template("sweep.html")

@@ -1,4 +1,4 @@
-"""Weights & Biases: one history row for what belongs together, and one run of W&B for all parts of a run."""
+"""Weights & Biases: one row of history for metrics that belong together, and one W&B run even after resumes."""
 
 import math
 import os
@@ -15,25 +15,25 @@ from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, belongs
 
-FILE = "wandb_run_id.txt"  # in a run's folder: the id of its run of W&B
-STATE = "wandb_run_id"  # of RunMonitor, in checkpoints: likewise
+FILE = "wandb_run_id.txt"  # a file in a run's folder, with the id of its run of W&B
+STATE = "wandb_run_id"  # a key in RunMonitor's state in checkpoints, likewise
 
 
 class RunLogger(WandbLogger):
-    """Lightning's logger of W&B, with the rows of `metrics.csv` as its history, and an id that is known at once.
+    """Lightning's logger for W&B, with the rows of `metrics.csv` as its history, and an id that is known at once.
 
     A row is sent when the next one begins, by `flush`, or at the end of the run.
 
     Args:
         save_dir: folder of the run.
-        tags: of the run of W&B.
-        settings: as of Lightning's WandbLogger and `wandb.init`.
+        tags: tags of the run of W&B.
+        settings: arguments of Lightning's WandbLogger and of `wandb.init`.
     """
 
     def __init__(self, save_dir: str | Path = ".", tags: Sequence[str] = (), **settings: Any) -> None:
         super().__init__(save_dir=save_dir, tags=tuple(tags), **settings)
-        self._wandb_init.pop("anonymous")  # which has no effect any more, and W&B warns of
-        if "weave" not in sys.modules:  # else W&B advises to install it if it finds, say, the package openai
+        self._wandb_init.pop("anonymous")  # W&B warns of it, and it has no effect any more
+        if "weave" not in sys.modules:  # W&B would advise to install it if it finds, say, the package openai
             os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         self._row: dict[str, Any] = {}
         self._is_chosen = self._id is not None
@@ -45,24 +45,24 @@ class RunLogger(WandbLogger):
         return str(self._id)
 
     def adopt(self, id: str) -> None:
-        """Go on in the run of W&B with this id, unless the settings chose one; before anything is logged."""
+        """Go on in the run of W&B with this id, unless the settings chose one. Call it before anything is logged."""
         if not self._is_chosen:
             self._id = self._wandb_init["id"] = id
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Add metrics, tables or pictures to the row they belong to, or begin the next row."""
+        """Add metrics, tables or pictures to the last row if they belong to it, or else begin the next row."""
         cells = ({} if step is None else {"step": step}) | dict(metrics)
         if not belongs(cells, self._row):
             self.flush()
         self._row = self._row | cells | {key: self._row[key] for key in ("step",) if key in self._row}
 
     def log(self, data: Mapping[str, Any]) -> None:
-        """The same, as a run of W&B calls it."""
+        """Do the same under the name that a run of W&B has for it."""
         self.log_metrics(data)
 
     def flush(self, before: float = math.inf) -> None:
-        """Send the row, if it is of an earlier explore step than that."""
+        """Send the last row if its explore step is before `before`."""
         if self._row.get(STEP_METRIC, 0) >= before:
             return
         row, self._row = self._row, {}
@@ -76,15 +76,15 @@ class RunLogger(WandbLogger):
 
 
 def new_id() -> str:
-    """An id as W&B gives them: eight letters and digits."""
+    """A fresh id of the form that W&B uses: eight letters and digits."""
     return secrets.token_hex(4)
 
 
 def run_id(folder: Path, checkpoint: str | None) -> str | None:
-    """The id of the run of W&B that a run in this folder goes on in; None: it begins one.
+    """The id of the run of W&B in which a run in this folder goes on; None: it begins one.
 
-    It is that of the folder, or else of the checkpoint. A checkpoint in the folder of another run, which has an id
-    there, is where this one branches off: it gets a run of its own.
+    The folder's id counts, or else the checkpoint's. If the checkpoint lies in the folder of another run that has an id
+    there, this run branches off from it: it gets a run of W&B of its own.
     """
     if (file := folder / FILE).is_file():
         return file.read_text().strip()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trinity_lightning.common.failures import listed
+from trinity_lightning.common.words import listed
 from trinity_lightning.config.values import nearest
 from trinity_lightning.errors import WeightSyncError
 

@@ -27,8 +27,8 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore  # pyright: ignore
 
-from trinity_lightning.common.failures import how_it_ended
 from trinity_lightning.common.ranks import ALONE, Alone, Ranks, add_up_gradients
+from trinity_lightning.common.words import how_it_ended
 from trinity_lightning.config.trainer import STARTED_BY
 from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.trainer.placement import WHOLE, Whole

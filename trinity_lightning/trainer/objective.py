@@ -14,8 +14,8 @@ from trinity_lightning.algorithm.policy_loss.create import accepted, check_resul
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, aggregate
 from trinity_lightning.algorithm.policy_loss.terms import Term, with_terms
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.common.failures import listed
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, predicted_mask, trained_mask
+from trinity_lightning.common.words import listed
 from trinity_lightning.config.algorithm import STREAMS, AlgorithmConfig, refuse_uncorrected
 from trinity_lightning.config.losses import LOSSES, Needs
 from trinity_lightning.config.own_code import raised_by

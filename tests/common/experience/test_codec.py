@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import enum
 import json
 import struct
@@ -17,7 +18,8 @@ from support.experiences import experiences, fixed, sample
 from support.tiers import examples
 
 from trinity_lightning.common.experience import EID, CustomField, Experience, ExperienceError, ExperienceFormatError
-from trinity_lightning.common.experience.codec import TORCH_DTYPES
+from trinity_lightning.common.experience.codec import COLUMN_TYPES, TENSOR_FIELDS
+from trinity_lightning.common.experience.payload import TORCH_DTYPES
 
 
 def round_trip(experience: Experience) -> Experience:
@@ -59,6 +61,13 @@ def test_every_dtype_comes_back(name):
 def test_token_dtypes_mix_in_a_payload(dtype):
     batch = [Experience(tokens=[1, 2]), Experience(tokens=torch.arange(5).to(dtype)), Experience(tokens=[3, 4, 5])]
     assert Experience.deserialize_many(Experience.serialize_many(batch)) == batch
+
+
+def test_every_field_has_a_column_or_is_a_tensor():
+    columns = {name.partition(".")[0] for name in COLUMN_TYPES}
+    names = [field.name for field in dataclasses.fields(Experience)]
+    assert columns | {*TENSOR_FIELDS} == {*names, "experience_type"}
+    assert not columns & {*TENSOR_FIELDS}
 
 
 def test_experience_types_come_back():

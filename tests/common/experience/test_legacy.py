@@ -47,7 +47,7 @@ REFUSED = {
     "set": ({1}, "EMPTY_SET"),
     "complex": (1j, r"builtins\.complex"),
     "tensor": (torch.ones(1), r"torch\._utils\._rebuild_tensor_v2"),
-    "field": (CustomField("a", "b", torch.int8), r"experience\.CustomField|copyreg"),
+    "field": (CustomField("a", "b", torch.int8), r"fields\.CustomField|copyreg"),
 }
 
 
@@ -207,12 +207,16 @@ def test_plain_pickles_are_read_only_on_request():
     assert Experience.deserialize(pickle.dumps(batch[0]), allow_pickle=True) == batch[0]
 
 
-def test_plain_pickles_name_classes_where_they_were():
-    experience, module = Experience(tokens=[1, 2], custom_fields=[CustomField("a", "b", torch.int8)]), b"experience."
+@pytest.mark.parametrize(
+    "modules",
+    [{b"EID": b"eid", b"CustomField": b"custom_field"}, dict.fromkeys([b"EID", b"CustomField"], b"experience")],
+)
+def test_plain_pickles_name_classes_where_they_were(modules):
+    experience, package = Experience(tokens=[1, 2], custom_fields=[CustomField("a", "b", torch.int8)]), b"experience."
     data = pickle.dumps(experience, protocol=2)
-    for name, file in ((b"EID", b"eid"), (b"CustomField", b"custom_field")):
-        assert module + b"experience\n" + name in data
-        data = data.replace(module + b"experience\n" + name, module + file + b"\n" + name)
+    for name, module in modules.items():
+        assert package + b"fields\n" + name in data
+        data = data.replace(package + b"fields\n" + name, package + module + b"\n" + name)
     assert Experience.deserialize(data, allow_pickle=True) == experience
 
 

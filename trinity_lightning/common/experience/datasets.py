@@ -1,8 +1,8 @@
-"""Experiences as rows of a Hugging Face dataset: readable columns, and beside them what columns cannot hold exactly.
+"""Experiences as rows of a Hugging Face dataset, and back.
 
-Dtypes and values that do not survive a readable column (float64 numbers, tuples, tensors in `info`, tool calls in
-messages, ...) stand in the binary column `exact`, which wins. Every row stands alone: it can be selected and saved.
-It also makes the table that a person reads.
+People read the plain columns. Dtypes and values that do not survive one (float64 numbers, tuples, tensors in `info`,
+tool calls in messages, ...) are also in the binary column `exact`, which wins when a row is read. Every row stands
+alone: it can be selected and saved.
 """
 
 import json
@@ -11,26 +11,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 
-from trinity_lightning.common.experience.codec import DTYPE_NAMES, TORCH_DTYPES, Writer, known_dtype
-from trinity_lightning.common.experience.experience import (
+from trinity_lightning.common.experience.codec import custom_field_rows, read_custom_fields
+from trinity_lightning.common.experience.experience import Experience
+from trinity_lightning.common.experience.fields import (
     INTEGER_DTYPES,
     RESPONSE_FIELDS,
     TOKEN_FIELDS,
-    Experience,
     ExperienceError,
     ExperienceFormatError,
     ExperienceType,
 )
-from trinity_lightning.common.experience.reading import custom_field_rows, read_custom_fields, unpack
+from trinity_lightning.common.experience.payload import DTYPE_NAMES, TORCH_DTYPES, Writer, known_dtype, unpack
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 EXACT = "exact"
 
+# -- one column for each field -----------------------------------------------------------------------------------------
+
 
 class _Column(NamedTuple):
-    """How a field becomes a column; the two functions are not asked about None."""
+    """The column of a plain field: its type, and the conversions of values other than None."""
 
     feature: Any
     to_cell: Callable[[Any], Any]
@@ -38,11 +40,11 @@ class _Column(NamedTuple):
 
 
 class _TensorColumn(NamedTuple):
-    """How a tensor becomes a column, a list of numbers."""
+    """The column of a tensor field, a list of numbers in each cell."""
 
     feature: str
-    default: torch.dtype  # that a cell is read as, if `exact` names no other
-    held: frozenset[torch.dtype]  # whose values the items hold exactly
+    default: torch.dtype  # dtype of the tensor that is read, unless `exact` names another
+    exact_dtypes: frozenset[torch.dtype]  # dtypes whose values the numbers hold exactly
 
 
 def _readable(value: Any) -> str:
@@ -54,12 +56,12 @@ def _readable(value: Any) -> str:
 def _to_json(value: Any) -> str:
     try:
         return json.dumps(value, default=repr)
-    except (TypeError, ValueError):  # keys that JSON has not, or a value that contains itself
+    except (TypeError, ValueError):  # keys that JSON does not allow, or a value that contains itself
         return json.dumps(repr(value))
 
 
 def _to_chat(value: list[Any]) -> list[dict[str, str | None]]:
-    """Messages as roles and contents, whatever else they have."""
+    """The role and content of each message, without its other keys."""
     messages = [message if isinstance(message, dict) else {"content": message} for message in value]
     return [
         {key: None if message.get(key) is None else _readable(message[key]) for key in ("role", "content")}
@@ -82,7 +84,7 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 20 and str(int(text)) == text
 
 
-def _same(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 
@@ -91,13 +93,13 @@ def _from_chat(cell: list[dict[str, str | None]]) -> list[dict[str, str | None]]
 
 
 _EID = {"batch": "string", "task": "string", "run": "int64", "step": "int64", "suffix": "string"}
-_TEXT, _JSON = _Column("string", _readable, _same), _Column("string", _to_json, json.loads)
+_TEXT, _JSON = _Column("string", _readable, _unchanged), _Column("string", _to_json, json.loads)
 _CHAT = _Column([{"role": "string", "content": "string"}], _to_chat, _from_chat)
 _PLAIN: dict[str, _Column] = {
     "eid": _Column(_EID, _to_eid_cell, _from_eid_cell),
     "experience_type": _TEXT,
-    "prompt_length": _Column("int64", _same, _same),
-    "reward": _Column("float64", float, _same),
+    "prompt_length": _Column("int64", _unchanged, _unchanged),
+    "reward": _Column("float64", float, _unchanged),
     "truncate_status": _TEXT,
     "info": _JSON,
     "metrics": _JSON,
@@ -119,11 +121,14 @@ _TENSORS: dict[str, _TensorColumn] = {
 }
 
 
+# -- rows of experiences -----------------------------------------------------------------------------------------------
+
+
 def to_hf_datasets(experiences: Sequence[Experience]) -> "Dataset":
-    """A dataset with one row an experience; `from_hf_datasets` gives back equal experiences.
+    """A dataset with one row for each experience; `from_hf_datasets` gives back equal experiences.
 
     Raises:
-        ExperienceError: a field holds what cannot be encoded; the message names experience and field.
+        ExperienceError: a field's value cannot be encoded; the message names experience and field.
     """
     from datasets import Dataset  # takes seconds to import
 
@@ -163,7 +168,7 @@ def _to_row(experience: Experience) -> dict[str, Any]:
         tensor = fields[name]
         row[name] = None if tensor is None else tensor.tolist()
         if tensor is not None and tensor.dtype != column.default:
-            if tensor.dtype in column.held:
+            if tensor.dtype in column.exact_dtypes:
                 dtypes[name] = DTYPE_NAMES[tensor.dtype]
             else:
                 exact[name] = tensor
@@ -178,11 +183,11 @@ def _to_row(experience: Experience) -> dict[str, Any]:
 
 
 def from_hf_datasets(dataset: "Dataset") -> list[Experience]:
-    """The experiences of a dataset made by `to_hf_datasets`, whatever rows were selected since, in its order.
+    """The experiences of a dataset made by `to_hf_datasets`, or of some of its rows, in the dataset's order.
 
     Raises:
         ExperienceError: a column is missing, or per-token fields of a row differ in length.
-        ExperienceFormatError: a cell does not hold what `to_hf_datasets` puts there, or one of `exact` is damaged.
+        ExperienceFormatError: a cell is not as `to_hf_datasets` makes it, or one of `exact` is damaged.
     """
     names = [*_PLAIN, *_TENSORS, EXACT]
     missing = [name for name in names if name not in dataset.column_names]

@@ -1,4 +1,4 @@
-"""Reads what Trinity-RFT wrote: payloads of version 1, and, if asked to, plain pickles.
+"""Payloads of version 1, which Trinity-RFT writes, and plain pickles of experiences: both are only read.
 
 Version 1: magic, version byte, two little-endian 8-byte lengths, metadata as a pickle of plain data, and tensors in
 safetensors format under "<item>:<field>" and "<item>:multi_modal_inputs:<key>".
@@ -14,15 +14,16 @@ from typing import Any, ClassVar
 import safetensors.torch
 from torch import Tensor
 
-from trinity_lightning.common.experience.codec import known_dtype
-from trinity_lightning.common.experience.experience import (
+from trinity_lightning.common.experience.fields import (
+    EID,
     RESPONSE_FIELDS,
     TOKEN_FIELDS,
     CustomField,
-    Experience,
     ExperienceFormatError,
 )
-from trinity_lightning.common.experience.reading import check_size, faults_of
+from trinity_lightning.common.experience.payload import MAGIC, check_size, format_errors, known_dtype
+
+# -- version 1 ---------------------------------------------------------------------------------------------------------
 
 VERSION = 1
 _HEADER = struct.Struct("<4sBQQ")
@@ -30,8 +31,13 @@ _PLAIN_FIELDS = ("eid", "reward", "truncate_status", "info", "metrics", "prompt_
 _PLAIN_FIELDS += ("messages", "tools", "chosen_messages", "rejected_messages")
 
 
-def read_version_1(view: memoryview) -> list[Experience]:
-    """The experiences of a payload of version 1.
+def is_version_1(view: memoryview) -> bool:
+    """True if the bytes begin as a payload of version 1 does."""
+    return view[: len(MAGIC) + 1] == MAGIC + bytes([VERSION])
+
+
+def read_version_1(view: memoryview) -> list[dict[str, Any]]:
+    """The constructor's arguments for each experience of a payload of version 1.
 
     The format does not tell single turns from several: an item whose action mask is as a single turn's reads as one.
 
@@ -44,39 +50,39 @@ def read_version_1(view: memoryview) -> list[Experience]:
     check_size(view, _HEADER.size + metadata_size + tensor_size)
     split = _HEADER.size + metadata_size
     metadata = load_plain(bytes(view[_HEADER.size : split]))
-    with faults_of("payload cannot be read"):
+    with format_errors():
         return _read_items(metadata, safetensors.torch.load(bytes(view[split:])))
 
 
-def _read_items(metadata: Any, tensors: dict[str, Tensor]) -> list[Experience]:
+def _read_items(metadata: Any, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
     items = metadata["items"]
     if metadata["version"] != VERSION or metadata["num_items"] != len(items):
         raise ExperienceFormatError(f"metadata: {metadata['num_items']!r:.40} items announced, {len(items)} there.")
-    experiences = [_read_item(index, item, tensors) for index, item in enumerate(items)]
+    arguments = [_read_item(index, item, tensors) for index, item in enumerate(items)]
     if tensors:
         raise ExperienceFormatError(f"tensors that belong to no known field: {sorted(tensors)!r:.200}.")
-    return experiences
+    return arguments
 
 
-def _read_item(index: int, item: dict[str, Any], tensors: dict[str, Tensor]) -> Experience:
-    """One experience; its tensors are taken out of `tensors`."""
+def _read_item(index: int, item: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The arguments for one experience, whose tensors are taken out of `tensors`."""
     keys = item.get("multi_modal_input_keys") or []
-    fields = {name: item[name] for name in _PLAIN_FIELDS if name in item}
-    fields |= {name: tensors.pop(f"{index}:{name}", None) for name in (*TOKEN_FIELDS, *RESPONSE_FIELDS)}
-    fields["multi_modal_inputs"] = {key: tensors.pop(f"{index}:multi_modal_inputs:{key}") for key in keys} or None
-    fields["custom_fields"] = [
+    arguments = {name: item[name] for name in _PLAIN_FIELDS if name in item}
+    arguments |= {name: tensors.pop(f"{index}:{name}", None) for name in (*TOKEN_FIELDS, *RESPONSE_FIELDS)}
+    arguments["multi_modal_inputs"] = {key: tensors.pop(f"{index}:multi_modal_inputs:{key}") for key in keys} or None
+    arguments["custom_fields"] = [
         CustomField(
             custom["source_field"], custom["destination_field"], known_dtype(custom["data_type"].removeprefix("torch."))
         )
         for custom in item.get("custom_fields") or []
     ]
-    if _is_single_turn(fields):
-        fields["action_mask"] = None  # the constructor makes it, and takes a given one for several turns
-    return Experience(**fields)
+    if _is_single_turn(arguments):
+        arguments["action_mask"] = None  # the constructor makes it, and takes a given one for several turns
+    return arguments
 
 
 def _is_single_turn(fields: dict[str, Any]) -> bool:
-    """Whether the stored action mask is a single turn's: all true, or all false if the prompt was truncated."""
+    """True if the stored action mask is a single turn's: all true, or all false if the prompt was truncated."""
     mask, tokens = fields["action_mask"], fields["tokens"]
     if mask is None or tokens is None or (fields["chosen"] is not None and fields["rejected"] is not None):
         return False
@@ -86,15 +92,15 @@ def _is_single_turn(fields: dict[str, Any]) -> bool:
     return prompt_length > 0 and len(mask) > 0 and len(mask) == len(tokens) - prompt_length and bool(mask.all())
 
 
-# -- Pickles -----------------------------------------------------------------------------------------------------------
+# -- pickles of plain data ---------------------------------------------------------------------------------------------
 
 _MAX_DEPTH = 100
 _MAX_KEY_PARTS = 100
-# Shared containers make a small pickle stand for a huge value; this many parts a byte is more than honest data have.
+# Shared containers make a small pickle stand for a huge value. Honest data have fewer parts a byte than this.
 _MAX_PARTS_PER_BYTE = 64
 _NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 _OPCODES = {opcode.name: ord(opcode.code) for opcode in pickletools.opcodes}
-# Plain values, containers and the memory of those; and what names an object, to be refused by that name.
+# Plain values, containers and the memo for both; and opcodes that name an object, which is refused by that name.
 _ALLOWED = "PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BINFLOAT BININT "
 _ALLOWED += "BININT1 BININT2 LONG1 LONG4 SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 "
 _ALLOWED += "BYTEARRAY8 EMPTY_LIST EMPTY_DICT EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS "
@@ -121,17 +127,17 @@ class _PlainUnpickler(pickle._Unpickler):
         raise ExperienceFormatError(f"metadata: refuses {f'{module}.{name}':.200}: not plain data.")
 
     def load_bytearray8(self) -> None:
-        """As pickle's, but sets no memory aside for bytes that are not there."""
+        """Load bytes as pickle does, but without setting memory aside for bytes that are not there."""
         (size,) = struct.unpack("<Q", self.read(8))
         self.append(bytearray(self.read(size)))
 
     def load_setitem(self) -> None:
-        """As pickle's, of keys that can be hashed: Python's hash of a tuple follows any depth and every shared part."""
+        """Set an item whose key can be hashed: Python's hash of a tuple follows any depth and every shared part."""
         _check_key(self.stack[-2])
         super().load_setitem()  # type: ignore[misc]
 
     def load_setitems(self) -> None:
-        """The same, of all items since the mark."""
+        """Set all items since the mark, with the same check of their keys."""
         for key in self.stack[::2]:
             _check_key(key)
         super().load_setitems()  # type: ignore[misc]
@@ -149,7 +155,7 @@ def load_plain(data: bytes) -> Any:
             100 deep, contains itself, or is damaged.
     """
     unpickler = _PlainUnpickler(io.BytesIO(data))
-    with faults_of("metadata: no readable pickle"):
+    with format_errors("metadata: no readable pickle"):
         value = unpickler.load()
         if unpickler.stack or unpickler.metastack or unpickler.read(1):
             raise ExperienceFormatError("metadata: the pickle does not end with its one value.")
@@ -166,9 +172,12 @@ def _check_key(key: Any) -> None:
 
 
 def _measure(value: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:
-    """How many values a value is made of, shared ones counted every time, and how many containers deep it is.
+    """The number of values in a value, shared ones counted every time, and the number of containers in each other.
 
-    `known` holds both by identity; `depth` containers are around the value.
+    Args:
+        value: anything.
+        known: both numbers of the containers that were measured already, by their identity.
+        depth: number of containers around the value.
     """
     if not isinstance(value, (list, dict, tuple)):
         return 1, 0
@@ -181,24 +190,23 @@ def _measure(value: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> t
     return known[id(value)]
 
 
+# -- pickles of experiences --------------------------------------------------------------------------------------------
+
+
 class _Unpickler(pickle.Unpickler):
     """Finds classes that have moved since the pickle was written."""
 
     def find_class(self, module: str, name: str) -> Any:
-        moved = name in ("EID", "CustomField") and module.startswith("trinity_lightning.common.experience.")
-        return super().find_class(Experience.__module__ if moved else module, name)
+        if module.startswith("trinity_lightning.common.experience.") and name in ("EID", "CustomField"):
+            return EID if name == "EID" else CustomField
+        return super().find_class(module, name)
 
 
-def read_pickle(view: memoryview) -> list[Experience]:
-    """The experiences of a plain pickle, of one or of a list. Unpickling runs whatever code the bytes name.
+def read_pickle(view: memoryview) -> Any:
+    """The value of a plain pickle. Unpickling runs any code that the bytes name.
 
     Raises:
-        ExperienceFormatError: no pickle, or one of something else.
+        ExperienceFormatError: the bytes are no pickle.
     """
-    with faults_of("no readable pickle"):
-        value = _Unpickler(io.BytesIO(view)).load()
-    experiences = value if isinstance(value, list) else [value]
-    for item in experiences:
-        if not isinstance(item, Experience):
-            raise ExperienceFormatError(f"expected a pickle of experiences, got one of {type(item).__name__}.")
-    return experiences
+    with format_errors("no readable pickle"):
+        return _Unpickler(io.BytesIO(view)).load()

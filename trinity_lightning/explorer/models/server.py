@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from trinity_lightning.common.failures import how_it_ended
+from trinity_lightning.common.words import how_it_ended
 from trinity_lightning.errors import RolloutError
 
 CONNECT_SECONDS = 2.0  # even a slow server accepts a connection at once: its machine's kernel does

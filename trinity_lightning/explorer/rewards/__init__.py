@@ -1,5 +1,6 @@
 """What it was worth: reward functions `(response, task) -> float | dict[str, float]`, sync or async, and their sum."""
 
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -7,10 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.common.threads import call
+from trinity_lightning.config.own_code import described, own_frames
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.signatures import check_arguments, check_call, has_method, made_at_start
 from trinity_lightning.config.values import FLOAT32_MOST, as_float, number, unknown_name
-from trinity_lightning.errors import ConfigError, RewardError
+from trinity_lightning.errors import ConfigError, RewardError, causes
 from trinity_lightning.explorer.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -96,10 +98,22 @@ async def worth_here(reward: Reward, response: str, task: Task) -> tuple[float, 
     try:  # in a thread: a slow verifier must not hold up the other rollouts, nor one that hangs the time-out
         returned = await call(reward.function, response, task)
     except (Exception, SystemExit) as error:  # a reward that executes code may meet exit()
-        from trinity_lightning.common.failures import raised
-
-        raise raised(reward.name, error) from error
+        raise reward_error(reward.name, error) from error
     return worth(reward, returned)
+
+
+# Errors that Python raises for mistakes in code: they come again. Those of servers and disks are of other types.
+MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, SyntaxError)
+MISTAKES += (NotImplementedError, TypeError, ValueError)
+
+
+def reward_error(name: str, error: BaseException) -> RewardError:
+    """The error of a rollout whose reward function raised; a note has the traceback, for other processes to read."""
+    failure = RewardError(f"reward function '{name}' raised {described(error)}")
+    failure.may_pass = not all(isinstance(cause, MISTAKES) for cause in causes(error))
+    frames = own_frames(error) or traceback.extract_tb(error.__traceback__)
+    failure.add_note("".join(traceback.format_list(frames)).rstrip())
+    return failure
 
 
 def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:

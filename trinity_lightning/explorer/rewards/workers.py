@@ -19,11 +19,18 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from trinity_lightning.common.failures import raised
 from trinity_lightning.common.threads import is_async, run_in_thread
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
-from trinity_lightning.explorer.rewards import REWARDS, Reward, resolve_rewards, with_arguments, worth, worth_here
+from trinity_lightning.explorer.rewards import (
+    REWARDS,
+    Reward,
+    resolve_rewards,
+    reward_error,
+    with_arguments,
+    worth,
+    worth_here,
+)
 from trinity_lightning.explorer.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -196,7 +203,7 @@ def _call(name: str, path: str, args: bytes | None, response: str, task: bytes) 
         if inspect.isawaitable(returned):
             returned = _loop().run_until_complete(returned)
     except BaseException as error:  # nothing that a reward raises, exit() included, may end the run
-        raise raised(name, error) from None
+        raise reward_error(name, error) from None
     return worth(Reward(name, function), returned)
 
 
