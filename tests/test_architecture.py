@@ -25,6 +25,7 @@ from trinity_lightning.config.run import typed_config
 from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.rewards import REWARDS
 from trinity_lightning.explorer.tasks import Taskset
+from trinity_lightning.explorer.tasks.sources import TASK_SOURCES
 from trinity_lightning.explorer.workflows import WORKFLOWS
 from trinity_lightning.explorer.workflows.multi_turn import ENVIRONMENTS
 from trinity_lightning.train import check
@@ -33,7 +34,7 @@ PACKAGE = ROOT / "trinity_lightning"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 ENGINE = ROOT / "docs" / "examples" / "my_engine.py"
-REGISTRIES = (POLICY_LOSS_FN, ADD_STRATEGY, EXPERIENCE_OPERATORS, WORKFLOWS, ENVIRONMENTS, REWARDS)
+REGISTRIES = (POLICY_LOSS_FN, ADD_STRATEGY, EXPERIENCE_OPERATORS, WORKFLOWS, ENVIRONMENTS, REWARDS, TASK_SOURCES)
 
 # Files by their names, each a part of a project of one's own.
 EXAMPLES = dict(re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
@@ -53,7 +54,7 @@ def write_examples(folder: Path) -> None:
 
 
 def test_the_table_has_a_row_of_every_kind_with_an_example() -> None:
-    assert {row[1] for row in PART_ROWS} == set(EXAMPLES) - {"my_schedule.py", "my_tasks.py"}
+    assert {row[1] for row in PART_ROWS} == set(EXAMPLES) - {"my_schedule.py", "my_selection.py"}
     assert {row[0] for row in PART_ROWS} == PARTS.keys() - {
         "KL estimate",
         "built-in model",
@@ -71,13 +72,14 @@ def test_parts_of_ones_own_train_together(run_train: RunTrain, tmp_path: Path) -
     own.append("optimizer.lr_scheduler={name: my_schedule.warm, args: {steps: 2}}")
     small = ["explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=8", "eval_sampling.max_tokens=2"]
     quiet = ["logger=csv", "save_model=false", "explorer.eval_interval=9", "workflow.args.max_turns=2"]
+    own.append("+eval_tasksets={held_out: {source: my_tasks.Sums, split: heldout, size: 6}}")
     done = run_train(tmp_path, "+recipe=grpo", "model=tiny", "steps=2", *own, *small, *quiet)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "my_engine.PlainEngine (fp32)" in done.stdout
     assert "policy loss my_loss.tempered, add strategy my_strategy.Sign" in done.stdout
     run = only(tmp_path, "outputs/grpo/*")
     evaluated, *steps = (row for row in rows(run) if row["sync/probe_diff/max"] or row["actor/pg_loss"])
-    assert evaluated["eval/addition_heldout/mean@1"] != ""
+    assert evaluated["eval/held_out/mean@1"] != ""
     assert 0 < float(evaluated["sync/probe_diff/max"]) < 1e-3  # two programs, the same weights
     assert len(steps) == 2
     for step in steps:
@@ -107,7 +109,12 @@ def test_a_knob_of_ones_own_loss_is_checked(tmp_path: Path, monkeypatch: pytest.
 
 
 KEYS = {"add strategy": "add_strategy.sign", "experience operator": "operators.drop_short", "engine": "engine"}
-KEYS |= {"policy loss": "algorithm.policy_loss", "environment": "workflow.args.environment", "workflow": "workflow"}
+KEYS |= {
+    "task source": "taskset",
+    "policy loss": "algorithm.policy_loss",
+    "environment": "workflow.args.environment",
+    "workflow": "workflow",
+}
 
 
 @pytest.mark.slow
@@ -130,7 +137,7 @@ def test_a_selection_of_ones_own_hands_out_tasks_and_goes_on_from_a_checkpoint(
 ) -> None:
     write_examples(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    made: Any = import_object("my_tasks.Repeated")
+    made: Any = import_object("my_selection.Repeated")
     source, resumed = (TaskSource(made(Taskset.addition(), times=3), "math") for _ in range(2))
     before = source.next_tasks(4)
     assert len({str(task.raw_task) for task in before}) == 2

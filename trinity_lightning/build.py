@@ -41,7 +41,7 @@ from trinity_lightning.errors import ConfigError, ModelNotSavedError, TrinityErr
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer, TaskSource
 from trinity_lightning.explorer.models.engine import Engine
-from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.explorer.tasks.taskset import Taskset, mixture_of
 from trinity_lightning.monitor.machine import CPULoad
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
@@ -339,7 +339,7 @@ def explorer_callback(
 ) -> ExplorerCallback:
     """What rolls out, watched by the monitor; `offload`: see ExplorerCallback."""
     if any(each.source == "dataset" for each in config.eval_tasksets.values()):
-        from trinity_lightning.explorer.tasks.sources import warn_of_trained_entries
+        from trinity_lightning.explorer.tasks.dataset import warn_of_trained_entries
 
         trained = config.tasksets.values() if config.tasksets else [config.taskset]
         warn_of_trained_entries(trained, config.eval_tasksets.values())
@@ -373,12 +373,7 @@ def _engines(config: TrainConfig, folder: Path) -> list[Engine]:
 
 def train_source(config: TrainConfig) -> TaskSource:
     """What is trained on."""
-    if config.tasksets:
-        from trinity_lightning.explorer.tasks.taskset import mixture_of
-
-        taskset = mixture_of(config.tasksets.values())
-    else:
-        taskset = Taskset.from_config(config.taskset)
+    taskset = mixture_of(config.tasksets) if config.tasksets else Taskset.from_config(config.taskset)
     return TaskSource(
         taskset,
         config.workflow.name,
@@ -396,7 +391,10 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
     workflow, args = config.eval_workflow or config.workflow.name, {} if config.eval_workflow else _arguments(config)
     how = (workflow, config.reward, config.eval_sampling, args, config.eval_repeat_times, config.reward_solved)
     rendering = (config.model.chat_template_kwargs, _chat_template(config.model.name))
-    return [TaskSource(Taskset.from_config(each), *how, *rendering) for each in config.eval_tasksets.values()]
+    return [
+        TaskSource(Taskset.from_config(taskset, epochs=1, key=f"eval_tasksets.{name}"), *how, *rendering)
+        for name, taskset in config.eval_tasksets.items()
+    ]
 
 
 @functools.lru_cache(maxsize=1)

@@ -34,9 +34,9 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
     checkpoints = find_checkpoints(config)
     for each in checkpoints:
         check_whole(each)
-    from trinity_lightning.explorer.tasks.sources import check_files
+    from trinity_lightning.explorer.tasks.taskset import check_tasksets
 
-    check_files(run.eval_tasksets.values())
+    check_tasksets({f"eval_tasksets.{name}": taskset for name, taskset in run.eval_tasksets.items()})
     check_models(run)
     check_targets(config)
     check_loggers(config)

@@ -28,6 +28,7 @@ from trinity_lightning.config.model_files import BUILT_IN_MODELS
 from trinity_lightning.config.registry import config_dir
 from trinity_lightning.config.run import TrainConfig, check_there, typed_config, validate, workflow_arguments
 from trinity_lightning.config.signatures import check_arguments
+from trinity_lightning.config.taskset import tasksets_of
 from trinity_lightning.config.trainer import STARTED_BY, trains_together
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, causes
@@ -60,12 +61,10 @@ def check(config: DictConfig, here: bool = True) -> None:
     run = validate(config, here=here)
     if here and config.ckpt_path is not None:
         check_checkpoint(config)
-    tasksets = [*(run.tasksets or {"": run.taskset}).values(), *run.eval_tasksets.values()]
-    reads = here and run.buffer.has_rollouts and any(each.source == "dataset" for each in tasksets)
-    if reads and STARTED_BY not in os.environ:  # the process that starts others has checked for them
-        from trinity_lightning.explorer.tasks.sources import check_files
+    if here and run.buffer.has_rollouts and STARTED_BY not in os.environ:  # or the process that starts others has
+        from trinity_lightning.explorer.tasks.taskset import check_tasksets
 
-        check_files(tasksets)
+        check_tasksets(tasksets_of(run))
     check_models(run)
     from trinity_lightning.explorer.workflows.workflow import check_workflow
     from trinity_lightning.trainer.objective import Objective

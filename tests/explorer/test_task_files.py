@@ -2,17 +2,15 @@
 
 import csv
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
-import huggingface_hub
 import pytest
-from datasets.packaged_modules.json.json import JsonConfig
 from hypothesis import given
 from hypothesis import strategies as st
 from support.hub import hub_of
@@ -20,10 +18,9 @@ from support.runs import environment
 
 from trinity_lightning.config.taskset import TasksetConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.tasks import files
+from trinity_lightning.explorer.tasks.dataset import dataset_entries
 from trinity_lightning.explorer.tasks.files import FileEntries
-from trinity_lightning.explorer.tasks.sources import check_files, dataset_entries
-from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.explorer.tasks.taskset import Taskset, check_tasksets
 
 MIXED = ["1.50", "true", "null", '{"a":1}', 3, "007", "1e3", "x", "2024-01-01", None, 0.1, True, 10**39]
 
@@ -160,50 +157,9 @@ def test_options_of_a_folders_readme_are_for_datasets_which_knows_them(name, tex
     assert list(dataset_entries(str(tmp_path), "train", None)) == [{"prompt": "what, is 1+1?", "answer": 2}]  # type: ignore[call-overload]
 
 
-def test_what_was_downloaded_in_part_is_not_trained_on(tmp_path, monkeypatch):
-    urls = [f"hf://datasets/me/two@{'a' * 40}/{name}.jsonl" for name in ("a", "b")]
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text(f'{{"prompt": "{name}"}}\n')
-    reached = [True, False]  # the hub, and all of its files
-
-    def builder(path: str, subset: str | None) -> SimpleNamespace:
-        if not reached[0]:
-            raise ConnectionError("no network")
-        config = JsonConfig()
-        config.data_files = {"train": urls}  # type: ignore[assignment]
-        return SimpleNamespace(config=config)
-
-    def download(urls: dict[str, list[str]]) -> dict[str, list[str]]:
-        if not reached[1]:
-            raise ConnectionError("the line is cut")
-        return {"train": [str(tmp_path / url.rpartition("/")[2]) for url in urls["train"]]}
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
-    monkeypatch.setattr(datasets, "DownloadManager", lambda: SimpleNamespace(download=download))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda path, **_: str(tmp_path))
-    with pytest.raises(ConfigError, match="the line is cut"):
-        dataset_entries("me/two", "train", None)
-    reached[:] = [False, False]
-    with pytest.raises(ConfigError, match=r"'me/two' was downloaded in part only: start once with a connection"):
-        dataset_entries("me/two", "train", None)
-    reached[:] = [True, True]
-    assert [row["prompt"] for row in dataset_entries("me/two", "train", None)] == ["a", "b"]  # type: ignore[attr-defined]
-    assert not list((tmp_path / "hub").rglob("*.unfinished"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "a.jsonl"))  # nothing can be written
-    assert len(dataset_entries("me/two", "train", None)) == 2
-
-
 READ_FROM_HUB = """
-from trinity_lightning.explorer.tasks.sources import dataset_entries
+from trinity_lightning.explorer.tasks.dataset import dataset_entries
 print([row["a"] for split in ("train", "test[1:]") for row in dataset_entries("me/mixed", split, "main")])
-"""
-
-
-CUT_SHORT = """
-import os
-import datasets
-datasets.DownloadManager.download = lambda *_: print(os.listdir(os.environ["AT"]), flush=True) or os._exit(0)
 """
 
 
@@ -215,13 +171,30 @@ def test_values_of_the_hub_are_those_of_its_files_and_stay_when_it_is_gone(tmp_p
     files = {"README.md": f"{config}---\n", "data/train.jsonl": "\n".join(rows), "data/test.jsonl": "\n".join(rows[:2])}
     with hub_of("me/mixed", {name: text.encode() for name, text in files.items()}) as url:
         shown = read_from_hub(tmp_path, HF_ENDPOINT=url)
-        # A start that is killed there, with nothing left to download, is no download in part.
-        at = tmp_path / "hub" / "datasets--me--mixed"
-        there = read_from_hub(tmp_path, CUT_SHORT + READ_FROM_HUB, HF_ENDPOINT=url, AT=str(at))
-        assert "snapshots" in there
-        assert "unfinished" not in there
     assert shown == f"{[*MIXED, MIXED[1]]}\n"
     assert read_from_hub(tmp_path, HF_HUB_OFFLINE="1") == shown
+
+
+READ_PARTS = """
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.tasks.dataset import dataset_entries
+try:
+    print([row["prompt"] for row in dataset_entries("me/parts")])
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_what_was_downloaded_in_part_is_not_trained_on(tmp_path):
+    files = {f"train-{part}.jsonl": f'{{"prompt": "{part}"}}\n'.encode() for part in ("a", "b")}
+    with hub_of("me/parts", files) as url:
+        assert read_from_hub(tmp_path, READ_PARTS, HF_ENDPOINT=url) == "['a', 'b']\n"
+    assert read_from_hub(tmp_path, READ_PARTS, HF_HUB_OFFLINE="1") == "['a', 'b']\n"
+    [file] = (tmp_path / "hub" / "datasets--me--parts" / "snapshots").rglob("train-b.jsonl")
+    file.unlink()  # as if the first start had been killed
+    said = read_from_hub(tmp_path, READ_PARTS, HF_HUB_OFFLINE="1")
+    assert "downloaded in part only (train-b.jsonl is missing)" in said
 
 
 def read_from_hub(folder: Path, code: str = READ_FROM_HUB, **variables: str) -> str:
@@ -231,17 +204,19 @@ def read_from_hub(folder: Path, code: str = READ_FROM_HUB, **variables: str) -> 
     return done.stdout
 
 
-def test_a_file_that_changes_while_it_is_used(tmp_path, monkeypatch):
+def test_a_file_that_changes_while_it_is_used_does_no_harm(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1}\n{"a": 2}\n')
-    held = FileEntries([file])
-    monkeypatch.setattr(files, "HELD_BYTES", 0)
     entries = FileEntries([file])
     file.write_text('{"a": 1}\n{"a": 3}\n{"a": 4}\n')
-    assert list(held) == [{"a": 1}, {"a": 2}]
-    assert (len(entries), entries[0]) == (2, {"a": 1})
-    with pytest.raises(ConfigError, match=r"line 2 of .* has changed"):
-        entries[1]
+    assert list(entries) == [{"a": 1}, {"a": 2}]
+
+
+def test_what_is_done_to_an_entry_does_not_reach_its_next_use(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user"}]}')
+    entries = FileEntries([tmp_path / "rows.jsonl"])
+    entries[0]["messages"].append("more")
+    assert entries[0] == {"messages": [{"role": "user"}]}
 
 
 def test_rows_that_cannot_be_read_are_named_together(tmp_path):
@@ -255,16 +230,14 @@ def test_rows_that_cannot_be_read_are_named_together(tmp_path):
     assert text.endswith("And 2 more.")
 
 
-def test_a_file_is_read_once_for_the_check_and_for_the_run(tmp_path, monkeypatch):
+def test_a_file_is_read_once_for_the_check_and_for_the_run(tmp_path):
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"prompt": "a"}\n')
     config = TasksetConfig(name="t", source="dataset", path=str(file))
-    check_files([config])
-    read = []
-    scan = files._rows
-    monkeypatch.setattr(files, "_rows", lambda path: read.append(path) or scan(path))
+    check_tasksets({"taskset": config})
+    stat = file.stat()
+    file.write_text('{"prompt": "b"}\n')
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # another content that looks the same
     assert Taskset.from_config(config)[0]["prompt"] == "a"
-    assert read == []
     file.write_text('{"prompt": "changed"}\n')
     assert Taskset.from_config(config)[0]["prompt"] == "changed"
-    assert read == [file]

@@ -374,11 +374,11 @@ def check_expert_data(expert: ExpertConfig) -> None:
     """Refuse expert data that are not there; a ConfigError."""
     if expert.storage != "dataset":
         check_stored("buffer.expert", expert)
-    elif (expert.dataset.source == "addition") != (expert.dataset.path is None):
+    elif expert.dataset.source == "dataset" and expert.dataset.path is None:
         raise ConfigError(
             "buffer.expert.dataset",
             key="buffer.expert.dataset",
-            fix="give source=dataset and path=FILE, or source=addition, which has no path",
+            fix="give source=dataset and path=FILE, or another source, such as addition",
         )
 
 

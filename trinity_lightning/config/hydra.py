@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.config.buffer import check_composed
 from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING, RECORD, folder_of_same_run, folder_to_resume
+from trinity_lightning.config.choices import CHOICES, register_own_parts
 from trinity_lightning.config.explain import (
     CONFIG_ERRORS,
     LOCK,
@@ -46,17 +47,6 @@ from trinity_lightning.errors import ConfigError, TakenFolderError, TrinityError
 logger = logging.getLogger(__name__)
 
 
-# Groups of conf/ whose choices are parts of a kind, and what choosing one sets. A part needs a file there only if it
-# has arguments to show.
-CHOICES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
-    "algorithm": ("policy loss", lambda name: {"policy_loss": {"name": name}}),
-    "add_strategy": ("add strategy", lambda name: {name: {"args": {}}}),
-    "operators": ("experience operator", lambda name: {name: {"args": {}}}),
-    "workflow": ("workflow", lambda name: {"name": name}),
-    "engine": ("engine", lambda name: {"name": name}),
-}
-
-
 def register(within: str | None = "") -> None:
     """Make the schema, the recipes, the parts and our resolvers known to Hydra; calling it twice is allowed.
 
@@ -71,6 +61,7 @@ def register(within: str | None = "") -> None:
     schema.optimizer.lr_scheduler = OmegaConf.create(vars(OptimizerConfig().lr_scheduler))
     for part in (schema.algorithm.policy_loss, schema.optimizer.lr_scheduler, schema.optimizer):
         OmegaConf.set_struct(part.args, False)  # no plus sign: the part knows its arguments
+    OmegaConf.set_struct(schema.taskset.args, False)
     for name in set(NAMED_PARTS) & {*schema}:
         parts: Any = schema._get_node(name)
         parts._metadata.optional = True  # null: none of them, see schema.settle_parts
@@ -82,6 +73,7 @@ def register(within: str | None = "") -> None:
     for group, (kind, chosen) in CHOICES.items():
         for name in set(PARTS[kind]).difference(options(group)):
             store.store(group=group, name=name, node=chosen(name))
+    register_own_parts()
     OmegaConf.register_new_resolver("trinity.run_dir", partial(_folder, within), replace=True)
     OmegaConf.register_new_resolver("trinity.group", _group, replace=True)
     OmegaConf.register_new_resolver("trinity.run_name", _run_name, replace=True)

@@ -78,6 +78,14 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "tool_use": "tool_use.ToolUseWorkflow",
         },
     ),
+    "task source": _within(
+        "explorer.tasks",
+        {
+            "addition": "sources.addition",
+            "dataset": "dataset.dataset_entries",
+            "reasoning_gym": "sources.reasoning_gym",
+        },
+    ),
     "environment": _within(
         "explorer.workflows", {"guess_number": "multi_turn.GuessNumber", "retry": "multi_turn.Retry"}
     ),

@@ -2,27 +2,30 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
+from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked
 from trinity_lightning.config.values import nearest, one_of
 from trinity_lightning.errors import ConfigError
 
-TASK_SOURCES = ("addition", "reasoning_gym", "dataset")
+if TYPE_CHECKING:
+    from trinity_lightning.config.run import TrainConfig
 
 TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
 
 
 @dataclass
 class TasksetConfig(Section, key="taskset"):
-    """What to try: one of the three sources, and which fields of an entry mean what.
+    """What to try: a source of entries, and which fields of an entry mean what.
 
     Attributes:
         name: how the taskset is called in metrics (`eval/<name>/...`) and in the log; in `tasksets` and `eval_tasksets`
             its key there, if left out.
-        source: `addition` (the built-in sums), `reasoning_gym`, or `dataset` (a file, a folder, or a hub name).
+        source: `addition` (the built-in sums), `reasoning_gym`, `dataset` (a file, a folder, or a hub name), or the
+            dotted path of your own. It is given `path`, `split`, `size` and `seed` if it has such parameters.
         path: name of the reasoning-gym dataset; or JSONL, parquet or CSV file, folder or hub name of the dataset.
         split: split of a dataset, or `train` and `heldout` of the sums.
         size: number of reasoning-gym entries.
@@ -38,11 +41,11 @@ class TasksetConfig(Section, key="taskset"):
         prompt_field, answer_field, messages_field: names of an entry's fields, of a field within one by a dot
             (`reward_model.ground_truth`).
         system_prompt: first message of every conversation; null for the chat template's own.
-        args: further arguments of the source.
+        args: further arguments of the source; of `reasoning_gym`, of its dataset.
     """
 
     name: str = MISSING
-    source: str = checked("addition", one_of, names=TASK_SOURCES)
+    source: str = checked("addition", one_of, names=PARTS["task source"], with_paths=True)
     path: str | None = None
     split: str = "train"
     size: int | None = None
@@ -50,7 +53,7 @@ class TasksetConfig(Section, key="taskset"):
     order: str = checked("shuffled", one_of, names=TASK_ORDERS)
     difficulty_field: str | None = None
     weight: float = 1.0
-    held_out_of: str | None = checked(None, one_of, names=TASK_SOURCES, optional=True)
+    held_out_of: str | None = checked(None, one_of, names=PARTS["task source"], with_paths=True, optional=True)
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     messages_field: str = "messages"
@@ -59,7 +62,7 @@ class TasksetConfig(Section, key="taskset"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.source == "reasoning_gym" or self.path is not None or self.size is not None:
+        if self.source in PARTS["task source"]:  # another one says itself what it takes
             check_taskset(self)
 
 
@@ -102,3 +105,9 @@ def check_taskset(taskset: TasksetConfig) -> None:
             key="taskset.split",
             fix="leave it out",
         )
+
+
+def tasksets_of(run: "TrainConfig") -> dict[str, TasksetConfig]:
+    """The tasksets that a run trains and evaluates on, by their dotted keys."""
+    trained = {f"tasksets.{name}": taskset for name, taskset in run.tasksets.items()} or {"taskset": run.taskset}
+    return trained | {f"eval_tasksets.{name}": taskset for name, taskset in run.eval_tasksets.items()}

@@ -1,84 +1,55 @@
-"""What to try: entries of a dataset as raw tasks, in a fixed order, with a cursor that a checkpoint can hold."""
+"""Tasksets: the entries of a source as raw tasks, in a fixed order, with a cursor that a checkpoint can hold."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import logging
 import math
-import random
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from trinity_lightning.common.messages import without_none
 from trinity_lightning.common.rows import MOST_NAMED, check_rows
 from trinity_lightning.config.taskset import TASK_ORDERS, TasksetConfig
-from trinity_lightning.config.values import one_of, unknown_name, whole_number
+from trinity_lightning.config.values import one_of, whole_number
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, PROMPT
+from trinity_lightning.explorer.tasks.files import SUFFIXES
+from trinity_lightning.explorer.tasks.formatter import Formatter
+from trinity_lightning.explorer.tasks.sources import (
+    Entries,
+    EntryStream,
+    addition,
+    check_source,
+    entries_of,
+    place_of,
+)
 
 logger = logging.getLogger(__name__)
 
+MOST_CHECKED = 64  # of generated entries that are made again when a run is resumed
+
 Format = Callable[[Mapping[str, Any]], dict[str, Any]]  # from an entry to a raw task
-
-# -- entries -----------------------------------------------------------------------------------------------------------
-
-
-MOST_GENERATED = 64  # of generated entries that are made again when a run is resumed
-# Of the split between train and held-out sums, and of nothing else: no other seed may move a sum across it.
-_SPLIT_SEED = 0
-
-
-class Entries(Protocol):
-    """Entries by position: a list of dicts, a Hugging Face dataset, or a generator of entries by index.
-
-    A generator has an attribute `generated` that is true: only its first entry is looked at before a run begins. One
-    whose entries differ between processes has a method `checksum(index)` of what makes them.
-    """
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
-
-
-def place_of(entries: Any, index: int) -> str:
-    """Where an entry is, for messages: its line if it is of a file with lines, from 1; otherwise its number, from 0."""
-    return entries.place(index) if hasattr(entries, "place") else f"entry {index}"
-
-
-def addition_entries(split: str, low: int, high: int, heldout: int) -> list[dict[str, Any]]:
-    """The sums a + b of all low <= a, b <= high, shuffled once and for all; the first `heldout` are kept apart."""
-    if split not in ("train", "heldout"):
-        raise ConfigError(unknown_name("split", split, ("train", "heldout")))
-    if low > high:
-        raise ConfigError(f"low = {low} is above high = {high}: there is no sum to ask for.")
-    pairs = list(itertools.product(range(low, high + 1), repeat=2))
-    if not 0 <= heldout < len(pairs):
-        raise ConfigError(f"heldout = {heldout}: there are {len(pairs)} sums, hold out 0 to {len(pairs) - 1} of them.")
-    random.Random(_SPLIT_SEED).shuffle(pairs)
-    chosen = pairs[heldout:] if split == "train" else pairs[:heldout]
-    return [{"prompt": f"What is {a} + {b}? Reply with only the number.", "answer": str(a + b)} for a, b in chosen]
-
 
 # -- what the explorer asks for ---------------------------------------------------------------------------------------
 
 
 class TaskSelection(ABC):
-    """What the explorer trains on: raw tasks in some order, with a cursor for checkpoints."""
+    """Raw tasks to train on, in some order, with a cursor for checkpoints."""
 
     name: str
 
     @property
     @abstractmethod
     def tasksets(self) -> Mapping[str, Taskset]:
-        """What it selects from, by name."""
+        """The tasksets that tasks are selected from, by name."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -93,7 +64,11 @@ class TaskSelection(ABC):
 
     @abstractmethod
     def update(self, pass_rates: Mapping[str, Mapping[int, tuple[float, int]]]) -> None:
-        """Take note of what tasks were worth: by taskset and index, the mean reward and the rollouts it is of."""
+        """Take note of how tasks went.
+
+        Args:
+            pass_rates: by taskset and index, the mean reward and the number of rollouts.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -108,28 +83,30 @@ class TaskSelection(ABC):
 
 
 class Order:
-    """Which entries follow each other: `sequential` or `shuffled`. Others are in `selection`.
+    """The order of entries: `sequential` or `shuffled`.
 
     Args:
-        size: how many entries there are.
-        seed: of the permutations, each of which depends on size, seed and epoch alone; None: as the source has them.
+        size: number of entries; None: they do not end, and are not shuffled.
+        seed: of the permutations, each of which depends on size, seed and epoch alone; None: the source's order.
     """
 
-    def __init__(self, size: int, seed: int | None) -> None:
+    def __init__(self, size: int | None, seed: int | None) -> None:
         self._size, self._seed = size, seed
 
     def indices(self, begin: int, end: int) -> list[int]:
         """The entries at these positions, counted since the first epoch began."""
+        if self._size is None:
+            return list(range(begin, end))
         return [self._at(*divmod(position, self._size)) for position in range(begin, end)]
 
     def _at(self, epoch: int, offset: int) -> int:
         return offset if self._seed is None else int(_permutation(self._size, self._seed, epoch)[offset])
 
     def update(self, pass_rates: Mapping[int, tuple[float, int]]) -> None:
-        """Take note of mean rewards, and of how many rollouts, by entry; only `by_difficulty` makes use of it."""
+        """Take note of the mean reward and the number of rollouts of entries; only `by_difficulty` uses it."""
 
     def state_dict(self) -> Any:
-        """What is known besides the position."""
+        """The state besides the position."""
 
     def load_state_dict(self, state: Any) -> None:
         """Restore what `state_dict` returned."""
@@ -141,14 +118,98 @@ def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
+class Ranking(Order):
+    """`easy_to_hard`: the entries by the number in a field, lowest first.
+
+    Raises:
+        ConfigError: no field is given, or an entry has no number there.
+    """
+
+    def __init__(self, entries: Entries, name: str, field: str | None, key: str) -> None:
+        super().__init__(len(entries), None)
+        if field is None:
+            raise ConfigError(
+                f"taskset '{name}': order 'easy_to_hard' needs difficulty_field, a field with a number.",
+                key=f"{key}.difficulty_field",
+            )
+        difficulties: list[float] = []
+        for index in range(len(entries)):
+            value = entries[index].get(field)
+            if not isinstance(value, Real) or not math.isfinite(value):
+                where = place_of(entries, index)
+                raise ConfigError(
+                    f"taskset '{name}', {where}: '{field}' is {value!r}, expected a finite number.",
+                    key=f"{key}.difficulty_field",
+                )
+            difficulties.append(float(value))
+        self._ranking = sorted(range(len(difficulties)), key=lambda index: difficulties[index])
+
+    def _at(self, epoch: int, offset: int) -> int:
+        return self._ranking[offset]
+
+
+# At this pass rate the rewards of a group vary most: p (1 - p) is largest.
+TARGET_PASS_RATE = 0.5
+
+# Rollouts from k updates of a task ago count 0.8^k: the policy has changed since.
+MEMORY = 0.8
+
+
+class DifficultySelector(Order):
+    """`by_difficulty`: picks the tasks whose pass rate is likely to be nearest to one half.
+
+    Each task's pass rate has a Beta distribution, uniform at first, that its rollouts change. Each pick draws a rate
+    for every task (Thompson sampling: Thompson, Biometrika 25, 1933) and takes the tasks nearest to one half, so that
+    tasks which were not tried yet get their turn.
+
+    Args:
+        size: number of tasks.
+        seed: of the draws. A pick depends on it and on the number of tasks picked before.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        super().__init__(size, None)
+        self._draws = seed
+        self._passes = np.zeros(size)
+        self._fails = np.zeros(size)
+
+    def indices(self, begin: int, end: int) -> list[int]:
+        """`end - begin` tasks, each once if there are enough; `begin` seeds the draws, so that picks differ."""
+        rates = np.random.default_rng([self._draws, begin]).beta(1 + self._passes, 1 + self._fails)
+        nearest = np.argsort(np.abs(rates - TARGET_PASS_RATE), kind="stable").tolist()
+        return [nearest[i % len(nearest)] for i in range(end - begin)]
+
+    def update(self, pass_rates: Mapping[int, tuple[float, int]]) -> None:
+        """Take note of tried tasks: by entry the mean reward, clipped to [0, 1], and the number of rollouts."""
+        for index, (mean, count) in sorted(pass_rates.items()):
+            rate = min(max(mean, 0.0), 1.0)
+            self._passes[index] = MEMORY * self._passes[index] + rate * count
+            self._fails[index] = MEMORY * self._fails[index] + (1 - rate) * count
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts of the tasks that were tried, as plain lists."""
+        tried = np.flatnonzero(self._passes + self._fails).tolist()
+        return {"tried": tried, "passes": self._passes[tried].tolist(), "fails": self._fails[tried].tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._passes[:], self._fails[:] = 0.0, 0.0
+        self._passes[state["tried"]], self._fails[state["tried"]] = state["passes"], state["fails"]
+
+
+def _order_of(name: str, order: str, entries: Any, size: int | None, seed: int, field: str | None, key: str) -> Order:
+    """The order of a taskset that is called `order` in the configuration."""
+    if order == "easy_to_hard":
+        return Ranking(entries, name, field, key)
+    if order == "by_difficulty":
+        return DifficultySelector(len(entries), seed)
+    return Order(size, seed if order == "shuffled" else None)
+
+
 # -- one taskset ------------------------------------------------------------------------------------------------------
 
 
-SOURCE_ARGS = {"addition": ("low", "high", "heldout"), "dataset": ("subset",)}
-
-
 class Taskset(TaskSelection):
-    """A source of raw tasks.
+    """The entries of a source as raw tasks.
 
     A raw task is the entry's fields with `prompt` or `messages`, `answer` if there is one (see `Formatter`), and
     `task_index` {"taskset_id": name of the taskset, "index": position in the source}.
@@ -156,24 +217,25 @@ class Taskset(TaskSelection):
     `taskset[i]` is the raw task of entry i, whatever the order; `next_batch` follows the order and moves the cursor.
 
     Args:
-        entries: a sequence of dicts.
-        name: how the taskset is called in metrics and in `task_index`.
-        formatter: which fields are prompt, answer and messages.
+        entries: by their index, such as a list of dicts; or a stream, which has no length and one order, `sequential`.
+        name: of the taskset in metrics and in `task_index`.
+        formatter: makes a raw task of an entry; None: a `Formatter` of the usual fields.
         order: `sequential`; `shuffled`: a permutation of each epoch that depends on size, seed and epoch alone;
             `easy_to_hard`: by the number in `difficulty_field`, lowest first; or `by_difficulty`: those that are
             solved half of the time, as `update` was given it (see `DifficultySelector`).
         seed: of the order.
-        epochs: how often the entries are handed out; None for without end.
+        epochs: how often the entries are handed out; None: again and again.
         difficulty_field: an entry's field with a number, for `easy_to_hard`.
+        key: the dotted key that the taskset stands under, for messages.
 
     Raises:
-        ConfigError: no entries, an unknown order, a difficulty that is no number, or entries that the formatter
-            refuses.
+        ConfigError: no entries, an unknown order or one that a stream cannot have, a difficulty that is no number, or
+            entries that the formatter refuses.
     """
 
     def __init__(
         self,
-        entries: Entries,
+        entries: Entries | EntryStream,
         *,
         name: str = "taskset",
         formatter: Format | None = None,
@@ -181,29 +243,34 @@ class Taskset(TaskSelection):
         seed: int = 0,
         epochs: int | None = None,
         difficulty_field: str | None = None,
+        key: str = "taskset",
     ) -> None:
         one_of("order of a taskset", order, TASK_ORDERS)
         whole_number(f"epochs of taskset '{name}'", epochs, least=1, optional=True)
-        if len(entries) == 0:
-            raise ConfigError(f"taskset '{name}' has no entries.", key="taskset")
+        self._stream = entries if isinstance(entries, EntryStream) else None
+        self._size = None if isinstance(entries, EntryStream) else len(entries)
+        if not (self._stream.reaches(0) if self._stream else self._size):
+            raise ConfigError(f"taskset '{name}' has no entries.", key=key)
+        if self._stream and (order != "sequential" or epochs is not None):
+            needed = f"order={order} needs" if order != "sequential" else "an evaluation needs"
+            fix = f"set {key}.order=sequential, or " * (order != "sequential") + "give the source a method __len__"
+            raise ConfigError(
+                f"{needed} a source with a length, and that of taskset '{name}' has none",
+                key=f"{key}.order" if order != "sequential" else f"{key}.source",
+                fix=fix,
+            )
         whole_number(f"seed of taskset '{name}'", seed, least=0)
         self.name = name
+        self._key = key
         self.order = order
         self.seed = seed
         self.epochs = epochs
         self._entries = entries
-        if formatter is None:
-            from trinity_lightning.explorer.tasks.sources import Formatter
-
-            formatter = Formatter()
-        self._formatter = formatter
+        self._formatter = formatter or Formatter()
         self._position = 0  # raw tasks handed out since the first epoch began
         self._seen: dict[int, int] = {}  # checksum of each entry that was handed out, by its index
-        self.check_entries(lambda _: None)  # what is wrong shows now, not in the middle of a run
-        if order in ("sequential", "shuffled"):
-            self._order = Order(len(entries), seed if order == "shuffled" else None)
-        else:
-            self._order = order_by_difficulty(order, entries, name, seed, difficulty_field)
+        self.check_entries(lambda _: None)  # a bad entry is refused now, not in the middle of a run
+        self._order = _order_of(name, order, entries, self._size, seed, difficulty_field, key)
 
     @classmethod
     def addition(
@@ -225,57 +292,59 @@ class Taskset(TaskSelection):
         Raises:
             ConfigError: an unknown split, low > high, or no sum left in the split.
         """
-        return cls(addition_entries(split, low, high, heldout), name=name, seed=seed, **{"formatter": dict, **options})
+        return cls(addition(split, low, high, heldout), name=name, seed=seed, **options)
 
     @classmethod
-    def from_config(cls, config: TasksetConfig, epochs: int | None = None, answered: bool = False) -> Taskset:
+    def from_config(
+        cls, config: TasksetConfig, epochs: int | None = None, answered: bool = False, key: str = "taskset"
+    ) -> Taskset:
         """The taskset that a configuration describes.
 
         Args:
             config: of the taskset.
-            epochs: how often the entries are handed out; None for without end.
-            answered: whether its conversations may end with the assistant's answer; see `Formatter`.
+            epochs: how often the entries are handed out; None: again and again.
+            answered: True if conversations may end with the assistant's answer; see `Formatter`.
+            key: the dotted key that the configuration stands under, for messages.
 
         Raises:
-            ConfigError: an unknown source or argument, a path or size that is missing, or as the source says.
+            ConfigError: as `entries_of` and `Taskset`.
         """
-        known = SOURCE_ARGS.get(config.source, config.args)
-        for key in config.args:
-            if key not in known:
-                raise ConfigError(unknown_name(f"argument of source '{config.source}'", key, known))
-        settings: dict[str, Any] = {"order": config.order, "seed": config.seed, "epochs": epochs}
-        fields = (config.prompt_field, config.answer_field, config.messages_field, config.system_prompt)
-        if config.source != "addition" or fields != (PROMPT, ANSWER, MESSAGES, None):
-            from trinity_lightning.explorer.tasks.sources import Formatter
-
-            settings["formatter"] = Formatter(*fields, answered)
-        if config.source == "addition":
-            return cls.addition(config.split, name=config.name, **settings, **config.args)
-        from trinity_lightning.explorer.tasks.sources import taskset_of
-
-        return taskset_of(config, settings)
+        return cls(
+            entries_of(config, key),
+            name=config.name,
+            formatter=Formatter(
+                config.prompt_field, config.answer_field, config.messages_field, config.system_prompt, answered
+            ),
+            order=config.order,
+            seed=config.seed,
+            epochs=epochs,
+            difficulty_field=config.difficulty_field,
+            key=key,
+        )
 
     @property
     def tasksets(self) -> Mapping[str, Taskset]:
         return {self.name: self}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        if self._size is None:
+            raise ConfigError(f"the source of taskset '{self.name}' has no length.", key=self._key)
+        return self._size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The raw task of entry `index`; a new dict each time, whose values are the entry's own."""
-        index = range(len(self))[index]
+        index = index if self._size is None else range(self._size)[index]
         try:
             return self._raw_task(index)
         except ConfigError as error:
-            raise ConfigError(f"taskset '{self.name}', {self.place(index)}: {error}", key="taskset") from error
+            raise ConfigError(f"taskset '{self.name}', {self.place(index)}: {error}", key=self._key) from error
 
     def _raw_task(self, index: int) -> dict[str, Any]:
         task = self._formatter(self._entries[index])
         return task | {"task_index": {"taskset_id": self.name, "index": index}}
 
     def check_entries(self, check: Callable[[dict[str, Any]], object]) -> None:
-        """Look at the raw task of every entry, or of the first one if entries are generated.
+        """Check the raw task of every entry, or of the first one if entries are generated.
 
         Args:
             check: raises a ConfigError for a raw task that cannot be used.
@@ -287,9 +356,9 @@ class Taskset(TaskSelection):
         check_rows(f"taskset '{self.name}'", count, lambda index: check(self._raw_task(index)), self.place)
 
     def _checksum(self, index: int) -> int:
-        """Checksum of an entry: its own, if it has one, or of its values that are not null, those of columns as text.
+        """Checksum of an entry: the source's, if it has a method for it, else that of the values which are not null.
 
-        A column that only other entries have, or whose type in CSV another entry decides, changes nothing.
+        Numbers count as text: the other entries decide whether a column of CSV is one of numbers.
         """
         if (checksum := getattr(self._entries, "checksum", None)) is not None:
             return checksum(index)
@@ -298,10 +367,10 @@ class Taskset(TaskSelection):
         return zlib.crc32(json.dumps(values, default=lambda value: type(value).__name__, skipkeys=True).encode())
 
     def _check_seen(self, seen: Mapping[int, int]) -> None:
-        """Compare entries with those that a saved run was handed; of generated ones a few, evenly spread."""
+        """Compare the entries with those that a saved run was handed; if they are generated, a few, evenly spread."""
         indices = sorted(index for index in seen if self._seen.get(index) != seen[index])
         if getattr(self._entries, "generated", False):
-            indices = indices[:: max(len(indices) // MOST_GENERATED, 1)]
+            indices = indices[:: max(len(indices) // MOST_CHECKED, 1)]
         changed = [index for index in indices if self._checksum(index) != seen[index]]
         if changed:
             places = ", ".join(map(self.place, changed[:MOST_NAMED])) + ", ..." * (len(changed) > MOST_NAMED)
@@ -309,7 +378,7 @@ class Taskset(TaskSelection):
                 f"taskset '{self.name}' is not the one that was saved: of the entries that were tried {len(changed)} "
                 f"have changed ({places}), so that its cursor would point at other tasks. Resume with these entries as "
                 "they were (others may change), or start a new run.",
-                key="taskset",
+                key=self._key,
             )
 
     def place(self, index: int) -> str:
@@ -323,16 +392,20 @@ class Taskset(TaskSelection):
     def next_batch(self, n: int) -> list[dict[str, Any]]:
         """The next n raw tasks; a batch runs on into the next epoch.
 
-        Fewer than n, at last none, only when `epochs` are over.
+        Fewer than n, at last none, only when `epochs` are over, or a stream has ended.
         """
         whole_number(f"size of a batch of taskset '{self.name}'", n, least=1)
         end = self._position + n
         if self.epochs is not None:
             end = min(end, self.epochs * len(self))
-        indices = self._order.indices(self._position, end)
-        batch = [self[index] for index in indices]
-        self._seen |= {index: self._checksum(index) for index in indices}
-        self._position = end
+        batch, seen = [], {}
+        for index in self._order.indices(self._position, end):
+            if self._stream and not self._stream.reaches(index):
+                break
+            batch.append(self[index])
+            seen[index] = self._checksum(index)
+        self._seen |= seen
+        self._position += len(batch)
         return batch
 
     def forget(self, index: int) -> None:
@@ -343,16 +416,17 @@ class Taskset(TaskSelection):
         self._order.update(pass_rates.get(self.name, {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and what it is a cursor of: of the entries themselves those that were handed out."""
-        return {
+        """The cursor, the settings that it belongs to, and checksums of the entries that were handed out."""
+        state = {
             "name": self.name,
-            "size": len(self),
+            "size": self._size,
             "seed": self.seed,
             "order": self.order,
             "position": self._position,
             "seen": [list(self._seen), list(self._seen.values())],
             "difficulty": self._order.state_dict(),
         }
+        return state | {"stream": self._stream.state_dict(self._position)} if self._stream else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the saved taskset stood. Entries that were not handed out, or gave nothing, may have changed.
@@ -360,10 +434,13 @@ class Taskset(TaskSelection):
         Raises:
             ConfigError: the state is that of another taskset; the message says what differs.
         """
-
-        check_state(self.name, state, self.state_dict())
+        check_state(self.name, state, self.state_dict(), self._key)
+        if self._stream:
+            self._stream.load_state_dict(state["stream"], state["position"])
         if "seen" in state:
-            self._check_seen(seen := dict(zip(*state["seen"], strict=True)))
+            seen = dict(zip(*state["seen"], strict=True))
+            if not (self._stream and self._stream.has_state):
+                self._check_seen(seen)
             self._seen = seen
         elif state["position"]:
             logger.warning(
@@ -375,92 +452,45 @@ class Taskset(TaskSelection):
         self._order.load_state_dict(state["difficulty"])
 
 
-class Ranking(Order):
-    """`easy_to_hard`: the entries by the number in a field, lowest first; ConfigError: an entry has none."""
-
-    def __init__(self, entries: Entries, name: str, field: str | None) -> None:
-        super().__init__(len(entries), None)
-        if field is None:
-            raise ConfigError(
-                f"taskset '{name}': order 'easy_to_hard' needs difficulty_field, a field with a number.", key="taskset"
-            )
-        difficulties: list[float] = []
-        for index in range(len(entries)):
-            value = entries[index].get(field)
-            if not isinstance(value, Real) or not math.isfinite(value):
-                where = place_of(entries, index)
-                raise ConfigError(
-                    f"taskset '{name}', {where}: '{field}' is {value!r}, expected a finite number.", key="taskset"
-                )
-            difficulties.append(float(value))
-        self._ranking = sorted(range(len(difficulties)), key=lambda index: difficulties[index])
-
-    def _at(self, epoch: int, offset: int) -> int:
-        return self._ranking[offset]
+# The name of a taskset whose source and path alone were set, on top of the default choice taskset=addition.
+NAME_OF_EARLIER_VERSIONS = "addition"
 
 
-# The reward of a group of n Bernoulli rollouts varies most at this pass rate, p (1 - p) being largest.
-TARGET_PASS_RATE = 0.5
-
-# What was seen k updates of a task ago counts 0.8^k: the policy has changed since.
-MEMORY = 0.8
+_COMPARED = ("name", "size", "seed", "order")  # of a taskset's state
 
 
-class DifficultySelector(Order):
-    """`by_difficulty`: picks the tasks whose pass rate is likely to be nearest to one half.
+def check_state(name: str, state: Mapping[str, Any], own: Mapping[str, Any], key: str = "taskset") -> None:
+    """Refuse a saved state of another taskset than the one whose `own` state is given; `key` is for messages.
 
-    Every task's pass rate has a Beta distribution, uniform at first, of its rollouts so far; each pick draws a rate for
-    every task (Thompson sampling: Thompson, Biometrika 25, 1933) and takes the nearest ones, so that tasks which were
-    not tried yet get their turn.
-
-    Args:
-        size: number of tasks.
-        seed: of the draws; with the number of tasks picked before it decides a pick.
+    Raises:
+        ConfigError: the message says what differs.
     """
-
-    def __init__(self, size: int, seed: int) -> None:
-        super().__init__(size, None)
-        self._draws = seed
-        self._passes = np.zeros(size)
-        self._fails = np.zeros(size)
-
-    def indices(self, begin: int, end: int) -> list[int]:
-        """`end - begin` tasks, each once if there are enough; `begin` seeds the draws, so each pick has its own."""
-        rates = np.random.default_rng([self._draws, begin]).beta(1 + self._passes, 1 + self._fails)
-        nearest = np.argsort(np.abs(rates - TARGET_PASS_RATE), kind="stable").tolist()
-        return [nearest[i % len(nearest)] for i in range(end - begin)]
-
-    def update(self, pass_rates: Mapping[int, tuple[float, int]]) -> None:
-        """Take note of tried tasks: by entry the mean reward, clipped to [0, 1], and how many rollouts it is of."""
-        for index, (mean, count) in sorted(pass_rates.items()):
-            rate = min(max(mean, 0.0), 1.0)
-            self._passes[index] = MEMORY * self._passes[index] + rate * count
-            self._fails[index] = MEMORY * self._fails[index] + (1 - rate) * count
-
-    def state_dict(self) -> dict[str, Any]:
-        """What is known of the tasks that were tried, as plain lists."""
-        tried = np.flatnonzero(self._passes + self._fails).tolist()
-        return {"tried": tried, "passes": self._passes[tried].tolist(), "fails": self._fails[tried].tolist()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._passes[:], self._fails[:] = 0.0, 0.0
-        self._passes[state["tried"]], self._fails[state["tried"]] = state["passes"], state["fails"]
+    if state.get("name") == NAME_OF_EARLIER_VERSIONS:
+        state = {**state, "name": own["name"]}
+    expected = own.keys() - {"seen"}  # which earlier versions lack: they had a checksum of everything, `content`
+    if state.keys() - {"seen", "content"} != expected:
+        raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(own)}.")
+    different = [f"{key} {state[key]!r} -> {own[key]!r}" for key in _COMPARED if state[key] != own[key]]
+    if different:
+        raise ConfigError(
+            f"taskset '{name}' is not the one that was saved ({', '.join(different)}): its cursor would point "
+            "at other tasks. Resume with the saved taskset, or start a new run.",
+            key=key,
+        )
 
 
-def order_by_difficulty(order: str, entries: Entries, name: str, seed: int, field: str | None) -> Order:
-    """The order of that name, `easy_to_hard` or `by_difficulty`, of a taskset's entries."""
-    return Ranking(entries, name, field) if order == "easy_to_hard" else DifficultySelector(len(entries), seed)
+# -- several tasksets --------------------------------------------------------------------------------------------------
 
 
 class TasksetMixture(TaskSelection):
-    """Hands out the tasks of several tasksets, each in its share: weight / sum of weights of all tasks so far.
+    """Hands out the tasks of several tasksets. The share of each is its weight by the sum of weights.
 
     A taskset that is exhausted leaves its share to the others.
 
     Args:
         tasksets: with different names.
         weights: above 0, one a taskset.
-        name: how the mixture is called.
+        name: of the mixture, for messages.
 
     Raises:
         ConfigError: no taskset, two of one name, or a weight that is not above 0.
@@ -525,38 +555,30 @@ class TasksetMixture(TaskSelection):
             raise ConfigError(
                 f"taskset '{self.name}' mixes {self._weights}, the saved one {state.get('weights')}: its cursor would "
                 "point at other tasks. Resume with the saved tasksets, or start a new run.",
-                key="taskset",
+                key="tasksets",
             )
         for name, cursor in state["tasksets"].items():
             self._tasksets[name].load_state_dict(cursor)
         self._taken = dict(state["taken"])
 
 
-def mixture_of(configs: Iterable[TasksetConfig]) -> TasksetMixture:
-    """The mixture that configurations describe; errors as of `Taskset.from_config` and `TasksetMixture`."""
-    mixed = list(configs)
-    return TasksetMixture([Taskset.from_config(each) for each in mixed], [each.weight for each in mixed])
+def mixture_of(configs: Mapping[str, TasksetConfig]) -> TasksetMixture:
+    """The mixture of the tasksets that stand under these keys; errors as `Taskset.from_config` and `TasksetMixture`."""
+    tasksets = [Taskset.from_config(config, key=f"tasksets.{name}") for name, config in configs.items()]
+    return TasksetMixture(tasksets, [config.weight for config in configs.values()])
 
 
-# What a taskset was called if only its source and path were set, on top of the default choice taskset=addition.
-NAME_OF_EARLIER_VERSIONS = "addition"
+def check_tasksets(configs: Mapping[str, TasksetConfig]) -> None:
+    """Refuse tasksets before anything heavy is imported: their sources, the arguments of these, and files of rows.
 
+    Args:
+        configs: by their dotted keys, such as `eval_tasksets.sums`.
 
-def check_state(name: str, state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """ConfigError if a saved state is not of this taskset, whose `own` state is given; it says what differs."""
-    if state.get("name") == NAME_OF_EARLIER_VERSIONS:
-        state = {**state, "name": own["name"]}
-    expected = own.keys() - {"seen"}  # which earlier versions lack: they had a checksum of everything, `content`
-    if state.keys() - {"seen", "content"} != expected:
-        raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(own)}.")
-    different = [
-        f"{key} {state[key]!r} -> {own[key]!r}"
-        for key in own
-        if key not in ("position", "difficulty", "seen") and state[key] != own[key]
-    ]
-    if different:
-        raise ConfigError(
-            f"taskset '{name}' is not the one that was saved ({', '.join(different)}): its cursor would point "
-            "at other tasks. Resume with the saved taskset, or start a new run.",
-            key="taskset",
-        )
+    Raises:
+        ConfigError: as `check_source`, and as `Taskset.from_config` for a file of rows.
+    """
+    for key, config in configs.items():
+        check_source(config, key)
+        file = Path(config.path or "").expanduser()
+        if config.source == "dataset" and file.suffix in SUFFIXES and file.is_file():
+            Taskset.from_config(config, key=key)

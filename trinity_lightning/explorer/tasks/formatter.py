@@ -1,0 +1,137 @@
+"""Which fields of an entry are the prompt, the answer and the conversation of a task."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_lightning.common.messages import (
+    check_asks,
+    check_media,
+    read_messages,
+    read_template_variables,
+    read_tools,
+)
+from trinity_lightning.config.values import nearest, unknown_name
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, PROMPT
+
+CONVERSATIONS = "conversations"  # what some datasets call messages
+
+
+@dataclass(frozen=True)
+class Formatter:
+    """Turns an entry into a raw task: its other fields as they are, and these three.
+
+    - `prompt`: the text, if the entry has one.
+    - `messages`: the conversation, a list of {"role", "content"}, if the entry has one or a system prompt is set.
+    - `answer`: the reference answer, if there is one.
+
+    A field named here (other than by the default) has to be there; `reward_model.ground_truth` is one within a field.
+    Where neither the prompt's nor the messages' field is named, `prompt` is taken before `messages`, and this before
+    `conversations`. A prompt that is a list, or JSON text of one, is a conversation.
+
+    Attributes:
+        prompt_field, answer_field, messages_field: names of an entry's fields.
+        system_prompt: first message of every conversation, in place of the entry's own; None changes nothing.
+        answered: whether a conversation may end with the assistant, as one of an expert does.
+    """
+
+    prompt_field: str = PROMPT
+    answer_field: str = ANSWER
+    messages_field: str = MESSAGES
+    system_prompt: str | None = None
+    answered: bool = True
+
+    def __call__(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """The raw task of one entry; the entry is left as it is.
+
+        Raises:
+            ConfigError: a field is missing, empty, or neither text nor a conversation; the entry has pictures; or its
+                tools or chat_template_kwargs cannot be read.
+        """
+        if not isinstance(entry, Mapping):
+            raise ConfigError(
+                f"an entry is a mapping of fields, such as {{'prompt': ...}}, and no {type(entry).__name__}."
+            )
+        fields = dict(entry)
+        for default in (PROMPT, ANSWER, MESSAGES):
+            field = getattr(self, f"{default}_field")
+            if field != default and field not in entry:
+                fields[field] = _nested_field(entry, field, f"{default}_field")
+        check_media(entry)
+        read_tools(entry)
+        read_template_variables(entry)
+        task = {key: value for key, value in entry.items() if key not in (PROMPT, ANSWER, MESSAGES)}
+        task |= self._conversation(fields)
+        if fields.get(self.answer_field) is not None:
+            task[ANSWER] = fields[self.answer_field]
+        return task
+
+    def _conversation(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """`prompt` if it is text, `messages` if it is not or a system prompt comes before it."""
+        field = self._conversation_field(entry)
+        conversation = read_messages(field, entry[field])
+        task: dict[str, Any] = {}
+        if isinstance(conversation, str):
+            task[PROMPT] = conversation
+            if self.system_prompt is None:
+                return task
+            conversation = [{"role": "user", "content": conversation}]
+        self._check(field, conversation)
+        if self.system_prompt is not None:
+            rest = conversation[1:] if conversation[0]["role"] == "system" else conversation
+            conversation = [{"role": "system", "content": self.system_prompt}, *rest]
+        return task | {MESSAGES: conversation}
+
+    def _check(self, field: str, conversation: object) -> None:
+        """Refuse what is no conversation, and one that does not end where the policy goes on."""
+        if not isinstance(conversation, list):
+            raise ConfigError(
+                f"field '{field}' holds {type(conversation).__name__}: a prompt is text, or a list of "
+                '{"role": ..., "content": ...} messages.'
+            )
+        if not any(message.get("content", "").strip() for message in conversation):
+            raise ConfigError(f"field '{field}' is empty: every entry needs a prompt or messages.")
+        if not self.answered:
+            check_asks(field, conversation)
+
+    def _conversation_field(self, entry: Mapping[str, Any]) -> str:
+        defaults = ((self.prompt_field, PROMPT), (self.messages_field, MESSAGES))
+        candidates = [field for field, default in defaults if field != default] or [PROMPT, MESSAGES, CONVERSATIONS]
+        present = [field for field in candidates if field in entry]
+        if not present:
+            fields, match = ", ".join(sorted(map(str, entry))), nearest(candidates[0], map(str, entry))
+            raise ConfigError(
+                f"there is no field '{candidates[0]}' among {fields or 'none'}",
+                fix=(
+                    f"name the field of the question, prompt_field={match or 'NAME'}, or of a conversation, "
+                    "messages_field=NAME"
+                ),
+            )
+        for name in present:
+            value = entry[name]
+            if value.strip() if isinstance(value, str) else value:
+                return name
+        others = ", ".join(str(field) for field, value in entry.items() if value and field not in candidates)
+        lacks = "missing" if entry[present[0]] is None else "empty"
+        raise ConfigError(
+            f"field '{present[0]}' is {lacks}: every entry needs a prompt or messages, in the same field "
+            f"(prompt_field=NAME). Other fields of this one: {others or 'none'}."
+        )
+
+
+def _nested_field(entry: Mapping[str, Any], name: str, key: str) -> Any:
+    """The value of a field within a field, as in `reward_model.ground_truth`; a ConfigError for `key` without one."""
+    value: Any = entry
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            within = [f"{outer}.{inner}" for outer, its in entry.items() if isinstance(its, Mapping) for inner in its]
+            same = next((field for field in within if field.endswith(f".{name}")), None)
+            hint = (
+                f"there is no field '{name}'. Did you mean '{same}'?"
+                if same
+                else unknown_name("field", name, [*entry, *within])
+            )
+            raise ConfigError(f"{hint} Correct {key}.")
+        value = value[part]
+    return value
