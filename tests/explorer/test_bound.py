@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import inspect
-import threading
 from typing import Any
 
 import pytest
@@ -116,23 +115,3 @@ def test_the_blocking_model_waits_for_the_loop() -> None:
             blocking.generate([1])
 
     asyncio.run(main())
-
-
-def test_a_thread_that_nobody_waits_for_any_more_ends_by_itself() -> None:
-    release, ended = threading.Event(), threading.Event()
-
-    def work() -> None:
-        release.wait(20)
-        ended.set()
-
-    async def main() -> None:
-        waiting = asyncio.create_task(run_in_thread(work))
-        await asyncio.sleep(0.01)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    asyncio.run(main())
-    assert not ended.is_set()
-    release.set()  # its result finds the loop closed
-    assert ended.wait(20)

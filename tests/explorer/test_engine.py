@@ -1,4 +1,4 @@
-"""The text of a response: what is judged is what was written."""
+"""The text of a response: rewards judge what was written."""
 
 import json
 from dataclasses import replace
@@ -77,11 +77,11 @@ def test_the_end_token_is_not_in_the_text_and_a_stop_token_that_was_asked_for_is
 
 
 def test_markers_of_ones_own_are_found_in_prompt_and_response() -> None:
-    own = (Markers("[T]", "[/T]"),)
+    markers = (Markers("[T]", "[/T]"),)
     text = "[T]Perhaps \\boxed{9}?[/T]It is 8."
-    assert math_boxed_or_last(written_text(TOKENIZER, completion(text), {}, own), TASK) == 1.0
+    assert math_boxed_or_last(written_text(TOKENIZER, completion(text), {}, markers), TASK) == 1.0
     assert math_boxed_or_last(written_text(TOKENIZER, completion(text), {}), TASK) == 0.0
-    assert answer_part(written_text(TOKENIZER, completion("8", prompt="Sum? [T]\n"), {}, own)) is None
+    assert answer_part(written_text(TOKENIZER, completion("8", prompt="Sum? [T]\n"), {}, markers)) is None
 
 
 def test_a_response_can_be_written_as_json() -> None:

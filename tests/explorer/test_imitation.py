@@ -1,4 +1,4 @@
-"""Conversations to imitate: what is trained follows the prompt of rollouts, has the text that was given, and ends."""
+"""Conversations to imitate: a trained turn follows the prompt of rollouts, has the text of its entry, and ends."""
 
 from typing import Any
 

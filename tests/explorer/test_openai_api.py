@@ -134,7 +134,7 @@ def test_how_tokens_become_text_can_be_asked_for() -> None:
 
 @pytest.mark.parametrize("of_policy", [{"mood": "calm", "enable_thinking": True}, None])
 def test_variables_of_a_call_reach_the_chat_template_of_the_model_that_is_asked(of_policy: Any) -> None:
-    """Also those of an auxiliary model, which is given none of the policy's."""
+    """An auxiliary model, too, is given the call's variables, but none of the policy's."""
     rendered: list[Any] = []
 
     class Model(FakeModel):

@@ -59,7 +59,7 @@ def apart() -> Apart:
 
 
 def follow(port: int) -> None:
-    """What a rank does that waits for rank 0."""
+    """Do as a rank that waits for rank 0."""
     ranks = met(1, port)
     follower: Any = EngineFollower(lambda _: apart())
     follower.listen(apart(), ranks, tiny_model(), CPU)
@@ -178,18 +178,18 @@ def test_an_engine_that_could_not_be_loaded_is_loaded_again(
     ask(engine, driver)
 
 
-@pytest.mark.parametrize("what", ["load", "sleep", "wake_up"])
+@pytest.mark.parametrize("method", ["load", "sleep", "wake_up"])
 def test_a_rank_whose_main_thread_hangs_is_not_waited_for(
-    engine: RankEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch, what: str
+    engine: RankEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     async def hang(self: Apart) -> None:
         await asyncio.sleep(3600)
 
-    monkeypatch.setattr(Apart, what, hang)
+    monkeypatch.setattr(Apart, method, hang)
     monkeypatch.setattr(engine, "limit", 0.1)
-    monkeypatch.setattr(engine, "_loaded", what != "load")
+    monkeypatch.setattr(engine, "_loaded", method != "load")
     with pytest.raises(RankError):
-        driver.run(getattr(engine, what)())
+        driver.run(getattr(engine, method)())
 
 
 def test_a_folder_that_is_too_long_for_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,12 +39,12 @@ def driven(needs_vllm: Any) -> Iterator[tuple[VLLMAdapterEngine, Driver, Any]]:
 
 
 def synchronizer(driven: tuple[VLLMAdapterEngine, Driver, Any], ignored: str = "") -> Synchronizer:
-    """One that sends zeros for the factor of that name."""
+    """A synchronizer that sends zeros for the factor named `ignored`."""
     engine, driver, model = driven
     probe = engine.tokenizer.encode(PROBE_TEXT)
 
     def send() -> None:
-        stream = WeightStream.of((name, each * (name != ignored)) for name, each in model.adapter.alone())
+        stream = WeightStream.of((name, factor * (name != ignored)) for name, factor in model.adapter.alone())
         driver.run(engine.sync_weights(stream, 1))
 
     return Synchronizer(
@@ -61,8 +61,9 @@ def synchronizer(driven: tuple[VLLMAdapterEngine, Driver, Any], ignored: str = "
 @torch.no_grad()
 def move(model: Any) -> None:
     """Change all adapters."""
-    for parameter in (each for each in model.parameters() if each.requires_grad):
-        parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
 def test_the_drill_catches_a_factor_that_does_not_arrive(driven: tuple[VLLMAdapterEngine, Driver, Any]) -> None:

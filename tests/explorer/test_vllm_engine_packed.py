@@ -51,8 +51,9 @@ def packed_vocabularies(engine: VLLMEngine) -> list[str]:
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     assert engine._packed is not None
-    layers: list[Any] = [each for each in engine._packed._model.modules() if isinstance(each, VocabParallelEmbedding)]
-    return [type(each).__name__ for each in layers if each.cpu_linear is not torch.nn.functional.linear]
+    modules = engine._packed._model.modules()
+    layers: list[Any] = [module for module in modules if isinstance(module, VocabParallelEmbedding)]
+    return [type(layer).__name__ for layer in layers if layer.cpu_linear is not torch.nn.functional.linear]
 
 
 @pytest.fixture(scope="module", params=[qwen2, gpt2], ids=["qwen2", "gpt2"])

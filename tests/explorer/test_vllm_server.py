@@ -66,7 +66,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(needs_vllm: Any, driver: Driver, log: Path, run_train: Commands) -> Iterator[VLLMServerEngine]:
-    """Of the tiny model, in a folder with sampling settings of its own; servers after the first one are forked."""
+    """An engine of the tiny model, in a folder with its own sampling settings; servers after the first are forked."""
     model = log.parent / "model"
     shutil.copytree(resolve_model("tiny"), model)
     settings = {"do_sample": True, "top_k": 1, "temperature": 0.1, "repetition_penalty": 1.5}
@@ -109,7 +109,7 @@ def test_cancelling_a_call_aborts_its_request(engine: VLLMServerEngine, driver: 
 
 def test_a_copy_in_another_process_uses_the_same_server(engine: VLLMServerEngine, driver: Driver) -> None:
     copy = pickle.loads(pickle.dumps(engine))  # noqa: S301  # written here
-    mine, its = (driver.run(each.generate(PROMPT, seed=3, max_tokens=6)) for each in (engine, copy))
+    mine, its = (driver.run(one.generate(PROMPT, seed=3, max_tokens=6)) for one in (engine, copy))
     assert mine == its
     driver.run(copy.shutdown())
     assert driver.run(engine.generate(PROMPT, seed=3, max_tokens=6)) == mine
@@ -243,8 +243,8 @@ def test_a_server_of_several_gpus_uses_all_of_them(
 
 
 def test_arguments_with_parts_are_json_on_the_command_line() -> None:
-    given = {"middleware": ["a.B", "c.D"], "lora_modules": [{"name": "a", "path": "/b"}], "hf_overrides": {"c": [1]}}
-    flags = _command_line(given | {"enforce_eager": True, "enable_log_requests": False, "seed": None})
+    parts = {"middleware": ["a.B", "c.D"], "lora_modules": [{"name": "a", "path": "/b"}], "hf_overrides": {"c": [1]}}
+    flags = _command_line(parts | {"enforce_eager": True, "enable_log_requests": False, "seed": None})
     assert flags[:5] == ["--middleware", "a.B", "c.D", "--lora-modules", '{"name": "a", "path": "/b"}']
     assert flags[5:] == ["--hf-overrides", '{"c": [1]}', "--enforce-eager", "--no-enable-log-requests"]
 
@@ -382,7 +382,7 @@ def test_a_server_that_closes_idle_connections_is_asked_again(driver: Driver) ->
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     async def ask_twice(url: str) -> None:
         client = ServerClient(url)
@@ -478,10 +478,9 @@ def test_a_teacher_says_what_it_finds_likeliest(engine: VLLMServerEngine, driver
     with torch.no_grad():
         expected = tiny_model()(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1).topk(30)
     for experience, start in ((read, len(PROMPT) - 1), (whole, 0)):
-        said = experience.info["teacher_top_k"]
-        said = {name: each[-len(expected.values[start:]) :] for name, each in said.items()}
-        torch.testing.assert_close(said["logprobs"], expected.values[start:], atol=1e-4, rtol=0)
-        assert (said["ids"] == expected.indices[start:]).float().mean() > 0.9  # but for equal ones
+        top = {name: rows[-len(expected.values[start:]) :] for name, rows in experience.info["teacher_top_k"].items()}
+        torch.testing.assert_close(top["logprobs"], expected.values[start:], atol=1e-4, rtol=0)
+        assert (top["ids"] == expected.indices[start:]).float().mean() > 0.9  # equal ones may come in another order
     assert whole.info["teacher_top_k"]["ids"].shape == (len(tokens), 30)
     assert 0 < metrics["mass/mean"] < 1
 
@@ -506,8 +505,8 @@ def a_step(
     explorer = Explorer(ExplorerConfig(batch_size=8, repeat_times=4, runner_per_model=2), [engine], source)
     experiences: list[Experience] = []
 
-    async def sink(found: list[Experience], step: int, more: Any) -> dict[str, float]:
-        experiences.extend(found)
+    async def sink(new: list[Experience], step: int, more: Any) -> dict[str, float]:
+        experiences.extend(new)
         return {}
 
     class Progress(Watcher):
@@ -554,9 +553,11 @@ def test_a_server_that_is_killed_within_a_step_changes_nothing_of_the_step(
     answer = driver.run(disturbed())
     assert (whole.metrics["rollout/engine_restarts"], explorer.metrics["rollout/engine_restarts"]) == (0, 1)
     assert explorer.metrics["rollout/failed_tasks"] == 0
-    found, wanted = ([(e.eid.task, e.eid.run, e.tokens.tolist()) for e in each] for each in (experiences, expected))
-    assert len(found) == 32
-    assert found == wanted
+    disturbed_tokens, tokens = (
+        [(e.eid.task, e.eid.run, e.tokens.tolist()) for e in step] for step in (experiences, expected)
+    )
+    assert len(tokens) == 32
+    assert disturbed_tokens == tokens
     assert {e.info["model_version"] for e in experiences} == {engine.model_version} == {11}
     assert "the vLLM server died and is started again (1). It was ended by signal 9" in caplog.text
     # Nobody was ever answered with the weights that it began with.

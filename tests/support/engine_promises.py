@@ -1,4 +1,4 @@
-"""What every engine promises. The tests of one subclass `EnginePromises`, and have fixtures `engine` and `driver`.
+"""Promises of every engine. Tests of an engine subclass `EnginePromises`, and have fixtures `engine` and `driver`.
 
 The engine is one of the tiny model in float32, so that its tokens depend on seeds alone.
 """
@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
@@ -29,15 +30,20 @@ HEAD, UP = "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
 
 
 def ask(engine: Engine, driver: Driver, **sampling: Any) -> Completion:
-    """One response to a fixed prompt."""
+    """A response to a fixed prompt."""
     return driver.run(engine.generate(PROMPT, **({"seed": 5, "max_tokens": 12} | sampling)))[0]
 
 
 def plain_logprobs(completion: Completion, temperature: float = 1.0, model: Any = None) -> list[float]:
-    """Those of a response by a plain forward pass, of the tiny model unless another is given."""
+    """Log-probabilities of a response by a plain forward pass of the tiny model, or of another."""
     prompt = list(completion.prompt_token_ids)
     tokens = [*prompt, *completion.token_ids]
-    return logprobs(model or tiny_model(), tokens, temperature)[len(prompt) - 1 :]
+    return logprobs(model or _unchanged(), tokens, temperature)[len(prompt) - 1 :]
+
+
+@cache
+def _unchanged() -> Any:
+    return tiny_model()
 
 
 def as_written(engine: Engine, completion: Completion) -> str:
@@ -157,13 +163,13 @@ class EnginePromises:
     def test_temperature_0_takes_the_likeliest_token(self, engine: Engine, driver: Driver) -> None:
         completion = ask(engine, driver, temperature=0.0, max_tokens=8)
         with torch.no_grad():
-            logits = tiny_model()(torch.tensor([[*PROMPT, *completion.token_ids]])).logits
+            logits = _unchanged()(torch.tensor([[*PROMPT, *completion.token_ids]])).logits
         assert logits[0, len(PROMPT) - 1 : -1].argmax(-1).tolist() == list(completion.token_ids)
 
     def test_scoring_is_a_plain_forward(self, engine: Engine, driver: Driver) -> None:
         tokens = [random.Random(1).randrange(4, 99) for _ in range(100)]
         before = torch.get_rng_state()
-        assert driver.run(engine.logprobs(tokens)) == pytest.approx(logprobs(tiny_model(), tokens), abs=1e-4)
+        assert driver.run(engine.logprobs(tokens)) == pytest.approx(logprobs(_unchanged(), tokens), abs=1e-4)
         assert driver.run(engine.logprobs([5])) == []
         assert torch.equal(torch.get_rng_state(), before)
 

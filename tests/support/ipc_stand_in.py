@@ -50,16 +50,16 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
 
 
 def install_in_trainer(patch: Callable[[Any, str, Any], None] = setattr) -> None:
-    """The same, and in the servers that are started here too."""
+    """Put this in CUDA's place, in this process and in servers that are started here."""
     from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
     from trinity_lightning.sync import servers as weight_servers
     from trinity_lightning.sync.ipc import SharedMemory
 
     install(patch)
-    own = VLLMServerEngine._environment
+    original = VLLMServerEngine._environment
 
     def environment(engine: VLLMServerEngine) -> dict[str, str]:
-        variables = own(engine)
+        variables = original(engine)
         before = (os.environ | variables).get("PYTHONPATH")
         return variables | {"PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), before]))}
 

@@ -23,7 +23,7 @@ _listening: dict[int, socket.socket] = {}  # the trainer's, by the port that a g
 
 
 class Library:
-    """What vLLM's wrapper of NCCL is asked for."""
+    """The functions of vLLM's wrapper of NCCL that are called."""
 
     def ncclGetUniqueId(self) -> Any:  # noqa: N802
         from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
@@ -96,7 +96,7 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
 
 
 def install_in_trainer(patch: Callable[[Any, str, Any], None] = setattr) -> None:
-    """The same, and in the servers that are started here too."""
+    """Put this in NCCL's place, in this process and in servers that are started here."""
     from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
     from trinity_lightning.sync import servers as weight_servers
 

@@ -170,7 +170,7 @@ class Receiver(VLLMServerEngine):
         self, updates: AsyncIterator[dict[str, Any]], version: int, resend: Callable[[], Awaitable[None]]
     ) -> None:
         self.resend = resend
-        link, [announced] = self.link, [each async for each in updates]
+        link, [announced] = self.link, [update async for update in updates]
         assert link is not None
 
         def receive() -> None:
@@ -203,7 +203,7 @@ def test_a_sync_that_is_cut_off_breaks_the_group(driver: Driver) -> None:
     with pytest.raises(TimeoutError):
         driver.run(asyncio.wait_for(explorer.sync_weight(4), 1.0))
     go_on.set()
-    with pytest.raises(WeightSyncError):  # of the sync before
+    with pytest.raises(WeightSyncError):  # the group broke in the sync before
         driver.run(explorer.sync_weight(4))
     wait_for_the_end(receivers)  # none is left waiting for the rest
     explorer.engines.source = lambda: weight_stream(model)
@@ -293,7 +293,7 @@ def test_a_server_that_does_not_join_is_an_error_of_the_sync(
 
 @pytest.mark.parametrize("methods", [["checkpoint"], ["nccl", "checkpoint"], ["ipc"], []])
 def test_servers_that_take_weights_in_different_ways(methods: list[str]) -> None:
-    engines = [VLLMServerEngine("tiny", sync_method=each, **SETTINGS) for each in methods]
+    engines = [VLLMServerEngine("tiny", sync_method=method, **SETTINGS) for method in methods]
     with refuses("synchronizer"):
         WeightGroup(engines, torch.device("cuda"))
 
@@ -355,7 +355,7 @@ def test_vllm_understands_what_its_own_backend_is_told(tmp_path: Path, monkeypat
 def test_a_server_that_dies_is_sent_again_what_it_had_not_what_the_trainer_has(
     servers: list[VLLMServerEngine], driver: Driver
 ) -> None:
-    given, present = tiny_model(1.5), tiny_model(0.5)
+    sent, present = tiny_model(1.5), tiny_model(0.5)
     explorer = Explorer(ExplorerConfig(sync_interval=2), servers, None)
     trained = tiny_model(1.5)
     explorer.engines.source = lambda: weight_stream(trained)
@@ -363,7 +363,7 @@ def test_a_server_that_dies_is_sent_again_what_it_had_not_what_the_trainer_has(
     driver.run(explorer.sync_weight(20))
     trained.load_state_dict(present.state_dict())
     kill(servers[1])
-    assert_hold(driver, servers, given)
+    assert_hold(driver, servers, sent)
     assert [(server.restarts, server.model_version) for server in servers] == [(0, 20), (1, 20)]
     driver.run(explorer.sync_weight(21))
     assert_hold(driver, servers, present)

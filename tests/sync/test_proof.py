@@ -1,4 +1,4 @@
-"""Do the probe and the drill see an engine that does not have the trainer's weights?"""
+"""The probe and the drill see an engine that does not have the trainer's weights."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -320,10 +320,10 @@ def test_vllm_takes_merged_adapters(vllm: tuple[VLLMEngine, Driver, Any], probe:
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 parameter.normal_(std=0.1)
-    before, after = (torch.tensor(logprobs(each, probe)) for each in (plain, model))
+    before, after = (torch.tensor(logprobs(policy, probe)) for policy in (plain, model))
     assert (after - before).abs().mean() > 0.05
-    found = vllm_synchronizer((engine, driver, model), probe).sync()["sync/probe_diff/max"]
-    assert found < (1e-4 if model.dtype == torch.float32 else 1.0)
+    difference = vllm_synchronizer((engine, driver, model), probe).sync()["sync/probe_diff/max"]
+    assert difference < (1e-4 if model.dtype == torch.float32 else 1.0)
 
 
 def packed_head(engine: VLLMEngine) -> Any:

@@ -1,4 +1,4 @@
-"""The weights that are sent are those that `save_pretrained` writes: of models whose experts are fused, too."""
+"""Weights are sent as `save_pretrained` writes them, also for models whose experts are fused."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -129,7 +129,7 @@ def test_weights_that_do_not_fit_are_listed_by_name_with_the_nearest() -> None:
 
 
 def test_an_engine_of_ones_own_may_give_its_shapes_as_lists() -> None:
-    own: Any = {"a": [2, 3]}
-    check_shapes({"a": (2, 3)}, own)
+    shapes: Any = {"a": [2, 3]}
+    check_shapes({"a": (2, 3)}, shapes)
     with pytest.raises(WeightSyncError):
-        check_shapes({"a": (3, 2)}, own)
+        check_shapes({"a": (3, 2)}, shapes)

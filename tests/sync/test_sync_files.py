@@ -1,4 +1,4 @@
-"""Weights as a folder: written once for all engines, kept for those that are slow, and removed."""
+"""Weights as a folder: written once for all engines, kept for slow ones, and removed."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def test_weights_are_written_once_for_all_engines_and_replace_the_last(tmp_path:
     assert all(tensor.dtype == torch.bfloat16 and (tensor == 1).all() for tensor in weights.values())
     newer = [folder.write(stream(value), torch.float32) for value in (2.0, 3.0, 4.0)]
     assert not place.exists()
-    assert [each.exists() for each in newer] == [False, True, True]  # one engine may be slow
+    assert [folder.exists() for folder in newer] == [False, True, True]  # one engine may be slow
     folder.close()
     assert list((tmp_path / "weights").iterdir()) == []
 
@@ -42,7 +42,7 @@ def test_engines_ask_for_weights_at_once_and_runs_share_a_place(tmp_path: Path) 
         for value in range(1, 20):
             sent = stream(float(value))
             asked = [pool.submit(folder.write, sent, torch.float32) for folder in folders for _ in range(4)]
-            places = [each.result() for each in asked]
+            places = [request.result() for request in asked]
             assert len(set(places)) == 2
             assert all((load_file(place / "model.safetensors")["embed.weight"] == value).all() for place in places)
 

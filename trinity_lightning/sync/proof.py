@@ -102,7 +102,7 @@ def perturbed(model: nn.Module) -> AbstractContextManager[Callable[[float], None
 
 @contextmanager
 def perturbed_tensors(parameters: Iterable[Tensor]) -> Iterator[Callable[[float], None]]:
-    """The same context for these parameters; see `perturbed`."""
+    """A context as `perturbed` makes, for these parameters."""
     parameters = [parameter.detach() for parameter in parameters]
     saved = [parameter.to("cpu", copy=True) for parameter in parameters]
 
@@ -205,7 +205,7 @@ def different_logprobs(
 ) -> WeightSyncError:
     """The error for log-probabilities that differ by more than rounding.
 
-    `mean` and `worst` are the mean difference and that of the worst token, each with the allowed one.
+    `mean` is the mean difference, and `worst` the worst token's, each together with the allowed one.
     """
     return WeightSyncError(
         f"{check}: the engine's log-probabilities are not the trainer's. Mean |difference| {mean[0]:.3g} (allowed "

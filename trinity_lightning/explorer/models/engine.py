@@ -63,7 +63,7 @@ class Engine(ABC):
     returns constants, or keeps its first weights, stops the run. With `shares_weights` there is a probe and no drill.
     """
 
-    # What else it can do; see `Capabilities`.
+    # Abilities beyond generating; see `Capabilities`.
     capabilities = Capabilities()
     # True if it rounds the weights that it is sent further than to its dtype (engine.args.quantization).
     quantized = False
@@ -82,8 +82,8 @@ class Engine(ABC):
             config: the run's configuration.
             folder: the run's folder.
         """
-        given, args = engine_arguments(cls, config.model.name, config.engine)
-        engine = made_at_start(f"engine '{config.engine.name}'", cls, args, ENGINE_ARGS, given)
+        model_and_config, args = engine_arguments(cls, config.model.name, config.engine)
+        engine = made_at_start(f"engine '{config.engine.name}'", cls, args, ENGINE_ARGS, model_and_config)
         if not hasattr(engine, "_max_model_len"):  # a dataclass, say, does not call `Engine.__init__`
             engine._max_model_len = config.engine.max_model_len
         return [engine]

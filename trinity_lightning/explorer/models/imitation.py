@@ -116,7 +116,10 @@ class Imitation:
         return encode_text(self._tokenizer, text + (self._tokenizer.eos_token or ""))
 
     def marked(self, messages: Messages) -> tuple[list[int], list[bool]] | None:
-        """Tokens and mask as of `conversation`, by the template's {% generation %} marks; None without usable marks."""
+        """Tokens and mask as `conversation` returns them, by the template's {% generation %} marks.
+
+        None: the template has no marks, or they do not fit and are not needed.
+        """
         if not _MARKS.search(self._tokenizer.get_chat_template()):
             return None
         form = {"return_dict": True, "return_assistant_tokens_mask": True}
@@ -141,6 +144,7 @@ class Imitation:
     # -- one turn ------------------------------------------------------------------------------------------------------
 
     def _turn(self, messages: Messages, place: int) -> Turn:
+        """The assistant's turn at that place, as the template shows it if that fits rollouts, else by its own text."""
         message = messages[place]
         prompt, shown = self._text(messages[:place], add_generation_prompt=True), self._text(messages[: place + 1])
         context, whole = self._encode(prompt), self._encode(shown)

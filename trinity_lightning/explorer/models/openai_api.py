@@ -282,7 +282,7 @@ class OpenAIModel:
         self._url = url
         self._model = model
         self._api_key_env = api_key_env
-        # Made now, to report at once what is missing; and again by the first request after a shutdown.
+        # Made now, to report a missing package or key at once; and again by the first request after a shutdown.
         self._client: Any = self.get_openai_async_client()
 
     async def load(self) -> None:

@@ -67,7 +67,7 @@ class Decoding:
             key: [Sample(request, _generator(request, i, model.device)) for i in range(request.n)]
             for key, request in requests.items()
         }
-        self._rows = [sample for samples in self._open.values() for sample in samples]  # of the tensors below
+        self._rows = [sample for samples in self._open.values() for sample in samples]  # one for each row of tensors
         width = max(len(row.request.token_ids) for row in self._rows)
         padding = [width - len(row.request.token_ids) for row in self._rows]
         tokens = [[0] * pad + row.request.token_ids for pad, row in zip(padding, self._rows, strict=True)]

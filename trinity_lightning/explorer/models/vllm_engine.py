@@ -89,8 +89,8 @@ def with_end_tokens(sampling: Mapping[str, Any], ends: Collection[int]) -> dict[
 class VLLMEngine(InProcessEngine):
     """An `InferenceModel` over vLLM's engine, stepped by the thread that drives it.
 
-    Log-probabilities are those of the distribution sampled from (temperature applied). A request's tokens depend on its
-    seed alone with a float32 engine; with bfloat16 they also depend on what else is in the batch.
+    Log-probabilities are taken in the distribution sampled from (temperature applied). A float32 engine's tokens depend
+    on the request's seed alone; with bfloat16 they also depend on the other requests in the batch.
 
     Args:
         model: `smollm2`, `tiny`, a folder, or a hub name.

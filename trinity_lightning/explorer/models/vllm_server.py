@@ -49,7 +49,7 @@ HEALTH_SECONDS = 0.2  # between two looks at a server that starts
 ENDING_SECONDS, LOOK_SECONDS = 20.0, 0.05  # a server that failed has so long to end or answer; between two looks at it
 MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # a server that died is started again so often within so many seconds
 PROBE, PROBE_TEMPERATURE, PROBE_ROUNDING = "The answer is", 0.2, 0.05
-# Every request has these: a server elsewhere may take what is left out from the model's own generation_config.json.
+# In every request: a server elsewhere may take settings that are left out from the model's own generation_config.json.
 WHOLE_DISTRIBUTION = {"temperature": 1.0, **NEUTRAL_SAMPLING}
 # Settings that both vLLM's SamplingParams and its server's requests have; a server silently ignores any other.
 SAMPLING = (
@@ -152,7 +152,7 @@ class VLLMServerEngine(LoadedEngine):
     # -- start, restart, connection, end -------------------------------------------------------------------------------
 
     async def load(self) -> None:
-        """Start the server, or find that of the url, and wait until it answers; RolloutError: it died too often."""
+        """Start the server, or find the one of the url, and wait until it answers; RolloutError: it died too often."""
         if self._loading is None:  # several may ask at the same time
             process = self._process
             if process is not None and process.has_ended:
@@ -340,7 +340,7 @@ class VLLMServerEngine(LoadedEngine):
             raise ModelLoadError(f"{url} does not generate: {error}") from error
         plain = plain[len(sampled.prompt_token_ids) - 1 :]
         differences = [abs(one - other) for one, other in zip(sampled.logprobs, plain, strict=True)]
-        # If they equal those of temperature 1 although some tokens are unsure, the temperature was left out.
+        # Equal values, although some tokens are unsure, show that the temperature was left out.
         if max(differences) < PROBE_ROUNDING and min(plain) < -10 * PROBE_ROUNDING:
             raise ConfigError(
                 f"{url} gives log-probabilities without the temperature",
