@@ -22,8 +22,8 @@ from trinity_lightning.config.explain import CONFIG_ERRORS, explain
 from trinity_lightning.config.hydra import register
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.run import typed_config
-from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.rewards import REWARDS
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks import Taskset
 from trinity_lightning.explorer.tasks.sources import TASK_SOURCES
 from trinity_lightning.explorer.workflows import WORKFLOWS
@@ -59,6 +59,7 @@ def test_the_table_has_a_row_of_every_kind_with_an_example() -> None:
         "KL estimate",
         "built-in model",
         "optimizer",
+        "runner",
         "schedule",
         "weight sender",
     }

@@ -39,8 +39,9 @@ from trinity_lightning.engines import (
 )
 from trinity_lightning.errors import ConfigError, ModelNotSavedError, TrinityError, causes
 from trinity_lightning.explorer.callback import ExplorerCallback
-from trinity_lightning.explorer.explorer import Explorer, TaskSource
+from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset, mixture_of
 from trinity_lightning.monitor.machine import CPULoad
 from trinity_lightning.monitor.presentation import summary_table

@@ -20,8 +20,8 @@ from trinity_lightning.config.chat_template import RENDERING_ARGUMENTS
 from trinity_lightning.config.model_files import load_tokenizer
 from trinity_lightning.config.taskset import TasksetConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.models.chat import render_chat
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.task import Task, messages_of
 from trinity_lightning.explorer.tasks.taskset import Taskset
 

@@ -22,10 +22,11 @@ from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.config.model_files import resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.callback import ExplorerCallback
-from trinity_lightning.explorer.explorer import Explorer, TaskSource
+from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
 from trinity_lightning.sync.stream import WeightStream

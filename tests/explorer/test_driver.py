@@ -199,16 +199,14 @@ def test_requests_of_the_same_moment_share_the_first_step_whichever_thread_is_qu
 
 
 def test_a_run_ends_as_soon_as_its_coroutine_does(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing may wait for the clock: a wake-up lost between two looks would cost a whole interval each."""
-    monkeypatch.setattr(driver_module, "SIGNAL_CHECK_SECONDS", 60.0)
+    """Nothing may wait for the clock: with a wake-up lost between two looks, this test would never end."""
+    monkeypatch.setattr(driver_module, "SIGNAL_CHECK_SECONDS", 3600.0)
 
     async def nothing() -> None:
         pass
 
-    start = time.perf_counter()
     for _ in range(300):
         driver.run(nothing())
-    assert time.perf_counter() - start < 50.0
 
 
 def test_an_exception_of_the_coroutine_is_raised_here(driver: Driver) -> None:
@@ -419,14 +417,13 @@ def test_what_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, ca
 
     async def hanging() -> None:
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             cleaned.append("yes")
 
-    driver, begun = Driver(), time.monotonic()
+    driver = Driver()
     driver.end(hanging())
     driver.close()
-    assert time.monotonic() - begun < 10
     assert cleaned == ["yes"]
     assert "was not done within 0.2 s" in caplog.text
 
@@ -622,7 +619,7 @@ def test_a_loop_with_nothing_to_run_is_not_blocked() -> None:
 
 def test_what_blocks_shortly_is_waited_for(released: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver()
-    driver.limit_blocking(5.0, 1.0)
+    driver.limit_blocking(60.0, 30.0)
     threading.Timer(0.1, released.set).start()
     driver.run(stubborn(released))
     driver.close()
@@ -643,11 +640,10 @@ def test_ctrl_c_does_not_wait_for_a_loop_that_is_blocked(
     driver.close()
     driver.close()
     assert "ends with the process" in caplog.text
-    thread = next(each for each in threading.enumerate() if each.name == "rollouts")
+    thread = next(thread for thread in threading.enumerate() if thread.name == "rollouts")
     assert thread.is_alive()  # it was not waited for
     released.set()
-    thread.join(timeout=20)
-    assert not thread.is_alive()  # it ends by itself once it is free, and closes its loop
+    thread.join()  # it ends by itself once it is free, and closes its loop
 
 
 # -- calls that another thread leaves to the main one ------------------------------------------------------------------

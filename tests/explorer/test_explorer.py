@@ -16,16 +16,11 @@ from trinity_lightning.config.engine import SynchronizerConfig
 from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
 from trinity_lightning.explorer.callback import ExplorerCallback
-from trinity_lightning.explorer.explorer import (
-    NOBODY,
-    Explorer,
-    StepRollouts,
-    TaskSource,
-    Watcher,
-)
+from trinity_lightning.explorer.explorer import NOBODY, Explorer, StepRollouts, Watcher, report_tasks
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
-from trinity_lightning.explorer.workflow_runner import Status, report_tasks
+from trinity_lightning.explorer.workflow_runner import Status
 from trinity_lightning.sync.stream import WeightStream
 
 Reward = Callable[[str, Any], float | dict[str, float]]
@@ -659,21 +654,25 @@ def test_the_weights_that_engines_were_given_are_kept_where_the_trainer_moves_on
 def test_a_copy_is_made_beside_the_event_loop_and_ends_with_the_syncs_time() -> None:
     explored = Explorer(ExplorerConfig(sync_offset=1), [FakeModel()], source())
     threads: list[threading.Thread] = []
-    late, read = threading.Event(), threading.Event()
+    begun, late, read = threading.Event(), threading.Event(), threading.Event()
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
         threads.append(threading.current_thread())
+        begun.set()
         yield "a", torch.ones(1)
-        late.wait(30)
+        late.wait(60)
         yield "b", torch.ones(1)
         read.set()
 
     async def body() -> None:
         explored.engines.source = lambda: WeightStream({"a": (1,), "b": (1,)}, gathered)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(explored.sync_weight(1), 0.1)
+        sync = asyncio.create_task(explored.sync_weight(1))
+        await asyncio.to_thread(begun.wait, 60)
+        sync.cancel()  # as a time-out does
+        with pytest.raises(asyncio.CancelledError):
+            await sync
         late.set()
-        threads[0].join(30)
+        threads[0].join()
         assert not read.is_set()  # what is read after the sync's end might be trained again
         await explored.sync_weight(2)
         assert (await explored.get_weight("b")).tolist() == [1]

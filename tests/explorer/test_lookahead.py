@@ -10,10 +10,11 @@ from support.rollouts import training_rollouts
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import RolloutError
-from trinity_lightning.explorer import interruption
-from trinity_lightning.explorer.explorer import Explorer, TaskSource
+from trinity_lightning.explorer import rollouts
+from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.interruption import CtrlC
 from trinity_lightning.explorer.rollouts import PendingSteps, overlap
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 
@@ -85,10 +86,10 @@ def test_what_is_given_up_leaves_no_part_of_a_step() -> None:
 
 @pytest.mark.slow
 def test_waiting_may_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interruption, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(rollouts, "STOP_SECONDS", 0.2)
     made, ctrl_c = Ahead(Gated()), CtrlC()
     made.rollouts._begin(1)
-    interruption.settle_shortly(made.rollouts, ctrl_c)
+    made.rollouts.settle_shortly(ctrl_c)
     ctrl_c.restore()
     assert ctrl_c.count == 1  # the next one ends the run at once
     with pytest.raises(TimeoutError):

@@ -225,10 +225,8 @@ def test_cancelling_reaches_the_model(cluster: Cluster, tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         return await cluster.scheduler.get_results(10**6, timeout=0.01)
 
-    began = time.monotonic()
     assert cluster.wait(cancelled()) == ([], [])
     assert (tmp_path / "aborted").read_text() == "1"
-    assert time.monotonic() - began < 50  # not by its time-out
     cluster.assert_all_runners_work()
 
 

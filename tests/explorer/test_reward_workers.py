@@ -36,10 +36,10 @@ from support.runs import ROOT, wait_for
 from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer import Explorer, Scheduler
-from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
 from trinity_lightning.explorer.rewards import SCORER, Reward, resolve_rewards, score
 from trinity_lightning.explorer.rewards.workers import RewardWorkers, check_importable
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks import Task, Taskset
 
 a_task = Task("simple", {"answer": "12", "more": 1})
@@ -321,7 +321,7 @@ import asyncio, os, sys, time
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.rewards import SCORER
 from trinity_lightning.explorer.rewards.workers import RewardWorkers
-from trinity_lightning.explorer.explorer import TaskSource
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks import Task, Taskset
 
 def hangs(response, task):

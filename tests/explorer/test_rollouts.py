@@ -13,8 +13,9 @@ from support.rollouts import training_rollouts
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.callback import ExplorerCallback
-from trinity_lightning.explorer.explorer import Explorer, TaskSource
+from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.rollouts import PendingSteps, SyncPolicy
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.sync.stream import WeightStream
 

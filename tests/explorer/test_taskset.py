@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from trinity_lightning.config.taskset import TasksetConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.explorer import TaskSource
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.dataset import dataset_entries, warn_of_trained_entries
 from trinity_lightning.explorer.tasks.formatter import Formatter
 from trinity_lightning.explorer.tasks.sources import BY_HASH_SEED, ReasoningGymEntries

@@ -1,7 +1,6 @@
 import asyncio
 import json
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from support.fake_model import FakeModel
 from trinity_lightning.common.thoughts import Response
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.explorer import TaskSource
 from trinity_lightning.explorer.models.tool_calls import ToolCall
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.explorer.workflow_runner import WorkflowRunner
@@ -132,7 +131,8 @@ def test_several_calls_in_a_response_are_made_in_order() -> None:
 )
 def test_errors_are_told_to_the_model_and_counted(call: str, told: str) -> None:
     tools = [calculate, failing, leaving, slow, stuck]
-    status, (one,) = used(ToolModel(call, "5"), tools=tools, tool_timeout=0.05)
+    timeout = 0.05 if "no result within" in told else 60.0
+    status, (one,) = used(ToolModel(call, "5"), tools=tools, tool_timeout=timeout)
     assert status.ok
     assert one.messages[2]["content"].startswith(told)
     assert (one.metrics["tool_calls"], one.metrics["tool_errors"]) == (1.0, 1.0)
@@ -140,20 +140,20 @@ def test_errors_are_told_to_the_model_and_counted(call: str, told: str) -> None:
 
 
 def test_plain_tools_run_beside_the_loop() -> None:
+    begun, woken = threading.Event(), threading.Event()
+
     def nap() -> str:
-        """Sleeps."""
-        time.sleep(0.1)
-        return "5"
+        """Sleeps until it is woken."""
+        begun.set()
+        return str(woken.wait(60))
 
-    async def ticks_while_napping() -> int:
-        ticks = 0
-        napping = asyncio.create_task(make_tool(nap).call({}, 5.0))
-        while not napping.done():
-            await asyncio.sleep(0.005)
-            ticks += 1
-        return ticks
+    async def wake() -> str:
+        napping = asyncio.create_task(make_tool(nap).call({}, 60.0))
+        await asyncio.to_thread(begun.wait, 60)
+        woken.set()  # the loop is free
+        return await napping
 
-    assert asyncio.run(ticks_while_napping()) > 3
+    assert asyncio.run(wake()) == "True"
 
 
 def test_results_are_text_or_json_and_cut_to_a_length() -> None:

@@ -1,7 +1,7 @@
-"""The scheduler with a real vLLM under it: what is asked of the engine, and what is left in it.
+"""The scheduler with a real vLLM under it: the tokens and weights of its results, and no request left in the engine.
 
-Nothing here depends on the speed of the machine: where one request must be slower than another, the engine stands still
-at a step until the test lets it go on.
+All else is in `test_scheduler.py`. Nothing here depends on the speed of the machine: where one request must be slower
+than another, the engine stands still at a step until the test lets it go on.
 """
 
 import asyncio
@@ -15,16 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_model import hang, scripted
+from support.fake_model import scripted
 from support.tiny_model import tiny_model
 from support.tiny_vllm import driven_engine, standing_still
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.explorer import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.explorer import Scheduler
 from trinity_lightning.explorer.driver import Driver
-from trinity_lightning.explorer.metrics import rollout_metrics
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import Status
@@ -153,11 +152,6 @@ def experience_of(completion: Completion, step: int = 0) -> Experience:
     )
 
 
-async def ask(workflow: Any) -> list[Experience]:
-    """A request for 12 tokens."""
-    return [experience_of((await workflow.model.generate("1+1=", max_tokens=12))[0])]
-
-
 async def ask_for_many(workflow: Any) -> list[Experience]:
     """A request for as many tokens as fit."""
     return [experience_of((await workflow.model.generate("1+1=", ignore_eos=True, max_tokens=300))[0])]
@@ -177,22 +171,6 @@ def oks(statuses: Sequence[Status]) -> list[bool]:
     return [status.ok for status in statuses]
 
 
-async def part_of_a_batch(scheduler: Scheduler, steps: Steps, done: int, unfinished: int, batch_id: int = 1) -> None:
-    """Schedule a batch of which some tasks are done when the engine stands still, with the others' requests in it."""
-    all_done = asyncio.Event()
-    count = itertools.count(1)
-    steps.begin_with(done + unfinished)
-    steps.hold_at = HOLD
-    tasks = [*[short()] * done, *[long()] * unfinished]
-    scheduler.schedule(tasks, batch_id, lambda: all_done.set() if next(count) == done else None)
-    await steps.held()
-    assert len(steps.requests) == HOLD
-    assert steps.requests[0] == done + unfinished
-    assert steps.requests[-1] == unfinished
-    if done:
-        await all_done.wait()
-
-
 async def works(scheduler: Scheduler, batch_id: int = 90) -> None:
     """More tasks than there are runners are done."""
     tasks = len(scheduler.runners) + 2
@@ -200,21 +178,6 @@ async def works(scheduler: Scheduler, batch_id: int = 90) -> None:
     statuses, experiences = await scheduler.get_results(batch_id)
     assert oks(statuses) == [True] * tasks
     assert len(experiences) == tasks
-
-
-# -- the order of work ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("runners", "engines"), [(1, 1), (3, 1), (2, 2)])
-def test_the_engine_has_one_task_a_runner_at_a_time(run: Run, steps: Steps, runners: int, engines: int) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        steps.begin_with(runners * engines)
-        scheduler.schedule([question()] * 9, 1)
-        statuses, _ = await scheduler.get_results(1)
-        assert oks(statuses) == [True] * 9
-        assert max(steps.requests) == steps.requests[0] == runners * engines
-
-    run(body, engines, runner_per_model=runners)
 
 
 # -- chunks and seeds -------------------------------------------------------------------------------------------------
@@ -307,28 +270,21 @@ def test_tokens_depend_on_neither_runners_nor_durations_nor_chunks_nor_other_bat
     assert repeatable or orders[0] != orders[2]
 
 
-def test_another_seed_another_batch_or_another_task_gives_other_tokens(run: Run) -> None:
-    answers: list[tuple[int, ...]] = []
-
-    async def body(scheduler: Scheduler) -> None:
-        for batch_id in (1, 2):
-            scheduler.schedule([question(repeat_times=2, max_tokens=20)] * 2, batch_id)
-            answers.extend(tuple(e.tokens.tolist()) for e in (await scheduler.get_results(batch_id))[1])
-
-    for seed in (0, 0, 1):
-        run(body, seed=seed)
-    assert answers[:8] == answers[8:16]
-    assert len(set(answers)) == 16
-
-
-# -- get_results ------------------------------------------------------------------------------------------------------
+# -- requests that are given up ---------------------------------------------------------------------------------------
 
 
 def test_a_time_out_returns_what_is_there_and_aborts_the_rest_in_the_engine(
     run: Run, steps: Steps, engine: VLLMEngine
 ) -> None:
     async def body(scheduler: Scheduler) -> None:
-        await part_of_a_batch(scheduler, steps, 3, 5)
+        three_done, count = asyncio.Event(), itertools.count(1)
+        steps.begin_with(3 + 5)
+        steps.hold_at = HOLD
+        scheduler.schedule([*[short()] * 3, *[long()] * 5], 1, lambda: three_done.set() if next(count) == 3 else None)
+        await steps.held()
+        assert len(steps.requests) == HOLD
+        assert (steps.requests[0], steps.requests[-1]) == (8, 5)
+        await three_done.wait()
         statuses, experiences = await scheduler.get_results(1, timeout=0.01)
         assert oks(statuses) == [True] * 3
         assert tasks_of(experiences) == [0, 1, 2]
@@ -337,20 +293,6 @@ def test_a_time_out_returns_what_is_there_and_aborts_the_rest_in_the_engine(
         assert await left_in(engine) == (0, 0, 0.0)
         assert len(steps.requests) == HOLD
         await works(scheduler)
-
-    run(body)
-
-
-def test_a_time_out_without_clearing_lets_the_requests_go_on(run: Run, steps: Steps) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        await part_of_a_batch(scheduler, steps, 3, 2)
-        statuses, _ = await scheduler.get_results(1, timeout=0.01, clear_timeout_tasks=False)
-        assert len(statuses) == 3
-        assert scheduler.has_step(1)
-        steps.go_on()
-        statuses, experiences = await scheduler.get_results(1)
-        assert oks(statuses) == [True] * 2
-        assert tasks_of(experiences) == [3, 4]
 
     run(body)
 
@@ -422,136 +364,7 @@ def test_a_batch_that_is_dropped_leaves_nothing_and_the_other_goes_on(
     run(body)
 
 
-# -- wait_all, stop ---------------------------------------------------------------------------------------------------
-
-
-def test_a_time_out_of_wait_all_aborts_what_is_unfinished_in_the_engine(
-    run: Run, steps: Steps, engine: VLLMEngine
-) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([short()], 0)
-        await scheduler.wait_all()
-        before = len(steps.requests)
-        steps.begin_with(2)
-        steps.hold_at = before + HOLD
-        scheduler.schedule([long()] * 4, 1)
-        scheduler.schedule([long()], "1/eval")
-        await steps.held()
-        with pytest.raises(TimeoutError, match=r"^nothing finished within 0.01 s: 3 pending, 2 running$"):
-            await scheduler.wait_all(timeout=0.01)
-        steps.go_on()
-        assert await left_in(engine) == (0, 0, 0.0)
-        assert len(steps.requests) == before + HOLD
-        assert tasks_of((await scheduler.get_results(0))[1]) == [0]
-        assert not scheduler.has_step(1)
-        assert not scheduler.has_step("1/eval")
-        await works(scheduler)
-
-    run(body, runner_per_model=2)
-
-
-def test_stop_aborts_what_runs_keeps_what_is_finished_and_can_be_started_again(
-    run: Run, steps: Steps, engine: VLLMEngine
-) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([short()] * 3, 0)
-        await scheduler.wait_all()
-        before = len(steps.requests)
-        steps.begin_with(3)
-        steps.hold_at = before + HOLD
-        scheduler.schedule([long()] * 5, 1)
-        await steps.held()
-        waiting = asyncio.create_task(scheduler.get_results(1))
-        await scheduler.stop()
-        steps.go_on()
-        assert await left_in(engine) == (0, 0, 0.0)
-        assert len(steps.requests) == before + HOLD
-        assert await waiting == ([], [])
-        assert oks((await scheduler.get_results(0))[0]) == [True] * 3
-        assert not scheduler.has_step(1)
-        await scheduler.start()
-        await works(scheduler)
-
-    run(body, runner_per_model=3)
-
-
-# -- over-rollout and dynamic time-outs -------------------------------------------------------------------------------
-
-
-def test_over_rollout_finishes_a_step_and_aborts_the_slowest(run: Run, steps: Steps, engine: VLLMEngine) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        await part_of_a_batch(scheduler, steps, 3, 2)
-        statuses, experiences = await scheduler.get_results(1)
-        assert oks(statuses) == [True] * 3
-        assert tasks_of(experiences) == [0, 1, 2]
-        assert not scheduler.has_step(1)
-        steps.go_on()
-        assert await left_in(engine) == (0, 0, 0.0)
-        scheduler.schedule([question(is_eval=True, max_tokens=2 + 30 * i) for i in range(5)], "1/eval")
-        assert len((await scheduler.get_results("1/eval"))[0]) == 5  # evaluations are complete
-
-    run(body, over_rollout=OverRolloutConfig(ratio=0.4, wait_after_min=0.01))
-
-
-def test_the_dynamic_time_out_aborts_what_takes_much_longer_than_the_average(
-    run: Run, steps: Steps, engine: VLLMEngine
-) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([short()] * 4, 1)
-        statuses, _ = await scheduler.get_results(1)
-        average = sum(status.metric["time_per_task"] for status in statuses) / 4
-        steps.begin_with(1)
-        steps.hold_at = len(steps.requests) + 1
-        scheduler.schedule([long()], 2)
-        (status,), experiences = await scheduler.get_results(2, timeout=60)
-        assert experiences == []
-        assert status.message == f"1 of 1 runs failed: TimeoutError: not done within {2 * average:g} s"
-        steps.go_on()
-        assert await left_in(engine) == (0, 0, 0.0)
-        scheduler.schedule([question(max_tokens=100, ignore_eos=True, is_eval=True)], "2/eval")
-        assert oks((await scheduler.get_results("2/eval"))[0]) == [True]
-
-    run(body, dynamic_timeout=DynamicTimeoutConfig(enable=True, ratio=2.0, warmup_min_steps=1))
-
-
 # -- failures, retries, time-outs -------------------------------------------------------------------------------------
-
-
-class Flaky:
-    """Asks, and then fails the first so many tries of some runs."""
-
-    def __init__(self, failures: dict[int, int]) -> None:
-        self.tries: Counter[int] = Counter()
-        self._failures = failures
-
-    async def __call__(self, workflow: Any) -> list[Experience]:
-        run = workflow.model._run
-        self.tries[run] += 1
-        experiences = await ask(workflow)
-        if self.tries[run] <= self._failures.get(run, 0):
-            raise ConnectionError(f"run {run}")
-        return experiences
-
-
-def test_a_retry_repeats_only_the_runs_that_failed_and_gives_the_same_tokens(run: Run, engine: VLLMEngine) -> None:
-    results: list[Tokens] = []
-
-    for flaky, requests in ((Flaky({}), 5), (Flaky({1: 1, 3: 2}), 8)):
-
-        async def body(scheduler: Scheduler, flaky: Flaky = flaky, requests: int = requests) -> None:
-            before = engine._requests
-            scheduler.schedule([scripted(flaky, repeat_times=5)], 1)
-            (status,), experiences = await scheduler.get_results(1)
-            assert (status.ok, status.message) == (True, None)
-            assert status.metric["task_run_time"] >= status.metric["time_per_task"] > 0
-            assert engine._requests == before + requests
-            results.append(tokens_of(experiences))
-
-        run(body, max_retry_times=2)
-        assert [flaky.tries[i] for i in range(5)] == [1 + flaky._failures.get(i, 0) for i in range(5)]
-
-    assert results[0] == results[1]
-    assert len(results[0]) == 5
 
 
 def test_a_retry_of_a_request_with_several_samples_repeats_those_whose_reward_failed(
@@ -585,102 +398,22 @@ def test_a_retry_of_a_request_with_several_samples_repeats_those_whose_reward_fa
     assert results[0] == results[1]
 
 
-def test_a_prompt_that_is_too_long_is_told_not_tried_again_and_the_engine_goes_on(run: Run, engine: VLLMEngine) -> None:
-    attempts: Counter[int | str] = Counter()
-
-    async def too_long(workflow: Any) -> list[Experience]:
-        attempts[workflow.task.task_id] += 1
-        return [experience_of((await workflow.model.generate([5] * CONTEXT))[0])]
-
-    async def body(scheduler: Scheduler) -> None:
-        before = engine._requests
-        tasks = [question(), question("x" * 2 * CONTEXT, repeat_times=3), scripted(too_long), question(is_eval=True)]
-        scheduler.schedule(tasks, 1)
-        statuses, experiences = await scheduler.get_results(1)
-        assert oks(statuses) == [True, False, False, True]
-        assert (statuses[1].message or "").startswith("3 of 3 runs failed: 3 x PromptTooLongError: prompt_truncated: ")
-        assert (statuses[2].message or "").startswith("1 of 1 runs failed: PromptTooLongError: prompt_truncated: ")
-        assert tasks_of(experiences) == [0]
-        assert attempts == {2: 1}
-        assert rollout_metrics(statuses, experiences, 4, 1.0)["rollout/failed_tasks"] == 2.0
-        assert engine._requests == before + 2
-        await works(scheduler)
-
-    run(body, max_retry_times=2)
-
-
-def test_a_request_that_the_engine_refuses_fails_its_task_alone(run: Run) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([question(), question(max_tokens=0), question()], 1)
-        statuses, experiences = await scheduler.get_results(1)
-        assert oks(statuses) == [True, False, True]
-        assert "max_tokens must be at least 1" in (statuses[1].message or "")
-        assert tasks_of(experiences) == [0, 2]
-
-    run(body, max_retry_times=1)
-
-
-@pytest.mark.parametrize("body_of_task", [hang, ask_for_many])
-def test_a_task_that_takes_too_long_is_a_failure_and_its_runner_is_free(
-    run: Run, steps: Steps, engine: VLLMEngine, body_of_task: Any
+def test_a_task_that_takes_too_long_is_aborted_and_its_runner_is_free(
+    run: Run, steps: Steps, engine: VLLMEngine
 ) -> None:
-    in_engine = body_of_task is ask_for_many
-
     async def body(scheduler: Scheduler) -> None:
-        if in_engine:
-            steps.begin_with(2)
-            steps.hold_at = 1
-        scheduler.schedule([scripted(body_of_task, repeat_times=2)], 1)
+        steps.begin_with(2)
+        steps.hold_at = 1
+        scheduler.schedule([scripted(ask_for_many, repeat_times=2)], 1)
         (status,), experiences = await scheduler.get_results(1, timeout=60)
-        assert experiences == []
-        assert status.message == "2 of 2 runs failed: 2 x TimeoutError: not done within 0.5 s"
-        assert "task_run_time" in status.metric
-        assert steps.requests == ([2] if in_engine else [])
+        assert (status.ok, experiences) == (False, [])
+        assert steps.requests == [2]
         steps.go_on()
         assert await left_in(engine) == (0, 0, 0.0)
         scheduler.config.max_timeout = 60.0
         await works(scheduler)
 
     run(body, runner_per_model=1, max_timeout=0.5)
-
-
-def test_a_run_that_hangs_once_is_tried_again_and_the_others_are_not(run: Run, engine: VLLMEngine) -> None:
-    tries: Counter[int] = Counter()
-
-    async def hangs_once(workflow: Any) -> list[Experience]:
-        tries[workflow.model._run] += 1
-        if workflow.model._run == 1 and tries[1] == 1:
-            await ask(workflow)
-            return await hang(workflow)
-        return await ask(workflow)
-
-    async def body(scheduler: Scheduler) -> None:
-        scheduler.schedule([scripted(hangs_once, repeat_times=3)], 1)
-        (status,), experiences = await scheduler.get_results(1)
-        assert status.ok
-        assert [e.eid.run for e in experiences] == [0, 1, 2]
-        assert tries == {0: 1, 1: 2, 2: 1}
-        assert status.metric["task_run_time"] > status.metric["time_per_task"]
-
-    run(body, max_timeout=1.0, max_retry_times=2)
-
-
-def test_a_step_that_raises_fails_its_tasks_and_the_next_batch_works(
-    run: Run, steps: Steps, engine: VLLMEngine
-) -> None:
-    async def body(scheduler: Scheduler) -> None:
-        steps.begin_with(3)
-        steps.fail_at = 3
-        scheduler.schedule([long()] * 3, 1)
-        statuses, experiences = await scheduler.get_results(1)
-        assert experiences == []
-        assert [status.message for status in statuses] == [
-            "1 of 1 runs failed: RolloutError: the engine failed while generating: RuntimeError: out of memory, say"
-        ] * 3
-        assert await left_in(engine) == (0, 0, 0.0)
-        await works(scheduler)
-
-    run(body)
 
 
 def test_a_step_that_raises_once_costs_a_retry_and_changes_no_token(run: Run, steps: Steps) -> None:

@@ -38,10 +38,11 @@ from trinity_lightning.errors import (
     WeightSyncError,
 )
 from trinity_lightning.explorer.driver import Driver
-from trinity_lightning.explorer.explorer import Explorer, TaskSource, Watcher
+from trinity_lightning.explorer.explorer import Explorer, Watcher
 from trinity_lightning.explorer.models import server, vllm_server
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, _command_line
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.sync.files import WeightFolder
 from trinity_lightning.sync.stream import weight_stream

@@ -2,7 +2,6 @@ import asyncio
 import copy
 import re
 import threading
-import time
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
@@ -370,7 +369,6 @@ def test_a_plain_run_works_in_a_thread_of_its_own_with_a_model_that_blocks() -> 
         assert experience.info["texts"] == [str(rollout_seed(11, "", "", turn, run)) for turn in (0, 1)]
 
 
-@pytest.mark.slow
 def test_a_plain_run_that_is_cut_off_aborts_its_request_and_gets_no_more() -> None:
     seen: list[BaseException] = []
     ended = threading.Event()
@@ -388,8 +386,10 @@ def test_a_plain_run_that_is_cut_off_aborts_its_request_and_gets_no_more() -> No
 
     async def main() -> None:
         model = FakeModel(latency=100)
-        attempt = await WorkflowRunner(ExplorerConfig(), model).attempt(Task(Stubborn), [0], 0.5)
-        assert isinstance(attempt.errors[0], TimeoutError)
+        attempt = asyncio.create_task(WorkflowRunner(ExplorerConfig(), model).attempt(Task(Stubborn), [0]))
+        while not model.calls:  # noqa: ASYNC110 - another thread calls it
+            await asyncio.sleep(0.001)
+        attempt.cancel()
         assert await asyncio.to_thread(ended.wait, 60)
         assert model.aborted == 1
         assert len(model.calls) == 1
@@ -404,17 +404,16 @@ def test_a_plain_run_that_hangs_holds_nothing_up() -> None:
 
     class Hanging(Workflow):
         def run(self) -> list[Experience]:  # type: ignore[override]
-            release.wait(60)
+            release.wait()
             return [an_experience()]
 
     async def main() -> Any:
         return await WorkflowRunner(ExplorerConfig(), FakeModel()).attempt(Task(Hanging), range(40), 0.05)
 
-    began = time.perf_counter()
-    attempt = asyncio.run(main())
-    assert time.perf_counter() - began < 50
-    assert len(attempt.errors) == 40
-    release.set()
+    try:
+        assert len(asyncio.run(main()).errors) == 40
+    finally:
+        release.set()
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), StopIteration("empty"), SystemExit(2)])

@@ -37,8 +37,9 @@ from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
 from trinity_lightning.config.registry import options
 from trinity_lightning.errors import ConfigError, PartError
 from trinity_lightning.explorer.callback import ExplorerCallback
-from trinity_lightning.explorer.explorer import Explorer, TaskSource
+from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.objective import Objective

@@ -112,6 +112,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
     ),
     # ways of sending weights to servers (synchronizer.method); the others need no part of their own
     "weight sender": _within("sync", {"ipc": "ipc.SharedMemory", "nccl": "nccl.WeightGroup"}),
+    "runner": _within("explorer", {"local": "workflow_runner.Runners", "ray": "ray.RayRunners"}),
     # (parameters or groups, lr, betas, eps, weight_decay)
     "optimizer": {
         "adamw": "trinity_lightning.trainer.optim.adamw",

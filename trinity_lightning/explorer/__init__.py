@@ -1,6 +1,7 @@
-"""TRY IT: tasks are distributed to runners, whose workflows turn them into experiences.
+"""Distributes tasks to runners, whose workflows turn them into experiences.
 
-Names are imported when they are first asked for: rewards and tasksets are needed before torch is.
+The names below are imported when they are first asked for: `explorer.rewards` and `explorer.tasks` check the
+configuration before torch is imported, and the processes of `explorer.reward_workers` need no torch at all.
 """
 
 import importlib
@@ -9,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trinity_lightning.explorer.callback import ExplorerCallback as ExplorerCallback
     from trinity_lightning.explorer.explorer import Explorer as Explorer
-    from trinity_lightning.explorer.explorer import TaskSource as TaskSource
     from trinity_lightning.explorer.scheduler import RunnerWrapper as RunnerWrapper
     from trinity_lightning.explorer.scheduler import Scheduler as Scheduler
     from trinity_lightning.explorer.scheduler import TaskWrapper as TaskWrapper
+    from trinity_lightning.explorer.task_source import TaskSource as TaskSource
     from trinity_lightning.explorer.workflow_runner import Status as Status
     from trinity_lightning.explorer.workflow_runner import WorkflowRunner as WorkflowRunner
 
 _NAMES = {
     "callback": ["ExplorerCallback"],
-    "explorer": ["Explorer", "TaskSource"],
-    "workflow_runner": ["Status", "WorkflowRunner"],
+    "explorer": ["Explorer"],
     "scheduler": ["RunnerWrapper", "Scheduler", "TaskWrapper"],
+    "task_source": ["TaskSource"],
+    "workflow_runner": ["Status", "WorkflowRunner"],
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]

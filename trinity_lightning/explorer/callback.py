@@ -1,7 +1,7 @@
-"""Explorer and Lightning meet here: fill the buffer before an epoch, sync and evaluate after it.
+"""Runs the explorer inside Lightning: fills the buffer before an epoch, syncs and evaluates after it.
 
-Everything is decided by state (which explore step the buffer holds, which weights the engine has), never by which
-hooks ran: a resumed run may skip some of them.
+All decisions follow from state (the explore step in the buffer, the weights of the engines), never from the hooks that
+ran: a resumed run may skip some of them.
 """
 
 import copy
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 
@@ -27,9 +27,8 @@ from trinity_lightning.explorer.explorer import NOBODY, Explorer, Watcher
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.rollouts import PendingSteps, TrainingRollouts, WeightVersions
 from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
-
-if TYPE_CHECKING:
-    from trinity_lightning.trainer.policy import PolicyModule
+from trinity_lightning.trainer.host import HostMemory
+from trinity_lightning.trainer.policy import PolicyModule
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +39,14 @@ class ExplorerCallback(StopCheckpoint):
     A run that ends early is saved, as by every `StopCheckpoint`, while the engines are still up.
 
     Args:
-        explorer: what to run.
-        synchronizer: how weights reach the engines and how that is checked; a mapping of its values, too.
+        explorer: the explorer to run.
+        synchronizer: how weights reach the engines, and how that is checked; a mapping of its values, too.
         folder, command: see `StopCheckpoint`.
-        watcher: shown the run while it goes on.
+        watcher: is shown the run while it goes on.
         offload: whether masters and moments are in the host's memory while the engines generate.
 
     Attributes:
-        metrics: what was measured since the epoch began.
+        metrics: the metrics measured since the epoch began.
     """
 
     def __init__(
@@ -69,14 +68,18 @@ class ExplorerCallback(StopCheckpoint):
         self._pending = PendingSteps()
         self._versions = WeightVersions()
         self._running: TrainingRollouts | None = None
-        self._step = 0  # what is prepared to be trained on
+        self._step = 0  # the step that is ready to be trained on
         self._ended = 0  # the last step whose end, with its evaluation, is done
         self._step_began = 0.0
 
     # -- start and end ------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse what cannot work, before anything is loaded; a Trainer that has not trained begins at step 1."""
+        """Refuse parts that cannot work, before anything is loaded; a Trainer that has not trained begins at step 1.
+
+        Raises:
+            ConfigError: no PolicyModule, no ExperienceDataModule, or a rank other than 0.
+        """
         if not all(hasattr(type(pl_module), name) for name in ("prepare_step", "sequence_logprobs", "check_trainable")):
             raise ConfigError(f"ExplorerCallback trains a PolicyModule, not a {type(pl_module).__name__}.")
         if not isinstance(getattr(trainer, "datamodule", None), ExperienceDataModule):
@@ -92,7 +95,7 @@ class ExplorerCallback(StopCheckpoint):
             self._forget(trainer)
 
     def _forget(self, trainer: L.Trainer) -> None:
-        """Forget what the fit of another Trainer left here; a checkpoint is loaded after this."""
+        """Forget what the fit of another Trainer left here. A checkpoint is loaded later."""
         self.explorer.restart()
         data_of(trainer).storage.clear()
         self.metrics = {}
@@ -104,7 +107,7 @@ class ExplorerCallback(StopCheckpoint):
         """Load the engines and start the runners; the main thread drives them from now on.
 
         Raises:
-            ModelLoadError, ConfigError: the policy cannot be trained; known before an engine is loaded.
+            ModelLoadError, ConfigError: the policy cannot be trained; raised before an engine is loaded.
         """
         # vLLM's process group of one makes Lightning believe in several devices, and advise what they would need.
         warnings.filterwarnings("ignore", ".*sync_dist=True.*")
@@ -114,11 +117,7 @@ class ExplorerCallback(StopCheckpoint):
             engine.bind(policy.policy)
         self._step = 0
         super().on_fit_start(trainer, pl_module)
-        memory = None
-        if self._offload:
-            from trinity_lightning.trainer.host import HostMemory
-
-            memory = HostMemory(trainer.optimizers[0])
+        memory = HostMemory(trainer.optimizers[0]) if self._offload else None
         stops = partial(self.reason, trainer)
         self._running = rollouts = TrainingRollouts(
             self.explorer, self._pending, self._synchronizer, policy, self._versions, memory, stops, self._watcher
@@ -127,12 +126,12 @@ class ExplorerCallback(StopCheckpoint):
         rollouts.prepare(partial(data.fill, all_rows=policy.objective.needs_all_rows))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give Ctrl-C back, stop the runners, free the engines."""
+        """Put the handler of Ctrl-C back, stop the runners, and free the engines."""
         super().teardown(trainer, pl_module, stage)
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Save what is whole, rollouts in flight included, and free everything."""
+        """Save whole items and rollouts, also those in flight, and free everything."""
         try:
             super().on_exception(trainer, pl_module, exception)
         finally:
@@ -140,18 +139,16 @@ class ExplorerCallback(StopCheckpoint):
 
     @property
     def has_rollouts(self) -> bool:  # type: ignore[override]
-        """Whether a whole step's are there, which was not trained on yet."""
+        """True if a whole step of rollouts is there that was not trained on yet."""
         return bool(self._pending.metrics)
 
     def settle(self) -> None:
         """Wait for rollouts in flight, for a while."""
-        if self._running is not None and self._running.under_way:
-            from trinity_lightning.explorer.interruption import settle_shortly
-
-            settle_shortly(self._running, self.ctrl_c)
+        if self._running is not None:
+            self._running.settle_shortly(self.ctrl_c)
 
     def _close(self) -> None:
-        """Free everything; an error of that is logged: the trained model, or the run's own error, matters more."""
+        """Free everything; an error is only logged: the trained model, or the run's own error, matters more."""
         rollouts, self._running = self._running, None
         if rollouts is not None:
             try:
@@ -164,13 +161,13 @@ class ExplorerCallback(StopCheckpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate the untrained policy, then fill: Lightning may skip `on_train_epoch_start` when it resumes."""
         super().on_train_start(trainer, pl_module)
-        self._end_step(trainer)  # the step before, if a run stopped within its end
+        self._end_step(trainer)  # of the step before, if the run stopped within it
         if self.explorer.step == 0 and self.explorer.config.eval_on_startup and self.explorer.evaluates:
             self._evaluate(trainer, trained=0, row=0)
         self._fill(trainer)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Fill the buffer for this epoch, if it does not hold it already."""
+        """Fill the buffer for this epoch, unless it holds the step already."""
         self._fill(trainer)
 
     def on_train_batch_end(
@@ -182,16 +179,16 @@ class ExplorerCallback(StopCheckpoint):
         self._watcher.keep_metrics(self.metrics)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluate if it is due: after the sync and before ModelCheckpoint, so that both are of the same weights."""
+        """Evaluate if it is due: after the sync and before ModelCheckpoint, so that both have the same weights."""
         log_row(trainer.loggers, {"time/step": self.metrics["time/step"]}, step_of(trainer), last_row(trainer))
         self._end_step(trainer)
         let_monitor(trainer, pl_module, self.metrics)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluate the last step, if a resumed run had only that left to do.
+        """Evaluate the last step, if a resumed run had nothing else left to do.
 
-        Only now is it known that there is no training: Lightning restores its loops behind `on_fit_start`, and has
-        taken the policy to the CPU.
+        Lightning restores its loops after `on_fit_start`: only now is it known that there is no training. It has moved
+        the policy to the CPU by now.
         """
         if trainer.strategy.broadcast(self._ended < epochs_of(trainer).processed):
             trainer.strategy.model_to_device()
@@ -200,7 +197,7 @@ class ExplorerCallback(StopCheckpoint):
             trainer.strategy.teardown()  # again: the policy moves to the host
 
     def _fill(self, trainer: L.Trainer) -> None:
-        """Have the step of this epoch ready to be trained on, unless it is; its metrics are one row of the loggers."""
+        """Make the step of this epoch ready to be trained on, unless it is; log its metrics as one row."""
         step, rollouts = step_of(trainer), self._rollouts
         if (reason := self.reason(trainer)) is not None:
             raise reason
@@ -216,14 +213,14 @@ class ExplorerCallback(StopCheckpoint):
         last = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else math.inf
         # Engines that take turns with the trainer roll out nothing ahead.
         self.metrics |= rollouts.explore_ahead(step, trainer.global_step, last)
-        trainer.strategy.barrier()  # other ranks wait here, however long that took: within a step they would not
+        trainer.strategy.barrier()  # other ranks wait here without a limit: within a step they would not
         self._step = step
         if not _items_done(trainer):
             log_row(trainer.loggers, self.metrics, step, next_row(trainer))
         self._watcher.keep_metrics(self.metrics)
 
     def _hand_over(self, trainer: L.Trainer, step: int) -> None:
-        """Give the trainer the experiences of a step that is ready, with the columns that are computed before it."""
+        """Give the trainer the experiences of a rolled-out step, with the columns that are computed before training."""
         data = data_of(trainer)
         self._versions.begin_step(trainer.global_step)
         start = time.perf_counter()
@@ -234,7 +231,7 @@ class ExplorerCallback(StopCheckpoint):
         data.storage.advance(step, columns)  # last: an error before it finds the step still ready
 
     def _end_step(self, trainer: L.Trainer) -> None:
-        """Evaluate at a step's end, if that is due and not done yet."""
+        """Evaluate at the end of a step, if it is due and not done yet."""
         step = epochs_of(trainer).processed
         if self._ended >= step:
             return
@@ -257,9 +254,9 @@ class ExplorerCallback(StopCheckpoint):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps done, the taskset's cursor, and what was measured; rollouts in flight are waited for.
+        """Steps done, the taskset's cursor, and the metrics; rollouts in flight are waited for.
 
-        Lightning asks for it before it asks the DataModule, whose buffer then holds those rollouts too.
+        Lightning asks for this state before the state of the DataModule, whose buffer then holds those rollouts too.
         """
         if self._running is not None:
             self._running.settle()
@@ -267,7 +264,7 @@ class ExplorerCallback(StopCheckpoint):
         return {
             "drill_scale": sync.pop("drill_scale"),
             "sync": sync,
-            # Rollouts that are not whole are done again by a resumed run, with the weights that they had.
+            # A resumed run does rollouts again that are not whole, with the weights that they had.
             "explorer": self.explorer.state_dict(with_weights=self.explorer.step < self._pending.target),
             "ended": self._ended,
             "metrics": dict(self.metrics),
@@ -290,21 +287,24 @@ class ExplorerCallback(StopCheckpoint):
 
 
 def let_monitor(trainer: L.Trainer, pl_module: L.LightningModule, metrics: dict[str, float]) -> None:
-    """Let ModelCheckpoint and EarlyStopping see what rank 0 has measured; the loggers have it already."""
-    seen = trainer.strategy.broadcast(metrics)
-    pl_module.log_dict(seen, on_step=False, on_epoch=True, logger=False, batch_size=1)
+    """Let ModelCheckpoint and EarlyStopping see the metrics of rank 0; the loggers have them already."""
+    of_rank_0 = trainer.strategy.broadcast(metrics)
+    pl_module.log_dict(of_rank_0, on_step=False, on_epoch=True, logger=False, batch_size=1)
 
 
 def data_of(trainer: L.Trainer) -> ExperienceDataModule:
     return trainer.datamodule  # type: ignore[return-value,attr-defined]
 
 
-def policy_of(module: Any) -> "PolicyModule":
+def policy_of(module: Any) -> PolicyModule:
     return module
 
 
 def _items_done(trainer: L.Trainer) -> int:
-    """Items of the present epoch that were trained on; between two epochs Lightning counts those of the one before."""
+    """Number of items of the present epoch that were trained on.
+
+    Between two epochs it is 0, and Lightning still counts the items of the epoch before.
+    """
     items: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     within = epochs_of(trainer).started > epochs_of(trainer).processed
     return items.processed if within else 0

@@ -34,23 +34,23 @@ LOOK_SECONDS = 0.005  # how often a waiting rank checks whether rank 0 has arriv
 
 
 class ExplorerFollower(L.Callback):
-    """In the place of ExplorerCallback on ranks other than 0: takes over the explore steps that rank 0 hands over."""
+    """Replaces ExplorerCallback on ranks other than 0: takes over the explore steps that rank 0 hands out."""
 
     def __init__(self) -> None:
-        self._step = 0  # what is prepared to be trained on
+        self._step = 0  # the step that is ready to be trained on
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """A Trainer that has not trained begins at step 1; a checkpoint is loaded after this."""
+        """Begin at step 1 with a Trainer that has not trained. A checkpoint is loaded later."""
         self._step = 0
         if not epochs_of(trainer).ready:
             data_of(trainer).storage.clear()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """As ExplorerCallback: Lightning may skip `on_train_epoch_start` when it resumes."""
+        """Take the step here already: Lightning may skip `on_train_epoch_start` when it resumes."""
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Wait for the step, however long it is rolled out, and help to prepare it; a checkpoint may have had it."""
+        """Wait without a limit until the step is rolled out, and help to prepare it, unless a checkpoint had it."""
         data, step = data_of(trainer), step_of(trainer)
         if self._step == step:
             return
@@ -60,11 +60,11 @@ class ExplorerFollower(L.Callback):
         self._step = step
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take over what was measured: checkpoints and early stopping are decided by it, on all ranks alike."""
+        """Take over the metrics of rank 0: checkpoints and early stopping depend on them, on all ranks alike."""
         let_monitor(trainer, pl_module, {})
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Rank 0 may evaluate, and need this rank's share of the weights on the device: see ExplorerCallback."""
+        """Move this rank's share of the weights to the device if rank 0 evaluates: see ExplorerCallback."""
         if trainer.strategy.broadcast(None):
             trainer.strategy.model_to_device()
             trainer.strategy.barrier()
@@ -75,26 +75,27 @@ class ExplorerFollower(L.Callback):
 
 
 class RankWeights(Sender):
-    """On rank 0: gives all engines the same weights at once, rank 0's own among them; see `PolicyEngines.group`.
+    """Gives all engines, those of rank 0 and of the others, the same weights at once; see `PolicyEngines.group`.
 
-    Each tensor is handed to the other ranks as rank 0's own engine reads it, by the connection of gradients.
+    It is on rank 0. Each tensor goes to the other ranks when rank 0's own engine reads it, by the connection of
+    gradients.
     """
 
     def __init__(self, own: Engine, others: Sequence[RankEngine], ranks: Ranks) -> None:
         self._own, self._others, self.ranks = own, others, ranks
 
     async def send(self, stream: WeightStream, version: int) -> None:
-        """Give them to all engines; RankError: another rank's did not take them."""
+        """Give the weights to all engines; RankError: the engine of another rank did not take them."""
         handed_out = replace(stream, tensors=partial(self._handed_out, stream, version))
         await self._own.sync_weights(handed_out, version)
-        for each in self._others:
-            each.took(version)
+        for engine in self._others:
+            engine.took(version)
 
     def _handed_out(self, stream: WeightStream, version: int) -> Iterator[tuple[str, Tensor]]:
-        own = self._own.capabilities.shares_weights  # every rank has the weights that are trained
-        self.ranks.call(TAKE, version, None if own else dict(stream.shapes))
+        shared = self._own.capabilities.shares_weights  # every rank has the weights that are trained
+        self.ranks.call(TAKE, version, None if shared else dict(stream.shapes))
         for name, tensor in stream:
-            if not own:
+            if not shared:
                 self.ranks.exchange((name, tensor.dtype, tensor.device.type), at=WEIGHT)
                 _spread(tensor.contiguous(), name, self.ranks)
             yield name, tensor
@@ -117,30 +118,34 @@ def with_rank_engines(own: Engine, config: TrainConfig) -> list[Engine]:
 
 
 class RankEngines(L.Callback):
-    """On rank 0, before `ExplorerCallback`: connect its explorer with the engines of the other ranks."""
+    """Connects the explorer of rank 0 with the engines of the other ranks; before `ExplorerCallback`, on rank 0."""
 
     def __init__(self, explorer: Explorer, config: EngineConfig) -> None:
         self._explorer = explorer
         self._config = config
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give the others the engine's knobs, planned or not, and learn where they listen."""
+        """Give the others the engine's settings, planned or not, and learn where they listen."""
         ranks: Any = ranks_of(trainer)
         own, *models = self._explorer.engines.models
-        others = [each for each in models if isinstance(each, RankEngine)]
+        others = [model for model in models if isinstance(model, RankEngine)]
         if not others:
             return
         ranks.exchange(self._config, at=ENGINES)
         self._explorer.engines.group = RankWeights(own, others, ranks)
-        for each, each.path in zip(others, ranks.exchange(None, at=ENGINES)[1:], strict=True):
-            each.limit = ranks.timeout.total_seconds()
+        for engine, engine.path in zip(others, ranks.exchange(None, at=ENGINES)[1:], strict=True):
+            engine.limit = ranks.timeout.total_seconds()
 
 
 # -- engines of all ranks: the others ----------------------------------------------------------------------------------
 
 
 class EngineFollower(ExplorerFollower):
-    """As ExplorerFollower, with an engine that computes for rank 0 on the main thread whenever that waits for it."""
+    """An ExplorerFollower with an engine, which computes for rank 0 on the main thread whenever this waits for rank 0.
+
+    Args:
+        make: makes the engine of its settings.
+    """
 
     def __init__(self, make: Callable[[EngineConfig], Engine]) -> None:
         super().__init__()
@@ -148,13 +153,13 @@ class EngineFollower(ExplorerFollower):
         self._listening = False
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Learn the engine's knobs from rank 0, which asks for the engine to be loaded."""
+        """Learn the engine's settings from rank 0, which asks later for the engine to be loaded."""
         ranks: Any = ranks_of(trainer)
         engine = self._make(ranks.exchange(None, patient=True, at=ENGINES)[0])
         self.listen(engine, ranks, policy_of(pl_module).policy, trainer.strategy.root_device)
 
     def listen(self, engine: Engine, ranks: Ranks, model: Any, device: torch.device) -> None:
-        """Listen to rank 0, and tell it where; `device`: where the model, which is the policy, is trained."""
+        """Listen to rank 0, and tell it where; `model` is the policy, and `device` the device that it is trained on."""
         self._engine, self._ranks, self._model, self._device = engine, ranks, model, device
         engine.bind(model)
         self._answers = EngineAnswers(engine)
@@ -172,7 +177,10 @@ class EngineFollower(ExplorerFollower):
         self._close()
 
     def _close(self) -> None:
-        """Requests under way fail; an error is logged: the trained model, or the run's own error, matters more."""
+        """End the engine; requests under way fail.
+
+        An error is only logged: the trained model, or the run's own error, matters more.
+        """
         if not self._listening:
             return
         self._ranks.meanwhile, self._listening = None, False
@@ -188,7 +196,7 @@ class EngineFollower(ExplorerFollower):
         self._driver.pump(LOOK_SECONDS)
 
     async def _beats(self) -> None:
-        """Let rank 0 know that this rank waits for it: a step of the engine may take longer than SILENT_SECONDS."""
+        """Tell rank 0 again and again that this rank is alive: a step of the engine may outlast SILENT_SECONDS."""
         while True:
             await asyncio.to_thread(self._ranks.beat)
             await asyncio.sleep(BEAT_SECONDS)
@@ -200,7 +208,7 @@ class EngineFollower(ExplorerFollower):
             self._serve_others(name, arguments)
 
     def _take(self, version: int, shapes: Mapping[str, Shape] | None) -> None:
-        """Give the engine what rank 0 hands out; without shapes, the weights that this rank trains."""
+        """Give the engine the weights that rank 0 hands out or, without shapes, those that this rank trains."""
         stream = parameter_stream(self._model)
         if shapes is not None:
             stream = WeightStream(shapes, partial(self._received, shapes), self._device)
@@ -220,7 +228,7 @@ class EngineFollower(ExplorerFollower):
 
 
 def follower_of(config: TrainConfig, folder: Path) -> ExplorerFollower:
-    """What takes part in the explore steps of rank 0, on a rank of its own; `folder`: the run's."""
+    """The callback of a rank other than 0, which takes part in the explore steps of rank 0; `folder` is the run's."""
     if config.engine.per_rank:
         return EngineFollower(lambda engine: engines_of(replace(config, engine=engine), folder)[0])
     return ExplorerFollower()

@@ -28,25 +28,26 @@ T = TypeVar("T")
 SIGNAL_CHECK_SECONDS = 0.5
 CANCEL_SECONDS = 30.0
 END_SECONDS = 30.0  # for runners and engines to end
-BLOCKED_SECONDS = 5.0  # for a loop to answer before what was to end on it is left to itself
+BLOCKED_SECONDS = 5.0  # a loop that is silent for longer at the end is left to itself
 WARN_SECONDS = 10.0
-# Turns of the loop without a new request after which none is about to come, and how long one of them is waited for.
+# After so many turns of the loop without a new request, none is about to come. A turn is waited for this long.
 QUIET_TURNS = 3
 TURN_SECONDS = 0.01
-# How long a thread may keep the interpreter that another one waits for; Python's own is 5 ms. The main thread asks for
-# it at every operation of torch, and next to a reward that computes in Python waited that long each time: a training
-# step of 0.95 s took 8.9 s, and with 0.1 ms takes 3.3 s. The reward is no slower, nor is anything if none computes.
+# Longest time that a thread keeps the interpreter while another one waits for it; Python's default is 5 ms. The main
+# thread asks for the interpreter at every operation of torch. Beside a reward that computes in Python it waited 5 ms
+# each time: a training step of 0.95 s took 8.9 s. With 0.1 ms it takes 3.3 s. The reward is no slower, and a run whose
+# rewards do not compute is as fast as before.
 SWITCH_SECONDS = 1e-4
 
 
 class Driver:
     """Runs coroutines to their end while it pumps the in-process engines that they wait for.
 
-    Only the main thread uses it, but for `call_later`.
+    Only the main thread uses it; other threads may use `call_later`.
 
     Args:
-        engines: those to drive.
-        interrupted: asked between steps; an exception that it returns stops what runs (SIGTERM, say).
+        engines: the engines to drive.
+        interrupted: asked between steps; an exception that it returns (for SIGTERM, say) stops the coroutine.
     """
 
     def __init__(
@@ -66,38 +67,39 @@ class Driver:
             engine.attach(self._wake.set)
 
     def limit_blocking(self, seconds: float, warn_after: float = WARN_SECONDS) -> None:
-        """From now on what blocks the loop is logged after `warn_after`, and refused by `wait` after `seconds`."""
+        """Have a block of the loop logged after `warn_after` seconds, and let `wait` refuse it after `seconds`."""
         self._watch.fail_after, self._watch.warn_after = seconds, warn_after
 
     def hurry(self) -> None:
-        """The run is ending: do not wait for long if something blocks the loop."""
+        """Shorten the wait for a blocked loop, because the run is ending."""
         if self._watch.fail_after > BLOCKED_SECONDS:
             self._watch.why = "the run is ending"
             self.limit_blocking(BLOCKED_SECONDS)
 
     def call_later(self, function: Callable[[], None]) -> None:
-        """From any thread: have the main thread call this once its wait, the present or the next one, has a result.
+        """Have the main thread call this function when its present or next wait has a result; any thread may ask.
 
-        What is left then is called by `close`. An error raised by such a call therefore never hides another error.
+        `close` makes the calls that are left. So an error of such a call never hides another error.
         """
         self._later.append(function)
 
     def run(self, coroutine: Coroutine[Any, Any, T], interruptible: bool = True) -> T:
-        """The coroutine's result. An exception of its own is raised here.
+        """Run a coroutine and return its result; its exception is raised here.
 
-        Ctrl-C and `interrupted` cancel the coroutine, let it clean up (cancelled requests are aborted in their
-        engines), and are then raised; if the coroutine finished anyway, the next run raises what `interrupted` returns.
+        Ctrl-C and `interrupted` cancel the coroutine and let it clean up: its requests are aborted in their engines.
+        Then they are raised. If the coroutine finished all the same, the next run raises what `interrupted` returns.
         """
         return self.wait(self.start(coroutine), interruptible)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> "LoopTask[T]":
-        """Let the coroutine run while the main thread does something else: it must not need an in-process engine."""
+        """Start a coroutine that runs while the main thread does something else; it must not need an engine here."""
         return LoopTask(self._loop, coroutine, self._wake.set)
 
     def wait(self, task: "LoopTask[T]", interruptible: bool = True, limit: float = math.inf) -> T:
-        """The result of what `start` began; as `run`. TimeoutError, and it is cancelled, after `limit` seconds.
+        """Wait for a task that `start` began, and return its result; Ctrl-C and `interrupted` act as in `run`.
 
         Raises:
+            TimeoutError: not done within `limit` seconds; the task is cancelled.
             WorkflowBlockedError: a workflow, or anything else that runs on the loop, blocks it.
         """
         deadline = time.monotonic() + limit
@@ -125,7 +127,7 @@ class Driver:
         return result
 
     def cancel(self, task: "LoopTask[T]") -> None:
-        """Cancel what `start` began, and wait for the end of its clean-up; its error, if any, is logged."""
+        """Cancel a task that `start` began, and wait for the end of its clean-up; its error, if any, is logged."""
         if not task.done:
             task.cancel()
             deadline = time.monotonic() + CANCEL_SECONDS
@@ -136,7 +138,7 @@ class Driver:
         task.report()
 
     def end(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run what ends things, for `END_SECONDS`; not if the loop is blocked. Its exceptions are raised."""
+        """Run a coroutine that ends things, for at most `END_SECONDS`; give it up at once if the loop is blocked."""
         task = self.start(coroutine)
         if self._pump_until(task, time.monotonic() + END_SECONDS):
             self._run_commands()
@@ -148,9 +150,9 @@ class Driver:
             self.cancel(task)
 
     def close(self) -> None:
-        """Cancel what still runs, stop the loop, and let the engines step themselves again; twice is allowed.
+        """Cancel all tasks, stop the loop, and let the engines step themselves again; calling it twice is allowed.
 
-        A loop that is blocked is left to itself: its thread ends with the process, or once it is free.
+        A blocked loop is left to itself: its thread ends with the process, or once it is free.
         """
         if not self._thread.is_alive() or self._loop.is_closed():
             return
@@ -164,11 +166,11 @@ class Driver:
         self._make_calls()
 
     def _serve(self) -> None:
-        """Run the loop until `close`; closed by its own thread, which a workflow may hold for longer than that."""
+        """Run the loop until `close`, then close it here: a workflow may hold this thread for longer than `close`."""
         compute_on_one_thread()
         try:
             self._loop.run_forever()
-            left = asyncio.all_tasks(self._loop)  # what was asked for while it was blocked
+            left = asyncio.all_tasks(self._loop)  # begun while the loop was blocked
             for task in left:
                 task.cancel()
             if left:
@@ -185,16 +187,17 @@ class Driver:
             self._wake.wait(seconds)
 
     def _collect(self) -> None:
-        """Once a request has come, take in all that the loop is about to make, for the same seed to give the same bits.
+        """Once a request has come, take in all others that the loop is about to make.
 
-        What is computed together rounds together, and must not depend on which of the two threads is quicker.
+        Requests of one step round together. Which ones they are must not depend on the quicker thread: the same seed
+        has to give the same bits.
         """
         quiet = 0 if self._run_commands() else QUIET_TURNS
         while quiet < QUIET_TURNS and self._turn():
             quiet = 0 if self._run_commands() else quiet + 1
 
     def _turn(self) -> bool:
-        """Let the loop do what it can at once; False if that takes long: engines do not wait for a reward, say."""
+        """Let the loop run what is ready; False if it takes long, as a reward may: engines do not wait for that."""
         turned = threading.Event()
         self._loop.call_soon_threadsafe(turned.set)
         return turned.wait(TURN_SECONDS)
@@ -208,7 +211,7 @@ class Driver:
         return True
 
     def _run_commands(self) -> bool:
-        """Carry out what was posted: requests to start and to abort, weights; whether there was any."""
+        """Run posted commands (start, abort, take weights); True if there were any."""
         worked = [engine.run_commands() for engine in self._engines]
         return any(worked)
 
@@ -217,14 +220,13 @@ class Driver:
             self._later.popleft()()
 
     def _is_stuck(self) -> bool:
-        """Whether there is no point in waiting for the loop."""
-
+        """True if there is no point in waiting for the loop."""
         silent = self._watch.silent()
         return silent > CANCEL_SECONDS or (silent > BLOCKED_SECONDS and blocker_of(self._thread) is not None)
 
 
 class LoopTask(Generic[T]):
-    """An asyncio task on a loop in another thread; unlike a concurrent future it is done only once cleaned up."""
+    """An asyncio task on a loop in another thread. Unlike a concurrent future, it is done only after its clean-up."""
 
     _task: asyncio.Task[T]  # from the loop's next turn on
 
@@ -250,11 +252,11 @@ class LoopTask(Generic[T]):
 
     @property
     def succeeded(self) -> bool:
-        """Whether there is a result, cancelled in time or not."""
+        """True if there is a result, even if the task was to be cancelled."""
         return self.done and not self._task.cancelled() and self._task.exception() is None
 
     def report(self) -> None:
-        """Log what a coroutine raised that nobody waits for: another exception is on its way to the caller."""
+        """Log the coroutine's error, if any: nobody waits for it, another exception is on its way to the caller."""
         if not self._task.cancelled() and (error := self._task.exception()) is not None:
             logger.warning("a coroutine that was given up failed: %s: %s", type(error).__name__, error)
 
@@ -268,12 +270,12 @@ async def _cancel_others() -> None:
 
 
 class LoopWatch:
-    """Asks a loop in another thread again and again whether it still answers.
+    """Checks that a loop in another thread still answers.
 
     Attributes:
-        warn_after: seconds without an answer after which the stack of its thread is logged, once.
-        fail_after: seconds for which anything may block it.
-        why: what sets that time, in words.
+        warn_after: after so many seconds without an answer the stack of the loop's thread is logged, once.
+        fail_after: seconds for which anything may block the loop.
+        why: the reason for `fail_after`, in words.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
@@ -286,7 +288,7 @@ class LoopWatch:
         self._warned = False
 
     def silent(self) -> float:
-        """Seconds that the loop has owed an answer for; the next one is asked for as soon as it has answered."""
+        """Seconds for which the loop has owed an answer. Once it has answered, it is asked again."""
         if self._answered:
             self._asked, self._answered, self._warned = time.monotonic(), False, False
             self._loop.call_soon_threadsafe(setattr, self, "_answered", True)
@@ -295,9 +297,6 @@ class LoopWatch:
     def check(self) -> None:
         """Log a loop that has been silent for long; WorkflowBlockedError: something has blocked it for too long."""
         silent = self.silent()
-        if silent <= min(self.warn_after, self.fail_after):
-            return
-
         if not self._warned and silent > self.warn_after:
             self._warned = True
             log_block(self._thread, silent)
@@ -306,23 +305,29 @@ class LoopWatch:
 
 
 def blocker_of(thread: threading.Thread) -> str | None:
-    """The innermost line that the thread's loop is in and no library has, with its workflow; None while it waits."""
+    """The innermost line of the user's code that the thread's loop runs, and its workflow; None while the loop waits.
+
+    Without a line of the user's, the innermost line of a library.
+    """
     frames = list(_running(thread))
-    own = [frame for frame in frames if not of_a_library(frame.f_code.co_filename)]
-    line = next((_line(frame) for frame in own or frames), None)
-    owners = (frame.f_locals.get("self") for frame in frames)
-    workflow = next((f" (workflow '{type(each).__name__}')" for each in owners if isinstance(each, Workflow)), "")
+    users = [frame for frame in frames if not of_a_library(frame.f_code.co_filename)]
+    line = next((_line(frame) for frame in users or frames), None)
+    methods_of = (frame.f_locals.get("self") for frame in frames)
+    workflow = next((f" (workflow '{type(one).__name__}')" for one in methods_of if isinstance(one, Workflow)), "")
     return None if line is None else line + workflow
 
 
 def log_block(thread: threading.Thread, seconds: float) -> None:
-    """Log what blocks the thread's loop for so long, and where the thread stands."""
-    what, stack = blocker_of(thread) or "something", "".join(traceback.format_stack(_frame_of(thread)))
-    logger.warning("%s blocks all rollouts, for %.1f s now. It stands at:\n%s", what, seconds, stack)
+    """Log the line that has blocked the thread's loop for so many seconds, and the thread's stack."""
+    blocker, stack = blocker_of(thread) or "something", "".join(traceback.format_stack(_frame_of(thread)))
+    logger.warning("%s blocks all rollouts, for %.1f s now. It stands at:\n%s", blocker, seconds, stack)
 
 
 def refuse_block(thread: threading.Thread, seconds: float, why: str) -> None:
-    """WorkflowBlockedError if anything blocks the loop of the thread, after so long; `why`: what sets that time."""
+    """WorkflowBlockedError if anything has blocked the thread's loop for so many seconds; `why` is the limit's reason.
+
+    A loop that waits for something to do is not blocked.
+    """
     if (blocker := blocker_of(thread)) is not None:
         raise WorkflowBlockedError(
             f"{blocker} has blocked all rollouts for {seconds:.3g} s ({why}): an `async def` calls "
@@ -332,7 +337,7 @@ def refuse_block(thread: threading.Thread, seconds: float, why: str) -> None:
 
 
 def _running(thread: threading.Thread) -> Iterator[FrameType]:
-    """Frames of the callback that the loop is in, the innermost first; none while it waits for something to do."""
+    """Frames of the callback that the loop runs, the innermost first; none while it waits for something to do."""
     frame, frames = _frame_of(thread), []
     while frame is not None:
         if frame.f_code is asyncio.Handle._run.__code__:

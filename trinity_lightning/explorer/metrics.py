@@ -1,4 +1,4 @@
-"""Numbers that describe an explore step, and an evaluation."""
+"""Metrics of an explore step, and of an evaluation."""
 
 import math
 import statistics
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from trinity_lightning.common.experience import Experience, group_by
 from trinity_lightning.common.runs import (
+    Run,
     equal_rewards,
     is_valid_reward,
     last_step,
@@ -14,14 +15,14 @@ from trinity_lightning.common.runs import (
     spread_of_each,
     written_tokens,
 )
-from trinity_lightning.common.solved import criterion_of, metrics_of
+from trinity_lightning.common.solved import Criterion, criterion_of, metrics_of
 from trinity_lightning.explorer.workflow_runner import Status, mean_metrics
 
 # -- An explore step --------------------------------------------------------------------------------------------------
 
 
 def valid_rewards(experiences: Sequence[Experience]) -> dict[str, list[float]]:
-    """The rewards of each task's runs, without those that are no finite number; of several steps the last one's."""
+    """Rewards of the runs by task, without those that are not finite; of several steps the last one's reward counts."""
     return {
         task: [reward for run in runs_of(group) if is_valid_reward(reward := last_step(run).reward)]
         for task, group in group_by(experiences, "task").items()
@@ -31,10 +32,14 @@ def valid_rewards(experiences: Sequence[Experience]) -> dict[str, list[float]]:
 def pass_rates(
     experiences: Sequence[Experience], reward_solved: Mapping[str, float] | None = None
 ) -> dict[str, dict[int, tuple[float, int]]]:
-    """By taskset and index of the task (`info["task_index"]`), the share of its runs that solved it, and their number.
+    """Share of a task's runs that solved it, and their number, by taskset and index (`info["task_index"]`).
 
-    `reward_solved` is as of `criterion_of`. If it is None, and the reward has a single component, the rate is the mean
-    of that component, so that a reward between 0 and 1 counts in part; without a criterion it is the mean reward.
+    If `reward_solved` is None and the reward has a single component, the rate is the mean of that component: a reward
+    between 0 and 1 counts in part. Without a criterion the rate is the mean reward.
+
+    Args:
+        experiences: experiences of the runs.
+        reward_solved: see `criterion_of`.
     """
     criterion = criterion_of(metrics_of(experiences), reward_solved)
     rates: dict[str, dict[int, list[float]]] = {}
@@ -55,7 +60,7 @@ def pass_rates(
 
 
 def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Rewards of an explore step's runs, the share of groups (of several) with equal ones, lengths of experiences."""
+    """Rewards of the runs of an explore step, the share of groups (of several) with equal rewards, and lengths."""
     groups = valid_rewards(experiences)
     rewards = [reward for group in groups.values() for reward in group]
     responses = [float(written_tokens(e)) for e in experiences]
@@ -78,7 +83,7 @@ def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 def rollout_metrics(
     statuses: Sequence[Status], experiences: Sequence[Experience], tasks: int, seconds: float
 ) -> dict[str, float]:
-    """What an explore step scheduled, lost and got."""
+    """Metrics of what an explore step scheduled, lost and got."""
     tokens = sum(map(written_tokens, experiences))
     return {
         **spread_of_each((status.metric for status in statuses), "rollout"),
@@ -91,10 +96,10 @@ def rollout_metrics(
     }
 
 
-# -- An evaluation: what several rollouts of each task were worth -----------------------------------------------------
+# -- An evaluation: statistics over several rollouts of each task -----------------------------------------------------
 
 
-_REWARD = ""  # the reward's statistics have no name between the taskset's and their own
+_REWARD = ""  # a statistic of the reward has no name between the taskset and the statistic
 
 
 def evaluation_metrics(
@@ -102,46 +107,53 @@ def evaluation_metrics(
 ) -> dict[str, float]:
     """Statistics of the reward and of every metric of a workflow, over the k rollouts of each task.
 
-    `mean@k` and `std@k` are mean and standard deviation (ddof 0) of a task's rollouts; `best@m` and `worst@m`, for m =
-    2, 4, ... below k and for k, what the best and the worst of m of them may be expected to be (`expected_best`);
-    `pass@m`, of the reward only, the share of tasks that one of m rollouts solves, if it is known what that is
-    (`criterion_of`). All are means over tasks.
+    - `mean@k` and `std@k`: mean and standard deviation (ddof 0) of a task's rollouts.
+    - `best@m` and `worst@m`, for m = 2, 4, ... below k and for k: the expected best and worst of m of its rollouts
+      (`expected_best`).
+    - `pass@m`, of the reward only: the share of tasks that one of m rollouts solves, if there is a criterion for that
+      (`criterion_of`).
 
-    A rollout of several steps counts once: with the reward of the last, as in training, and the means of its metrics. A
-    task that lost rollouts counts with those that it has, k being the most that any task has. Values that are no finite
-    number are left out.
+    All are means over tasks. A rollout of several steps counts once: with the reward of its last step, as in training,
+    and the means of its metrics. A task that lost rollouts counts with the others; k is the number of the task that has
+    most. Values that are not finite are left out.
 
     Args:
-        taskset: its name.
-        experiences: of the evaluation.
-        reward_solved: as of `criterion_of`.
+        taskset: the taskset's name.
+        experiences: experiences of the evaluation.
+        reward_solved: see `criterion_of`.
 
     Returns:
-        `eval/<taskset>/<statistic>` of the reward, and `eval/<taskset>/<metric>/<statistic>` of each metric: for k = 1
-        only its mean.
+        `eval/<taskset>/<statistic>` of the reward, and `eval/<taskset>/<metric>/<statistic>` of each metric. With k = 1
+        a metric has only its mean.
     """
-    runs = [runs_of(its) for its in group_by(experiences, "task").values()]
-    tasks = [[_measured(run) for run in its] for its in runs]
+    runs = [runs_of(group) for group in group_by(experiences, "task").values()]
+    tasks = [[_measured(run) for run in runs_of_task] for runs_of_task in runs]
     criterion = criterion_of(metrics_of(experiences), reward_solved)
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for runs in tasks for run in runs for name in run):
         groups = [values for runs in tasks if (values := [run[name] for run in runs if name in run])]
         k = max(map(len, groups))
-        found = {f"mean@{k}": statistics.fmean(map(statistics.fmean, groups))}
+        values_of = {f"mean@{k}": statistics.fmean(map(statistics.fmean, groups))}
         if k > 1:
-            found[f"std@{k}"] = statistics.fmean(map(statistics.pstdev, groups))
+            values_of[f"std@{k}"] = statistics.fmean(map(statistics.pstdev, groups))
         sizes = subset_sizes(k)
         if k > 1 or name == _REWARD:
             negative = [[-value for value in group] for group in groups]
-            found |= {f"best@{m}": _mean_best(groups, m) for m in sizes}
-            found |= {f"worst@{m}": 0.0 - _mean_best(negative, m) for m in sizes}
+            values_of |= {f"best@{m}": _mean_best(groups, m) for m in sizes}
+            values_of |= {f"worst@{m}": 0.0 - _mean_best(negative, m) for m in sizes}
         if name == _REWARD and criterion is not None:
-            known = [[float(solved) for run in its if (solved := criterion.solved(run)) is not None] for its in runs]
-            if solved := [group for group in known if group]:
-                found |= {f"pass@{m}": _mean_best(solved, m) for m in sizes}
+            solved = _solved(runs, criterion)
+            values_of |= {f"pass@{m}": _mean_best(solved, m) for m in sizes if solved}
         prefix = "/".join(filter(None, ("eval", taskset, name)))
-        metrics |= {f"{prefix}/{statistic}": value for statistic, value in found.items()}
+        metrics |= {f"{prefix}/{statistic}": value for statistic, value in values_of.items()}
     return metrics
+
+
+def _solved(runs: Sequence[Sequence[Run]], criterion: Criterion) -> list[list[float]]:
+    """1 for each run that solved its task and 0 for the others, by task; runs that do not tell are left out."""
+    solved = [[criterion.solved(run) for run in runs_of_task] for runs_of_task in runs]
+    known = [[float(value) for value in values if value is not None] for values in solved]
+    return [values for values in known if values]
 
 
 def subset_sizes(k: int) -> list[int]:
@@ -150,15 +162,15 @@ def subset_sizes(k: int) -> list[int]:
 
 
 def expected_best(values: Sequence[float], m: int) -> float:
-    """The largest of m of these n values, drawn without replacement, on average over all draws.
+    """Expected maximum of m of these n values, drawn without replacement.
 
-    The i-th smallest is the largest of a draw in C(i - 1, m - 1) of C(n, m) cases, so that it is the sum of
+    The i-th smallest value is the maximum of C(i - 1, m - 1) of the C(n, m) draws. So the expectation is the sum of
     x_(i) C(i - 1, m - 1) / C(n, m) over i = m ... n: exact, without resampling. For values of 0 and 1 it is the
     unbiased estimate of pass@m, 1 - C(n - c, m) / C(n, m) with c ones (Chen et al. 2021, arXiv:2107.03374).
 
     Args:
         values: n numbers, at least one.
-        m: size of a draw; above n it is n.
+        m: size of a draw; if it is above n, n is taken.
     """
     n, m = len(values), min(m, len(values))
     cases = math.comb(n, m)
@@ -166,7 +178,7 @@ def expected_best(values: Sequence[float], m: int) -> float:
 
 
 def _measured(run: Sequence[Experience]) -> dict[str, float]:
-    """The reward of a rollout, which is its last step's, and the means of its metrics."""
+    """The reward of a rollout's last step, and the means of its metrics."""
     reward = last_step(run).reward
     measured = {_REWARD: reward} if is_valid_reward(reward) else {}
     return measured | {name: value for name, value in mean_metrics(run).items() if math.isfinite(value)}

@@ -1,4 +1,4 @@
-"""Runners in processes of their own, on this machine or another: Ray actors, replaced when they die."""
+"""Runners in processes of their own, on this machine or others: Ray actors, which are replaced when they die."""
 
 import asyncio
 import logging
@@ -16,40 +16,65 @@ from typing import Any, ClassVar, cast
 
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.inference import HeldModel, InferenceModel
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.servers import check_engine_for_ray, require_ray
 from trinity_lightning.errors import ConfigError, RolloutError, TrinityError, WorkerDiedError
 from trinity_lightning.explorer.rewards import resolve_rewards
 from trinity_lightning.explorer.tasks.task import Task
-from trinity_lightning.explorer.workflow_runner import CANCEL_GRACE_SECONDS, Attempt, WorkflowRunner
+from trinity_lightning.explorer.workflow_runner import CANCEL_GRACE_SECONDS, Attempt, Runners, WorkflowRunner
 from trinity_lightning.explorer.workflows.workflow import resolve_workflow
 
-# -- the far side: a WorkflowRunner with its own copy of the models ----------------------------------------------------
-
+logger = logging.getLogger(__name__)
 
 PACKAGE = __name__.partition(".")[0]
-# A worker whose workflows log without end keeps the last of it.
-MAX_LOG_RECORDS = 1000
+MAX_LOG_RECORDS = 1000  # of a worker; older records are dropped
+# A worker imports torch first, on a machine that may be busy with the imports of all the others.
+START_SECONDS = 300.0
+# A worker that answers so much later than its limit (or than its clean-up, when cancelled) is replaced.
+ANSWER_SECONDS = 10.0
+END_SECONDS = 1.0  # for a worker that is killed to end
+# Experiences larger than 100 kB travel through the object store, and leave it as soon as they were read.
+OBJECT_STORE_BYTES = 256 * 2**20
+CONNECT_SECONDS = 10.0  # for a cluster to answer at its address
+LOCAL_SETTINGS = {
+    "address": "local",
+    "include_dashboard": False,
+    "object_store_memory": OBJECT_STORE_BYTES,
+    "_node_ip_address": "127.0.0.1",
+}
+# Settings of Ray and its processes. Nothing is sent to its makers. A cluster of this machine alone listens on the
+# loopback interface only: without the second variable, Ray turns 127.0.0.1 into the machine's address.
+LOCAL_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+# -- in the worker: a WorkflowRunner with its own copy of the models ---------------------------------------------------
 
 
 @dataclass
 class Answer:
-    """An Attempt on its way back."""
+    """An Attempt on its way back to the runner.
 
-    experiences: bytes  # a payload of `Experience.serialize_many`
-    errors: dict[int, BaseException]  # by run; each survives pickling
+    Attributes:
+        experiences: a payload of `Experience.serialize_many`.
+        errors: errors by run; each survives pickling.
+        seconds: duration of the attempt.
+        log: logger, level and text of the records since the last answer.
+    """
+
+    experiences: bytes
+    errors: dict[int, BaseException]
     seconds: float
-    log: list[tuple[str, int, str]]  # logger, level and text of what was logged since the last answer
+    log: list[tuple[str, int, str]]
 
 
 class RayWorker:
     """The actor.
 
     Args:
-        setup: a pickle of (config, rollout model, auxiliary models); within bytes, so that Ray does not explain at
-            length what cannot be pickled.
-        import_path: where the program that started it looks for modules; looked at last.
-        runner_id: for messages.
-        log_level: from which level on this library's log is sent back; of others', warnings are.
+        setup: a pickle of (config, rollout model, auxiliary models). As bytes it spares the long explanations that Ray
+            has for an object that cannot be pickled.
+        import_path: the import path of the program that started the worker; looked at last.
+        runner_id: the runner's number, for messages.
+        log_level: lowest level of this library's log that is sent back; of other libraries, warnings are.
     """
 
     def __init__(self, setup: bytes, import_path: list[str], runner_id: int | None, log_level: int) -> None:
@@ -66,7 +91,7 @@ class RayWorker:
         return os.getpid()
 
     async def attempt(self, task: bytes, runs: Sequence[int], limit: float | None, version: int) -> Answer:
-        """See `WorkflowRunner.attempt`; `task` is a pickle, and `version` that of the model's present weights."""
+        """See `WorkflowRunner.attempt`; `task` is a pickle, and `version` the version of the present weights."""
         try:
             loaded = pickle.loads(task)  # noqa: S301 - from the program that started this one
         except Exception as error:
@@ -85,7 +110,7 @@ class RayWorker:
 
 
 class _Copy:
-    """A copy of a model, which is given its version: weights are synced from the program that trains."""
+    """A copy of a model that is told its version: weights are synced by the program that trains."""
 
     model_version = 0
 
@@ -97,7 +122,7 @@ class _Copy:
 
 
 class _Records(logging.Handler):
-    """Keeps what is logged until it is taken."""
+    """Keeps log records until they are taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,13 +132,14 @@ class _Records(logging.Handler):
         self._records.append((record.name, record.levelno, self.format(record)))
 
     def take(self) -> list[tuple[str, int, str]]:
-        taken = list(self._records)
+        """Logger, level and text of each record, which are then forgotten."""
+        records = list(self._records)
         self._records.clear()
-        return taken
+        return records
 
 
 def portable(error: BaseException) -> BaseException:
-    """The error itself if a pickle of it is the same again; otherwise a RolloutError with its type and text."""
+    """The error itself, if it survives pickling; otherwise a RolloutError with its type and text."""
     try:
         copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - made here
     except Exception:
@@ -125,21 +151,11 @@ def portable(error: BaseException) -> BaseException:
 # -- the runner --------------------------------------------------------------------------------------------------------
 
 
-logger = logging.getLogger(__name__)
-
-# A worker imports torch first, on a machine that may be busy with the imports of all the others.
-START_SECONDS = 300.0
-# How much longer than its limit (or its clean-up, when cancelled) a worker may take to answer before it is replaced.
-ANSWER_SECONDS = 10.0
-# For a worker that is killed to end.
-END_SECONDS = 1.0
-
-
 @dataclass(eq=False)
 class RayRunner(WorkflowRunner):
-    """A WorkflowRunner whose workflows run in a Ray actor; Ray must have been started (`RayCluster`).
+    """A WorkflowRunner whose workflows run in a Ray actor; Ray must have been started (`RayRunners`).
 
-    The actor works with copies of the models: requests go from there to the engine's server.
+    The actor has copies of the models: its requests go to the engine's server directly.
     """
 
     # A worker that does not answer is replaced; its successor may have to start within the next attempt.
@@ -158,13 +174,13 @@ class RayRunner(WorkflowRunner):
         models = (self.model, self.auxiliary_models)
         setup = _pickled((self.config, *models), f"the engine {type(self.model).__name__}")
         level = logging.getLogger(PACKAGE).getEffectiveLevel()
-        # No CPU is reserved: what computes is the engine, and a machine holds as many runners as are asked for.
+        # No CPU is reserved: the engine computes, and a machine holds as many runners as are asked for.
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0, "max_task_retries": 0}
         self._actor = _actor_class().options(**options).remote(setup, sys.path, self.runner_id, level)
         self._pid, self._greeting = None, self._actor.ready.remote()
 
     async def ready(self) -> None:
-        """Wait until the worker, one that was replaced too, can be given tasks. RolloutError: it does not start."""
+        """Wait until the worker can take tasks; one that was replaced is started. RolloutError: it does not start."""
         from ray.exceptions import RayError
 
         if self._pid is not None:
@@ -191,7 +207,7 @@ class RayRunner(WorkflowRunner):
         self._actor = self._pid = self._greeting = None
 
     async def attempt(self, task: Task, runs: Sequence[int], limit: float | None = None) -> Attempt:
-        """See `WorkflowRunner.attempt`. A worker that dies or does not answer fails these runs, and is replaced."""
+        """See `WorkflowRunner.attempt`. If the worker dies or does not answer, these runs fail, and it is replaced."""
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
@@ -207,13 +223,13 @@ class RayRunner(WorkflowRunner):
         return Attempt(experiences, answer.errors, answer.seconds)
 
     async def _start_dead_servers(self) -> None:
-        """The worker's copies of the models cannot: this process has started the servers."""
+        """Start servers that died again: only this process can, which started them, not the worker with its copies."""
         for model in (self.model, *(self.auxiliary_models or ())):
             if isinstance(model, HeldModel) and model.restarts is not None:
                 await model.load()
 
     async def _ask(self, task: bytes, runs: list[int], limit: float | None) -> Answer:
-        """The worker's answer; WorkerDiedError or TimeoutError if there is none, RolloutError if it failed."""
+        """Have the worker try these runs; WorkerDiedError or TimeoutError: no answer; RolloutError: it failed."""
         import ray
 
         call = self._actor.attempt.remote(task, runs, limit, self.model.model_version)
@@ -244,12 +260,11 @@ class RayRunner(WorkflowRunner):
             raise died from error
 
     async def _replace(self, answer: "asyncio.Future[Answer]") -> None:
-        """Be rid of a worker that died or is to die; the next attempt starts another, wherever Ray finds a place."""
+        """Kill a worker that died or does not answer; the next attempt starts another, wherever Ray finds a place."""
         logger.warning("runner %s: its worker (pid %s) is replaced.", self.runner_id, self._pid)
         self.kill()
-        await asyncio.wait(
-            [answer], timeout=END_SECONDS
-        )  # it ends with the worker, and must not outlive this event loop
+        # The answer's future ends with the worker, and must not outlive this event loop.
+        await asyncio.wait([answer], timeout=END_SECONDS)
 
 
 @cache
@@ -260,7 +275,7 @@ def _actor_class() -> Any:
 
 
 def _sendable(task: Task) -> bytes:
-    """A pickle of the task; names are resolved here, because only this process has the program's registrations."""
+    """A pickle of the task, its names resolved: only this process has the program's registrations."""
     rewards = None if task.reward_fn is None else resolve_rewards(task.reward_fn)
     return _pickled(
         replace(task, workflow=resolve_workflow(task.workflow), reward_fn=rewards),
@@ -268,7 +283,7 @@ def _sendable(task: Task) -> bytes:
     )
 
 
-def _pickled(value: object, what: str) -> bytes:
+def _pickled(value: object, label: str) -> bytes:
     from ray import cloudpickle  # functions and classes of a script or a notebook too
 
     try:
@@ -276,70 +291,67 @@ def _pickled(value: object, what: str) -> bytes:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"{what} cannot be sent to Ray runners: {reason}", fix="choose explorer.runner=local"
+            f"{label} cannot be sent to Ray runners: {reason}", fix="choose explorer.runner=local"
         ) from error
 
 
 def _future(reference: Any) -> "asyncio.Future[Any]":
-    """What a reference refers to; an error that nothing waits for any more is not reported."""
+    """A future of the value that a reference stands for; an error that nobody waits for any more is not reported."""
     future = asyncio.wrap_future(reference.future())
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
 
 
 def _last_line(error: BaseException) -> str:
-    """Ray puts a traceback into the text; its last line is the error."""
+    """The last line of an error's text: before it, Ray puts a traceback."""
     return str(error).strip().splitlines()[-1].strip()
 
 
 def _cause(error: BaseException) -> str:
-    """What Ray knows of the end of a worker, without its advice and identifiers."""
+    """Ray's reason for the end of a worker, without its advice and identifiers."""
     text = " ".join(str(error).split())
     return text.partition("Worker exit detail: ")[2].partition(" Some common causes")[0] or text
 
 
-# -- the cluster: one that is there already, or one on this machine for as long as runners run ------------------------
+# -- the runners of a scheduler, and their cluster: one that is there already, or one of this machine ------------------
 
 
-# Experiences larger than 100 kB travel through it, and leave it as soon as they were read.
-OBJECT_STORE_BYTES = 256 * 2**20
-# For a cluster to answer at its address.
-CONNECT_SECONDS = 10.0
-LOCAL_SETTINGS = {
-    "address": "local",
-    "include_dashboard": False,
-    "object_store_memory": OBJECT_STORE_BYTES,
-    "_node_ip_address": "127.0.0.1",
-}
-# Of Ray and its processes: nothing is sent to its makers; and a cluster of this machine alone listens on the loopback
-# interface only (without the second, Ray turns 127.0.0.1 into the machine's address).
-LOCAL_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+class RayRunners(Runners):
+    """Starts Ray, if it does not run in this program yet, and the workers of the runners; stops what it started.
 
-
-class RayCluster:
-    """Starts Ray if it does not run in this program yet, and ends what it started.
+    `explorer.ray_address` is the address of a cluster to join: HOST:PORT of its head, or "auto" for the one on this
+    machine. None starts a cluster here, which ends with this program at the latest.
 
     Args:
-        address: of a cluster to join, HOST:PORT of its head, or "auto" for the one on this machine; None starts one
-            here, which ends with this program at the latest.
-        models: what its workers ask.
+        config: the explorer's configuration.
+        models: all engines that the workers ask.
 
     Raises:
         ConfigError: Ray is not installed, or an engine computes in this process.
     """
 
-    def __init__(self, address: str | None, models: Sequence[InferenceModel]) -> None:
+    def __init__(self, config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
+        super().__init__(config, models)
         require_ray()
         for model in models:
-            if isinstance(model, HeldModel):  # another one is pickled, or Ray says why not
+            if isinstance(model, HeldModel):  # any other is pickled, or Ray says why not
                 check_engine_for_ray(type(model).__name__, model.capabilities)
-        self._address = address
+        self._address = config.ray_address
         self._connected = False
         self._runners: list[RayRunner] = []
         self._thread: ThreadPoolExecutor | None = None
 
-    def check(self) -> None:
+    def make(
+        self, model: InferenceModel, auxiliary_models: Sequence[InferenceModel] | None, runner_id: int
+    ) -> RayRunner:
+        self._runners.append(RayRunner(self.config, model, auxiliary_models, runner_id))
+        return self._runners[-1]
+
+    async def prepare(self) -> None:
         """ConfigError if nothing listens at the cluster's address: Ray would go on asking for minutes."""
+        await asyncio.to_thread(self._check_address)
+
+    def _check_address(self) -> None:
         if self._address is None or self._address == "auto":
             return
         host, _, port = self._address.rpartition(":")
@@ -352,21 +364,22 @@ class RayCluster:
                 fix="give HOST:PORT of the cluster's head, or null to start one here",
             ) from error
 
-    async def start(self, runners: Sequence[RayRunner]) -> None:
-        """Start or join the cluster, and start the workers of these runners.
+    async def start(self) -> None:
+        """Start or join the cluster, and start the workers of the runners; nothing happens if they run already.
 
         Raises:
             ConfigError: no cluster answers at the address, or a model cannot be sent to workers.
             RolloutError: a worker does not start.
         """
+        if self._thread is not None:
+            return
         # One thread, which lives as long as the cluster: Linux ends Ray's processes with the thread that started them.
         self._thread = ThreadPoolExecutor(1, "ray")
-        self._runners = list(runners)
         try:
             await self._in_thread(self._connect)
-            for runner in runners:
+            for runner in self._runners:
                 await self._in_thread(runner.launch)
-            ended = await asyncio.gather(*(runner.ready() for runner in runners), return_exceptions=True)
+            ended = await asyncio.gather(*(runner.ready() for runner in self._runners), return_exceptions=True)
             for error in ended:
                 if error is not None:
                     raise error
@@ -375,7 +388,7 @@ class RayCluster:
             raise
 
     async def stop(self) -> None:
-        """End the workers, and the cluster if it was started here; one that was joined goes on. Twice is allowed."""
+        """End the workers, and the cluster, if it was started here; a cluster that was joined goes on."""
         if self._thread is None:
             return
         try:
@@ -398,8 +411,8 @@ class RayCluster:
                 # Its warnings say that SIGTERM is left to this program, and that the cluster asks for a token.
                 ray.init(**settings, logging_level=logging.ERROR)  # type: ignore[arg-type]
             except Exception as error:
-                what = "Ray does not start" if self._address is None else f"explorer.ray_address={self._address}"
-                raise ConfigError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+                failure = "Ray does not start" if self._address is None else f"explorer.ray_address={self._address}"
+                raise ConfigError(f"{failure}: {type(error).__name__}: {' '.join(str(error).split())}") from error
             self._connected = True
 
     def _disconnect(self) -> None:
@@ -415,12 +428,12 @@ class RayCluster:
 
 @contextmanager
 def _local() -> Iterator[None]:
-    """LOCAL_ENVIRONMENT, unless the user set the variables, for as long as Ray starts."""
+    """Set the variables of LOCAL_ENVIRONMENT that the user has not set, while Ray starts."""
     added = {name: value for name, value in LOCAL_ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(added)
     from ray._private import ray_constants
 
-    # The second variable is read when Ray is imported, and others import it (vLLM does).
+    # The second variable is read when Ray is imported, which others may have done before (vLLM does).
     before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:

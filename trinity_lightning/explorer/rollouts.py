@@ -1,4 +1,4 @@
-"""What the main thread of a training run asks for: explore steps, evaluations, and weight syncs before them."""
+"""Explore steps, evaluations and weight syncs of a training run, as its main thread asks for them."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.ranks import ALONE, Alone
@@ -15,31 +15,29 @@ from trinity_lightning.config.engine import SENT, SynchronizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.driver import Driver, LoopTask
 from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
-from trinity_lightning.explorer.interruption import keep_sigterm
+from trinity_lightning.explorer.interruption import CtrlC, keep_sigterm
 from trinity_lightning.sync.policy_engines import shares_weights
-from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, perturbed
+from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, not_in_time, perturbed
 from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
-
-if TYPE_CHECKING:
-    from trinity_lightning.trainer.host import HostMemory
-    from trinity_lightning.trainer.policy import PolicyModule
+from trinity_lightning.trainer.host import HostMemory
+from trinity_lightning.trainer.policy import PolicyModule
 
 logger = logging.getLogger(__name__)
+
+# Extra seconds for engines if several ranks train, so that a rank that hangs is reported before the engines time out.
+GRACE_SECONDS = 6.0
+STOP_SECONDS = 20.0  # for rollouts in flight if a run ends early: schedulers of clusters kill 30 s after SIGTERM
+_OLDER = -1  # instead of a global_step: the engines were given weights of a step before
 
 # -- weight syncs -----------------------------------------------------------------------------------------------------
 
 
-# Extra seconds for engines if several ranks train: a rank that hangs is reported before the engines' own time-out.
-GRACE_SECONDS = 6.0
-_OLDER = -1  # instead of a global_step: the engines were given weights of a step before
-
-
 @dataclass
 class WeightVersions:
-    """The versions of the trainer's weights: the part of the weight syncs' state that checkpoints hold.
+    """Versions of the trainer's weights: the part of the weight syncs' state that checkpoints hold.
 
-    A version is the number of explore steps that changed the weights: one without an optimizer step adds nothing, and
-    one that warms up a critic alone counts.
+    A version is the number of explore steps that changed the weights. A step without an optimizer step does not count;
+    a step that only warms up a critic does.
     """
 
     counted: int = 0  # steps that changed the weights
@@ -48,45 +46,53 @@ class WeightVersions:
     drill_scale: float | None = None  # the scale of the drill's noise that was enough; None before the drill
 
     def begin_step(self, global_step: int) -> None:
-        """Another explore step is going to be trained on: count the one before, if it changed the weights."""
+        """Count the explore step before, if it changed the weights, because the next one begins to be trained on."""
         self.counted, self.counted_at = self.at(global_step), global_step
 
     def at(self, global_step: int) -> int:
-        """The version of the trainer's weights at `global_step`, between two explore steps."""
+        """Version of the trainer's weights at `global_step`, between two explore steps."""
         return self.counted + (global_step > self.counted_at)
 
 
 @dataclass(eq=False)
 class SyncPolicy:
-    """Decides when engines are sent the trainer's weights, by state alone: which they have, and for which step."""
+    """Decides by state alone when the engines are sent weights: the weights that they have, and the step these are for.
 
-    explorer: Explorer  # whose engines, and which says when a sync is due
-    policy: "PolicyModule"
-    config: SynchronizerConfig  # how weights reach the engines and how that is checked
+    Attributes:
+        explorer: has the engines, and says when a sync is due.
+        policy: the policy that is trained.
+        config: how weights reach the engines, and how that is checked.
+        versions: versions of the trainer's weights.
+        run: runs a coroutine to its end; if its second argument is False, Ctrl-C waits until then.
+    """
+
+    explorer: Explorer
+    policy: PolicyModule
+    config: SynchronizerConfig
     versions: WeightVersions
-    run: Callable[[Coroutine[Any, Any, Any], bool], Any]  # a coroutine to its end; with False, Ctrl-C waits for that
+    run: Callable[[Coroutine[Any, Any, Any], bool], Any]
     _synced_at: int | None = field(default=None, init=False)  # global_step of the engines' weights; None: fresh engines
-    _sending: int = field(default=0, init=False)  # the version of what is being sent
+    _sending: int = field(default=0, init=False)  # version of the weights that are being sent
 
     def weights(self) -> WeightStream:
-        """The trainer's present weights, as the engines name them."""
+        """The trainer's present weights, under the engines' names."""
         if self.config.lora == "adapter":
             return self.policy.policy.adapter.alone()
         stream = parameter_stream if shares_weights(self.explorer.engines.models) else weight_stream
         return stream(self.policy.policy)
 
     def join(self) -> None:
-        """Once the engines are up: connect the trainer with them, if weights are sent without a file."""
+        """Connect the trainer with the engines, which are up, if weights are sent without a file."""
         if self.config.method in SENT:
             self._run_in_time(self.explorer.setup_weight_sync_group())
 
     def sync_if_due(self, global_step: int) -> dict[str, float]:
-        """Sync before the rollouts of a step, if it is due; metrics.
+        """Sync before the rollouts of a step, if a sync is due, and return its metrics.
 
-        - A sync is due by `explorer.sync_interval`, once for each step: rollouts that are done again, because they were
-          cut short, need the weights that they had the first time.
+        - A sync is due by `explorer.sync_interval`, once a step. Rollouts that were cut short and are done again need
+          the weights that they had the first time.
         - Engines that were just loaded are synced in any case, for the proof that weights arrive.
-        - Of a resumed run, they are then given the weights that they had, if no sync is due.
+        - Engines of a resumed run are then given the weights that they had before, unless a sync is due.
         """
         step, engines = self.explorer.step, self.explorer.engines
         decided_before = self.versions.synced_for == step
@@ -101,7 +107,7 @@ class SyncPolicy:
         return metrics
 
     def sync(self, global_step: int) -> dict[str, float]:
-        """Send the weights, unless the engines have them: an item that trained nothing changed none. Metrics."""
+        """Send the weights, unless the engines have them (an item that trained nothing changed none); metrics."""
         if self._synced_at == global_step:
             return {}
         self._sending = self.versions.at(global_step)
@@ -117,8 +123,8 @@ class SyncPolicy:
     def _synchronizer(self) -> Synchronizer:
         policy, model, engines = self.policy, self.policy.policy, self.explorer.engines.models
         token_ids = policy.tokenizer.encode(PROBE_TEXT)
-        said = policy.tokenizer.decode(token_ids)
-        if any(each.tokenizer and each.tokenizer.decode(token_ids) != said for each in engines):
+        text = policy.tokenizer.decode(token_ids)
+        if any(engine.tokenizer and engine.tokenizer.decode(token_ids) != text for engine in engines):
             raise ConfigError(
                 f"an engine's tokenizer is not that of '{policy.model_name}'", fix="give it that model, too"
             )
@@ -139,19 +145,17 @@ class SyncPolicy:
         )
 
     def _run_in_time(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What engines do in a weight sync, within `sync_timeout`; Ctrl-C waits: servers would have half of it."""
+        """Run a part of a weight sync within `sync_timeout`; Ctrl-C waits: servers would have half of the weights."""
         limit = self.config.sync_timeout
         try:
             with self._ranks.within(limit):
                 return self.run(asyncio.wait_for(coroutine, limit + GRACE_SECONDS * (self._ranks.size > 1)), False)
         except TimeoutError as error:
-            from trinity_lightning.sync.proof import not_in_time
-
             raise not_in_time(limit) from error
 
     @property
     def _ranks(self) -> Alone:
-        """Those whose shares of the weights are gathered, or whose engines are given weights."""
+        """The ranks that have shares of the weights, or whose engines are given weights."""
         shards = getattr(self.policy.policy, "shards", None)
         return getattr(shards or self.explorer.engines.group, "ranks", ALONE)
 
@@ -161,30 +165,39 @@ class SyncPolicy:
 
 @dataclass
 class PendingSteps:
-    """Explore steps that were asked for and are not trained on yet: the part of the rollouts that checkpoints hold."""
+    """Explore steps that were asked for and not trained on yet: the part of the rollouts that checkpoints hold."""
 
     target: int = 0  # the last step that was asked for
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # of each step that is rolled out
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # by step, of steps that are rolled out
 
 
 @dataclass(eq=False)
 class TrainingRollouts(Watcher):
-    """The rollouts of one `Trainer.fit`: a step is rolled out when the trainer needs it, or `sync_offset` steps before.
+    """Rolls out for one `Trainer.fit`: a step when the trainer needs it, or `sync_offset` steps before.
 
-    Pending steps and the versions of the weights are kept from one `Trainer.fit` to the next. The watcher is called by
-    the main thread.
+    The watcher is called by the main thread.
+
+    Attributes:
+        explorer: rolls out.
+        pending: explore steps under way, kept from one `Trainer.fit` to the next.
+        synchronizer: how weights reach the engines, and how that is checked.
+        policy: the policy that is trained.
+        versions: versions of its weights, kept from one `Trainer.fit` to the next.
+        host_memory: masters and moments that leave the device while engines generate; None: they stay.
+        interrupted: asked while rollouts are waited for; an exception that it returns ends them.
+        watcher: is shown the run.
     """
 
     explorer: Explorer
     pending: PendingSteps
     synchronizer: SynchronizerConfig
-    policy: "PolicyModule"
+    policy: PolicyModule
     versions: WeightVersions
-    host_memory: "HostMemory | None"  # masters and moments, which leave the device while engines generate
-    interrupted: Callable[[], BaseException | None]  # asked while rollouts are waited for; what it returns ends them
+    host_memory: HostMemory | None
+    interrupted: Callable[[], BaseException | None]
     watcher: Watcher
-    _begun: tuple[float, LoopTask[tuple[float, float]]] | None = field(default=None, init=False)  # when, and what
-    _error: Exception | None = field(default=None, init=False)  # of what was begun and has ended
+    _begun: tuple[float, LoopTask[tuple[float, float]]] | None = field(default=None, init=False)  # since when, and task
+    _error: Exception | None = field(default=None, init=False)  # of rollouts that were begun ahead and have ended
 
     def __post_init__(self) -> None:
         self.driver = Driver(self.explorer.engines.models, self.interrupted)
@@ -199,7 +212,7 @@ class TrainingRollouts(Watcher):
         self.sync.join()
 
     def close(self) -> None:
-        """Give up what is under way, and free everything; an error that nobody has waited for is logged."""
+        """Give up rollouts under way, and free everything; an error that nobody has waited for is logged."""
         if self._begun is not None:
             self.driver.cancel(self._begun[1])
         if self._error is not None:
@@ -210,10 +223,10 @@ class TrainingRollouts(Watcher):
             self.driver.close()
 
     def obtain(self, step: int, global_step: int, is_ready: Callable[[int], bool]) -> dict[str, float]:
-        """Have the experiences of a step ready: wait for those begun ahead, or roll them out now; metrics."""
+        """Make the experiences of a step ready: wait for rollouts begun ahead, or roll out now; metrics."""
         start = time.perf_counter()
         self.wait()
-        if is_ready(step) and step in self.pending.metrics:  # without them it was not whole, and is done again
+        if is_ready(step) and step in self.pending.metrics:  # a step without metrics is not whole, and is done again
             return {"time/wait_for_rollout": time.perf_counter() - start}
         self.explorer.step = step - 1
         self._roll_out(step, global_step)
@@ -221,33 +234,33 @@ class TrainingRollouts(Watcher):
 
     def evaluate(self, step: int, global_step: int) -> dict[str, float]:
         """Evaluate the weights that were trained for `step` steps; metrics."""
-        self.wait()  # before a sync: were they to be done again, it would be with the weights of now
+        self.wait()  # before the sync: rollouts that were done again after it would have other weights
         self._engines_turn()
-        if self.explorer.step >= self.pending.target:  # no rollouts are to be done again with the weights they had
+        if self.explorer.step >= self.pending.target:  # no rollouts need the weights that they had again
             self.explorer.engines.forget_restored()
         return self.sync.sync(global_step) | self.driver.run(self.explorer.eval(step))
 
     def trainers_turn(self) -> None:
-        """Before the trainer computes: give it the memory that it shares with the engines in turns, if any."""
+        """Give the trainer the memory that it shares with the engines, before it computes."""
         self.driver.run(self.explorer.engines.sleep())
         if self.host_memory is not None:
             self.host_memory.come_back()
 
     def _engines_turn(self) -> None:
-        """Before the engines compute: the same the other way round."""
+        """Give the engines the memory that they share with the trainer, before they compute."""
         if self.host_memory is not None:
             self.host_memory.leave()
         self.driver.run(self.explorer.engines.wake_up())
 
     def _roll_out(self, target: int, global_step: int) -> None:
-        """Explore the steps up to and with `target` now; the first has the metrics of the sync before them."""
+        """Explore all steps up to `target` now; the first one has the metrics of the sync before it."""
         self._engines_turn()
         self.driver.run(self._explore(target, self.sync.sync_if_due(global_step)))
 
     async def _explore(self, target: int, metrics: dict[str, float] | None = None) -> None:
-        """Explore steps up to and with `target`, the first with these metrics; a ConfigError if no task is left.
+        """Explore all steps up to `target`, the first one with these metrics; a ConfigError if no task is left.
 
-        They are kept at once: the run may be ended by a signal when the rollouts are done.
+        Metrics are kept as soon as a step is done: a signal may end the run then.
         """
         explorer, first = self.explorer, metrics or {}
         self.pending.target = target
@@ -258,34 +271,38 @@ class TrainingRollouts(Watcher):
             self.pending.metrics[explorer.step], first = first | explorer.metrics, {}
 
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
-        """Show them later: the watcher's loggers are the trainer's too, which may be logging just now."""
+        """Show experiences later: the watcher's loggers are also the trainer's, which may be logging just now."""
         self.driver.call_later(partial(self.watcher.keep_completions, experiences, step, taskset))
 
     def show_tasks(self, batch: int | str, done: int, total: int) -> None:
-        """Show them, unless the main thread trains, and draws a bar of its own."""
+        """Show the tasks done, unless the main thread trains: it draws a bar of its own then."""
         if not self.under_way:
             self.watcher.show_tasks(batch, done, total)
 
-    # -- what goes on while the trainer trains (explorer.sync_offset) --------------------------------------------------
+    # -- rollouts while the trainer trains (explorer.sync_offset) ------------------------------------------------------
 
     @property
     def under_way(self) -> bool:
+        """True if rollouts were begun ahead and not waited for yet."""
         return self._begun is not None
 
     def explore_ahead(self, step: int, global_step: int, last: float) -> dict[str, float]:
-        """Begin what is rolled out while `step` is trained on, unless it is begun, up to step `last`; metrics."""
+        """Begin the rollouts that go on while `step` is trained on, unless they are begun, up to step `last`; metrics.
+
+        Engines that take turns with the trainer roll out nothing ahead: their `sync_offset` is 0.
+        """
         offset = self.explorer.config.sync_offset
         target = min(step + offset, last)
         if self.explorer.step >= target or self.under_way:
             return {}
         if self.explorer.step < (before := min(step - 1 + offset, last)):
-            self._roll_out(int(before), global_step)  # those before have weights of their own
+            self._roll_out(int(before), global_step)  # earlier steps have weights of their own
         metrics = self.sync.sync_if_due(global_step)
         self._begin(int(target))
         return metrics
 
     def _begin(self, target: int) -> None:
-        self._begun = time.perf_counter(), self.driver.start(self._timed(target))  # they begin within the call
+        self._begun = time.perf_counter(), self.driver.start(self._timed(target))  # the task begins within the call
 
     async def _timed(self, target: int) -> tuple[float, float]:
         start = time.perf_counter()
@@ -293,9 +310,9 @@ class TrainingRollouts(Watcher):
         return start, time.perf_counter()
 
     def wait(self) -> None:
-        """Wait for what is under way; an error of it is raised.
+        """Wait for rollouts under way, and raise their error, if any.
 
-        Ctrl-C and SIGTERM cancel it, and are raised: a resumed run does it again.
+        Ctrl-C and SIGTERM cancel the rollouts, and are raised: a resumed run does the rollouts again.
         """
         self.settle()
         error, self._error = self._error, None
@@ -303,24 +320,39 @@ class TrainingRollouts(Watcher):
             raise error
 
     def settle(self, limit: float = math.inf) -> None:
-        """Wait, for `limit` seconds, for the end of what is under way; an error of it is raised by `wait`.
+        """Wait, for at most `limit` seconds, for the end of rollouts under way; their error is raised by `wait`.
 
-        With a limit the run is ending: only a second Ctrl-C ends the wait early, else Ctrl-C and SIGTERM do as above.
+        Without a limit, Ctrl-C and SIGTERM end the wait as in `wait`. With one the run is ending already: only a second
+        Ctrl-C ends the wait early.
         """
         if self._begun is None:
             return
-        (start, begun), self._begun = self._begun, None
+        (start, task), self._begun = self._begun, None
         training = start, time.perf_counter()
         try:
-            rollouts = self.driver.wait(begun, interruptible=limit == math.inf, limit=limit)
+            rollouts = self.driver.wait(task, interruptible=limit == math.inf, limit=limit)
         except Exception as error:
             self._error = error
         else:
             self.pending.metrics[self.explorer.step]["rollout/overlap"] = overlap(rollouts, training)
 
+    def settle_shortly(self, ctrl_c: CtrlC) -> None:
+        """Wait for rollouts under way for `STOP_SECONDS`, because the run is ending.
+
+        Finished steps are in the checkpoint; a resumed run does the others again.
+        """
+        if not self.under_way:
+            return
+        ctrl_c.stopping()
+        logger.warning("waiting %g s for the rollouts in flight; Ctrl-C stops without a checkpoint.", STOP_SECONDS)
+        self.driver.hurry()
+        self.settle(STOP_SECONDS)
+        if self.explorer.step < self.pending.target:
+            logger.warning("the next step's rollouts are not in the checkpoint: a resumed run does them again.")
+
 
 def overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
-    """The time that two intervals, each from its begin to its end, have in common, as a share of the shorter one."""
+    """Time that two intervals (begin, end) have in common, as a share of the shorter one."""
     common = min(one[1], other[1]) - max(one[0], other[0])
     shorter = min(one[1] - one[0], other[1] - other[0])
     return max(common, 0.0) / shorter if shorter > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Runs the workflows of a task, and reports how that ended."""
+"""Runs the workflows of a task, and says in words how its runs failed."""
 
 import asyncio
 import inspect
@@ -7,15 +7,15 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Never, cast
+from typing import Any, ClassVar, cast
 
 from trinity_lightning.common.experience import EID, Experience, ExperienceError, group_by
 from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
-from trinity_lightning.common.words import listed
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.own_code import described, keep_place
+from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import as_float
 from trinity_lightning.errors import RewardError, RolloutError
 from trinity_lightning.explorer.models.blocking import BlockingModel
@@ -25,11 +25,15 @@ from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workfl
 
 logger = logging.getLogger(__name__)
 
-# How long a cancelled run may clean up before it is left to itself, for its runner to be free.
+# Time that a cancelled run has for its clean-up. Then it is left to itself, so that its runner is free.
 CANCEL_GRACE_SECONDS = 1.0
-# If so many runs, or tasks, failed in their reward functions before any succeeded, others are thought to fail, too.
+# If so many runs, or tasks, failed in their reward functions before any succeeded, the others would fail, too.
 ENOUGH_FAILURES = 16
-_REWARD_FAILURE = re.compile(rf"{RewardError.__name__}: reward function '.+?' (?:raised \w+|returned)")
+REMEMBERED = 1000  # messages that are logged once
+_REWARD_ERROR = f"{RewardError.__name__}: "
+_REWARD_FAILURE = re.compile(rf"{_REWARD_ERROR}reward function '.+?' (?:raised \w+|returned)")
+
+# -- results -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -37,14 +41,14 @@ class Status:
     """How a task ended.
 
     Attributes:
-        ok: whether every run succeeded.
+        ok: True if every run succeeded.
         metric: means of the experiences' metrics, and times in seconds.
         message: how many of how many runs failed, and why; None if ok.
-        errors: one text a failed run.
-        task_id: which task of its batch.
+        errors: one text for each failed run.
+        task_id: number of the task in its batch.
         num_runs: runs tried.
-        eval_experiences: an evaluation task's experiences, for its metrics and the completions table: they are never
-            among those to train on.
+        eval_experiences: an evaluation task's experiences, for its metrics and the completions table; they are never
+            trained on.
     """
 
     ok: bool
@@ -57,27 +61,26 @@ class Status:
 
     @property
     def kind(self) -> object:
-        """Equal for tasks that failed alike."""
+        """A value that is equal for tasks that failed alike."""
         return frozenset(map(kind_of, self.errors)) or self.message
+
+    @property
+    def fails_by_reward(self) -> bool:
+        """True if every run failed, and each in a reward function."""
+        in_reward = all(error.startswith(_REWARD_ERROR) for error in self.errors)
+        return 0 < len(self.errors) == self.num_runs and in_reward
 
 
 @dataclass
 class Attempt:
-    """What one attempt at some runs of a task gave: experiences, errors by run, and the seconds it took."""
+    """Results of one attempt at some runs of a task: experiences, errors by run, and the seconds it took."""
 
     experiences: list[Experience]
     errors: dict[int, BaseException]
     seconds: float = 0.0
 
 
-@dataclass
-class Outcomes:
-    """How attempts of all runners ended since the start; `explorer.failures.note` fills in what failed."""
-
-    succeeded: bool = False  # whether any has given an experience
-    # Until then, by task and run, what a reward function raised; None: it was something else, or may pass.
-    failed: dict[tuple[str, int], str | None] = field(default_factory=dict)
-    said: set[Any] = field(default_factory=set)  # what the log has had lately
+# -- the runner --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -88,7 +91,7 @@ class WorkflowRunner:
         config: the explorer's configuration (its seed is used here).
         model: the rollout model.
         auxiliary_models: one model of each auxiliary kind.
-        runner_id: for messages.
+        runner_id: the runner's number, for messages.
     """
 
     config: ExplorerConfig
@@ -103,18 +106,18 @@ class WorkflowRunner:
     async def run_task(
         self, task: Task, repeat_times: int = 1, run_id_base: int = 0
     ) -> tuple[Status, list[Experience]]:
-        """Run a task `repeat_times` times, once each; what a workflow raises ends up in the status.
+        """Try `repeat_times` runs of a task once each; errors of a workflow end up in the status.
 
-        A workflow that repeats itself gets all runs at once; of any other, the runs go on concurrently. Experiences get
-        `eid.batch`, `eid.task`, `info["model_version"]`, and `eid.run = run_id_base + i` unless the workflow repeats
-        itself. Those of evaluation tasks are in the status only.
+        A repeatable workflow gets all runs at once; the runs of any other go on concurrently. Experiences get
+        `eid.batch`, `eid.task`, `info["model_version"]` and, unless the workflow is repeatable,
+        `eid.run = run_id_base + i`. Experiences of an evaluation task are in the status only.
         """
         attempt = await self.attempt(task, range(run_id_base, run_id_base + repeat_times))
         metric = {"time_per_task": attempt.seconds}
         return summarize(task, attempt.experiences, describe(attempt.errors), repeat_times, metric)
 
     async def attempt(self, task: Task, runs: Sequence[int], limit: float | None = None) -> Attempt:
-        """Try these runs of a task once; those not done after `limit` seconds are cancelled, the others kept."""
+        """Try these runs of a task once; runs not done after `limit` seconds are cancelled, the others are kept."""
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
@@ -139,11 +142,14 @@ class WorkflowRunner:
         return attempt
 
     def _start(self, task: Task, runs: Sequence[int]) -> dict[asyncio.Task[Attempt], list[int]]:
-        """One asyncio task an instance: of one run, or of consecutive runs if the workflow repeats itself."""
+        """Start an asyncio task for each instance of the workflow, and return them with their runs.
+
+        An instance has one run, or consecutive runs if the workflow is repeatable.
+        """
         first = _BoundWorkflow(self, task, runs[0])
         groups = _consecutive(runs) if first.workflow.repeatable else [[run] for run in runs]
         made = {runs[0]: first}
-        return {asyncio.create_task(self._run_instance(task, its, made.get(its[0]))): its for its in groups}
+        return {asyncio.create_task(self._run_instance(task, group, made.get(group[0]))): group for group in groups}
 
     async def _run_instance(self, task: Task, runs: list[int], bound: "_BoundWorkflow | None") -> Attempt:
         try:
@@ -179,14 +185,14 @@ class _BoundWorkflow:
         return BoundModel(model, run_seed=runner.config.seed, **identity, **settings)
 
     async def attempt(self, runs: list[int]) -> Attempt:
-        """Run the workflow, for all of `runs` at once if it repeats itself; it may then leave some out on purpose."""
+        """Run the workflow, for all of `runs` at once if it is repeatable; it may then leave some out on purpose."""
         errors: dict[int, BaseException] = {}
         try:
             experiences = await self._results(runs)
         except PartialFailure as failure:
             experiences = failure.experiences
             errors |= failure.errors
-            if not errors.keys() <= set(runs):  # the workflow numbers its runs otherwise: which failed is not known
+            if not errors.keys() <= set(runs):  # the workflow has numbers of its own: the failed runs are not known
                 raise next(iter(errors.values())) from None
         if not experiences and not errors:
             raise RolloutError(f"{type(self.workflow).__name__}.run returned no experience")
@@ -205,26 +211,27 @@ class _BoundWorkflow:
         name = type(self.workflow).__name__
         if experiences is None or experiences == []:
             experiences = self.view.extract_experience_from_history() or experiences
-            if not self.workflow.repeatable and any(each.eid.run != self.run for each in experiences or []):
+            others = any(experience.eid.run != self.run for experience in experiences or [])
+            if others and not self.workflow.repeatable:
                 raise RolloutError(f"{name} asked for n > 1 responses, which are other runs' too: ask for one a run")
         if not isinstance(experiences, list) or not all(isinstance(item, Experience) for item in experiences):
-            raise RolloutError(f"{name}.run returned {_kind(experiences)}, expected a list of Experience")
+            raise RolloutError(f"{name}.run returned {_type_of(experiences)}, expected a list of Experience")
         return experiences
 
     def _tagged(self, experiences: list[Experience], runs: Sequence[int]) -> list[Experience]:
-        """The experiences of these runs, marked with where they come from, those of each run as its steps."""
+        """The experiences of these runs, marked with their origin; the experiences of each run are its steps."""
         for experience in experiences:
             try:
                 check_assigned(experience)
             except ExperienceError as error:
                 raise RolloutError(f"{type(self.workflow).__name__}.run: {error}") from error
             run = experience.eid.run if self.workflow.repeatable else self.run
-            # A new one: a workflow may give several experiences the same.
+            # A new id: a workflow may give several experiences the same.
             experience.eid = replace(experience.eid, batch=self.task.batch_id, task=self.task.task_id, run=run)
             if "task_index" in self.task.raw_task:
                 experience.info.setdefault("task_index", self.task.raw_task["task_index"])
             experience.info["model_version"] = self.view.used_version
-            # The trainer divides its logits by it, for both log-probabilities to be of the same distribution.
+            # The trainer divides its logits by it: both log-probabilities then belong to the same distribution.
             if "temperature" not in experience.info:
                 experience.info["temperature"] = self._temperature()
         _number_steps(experiences, runs)
@@ -242,10 +249,10 @@ class _BoundWorkflow:
 
 
 def _number_steps(experiences: Sequence[Experience], runs: Sequence[int]) -> None:
-    """Give the experiences of a run the steps 0, 1, ... in their order, if they have none of their own.
+    """Give the experiences of a run the steps 0, 1, ... in their order, unless their steps differ already.
 
-    If a repeatable workflow gives the experiences of several runs one run id, they are left as they are: which run each
-    of them belongs to is unknown.
+    If a repeatable workflow gives the experiences of several runs one run id, they keep their ids: the run of each
+    experience is unknown.
     """
     by_run = group_by(experiences, "run")
     if len(by_run) == 1 < len(runs):
@@ -257,7 +264,7 @@ def _number_steps(experiences: Sequence[Experience], runs: Sequence[int]) -> Non
 
 
 def _make_ids_unique(experiences: Sequence[Experience]) -> None:
-    """Give experiences that share run and step different suffixes: what was trained on is noted by the whole id."""
+    """Give experiences that share run and step different suffixes: trained experiences are noted by their whole id."""
     seen: set[str] = set()
     for experience in experiences:
         if experience.eid.uid in seen:
@@ -265,17 +272,74 @@ def _make_ids_unique(experiences: Sequence[Experience]) -> None:
         seen.add(experience.eid.uid)
 
 
+def _type_of(result: object) -> str:
+    if isinstance(result, list):
+        return f"a list with {', '.join(sorted({type(item).__name__ for item in result}))}"
+    return type(result).__name__
+
+
+def _consecutive(runs: Sequence[int]) -> list[list[int]]:
+    """The runs, ascending, cut into stretches without a gap: [0, 1, 4] -> [[0, 1], [4]]."""
+    stretches = itertools.groupby(enumerate(runs), lambda placed: placed[1] - placed[0])  # the same within a stretch
+    return [[run for _, run in stretch] for _, stretch in stretches]
+
+
+async def _end(instances: list[asyncio.Task[Attempt]]) -> None:
+    """Cancel the instances and wait for their end, but give up on an instance that ignores it."""
+    for instance in instances:
+        instance.cancel()
+    if not instances:
+        return
+    _, stuck = await asyncio.wait(instances, timeout=CANCEL_GRACE_SECONDS)
+    if stuck:
+        logger.warning("%d runs go on after they were cancelled; they are left to themselves.", len(stuck))
+
+
+# -- runners of one kind (explorer.runner) -----------------------------------------------------------------------------
+
+
+class Runners:
+    """Makes the runners of a scheduler, and starts and stops what they share.
+
+    The runners of this class run workflows in this process, and share nothing.
+
+    Args:
+        config: the explorer's configuration.
+        models: all engines that the runners ask.
+    """
+
+    def __init__(self, config: ExplorerConfig, models: Sequence[InferenceModel]) -> None:
+        self.config = config
+
+    def make(
+        self, model: InferenceModel, auxiliary_models: Sequence[InferenceModel] | None, runner_id: int
+    ) -> WorkflowRunner:
+        """Make a runner, which need not work before `start`."""
+        return WorkflowRunner(self.config, model, auxiliary_models, runner_id)
+
+    async def prepare(self) -> None:
+        """Look in seconds for what the runners need, before an engine is loaded."""
+
+    async def start(self) -> None:
+        """Start the runners that were made; nothing happens if they run already."""
+
+    async def stop(self) -> None:
+        """Stop the runners; calling it twice is allowed, and so is another start."""
+
+
+RUNNERS: Registry[type[Runners]] = Registry("runner")
+
+# -- statuses, and failures in words -----------------------------------------------------------------------------------
+
+
 def summarize(
     task: Task, experiences: list[Experience], errors: list[str], num_runs: int, times: Mapping[str, float]
 ) -> tuple[Status, list[Experience]]:
-    """The status of a task's runs, and the experiences to train on: none if it is evaluated on."""
-    message = None
-    if errors:
-        message = failure_message(errors, num_runs)
+    """The status of a task's runs, and the experiences to train on: none of an evaluation task."""
     status = Status(
         ok=not errors,
         metric=mean_metrics(experiences) | dict(times),
-        message=message,
+        message=failure_message(errors, num_runs) if errors else None,
         errors=errors,
         task_id=task.task_id,
         num_runs=num_runs,
@@ -300,74 +364,9 @@ def describe(errors: Mapping[int, BaseException]) -> list[str]:
 
 
 def kind_of(error: str) -> str:
-    """The text of an error, less what a reward function says of the one answer that it failed at."""
+    """The text of an error; of a reward function's error, only the part that is the same for all answers."""
     failure = _REWARD_FAILURE.match(error)
     return error if failure is None else failure.group()
-
-
-def fails_by_reward(status: Status) -> bool:
-    """Whether every run of a task failed, and each in a reward function."""
-    text = f"{RewardError.__name__}: "
-    return 0 < len(status.errors) == status.num_runs and all(error.startswith(text) for error in status.errors)
-
-
-def _kind(result: object) -> str:
-    if isinstance(result, list):
-        return f"a list with {', '.join(sorted({type(item).__name__ for item in result}))}"
-    return type(result).__name__
-
-
-def _consecutive(runs: Sequence[int]) -> list[list[int]]:
-    """The runs, ascending, cut into stretches without a gap: [0, 1, 4] -> [[0, 1], [4]]."""
-    stretches = itertools.groupby(enumerate(runs), lambda placed: placed[1] - placed[0])  # the same within each
-    return [[run for _, run in stretch] for _, stretch in stretches]
-
-
-async def _end(instances: list[asyncio.Task[Attempt]]) -> None:
-    """Cancel the instances and wait for their end, but give up on one that ignores it."""
-    for instance in instances:
-        instance.cancel()
-    if not instances:
-        return
-    _, stuck = await asyncio.wait(instances, timeout=CANCEL_GRACE_SECONDS)
-    if stuck:
-        logger.warning("%d runs go on after they were cancelled; they are left to themselves.", len(stuck))
-
-
-REMEMBERED = 1000  # messages
-
-NAMED_TASKS = 50  # of those that failed alike
-
-_FEW = 3  # different errors of reward functions that a message shows
-
-
-def report_tasks(what: str, statuses: Sequence[Status], tasks: int, nothing: bool, cure: str = "") -> None:
-    """Log which tasks of a step failed, those together that failed alike, and why.
-
-    If they gave no experience, raise RewardError if all failed in their reward functions, with the `cure` for that, and
-    else RolloutError.
-    """
-    kinds: dict[object, list[Status]] = {}
-    for status in statuses:
-        if not status.ok:
-            kinds.setdefault(status.kind, []).append(status)
-    for alike in kinds.values():
-        names = listed([status.task_id for status in alike], NAMED_TASKS)
-        logger.warning("%s: %d of %d tasks failed (%s): %s", what, len(alike), tasks, names, alike[0].message)
-    if nothing:
-        _refuse_nothing(what, statuses, tasks, cure)
-
-
-def _refuse_nothing(what: str, statuses: Sequence[Status], tasks: int, cure: str) -> Never:
-    nothing = f"{what}: none of its {tasks} tasks gave an experience"
-    if statuses and all(map(fails_by_reward, statuses)):
-        errors = list(dict.fromkeys(error.partition(": ")[2] for status in statuses for error in status.errors))
-        more = f"; and {len(errors) - _FEW} other errors" if len(errors) > _FEW else ""
-        raise RewardError(f"{nothing}: {'; '.join(errors[:_FEW])}{more}{cure and f'. {cure}'}")
-    reasons = dict.fromkeys(str(status.message) for status in statuses) or [
-        "They were given up: see the errors above in the log"
-    ]
-    raise RolloutError(f"{nothing}. {'; '.join(reasons)}")
 
 
 def failure_message(errors: Sequence[str], num_runs: int) -> str:
@@ -383,38 +382,53 @@ def _cause(texts: Sequence[str]) -> str:
     return f"{count}{texts[0]}{', and the like' if len(set(texts)) > 1 else ''}"
 
 
-def note(task: Task, number: int, attempt: Attempt, outcomes: Outcomes) -> bool:
-    """Log what is new of why an attempt at a task failed, with the traceback of the user's own code.
+@dataclass
+class Outcomes:
+    """How the attempts of all runners ended since the start, and what was logged of it.
 
-    Returns:
-        whether others will fail so, too: a reward function has raised the same at every answer, to several tasks.
+    Attributes:
+        succeeded: True once any attempt has given an experience.
+        failed: until then, the error of a reward function by task and run; None: another error, or one that may pass.
+        logged: messages that the log has had lately.
     """
-    name = f"{task.batch_id}/{task.task_id}"
-    for run, error in attempt.errors.items():
-        [text] = describe({run: error})
-        if not outcomes.succeeded:
-            comes_again = isinstance(error, RewardError) and not error.may_pass
-            outcomes.failed[name, run] = kind_of(text) if comes_again else None
-        own_traceback = "\n".join(getattr(error, "__notes__", []))
-        if is_new(outcomes, own_traceback or kind_of(text)):
-            level, where = (logging.WARNING, ". It was raised at\n") if own_traceback else (logging.INFO, "")
-            logger.log(level, "task %s, attempt %d: %s%s%s", name, number, text, where, own_traceback)
-    if outcomes.succeeded or len(outcomes.failed) < ENOUGH_FAILURES:
-        return False
-    tasks, reasons = {each for each, _ in outcomes.failed}, set(outcomes.failed.values())
-    return len(tasks) > 1 and len(reasons) == 1 and None not in reasons
 
+    succeeded: bool = False
+    failed: dict[tuple[str, int], str | None] = field(default_factory=dict)
+    logged: set[Any] = field(default_factory=set)
 
-def report(task: Task, status: Status, outcomes: Outcomes) -> None:
-    """Log how a task failed: of several of a batch that failed alike, that of the first."""
-    if is_new(outcomes, (task.batch_id, status.kind)):
-        logger.warning("task %s/%s: %s", task.batch_id, task.task_id, status.message)
+    def note(self, task: Task, number: int, attempt: Attempt) -> bool:
+        """Note how an attempt at a task ended, and log new errors, with the traceback of the user's own code.
 
+        Returns:
+            True if further attempts would fail, too: a reward function has raised the same error at every answer, to
+            several tasks, and none has succeeded.
+        """
+        if attempt.experiences:
+            self.succeeded, self.failed = True, {}
+        name = f"{task.batch_id}/{task.task_id}"
+        for run, error in attempt.errors.items():
+            [text] = describe({run: error})
+            if not self.succeeded:
+                comes_again = isinstance(error, RewardError) and not error.may_pass
+                self.failed[name, run] = kind_of(text) if comes_again else None
+            own_traceback = "\n".join(getattr(error, "__notes__", []))
+            if self.is_new(own_traceback or kind_of(text)):
+                level, where = (logging.WARNING, ". It was raised at\n") if own_traceback else (logging.INFO, "")
+                logger.log(level, "task %s, attempt %d: %s%s%s", name, number, text, where, own_traceback)
+        if self.succeeded or len(self.failed) < ENOUGH_FAILURES:
+            return False
+        tasks, reasons = {task_name for task_name, _ in self.failed}, set(self.failed.values())
+        return len(tasks) > 1 and len(reasons) == 1 and None not in reasons
 
-def is_new(outcomes: Outcomes, message: object) -> bool:
-    """Whether the log has not had it lately; it is then noted as said."""
-    if len(outcomes.said) >= REMEMBERED:  # errors that name a time or an address are different each time
-        outcomes.said.clear()
-    before = len(outcomes.said)
-    outcomes.said.add(message)
-    return len(outcomes.said) > before
+    def report(self, task: Task, status: Status) -> None:
+        """Log how a task failed, if it did; of tasks of a batch that failed alike, only the first."""
+        if not status.ok and self.is_new((task.batch_id, status.kind)):
+            logger.warning("task %s/%s: %s", task.batch_id, task.task_id, status.message)
+
+    def is_new(self, message: object) -> bool:
+        """True if the log has not had a message lately; it is noted as logged."""
+        if len(self.logged) >= REMEMBERED:  # errors that name a time or an address are different each time
+            self.logged.clear()
+        before = len(self.logged)
+        self.logged.add(message)
+        return len(self.logged) > before

@@ -1,4 +1,4 @@
-"""How to try it: workflows turn a task and a model into experiences."""
+"""Workflows turn a task and a model into experiences."""
 
 from trinity_lightning.explorer.workflows.workflow import WORKFLOWS as WORKFLOWS
 from trinity_lightning.explorer.workflows.workflow import MathWorkflow as MathWorkflow

@@ -1,4 +1,4 @@
-"""One question, one answer, graded by more than reward functions: by a judge, by a teacher, or for an evaluation."""
+"""Workflows of one response that is graded further: by a judge, by a teacher, or for an evaluation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class AskingWorkflow(SimpleWorkflow):
     """Base of the workflows that ask an auxiliary model."""
 
     def auxiliary_model(self, index: int) -> InferenceModel:
-        """One of the auxiliary models; ConfigError if there are not so many."""
+        """The auxiliary model of that number; ConfigError: there are not so many."""
         if not 0 <= index < len(self.auxiliary_models):
             raise ConfigError(
                 f"workflow '{self.name}' asks auxiliary model {index}, and there are {len(self.auxiliary_models)}",
@@ -51,12 +51,12 @@ class JudgeArguments:
     """Settings of the workflow `judge`.
 
     Attributes:
-        judge_prompt: what the judge is asked; `{question}`, `{answer}` and `{response}` stand for the task's
+        judge_prompt: question to the judge; `{question}`, `{answer}` and `{response}` stand for the task's
             conversation, its reference answer ("none" without one) and the response.
-        judge_sampling: how the judge's verdict is sampled, by vLLM's names.
-        judge_weight: the score is multiplied by it.
+        judge_sampling: sampling settings of the judge's verdict, by vLLM's names.
+        judge_weight: factor of the score.
         judge: number of the auxiliary model that judges (a run's configuration may give its name).
-        system_prompt: first message if the entry has a prompt only.
+        system_prompt: first message, if the entry has a prompt only.
     """
 
     judge_prompt: str = PROMPT
@@ -72,10 +72,9 @@ class JudgeArguments:
 
 
 class JudgeWorkflow(AskingWorkflow):
-    """Single turn; the reward is an auxiliary model's score from 0 to 1 (metric `reward/judge`), added to what the
-    task's reward functions give.
+    """Single turn; an auxiliary model's score from 0 to 1 (metric `reward/judge`) is added to the task's other rewards.
 
-    A verdict that cannot be read fails the run, with the verdict in its message. Settings: `JudgeArguments`.
+    A verdict that cannot be read fails the run, and is quoted in its message. Settings: `JudgeArguments`.
     """
 
     name = "judge"
@@ -98,7 +97,7 @@ class JudgeWorkflow(AskingWorkflow):
         return read_score(verdicts[0].text)
 
 
-# -- each token weighed by a teacher ----------------------------------------------------------------------------------
+# -- graded by a teacher, token by token ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class DistillArguments:
 
     Attributes:
         teacher: number of the auxiliary model that teaches (a run's configuration may give its name).
-        system_prompt: first message if the entry has a prompt only.
+        system_prompt: first message, if the entry has a prompt only.
     """
 
     teacher: int = 0
@@ -118,10 +117,10 @@ class DistillArguments:
 
 
 class OnPolicyDistillWorkflow(AskingWorkflow):
-    """Single turn; `teacher_logprobs` of each Experience are an auxiliary model's, for the add strategy of that name.
+    """Single turn; an auxiliary model gives `teacher_logprobs` of each Experience, for the add strategy of that name.
 
     The teacher reads the policy's own token ids: it must have the same vocabulary, and a context longer than the
-    policy's by a token. Its log-probabilities are those of temperature 1. A reward is optional. Settings:
+    policy's by a token. Its log-probabilities are taken at temperature 1. A reward is optional. Settings:
     `DistillArguments`; metric `teacher_logprob`, the mean over a response's tokens, in nats.
 
     Source: "On-Policy Distillation", Thinking Machines Lab, 2025.
@@ -147,19 +146,20 @@ class OnPolicyDistillWorkflow(AskingWorkflow):
         logprobs = await self.teacher.logprobs(tokens)
         if len(logprobs) != len(tokens) - 1:
             raise RolloutError(f"the teacher gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")
-        # That of token i stands at i - 1: the first has none.
+        # The log-probability of token i is at i - 1: the first token has none.
         experience.teacher_logprobs = torch.tensor(logprobs[experience.prompt_length - 1 :], dtype=torch.float32)
         experience.metrics["teacher_logprob"] = float(experience.teacher_logprobs.mean())
         return experience
 
 
-# -- what an evaluation measures ---------------------------------------------------------------------------------------
+# -- graded for an evaluation ------------------------------------------------------------------------------------------
 
 
 class EvaluationWorkflow(SimpleWorkflow):
-    """Single turn, for evaluation tasks: it also measures `accuracy` (1 if the response solves the task, by
-    `common.solved.criterion_of`; absent if that is unknown), `truncated` (1 if the token limit ended the response) and
-    `response_tokens`.
+    """Single turn, for evaluation tasks, with metrics of its own.
+
+    `accuracy` is 1 if the response solves the task by `common.solved.criterion_of`, and absent without a criterion.
+    `truncated` is 1 if the token limit ended the response, and `response_tokens` its length.
 
     With `eval_workflow=evaluation` a policy that is trained by a judge, say, is evaluated by verifiable rewards.
     """

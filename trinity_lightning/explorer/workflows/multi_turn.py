@@ -27,31 +27,33 @@ from trinity_lightning.explorer.workflows.workflow import RewardedWorkflow, expe
 # -- environments ------------------------------------------------------------------------------------------------------
 
 
-# What the environment says: messages of a conversation, one of them, or the text of a user message.
+# Messages of a conversation, one message, or the text of a user message.
 Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-# Observation, reward of the step, whether the episode is over, and anything else.
+# Observation, reward of the step, True if the episode is over, and further info.
 StepResult = tuple[Observation, float, bool, Mapping[str, Any]]
 
 
 class Environment(Protocol):
-    """What a policy plays against, one instance an episode. Methods may be `async def` or plain; plain ones run in a
-    thread, never two of an instance at once. It is made on the event loop: its constructor must be quick.
+    """Opponent of a policy in one episode, to which an instance belongs.
 
-    Known entries of a step's info: "state", what distinguishes the new state from others (text, numbers, lists or
-    dicts; without it the observation does) for add strategies that compare states, and "metrics", numbers of the
+    Methods may be `async def` or plain. Plain ones run in a thread, never two of an instance at once. An instance is
+    made on the event loop: its constructor must be quick.
+
+    A step's info may have two known entries. "state" tells the new state from others, for add strategies that compare
+    states (text, numbers, lists or dicts; without it the observation is the state). "metrics" are numbers of the
     episode so far.
 
-    An environment may also have `close()`, called at the end of an episode, also of one that failed or was cut off
-    (then once the method that it was in has ended), and `final_text(text)`: what of the last response reward functions
-    are to judge.
+    An environment may have two further methods. `close()` is called at the end of an episode, also if it failed or was
+    cut off, but never within another method. `final_text(text)` returns the part of the last response that reward
+    functions judge.
     """
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
-        """Begin an episode: the messages that the policy answers first. All runs of a task should begin alike."""
+        """Begin an episode, and return the messages that the policy answers first; alike for all runs of a task."""
         ...
 
     def step(self, response: str) -> StepResult | Awaitable[StepResult]:
-        """What the response leads to: (observation, reward, done, info). The last step's observation is not shown."""
+        """Take a response, and return (observation, reward, done, info). The last step's observation is not shown."""
         ...
 
 
@@ -59,7 +61,7 @@ ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry("environment")
 
 
 class Exclusively:
-    """Calls an environment's methods, plain ones never two at once: one that was cut off goes on in its thread."""
+    """Calls an environment's methods, never two plain ones at once: one that was cut off goes on in its thread."""
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
@@ -76,7 +78,7 @@ class Exclusively:
 
 
 def as_messages(observation: Any) -> list[dict[str, Any]]:
-    """An observation as messages; RolloutError: it is none."""
+    """The messages of an observation; RolloutError: it is no observation."""
     if isinstance(observation, Conversation):
         return observation
     if isinstance(observation, str):
@@ -96,24 +98,33 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Turn:
-    """A response, and what the environment made of it."""
+    """A response, and the environment's answer to it.
+
+    Attributes:
+        completion: the response.
+        asked: the messages that were new to the policy, and that it answers.
+        answered: the messages that follow it.
+        reward: reward of the step.
+        done: True if the environment ended the episode with it.
+        info: the environment's info of the step.
+    """
 
     completion: Completion
-    asked: list[Message]  # what it answers that was new
-    answered: list[Message]  # what follows it
-    reward: float  # of the step
-    done: bool  # whether the environment ended the episode with it
-    info: Mapping[str, Any]  # the environment's
+    asked: list[Message]
+    answered: list[Message]
+    reward: float
+    done: bool
+    info: Mapping[str, Any]
 
     @property
     def token_ids(self) -> list[int]:
-        """The conversation up to and with the response."""
+        """Tokens of the conversation, up to the end of the response."""
         return [*self.completion.prompt_token_ids, *self.completion.token_ids]
 
 
 @dataclass
 class Episode:
-    """Turns, at least one, and why there are no more."""
+    """Turns of an episode, and the reason for its end."""
 
     tools: list[dict[str, Any]] | None = None  # functions on offer
     turns: list[Turn] = field(default_factory=list)
@@ -125,15 +136,15 @@ class Episode:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Numbers of the episode: its own, and the environment's."""
-        own = {
+        """Metrics of every episode, and the environment's."""
+        metrics = {
             "turns": float(len(self.turns)),
             "completed": float(self.turns[-1].done),
             "context_overflow": float(self.overflowed),
         }
         for turn in self.turns:
-            own |= turn.info.get("metrics", {})
-        return own
+            metrics |= turn.info.get("metrics", {})
+        return metrics
 
 
 async def play(
@@ -143,10 +154,18 @@ async def play(
     max_turns: int,
     tools: list[dict[str, Any]] | None = None,
 ) -> Episode:
-    """Play an episode: until the environment ends it, `max_turns` responses are made, or the context is full.
+    """Play an episode until the environment ends it, `max_turns` responses are made, or the context is full.
 
     Args:
-        tools: functions on offer; None: those of the environment's first observation, such as a task's conversation.
+        model: the policy.
+        environment: its opponent.
+        task: the task to try.
+        max_turns: responses at most.
+        tools: functions on offer; None: the tools of the environment's first observation (a task's conversation, say).
+
+    Raises:
+        PromptTooLongError: the first observation alone is longer than the context.
+        RolloutError: the environment returned something else than it should, or the engine aborted a request.
     """
     asked = as_messages(await environment.call("reset", task))
     tools = tools or Conversation.of(asked).tools or None
@@ -175,34 +194,35 @@ async def _take_turn(environment: Exclusively, completion: Completion, asked: li
     result = await environment.call("step", completion.text)
     if not isinstance(result, tuple) or len(result) != 4:
         raise RolloutError(f"{name} returned {result!r}: expected (observation, reward, done, info).")
-    observation, reward, done, given = result
-    info = dict(given or {})
-    worth = _number(f"{name} returned reward", reward)
+    observation, reward, done, returned_info = result
+    info = dict(returned_info or {})
+    reward = _number(f"{name} returned reward", reward)
     if "metrics" in info:
-        values = info["metrics"].items()
-        info["metrics"] = {str(each): _number(f"{name} returned metric '{each}'", value) for each, value in values}
+        metrics = info["metrics"].items()
+        info["metrics"] = {str(key): _number(f"{name} returned metric '{key}'", value) for key, value in metrics}
     answered = [] if done else as_messages(observation)
-    return Turn(completion, asked, answered, worth, bool(done), info)
+    return Turn(completion, asked, answered, reward, bool(done), info)
 
 
-def _number(what: str, value: Any) -> float:
+def _number(label: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise RolloutError(f"{what} {value!r}: expected a number.") from error
+        raise RolloutError(f"{label} {value!r}: expected a number.") from error
 
 
 def single_experience(episode: Episode) -> Experience:
-    """The episode as one multi-turn Experience: everything after the opening is its response, and of that the policy's
-    own tokens are trained on.
+    """One multi-turn Experience of an episode: all after the opening is its response.
+
+    The policy's own tokens in the response are trained on.
 
     Raises:
-        RolloutError: an engine that did not take the prompt as it was given, so that tokens would not match.
+        RolloutError: the engine changed a prompt's tokens, so that the turns do not make up one sequence.
     """
     first, last = episode.turns[0].completion, episode.turns[-1]
     tokens, start = last.token_ids, len(first.prompt_token_ids)
     logprobs, mask = [0.0] * (len(tokens) - start), [False] * (len(tokens) - start)
-    conversation: list[Message] = []  # what the environment said to the last response was never shown
+    conversation: list[Message] = []  # without the environment's answer to the last response, which nobody saw
     for turn in episode.turns:
         if turn.token_ids != tokens[: len(turn.token_ids)]:
             raise RolloutError("the engine changed the prompt's tokens: the turns do not make up one sequence.")
@@ -228,10 +248,11 @@ def single_experience(episode: Episode) -> Experience:
 
 
 def step_experiences(episode: Episode, own_rewards: bool) -> list[Experience]:
-    """The episode as an Experience a turn, `eid.step` 0, 1, ...; the episode's metrics are those of the last.
+    """An Experience for each turn of an episode, `eid.step` 0, 1, ...; the last one has the episode's metrics.
 
     Args:
-        own_rewards: each has the reward of its own step; else each has the sum of all.
+        episode: the episode, of at least one turn.
+        own_rewards: True: each has the reward of its own step; False: each has the sum of all.
     """
     experiences, state = [], prompt_text_of(episode.turns[0].asked)
     for step, turn in enumerate(episode.turns):
@@ -252,7 +273,7 @@ def step_experiences(episode: Episode, own_rewards: bool) -> list[Experience]:
 
 
 def _truncation(episode: Episode, step: int) -> str | None:
-    """Whether the response of a step was cut off, or the episode after it."""
+    """The truncate_status of a step: whether its response, or the episode after it, was cut off."""
     cut = episode.turns[step].completion.finish_reason == "length"
     ended = episode.overflowed and step == len(episode.turns) - 1
     return "response_truncated" if cut or ended else None
@@ -272,10 +293,10 @@ class EpisodeArguments:
     Attributes:
         mode: `single`, one multi-turn Experience an episode, in which the policy's own tokens are trained on; or
             `step_wise`, an Experience a turn, for add strategies such as step_wise_grpo and gigpo.
-        step_reward: reward of each Experience if step-wise: `return`, that of the whole episode, or `own`, that of
-            its step (then the reward functions' is the last step's).
+        step_reward: reward of each Experience if step-wise: `return`, the whole episode's; or `own`, its own step's
+            (the reward functions then count for the last step).
         max_turns: responses at most.
-        system_prompt: first message if the entry has a prompt only.
+        system_prompt: first message, if the entry has a prompt only.
     """
 
     mode: str = "single"
@@ -294,8 +315,8 @@ class MultiTurnArguments(EpisodeArguments):
     """Settings of the workflow `multi_turn`.
 
     Attributes:
-        environment: {name, args}: a registered name, or a dotted path or class of your own, see `Environment`, and its
-            arguments. A name alone is short for {name: it}.
+        environment: {name, args}: a registered name, or a dotted path or class of your own (see `Environment`), and its
+            arguments. A name alone is short for {name: NAME}.
     """
 
     environment: Any
@@ -310,14 +331,14 @@ class MultiTurnArguments(EpisodeArguments):
                 is_bound = isinstance(inspect.getattr_static(part, method), staticmethod | classmethod)
                 names = (name,) if is_bound else ("self", name)
                 check_call(f"{what}: its {method}", getattr(part, method), names, f"{method}({name})")
-            elif not has_method(part, "__getattr__"):  # by which it may hand on to another environment
+            elif not has_method(part, "__getattr__"):  # with it, the class may hand calls on to another environment
                 raise ConfigError(f"{what} has no method {method}({name})", fix="see docs/architecture.md")
 
     @property
     def make(self) -> partial[Environment]:
-        """Makes an environment, without further arguments."""
-        given = self.environment if isinstance(self.environment, Mapping) else {"name": self.environment}
-        part = part_config("workflow.args.environment", given)
+        """Constructor of the environment, which needs no further arguments."""
+        environment = self.environment if isinstance(self.environment, Mapping) else {"name": self.environment}
+        part = part_config("workflow.args.environment", environment)
         made_by = ENVIRONMENTS.resolve(part.name)
         if not callable(made_by):
             raise ConfigError(
@@ -329,7 +350,7 @@ class MultiTurnArguments(EpisodeArguments):
 class EpisodeWorkflow(RewardedWorkflow):
     """Base of the workflows of several turns: plays an episode and makes experiences of it.
 
-    An episode is worth the sum of its steps' rewards and what the task's reward functions give the last response.
+    The reward of an episode is the sum of its steps' rewards, and of the task's reward functions for the last response.
     Metrics: `reward/environment`, `turns`, `completed` (the environment ended it), `context_overflow` (the conversation
     no longer fitted the context, and ended), and the environment's own.
     """
@@ -345,9 +366,8 @@ class EpisodeWorkflow(RewardedWorkflow):
         """The experiences of one episode.
 
         Raises:
-            PromptTooLongError: the opening alone is longer than the context.
-            RolloutError: the environment or a reward function returned something else than it should, or the engine
-                aborted a request.
+            PromptTooLongError, RolloutError: as in `play`.
+            RewardError: a reward function raised, or returned something else than it should.
         """
         made = self.make_environment()
         environment = Exclusively(made)
@@ -361,7 +381,7 @@ class EpisodeWorkflow(RewardedWorkflow):
             text = await environment.call("final_text", text)
         reward, metrics = await score(self.rewards, text, self.task)
         metrics["reward/environment"] = episode.total_reward
-        if reward is not None:  # of the last response, and so of the last step
+        if reward is not None:  # of the last response, so it is the last step's
             last = episode.turns[-1]
             episode.turns[-1] = replace(last, reward=last.reward + reward)
         if self.arguments.mode == "single":
@@ -389,13 +409,13 @@ class MultiTurnWorkflow(EpisodeWorkflow):
 class GuessNumber:
     """Find a number; after each guess the game says whether it is higher or lower.
 
-    Finding it at guess t (from 1) is worth decay**(t - 1), not finding it 0. The number is `raw_task["secret"]`, or
-    else drawn from the seed and the task's place in its taskset, so that all runs of a task look for the same one.
+    The reward is decay**(t - 1) if guess t (from 1) finds it, and 0 otherwise. The number is `raw_task["secret"]`, or
+    else drawn from the seed and the task's place in its taskset: all runs of a task look for the same number.
 
     Attributes:
         low, high: the range of the number.
-        decay: worth of a later guess, relative to the guess before it.
-        seed: of the numbers.
+        decay: reward of a guess, relative to the guess before it.
+        seed: seed of the numbers.
     """
 
     low: int = 0
@@ -410,8 +430,8 @@ class GuessNumber:
     def reset(self, task: Task) -> list[dict[str, Any]]:
         self._guesses, self._known = 0, [self.low, self.high]
         place = task.raw_task.get("task_index", task.raw_task)
-        drawn = random.Random(f"{self.seed}/{place!r}").randint(self.low, self.high)
-        self._secret = int(task.raw_task.get("secret", drawn))
+        number = random.Random(f"{self.seed}/{place!r}").randint(self.low, self.high)
+        self._secret = int(task.raw_task.get("secret", number))
         rules = f"I think of a whole number from {self.low} to {self.high}. Guess it. Reply with only the number."
         return [{"role": "user", "content": rules}]
 
@@ -436,15 +456,15 @@ class GuessNumber:
 class Retry:
     """Asks the task's question; after a wrong answer, says so and lets the policy try again.
 
-    An answer at turn t (from 1) counts its score times decay**(t - 1), and an episode is worth its best answer: what a
-    step adds to that is its reward.
+    An answer at turn t (from 1) counts as its score times decay**(t - 1). The best answer counts for the episode: the
+    reward of a step is its gain over the best answer before.
 
     Attributes:
-        verifier: reward functions that score an answer, as `Task.reward_fn`; None: reasoning-gym's own verifier if
-            the task is one of reasoning-gym, else `math`.
-        decay: worth of a later answer, relative to the answer before it.
+        verifier: reward functions that score an answer, as `Task.reward_fn`; None: reasoning-gym's own verifier for its
+            tasks, and `math` for all others.
+        decay: factor of an answer's score, relative to the answer before it.
         pass_at: score from which an answer is right.
-        feedback: what is said after a wrong answer.
+        feedback: message after a wrong answer.
     """
 
     verifier: Any = None
@@ -464,10 +484,9 @@ class Retry:
         return messages_of(task)
 
     async def step(self, response: str) -> StepResult:
-        value = cast("float", (await score(self._verifier, response, self._task))[0])  # None: without a verifier
-        worth = value * self.decay**self._turn
-        gained = max(worth - self._best, 0.0)
-        self._best += gained
+        value = cast("float", (await score(self._verifier, response, self._task))[0])  # there is always a verifier
+        gain = max(value * self.decay**self._turn - self._best, 0.0)
+        self._best += gain
         self._turn += 1
         metrics = {"first_answer_score": value} if self._turn == 1 else {}
-        return self.feedback, gained, value >= self.pass_at, {"metrics": metrics}
+        return self.feedback, gain, value >= self.pass_at, {"metrics": metrics}

@@ -1,4 +1,4 @@
-"""An agent that calls Python functions until it answers."""
+"""Lets the policy call Python functions until it answers."""
 
 import asyncio
 import inspect
@@ -29,24 +29,29 @@ from trinity_lightning.explorer.workflows.multi_turn import Environment, Episode
 
 
 class ToolError(Exception):
-    """A call that gave no result; its text is for the model to read."""
+    """A call gave no result; its text is for the model to read."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call."""
+    """A function that the policy may call.
 
-    function: Callable[..., Any]  # plain or `async def`; a plain one runs in a thread
-    schema: dict[str, Any]  # its description, as OpenAI's API has it
+    Attributes:
+        function: plain or `async def`; a plain one runs in a thread.
+        schema: the function's description in the form of OpenAI's API.
+    """
+
+    function: Callable[..., Any]
+    schema: dict[str, Any]
 
     @property
     def name(self) -> str:
         return self.schema["function"]["name"]
 
     async def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
-        """The function's result as text: text as it is, all else as JSON.
+        """Call the function, and return its result as text: text as it is, all else as JSON.
 
-        A plain function cannot be stopped: one that takes longer than `seconds` goes on by itself.
+        A plain function cannot be stopped: if it takes longer than `seconds`, it goes on in its thread.
 
         Raises:
             ToolError: wrong arguments, an exception of the function, or no result in time.
@@ -68,10 +73,10 @@ class Tool:
 
 @lru_cache(maxsize=256)
 def make_tool(entry: str | Callable[..., Any]) -> Tool:
-    """A tool from a function or its dotted path; what it is for comes from its signature and docstring.
+    """A tool of a function or its dotted path; signature and docstring give its description.
 
     Raises:
-        ConfigError: nothing at that path, or a function that does not say what it takes.
+        ConfigError: nothing is at that path, or the function's arguments are not described.
     """
     try:
         function = import_object(entry) if isinstance(entry, str) else entry
@@ -92,7 +97,7 @@ def make_tool(entry: str | Callable[..., Any]) -> Tool:
 
 
 def make_tools(entries: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
-    """Tools by name; ConfigError: none at all, two of one name, or as `make_tool`."""
+    """Tools by name; ConfigError: no tool at all, two of one name, or as in `make_tool`."""
     if isinstance(entries, str) or not entries:
         raise ConfigError("tools must be a list of functions or of their dotted paths, at least one.")
     for entry in entries:
@@ -113,12 +118,18 @@ def make_tools(entries: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
 class ToolEnvironment:
     """Runs the calls of a response and reports their results; a response without a call ends the episode.
 
-    The model is given what goes wrong with a call as text. Metrics: `tool_calls` and, of these, `tool_errors`.
+    The model is told the error of a call that fails. Metrics: `tool_calls` and, of these, `tool_errors`.
+
+    Attributes:
+        tools: the tools by name.
+        timeout: seconds that a call may take.
+        max_result_length: results are cut to this many characters.
+        parse: finds the calls of a response.
     """
 
     tools: Mapping[str, Tool]
-    timeout: float  # seconds that a call may take
-    max_result_length: int  # results are cut to this many characters
+    timeout: float
+    max_result_length: int
     parse: Parser
 
     def reset(self, task: Task) -> list[dict[str, Any]]:
@@ -126,10 +137,11 @@ class ToolEnvironment:
         return messages_of(task)
 
     def final_text(self, response: str) -> str:
+        """The response without its calls."""
         return self.parse(response)[0]
 
     async def step(self, response: str) -> StepResult:
-        """The results of the response's calls, in their order, one after the other."""
+        """Make the calls of a response, one after the other, and return their results in this order."""
         rest, calls = self.parse(response)
         if not calls and OPENING in (split_thoughts(rest)[1] or ""):
             results = [self._message("unknown", "error: this is no valid tool call, its JSON cannot be read", True)]
@@ -154,7 +166,7 @@ class ToolEnvironment:
         return {"role": "tool", "name": name, "content": text}
 
 
-# The one of conf/workflow/tool_use.yaml; its docstring is for the model.
+# The tool of conf/workflow/tool_use.yaml; its docstring is for the model.
 def calculate(expression: str) -> str:
     """Works out an arithmetic expression.
 
@@ -174,10 +186,10 @@ class ToolUseArguments(EpisodeArguments):
 
     Attributes:
         tools: functions, or their dotted paths; type hints and a docstring with `Args:` describe them to the model.
-        tool_timeout: seconds a call may take.
+        tool_timeout: seconds that a call may take.
         max_result_length: results are cut to this many characters.
         tool_parser: `hermes` (`<tool_call>` and JSON), or a function of your own, or its dotted path, from a response's
-            text to (text around the calls, list of ToolCall). It is given what stands behind the response's thoughts.
+            text to (text around the calls, list of ToolCall). It is given the text after the response's thoughts.
     """
 
     tools: Sequence[str | Callable[..., Any]]
@@ -194,7 +206,7 @@ class ToolUseArguments(EpisodeArguments):
         self.parser()
 
     def parser(self) -> Parser:
-        """The parser of the calls of a response, behind its thoughts; ConfigError: nothing at that path."""
+        """The parser of the calls that follow a response's thoughts; ConfigError: nothing is at that path."""
         if self.tool_parser == "hermes":
             return parse_tool_calls
         try:
@@ -205,11 +217,10 @@ class ToolUseArguments(EpisodeArguments):
 
 
 class ToolUseWorkflow(EpisodeWorkflow):
-    """An agent loop: the model's calls are made and their results given to it, until it answers without a call.
+    """An agent loop: makes the model's calls and gives it their results, until it answers without a call.
 
-    The task's reward functions (`math` if it names none) judge the last response, its calls left out. Errors of
-    tools are reported to the model, and counted. Settings: `ToolUseArguments`; metrics besides those of every episode:
-    `tool_calls`, `tool_errors`.
+    The task's reward functions (`math` if it names none) judge the last response without its calls. Errors of tools are
+    reported to the model, and counted. Settings: `ToolUseArguments`; further metrics: `tool_calls`, `tool_errors`.
     """
 
     name = "tool_use"
@@ -218,7 +229,7 @@ class ToolUseWorkflow(EpisodeWorkflow):
 
     @classmethod
     def check_task(cls, raw_task: Mapping[str, Any]) -> None:
-        """Refuse an entry with tools of its own, which could not be called."""
+        """Refuse an entry with tools of its own: they could not be called."""
         if read_tools(raw_task):
             raise ConfigError(
                 "column 'tools' is not shown by workflow tool_use, which offers those of workflow.args.tools",

@@ -1,4 +1,4 @@
-"""How a task is tried: workflows, what the built-in ones share, and the plain ones: one question, one answer."""
+"""Workflows, which try a task; the base of the built-in ones; and the plain ones: one question, one answer."""
 
 import asyncio
 import inspect
@@ -8,6 +8,7 @@ from typing import Any
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.config.explorer import arguments_of
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.signatures import check_arguments, made, parameters_beside
 from trinity_lightning.config.values import nearest, unknown_name
@@ -22,16 +23,16 @@ class Workflow(ABC):
     An instance lives for one run of a task, or for all of them if it is `repeatable`. Its constructor runs on the
     event loop: it must be quick, and the model is called in `run` only.
 
-    What the constructor of a subclass takes beside the three arguments below are the workflow's own (`workflow.args`).
-    It need not take these three: they are set before it runs (`workflow_of`).
+    Further arguments of a subclass's constructor, beside the three below, are settings of the workflow
+    (`workflow.args`). The constructor need not take the three: they are set before it runs (`workflow_of`).
 
     Args:
-        task: what to try.
+        task: the task to try.
         model: the rollout model; each call gets the run's seed and the task's sampling settings.
         auxiliary_models: one model of each auxiliary kind (judges, teachers), in the order of the configuration.
     """
 
-    # Whether one instance makes all the runs of a task at once: one request with n samples, say.
+    # True if one instance makes all the runs of a task at once: one request with n samples, say.
     repeatable: bool = False
     repeat_times: int = 1
     run_id_base: int = 0
@@ -53,22 +54,22 @@ class Workflow(ABC):
 
     @abstractmethod
     async def run(self) -> list[Experience]:
-        """The experiences of the run (of all runs, if repeatable), in the order of its steps.
+        """Try the task, and return the experiences of the run in the order of its steps.
 
-        Several of a run have each its own `eid.step`; if they have not, they are numbered in their order. Without any
-        experience the run has failed, or all runs of a repeatable workflow; of these it may leave some out.
+        A repeatable workflow returns the experiences of all runs, and sets `eid.run` to run_id_base, run_id_base + 1,
+        ... It may leave runs out. Several experiences of a run have different `eid.step`; otherwise they are numbered
+        in their order. Without any experience the run, or all runs of a repeatable workflow, failed. If nothing is
+        returned, the calls made through the model's OpenAI client are the experiences.
 
         A plain `def run` is accepted too: it runs in a thread of its own, where the methods of the models block.
-        If repeatable, `eid.run` is set here: run_id_base, run_id_base + 1, ...
-        If nothing is returned, the calls made through the model's OpenAI client are the experiences.
 
         Raises:
-            PartialFailure: some runs of a repeatable workflow failed, the others' experiences are inside.
+            PartialFailure: some runs of a repeatable workflow failed; it holds the experiences of the others.
             Exception: any other fails the run, and all runs of a repeatable workflow.
         """
 
     def reset(self, task: Task) -> None:
-        """Take another task. A subclass that keeps anything made from its task makes it again here."""
+        """Take another task. A subclass that keeps something made from its task makes it again here."""
         self.task = task
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
@@ -80,13 +81,13 @@ class Workflow(ABC):
 def experience_of(
     completion: Completion, asked: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | None = None, **fields: Any
 ) -> Experience:
-    """A response as an Experience: its exact tokens and log-probabilities, and whether the token limit cut it off.
+    """An Experience of a response: its exact tokens and log-probabilities, and whether the token limit cut it off.
 
     Args:
         completion: the response.
         asked: the messages that it answers, for people to read.
-        info: entries of `Experience.info` in addition to the finish reason.
-        fields: further fields of the Experience.
+        info: entries of `Experience.info` beside the finish reason.
+        fields: further fields of the Experience, which win over the ones made here.
     """
     values: dict[str, Any] = {
         "tokens": [*completion.prompt_token_ids, *completion.token_ids],
@@ -100,12 +101,12 @@ def experience_of(
     return Experience(**values | fields)
 
 
-class PartialFailure(RolloutError):  # noqa: N818 - it holds what is kept, too
+class PartialFailure(RolloutError):  # noqa: N818 - it holds the experiences of the others, too
     """Some runs of a repeatable workflow failed.
 
     Args:
-        experiences: those of the runs that succeeded; they are kept.
-        errors: what went wrong, by run id; only these runs are tried again.
+        experiences: experiences of the runs that succeeded; they are kept.
+        errors: the errors, by run id; only these runs are tried again.
     """
 
     def __init__(self, experiences: list[Experience], errors: Mapping[int, Exception]) -> None:
@@ -115,15 +116,18 @@ class PartialFailure(RolloutError):  # noqa: N818 - it holds what is kept, too
 
 
 class RewardedWorkflow(Workflow):
-    """Base of the built-in workflows: reward functions judge what is tried, and a dataclass holds the settings.
+    """Base of the built-in workflows: reward functions judge the responses, and a dataclass holds the settings.
 
     Attributes:
+        name: the workflow's name, for messages about arguments.
+        arguments_class: dataclass that `workflow_args` are read into; its `__post_init__` refuses wrong values. None:
+            the arguments are not looked at.
+        default_reward: reward function of tasks that name none.
         rewards: the task's reward functions, or else the workflow's own.
         arguments: the settings, an `arguments_class`; None without one.
     """
 
-    name: str  # for messages about arguments
-    # What `workflow_args` are read into; its `__post_init__` refuses wrong values. None: they are not looked at.
+    name: str
     arguments_class: type[Any] | None = None
     default_reward: str | None = None
 
@@ -147,81 +151,81 @@ class RewardedWorkflow(Workflow):
         """
         if cls.arguments_class is None:
             return None
-        from trinity_lightning.config.explorer import arguments_of
-
-        own = own_arguments(cls)
-        others = {name: value for name, value in workflow_args.items() if name not in own}
+        of_constructor = constructor_arguments(cls)
+        others = {name: value for name, value in workflow_args.items() if name not in of_constructor}
         return arguments_of(cls.name, cls.arguments_class, others)
+
+
+# -- workflows by name, and their arguments ----------------------------------------------------------------------------
 
 
 ARGS = "workflow.args"
 WORKFLOWS: Registry[type[Workflow]] = Registry("workflow")
-
-
-def resolve_workflow(workflow: str | type[Workflow]) -> type[Workflow]:
-    """The class that `Task.workflow` means: a registered name, a dotted path, or the class itself.
-
-    Raises:
-        ConfigError: an unknown name, or something that is no Workflow or lacks its `run`.
-    """
-    found = WORKFLOWS.resolve(workflow)
-    if not (isinstance(found, type) and issubclass(found, Workflow)):
-        raise ConfigError(
-            f"workflow {workflow!r} is no subclass of {Workflow.__module__}.{Workflow.__name__}.", key="workflow"
-        )
-    return found
-
-
-GIVEN: tuple[str, ...] = ("task", "model", "auxiliary_models")  # what every workflow is given beside its arguments
+GIVEN: tuple[str, ...] = ("task", "model", "auxiliary_models")  # every workflow is given these beside its arguments
 SYSTEM_PROMPT = "system_prompt"  # an argument that `messages_of` reads
 
 
-def own_arguments(workflow: type[Workflow]) -> list[str]:
-    """Names of the arguments that a workflow's constructor takes; those of others are read from the task."""
-    return parameters_beside(workflow, GIVEN)
+def resolve_workflow(workflow: str | type[Workflow]) -> type[Workflow]:
+    """The class that `Task.workflow` stands for: a registered name, a dotted path, or the class itself.
+
+    Raises:
+        ConfigError: an unknown name, an object that is no Workflow, or a class that lacks its `run`.
+    """
+    resolved = WORKFLOWS.resolve(workflow)
+    if not (isinstance(resolved, type) and issubclass(resolved, Workflow)):
+        raise ConfigError(
+            f"workflow {workflow!r} is no subclass of {Workflow.__module__}.{Workflow.__name__}.", key="workflow"
+        )
+    return resolved
 
 
 def check_workflow(workflow: str | type[Workflow], args: Mapping[str, Any]) -> type[Workflow]:
-    """The class that `Task.workflow` means, which takes these arguments.
+    """The class that `Task.workflow` stands for, which takes these arguments.
 
     Raises:
-        ConfigError: as `resolve_workflow`; or an argument that it does not have, or lacks, or of a wrong value.
+        ConfigError: as in `resolve_workflow`; or an argument that is unknown, missing, or has a wrong value.
     """
-    found = resolve_workflow(workflow)
-    found.check_args(args)
-    if own_arguments(found):
-        check_arguments(f"workflow '{found.__name__}'", found, _of_constructor(found, args), ARGS, GIVEN)
-    return found
+    kind = resolve_workflow(workflow)
+    kind.check_args(args)
+    if constructor_arguments(kind):
+        check_arguments(f"workflow '{kind.__name__}'", kind, _for_constructor(kind, args), ARGS, GIVEN)
+    return kind
 
 
 def workflow_of(task: Task, model: InferenceModel, auxiliary_models: Sequence[InferenceModel]) -> Workflow:
-    """An instance of the task's workflow; raises what `check_workflow` or its constructor does."""
+    """An instance of the task's workflow; errors as in `check_workflow`, or of the constructor."""
     kind = resolve_workflow(task.workflow)
     given = dict(zip(GIVEN, (task, model, list(auxiliary_models)), strict=True))
-    made_of = made(f"workflow '{kind.__name__}'", kind, _of_constructor(kind, task.workflow_args), ARGS, given)
-    if not {*GIVEN} <= inspect.signature(kind).parameters.keys():  # nor has it called a base's constructor, perhaps
-        made_of.reset(task)
-    return made_of
+    workflow = made(f"workflow '{kind.__name__}'", kind, _for_constructor(kind, task.workflow_args), ARGS, given)
+    if not {*GIVEN} <= inspect.signature(kind).parameters.keys():  # it may not have called the constructor of its base
+        workflow.reset(task)
+    return workflow
 
 
-def _of_constructor(workflow: type[Workflow], args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that are the constructor's: none if it has none, else all that nothing else reads.
+def constructor_arguments(workflow: type[Workflow]) -> list[str]:
+    """Names of the arguments that a workflow's constructor takes; all others are read from the task."""
+    return parameters_beside(workflow, GIVEN)
 
-    A constructor that takes the task may read others there; a name close to one of its own is taken for a slip.
+
+def _for_constructor(workflow: type[Workflow], args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments for a workflow's constructor, and those that it has to refuse because nothing else reads them.
+
+    None if the constructor takes none. If it takes the task, it may read others there: then only a name close to one of
+    its arguments is a slip that it has to refuse.
     """
-    own = own_arguments(workflow)
+    names = constructor_arguments(workflow)
     read_elsewhere = issubclass(workflow, RewardedWorkflow) and workflow.arguments_class is not None
     takes_task = GIVEN[0] in inspect.signature(workflow).parameters
-    others = set() if not own or read_elsewhere else args.keys() - {*own, SYSTEM_PROMPT}
-    refused = {name for name in others if not takes_task or nearest(name, own) is not None}
-    return {name: value for name, value in args.items() if name in own or name in refused}
+    others = set() if not names or read_elsewhere else args.keys() - {*names, SYSTEM_PROMPT}
+    refused = {name for name in others if not takes_task or nearest(name, names) is not None}
+    return {name: value for name, value in args.items() if name in names or name in refused}
 
 
 # -- one question, one answer ------------------------------------------------------------------------------------------
 
 
 class SimpleWorkflow(RewardedWorkflow):
-    """Single turn: all n responses to the task's prompt in one request, each judged by the task's reward functions.
+    """Single turn: asks for all n responses to the task's prompt at once; the task's reward functions judge each.
 
     The entry holds "messages" (a conversation) or "prompt" (one user message, after `workflow_args["system_prompt"]`
     if that is set).
@@ -231,7 +235,7 @@ class SimpleWorkflow(RewardedWorkflow):
 
     @classmethod
     def check_args(cls, workflow_args: Mapping[str, Any]) -> Any:
-        """See `RewardedWorkflow`; built-in ones without settings have one argument, one's own may read others."""
+        """See `RewardedWorkflow`. A built-in workflow without settings has one argument; your own may read others."""
         built_in = cls.__module__.startswith(f"{__package__}.")
         for name in workflow_args if built_in and cls.arguments_class is None else ():
             if name != "system_prompt":
@@ -243,7 +247,7 @@ class SimpleWorkflow(RewardedWorkflow):
         self.messages = messages_of(task)
 
     async def run(self) -> list[Experience]:
-        """One Experience a response; those whose reward function failed are reported by PartialFailure."""
+        """One Experience a response; PartialFailure: the reward functions of some responses failed."""
         completions = await self.model.chat(self.messages, n=self.repeat_times)
         results = await asyncio.gather(
             *(self._experience(completion, self.run_id_base + i) for i, completion in enumerate(completions)),
