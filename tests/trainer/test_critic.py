@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.compose import composed
+from support.errors import refuses
 from support.policy import (
     Gradients,
     Prepare,
@@ -26,7 +27,7 @@ from support.policy import (
 from trinity_lightning.algorithm.gae import gae, whitened
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.model import LoRAConfig, OptimizerConfig
-from trinity_lightning.errors import ConfigError, ModelLoadError
+from trinity_lightning.errors import ModelLoadError
 from trinity_lightning.resume import checkpoint_to_resume
 from trinity_lightning.sync.stream import weight_stream
 from trinity_lightning.trainer.critic import Critic
@@ -147,7 +148,7 @@ def test_the_kl_of_every_token_is_subtracted_and_its_weight_follows_the_target()
     policy.critic.adapt(batch, columns)
     for each, returns in zip(experiences, found["returns"], strict=True):
         mask = each.action_mask
-        to_go = mask.flip(0).cumsum(0).flip(0)  # of tokens, each with 0.2 nats
+        to_go = mask.flip(0).cumsum(0).flip(0)  # tokens, each with 0.2 nats
         torch.testing.assert_close(returns[mask], (each.reward - 0.5 * 0.2 * to_go)[mask])
     assert float(policy.critic.kl_coef) == pytest.approx(0.5 * (1 - 0.1 * 0.2))  # the error is bounded
     mean = 0.2 * batch.num_tokens / (len(experiences) - 1)
@@ -161,7 +162,7 @@ def test_the_kl_of_every_token_is_subtracted_and_its_weight_follows_the_target()
 def test_a_kl_in_the_reward_has_a_reference_and_metrics():
     batch = batch_of(rollouts())
     trainer = fit(actor_critic({"kl_coef": 0.1}), [batch, batch], Prepare([batch]))
-    assert trainer.logged_metrics["critic/kl"] == 0  # of the initial policy
+    assert trainer.logged_metrics["critic/kl"] == 0  # it is the initial policy still
     assert trainer.logged_metrics["critic/kl_coef"] == pytest.approx(0.1)
     assert "actor/kl_loss" not in trainer.logged_metrics
     assert math.isfinite(trainer.logged_metrics["critic/explained_variance"])
@@ -213,15 +214,15 @@ def test_a_resumed_run_takes_its_learning_rates_and_the_weight_of_its_kl_from_th
 def test_a_checkpoint_of_another_critic_is_refused(tmp_path: Path):
     batches, file = [batch_of(rollouts())], tmp_path / "it.ckpt"
     fit(actor_critic(), batches, Prepare(batches)).save_checkpoint(file)
-    with pytest.raises(ConfigError, match=r"do not fit algorithm\.critic: Unexpected key"):
+    with refuses("algorithm.critic"):
         fit(make_policy(), batches, ckpt_path=file, max_epochs=2)
     config = composed("model=tiny", "steps=2", f"ckpt_path={file}")
-    with pytest.raises(ConfigError, match=r"critic is null, .* is a value head: set algorithm\.critic as in"):
+    with refuses("algorithm.critic"):
         checkpoint_to_resume(config, tmp_path)
     config = composed("model=tiny", "steps=2", f"ckpt_path={file}", "algorithm=ppo_critic", "add_strategy=critic")
     assert checkpoint_to_resume(config, tmp_path) == str(file)
     fit(make_policy(), [batch_of(make_experiences())]).save_checkpoint(file)
-    with pytest.raises(ConfigError, match=r"do not fit algorithm\.critic: Missing key"):
+    with refuses("algorithm.critic"):
         fit(actor_critic(), batches, ckpt_path=file, max_epochs=2)
 
 
@@ -253,12 +254,12 @@ def test_values_that_a_script_gives_stay():
 def test_models_that_show_no_states_or_no_logits_are_refused_before_training():
     policy = with_head(actor_critic(layout=Layout.padded))
     policy.policy.base_model_prefix = "lm_head"
-    with pytest.raises(ModelLoadError, match="does not show its last hidden states"):
+    with pytest.raises(ModelLoadError):
         policy.check_trainable()
     policy = with_head(actor_critic({"model": "tiny"}))
     assert isinstance(policy.critic, Critic)
     policy.critic.model.forward = lambda **_: SimpleNamespace()
-    with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM \(llama\) cannot be trained: .*logits"):
+    with pytest.raises(ModelLoadError):
         policy.check_trainable()
 
 
@@ -279,29 +280,29 @@ def make_loaded() -> PolicyModule:
 
 
 def test_a_batch_without_values_is_refused():
-    with pytest.raises(ConfigError, match=r"lacks the column 'values'.*prepare_step"):
+    with refuses(None):
         fit(actor_critic(), [batch_of(rollouts())])
 
 
 def test_experiences_with_advantages_or_without_rewards_are_refused():
     batch = batch_of(make_experiences())
-    with pytest.raises(ConfigError, match="has advantages already: choose add_strategy=critic"):
+    with refuses("algorithm.critic"):
         fit(actor_critic(), [batch], Prepare([batch]))
     batch = batch_of(rollouts())
     batch.experiences[0].reward = None
-    with pytest.raises(ConfigError, match="has no finite reward"):
+    with refuses("algorithm.critic"):
         fit(actor_critic(), [batch], Prepare([batch]))
 
 
 def test_adapters_losses_without_advantages_and_other_vocabularies_are_refused():
-    with pytest.raises(ConfigError, match=r"algorithm\.critic is not for adapters"):
+    with refuses("algorithm.critic"):
         actor_critic(model={"lora": LoRAConfig(r=4)})
     for loss in ("sft", "dpo"):
-        with pytest.raises(ConfigError, match="goes with a loss by advantages alone"):
+        with refuses("algorithm.critic"):
             actor_critic(policy_loss=loss)
-    with pytest.raises(ConfigError, match="another vocabulary"):
+    with refuses("algorithm.critic.model"):
         actor_critic({"model": "smollm2"}).configure_model()
-    with pytest.raises(ConfigError, match=r"kl_target adapts algorithm\.critic\.kl_coef, which is 0"):
+    with refuses("algorithm.critic.kl_target"):
         actor_critic({"kl_target": 6.0})
-    with pytest.raises(ConfigError, match=r"unknown key 'algorithm\.critic\.gama'.*gamma"):
+    with refuses("algorithm.critic.gama"):
         actor_critic({"gama": 1.0})

@@ -1,4 +1,4 @@
-"""Two processes that train one policy: its losses, gradients, weights and metrics are those of one process.
+"""Two processes that train one policy: losses, gradients, weights and metrics are as in one process.
 
 By both strategies: the whole policy in each, or a share of it.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.errors import refuses
 from support.policy import Weights, assert_same_gradients, batch_of, fit, make_policy
 from support.replicas import (
     ASKED,
@@ -45,7 +46,7 @@ from torch import nn
 
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.config.algorithm import KLConfig
-from trinity_lightning.errors import ConfigError, RankError
+from trinity_lightning.errors import RankError
 from trinity_lightning.evaluation import merged_weights
 from trinity_lightning.sync.files import checkpoint_weights
 from trinity_lightning.trainer import ddp
@@ -69,7 +70,7 @@ ALL += [(kind, "SmolLM2") for kind in STRATEGIES]
 
 @pytest.fixture(scope="module")
 def alone() -> Alone:
-    """What one process finds of a case."""
+    """Results of one process for a case."""
     return cache(lambda case: (CASES | SHAPES)[case]())
 
 
@@ -81,20 +82,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path, run_train: Commands) -> Found:
-    """What two processes find; a checkpoint of one process is there for them to read."""
+    """Results of two processes; a checkpoint of one process is there for them to read."""
     write_first(folder, "one")
     return start(folder, run_train)
 
 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory, run_train: Commands) -> Callable[[int], Found]:
-    """What more processes find, by their number."""
+    """Results of more processes, by their number."""
     return cache(lambda ranks: start(tmp_path_factory.mktemp("more"), run_train, ranks))
 
 
 @pytest.fixture(scope="module")
 def checkpoints(found: Found, folder: Path) -> Callable[[str], dict[str, Any]]:
-    """Checkpoints by name, those that one process writes when it has read those of two among them."""
+    """Checkpoints by name; one process has read the checkpoints of two, and written some again."""
     write_again(folder, "one")
     write(folder / "later.ckpt", "one", epochs=2)
     return lambda name: AtomicCheckpointIO().load_checkpoint(folder / f"{name}.ckpt", weights_only=True)
@@ -161,7 +162,7 @@ def test_what_rank_0_asks_for_alone_is_that_of_one_process(found: Found, policy:
 
 @pytest.mark.parametrize("model", ["held", "reference"])
 def test_each_of_two_processes_holds_half(found: Found, model: str) -> None:
-    """Of the policy, and of the reference."""
+    """Half of the policy, and half of the reference."""
     case = "reference and several steps"
     halves = [each["fsdp2"][case][model] for each in found]
     assert sum(halves) == found[0]["ddp"][case][model] > 0
@@ -236,7 +237,7 @@ def test_an_evaluation_reads_weights_in_shards(
     expected = checkpoints(f"one-{dtype}")["state_dict"]
     assert step == checkpoint_weights(folder / f"one-{dtype}.ckpt")[0]
     torch.testing.assert_close({f"model.{name}": each for name, each in weights}, expected, rtol=0, atol=0)
-    with pytest.raises(ConfigError, match="is in shards, and a file is needed"):
+    with refuses(None):
         PolicyModule.load_from_checkpoint(folder / f"one-{dtype}-folder.ckpt")
 
 
@@ -301,15 +302,12 @@ def test_who_follows_is_what_lightning_finds(
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
-    [({"LOCAL_RANK": ""}, "unset LOCAL_RANK and NODE_RANK"), ({"SLURM_NTASKS": "2"}, "--ntasks-per-node=2")],
+    ("name", "value"),
+    [("LOCAL_RANK", ""), ("SLURM_NTASKS", "2")],
 )
-def test_ranks_that_lightning_cannot_read_are_refused(
-    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=message):
+def test_ranks_that_lightning_cannot_read_are_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with refuses(None):
         ddp.follows()
 
 
@@ -335,7 +333,7 @@ def test_a_process_knows_whether_the_one_that_started_it_has_ended(monkeypatch: 
     assert launcher.lost() is None  # started by hand
     monkeypatch.setenv(ddp.STARTED_BY, str(os.getppid()))
     assert launcher.lost() is None
-    monkeypatch.setattr("os.getppid", lambda: 0)  # of no process
+    monkeypatch.setattr("os.getppid", lambda: 0)  # no process has this id
     assert launcher.lost() == ENDED
     assert of_torchrun.lost() is None
 
@@ -374,13 +372,14 @@ def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_refused(tmp_path: Path
         def exchange(self, value: Any, patient: bool = False, at: str = "") -> list[Any]:
             return [value, (str(folders[1]), (folders[1] / name).exists())]
 
-    with pytest.raises(ConfigError, match=f"is {folders[0]} on rank 0, and another one, {folders[1]} on rank 1: give"):
+    with refuses(None) as refused:
         check_folder(folders[0], Of(0, RANKS))
+    assert all(str(each) in str(refused.value) for each in folders)
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot be written to .* give another one"):
+    with refuses(None):
         check_folder(tmp_path / "file" / "run", Ranks(0, RANKS))
 
 
@@ -413,7 +412,7 @@ def test_all_ranks_begin_with_the_weights_and_the_reference_of_rank_0() -> None:
 
 
 def check_folder(folder: Path, ranks: Ranks) -> None:
-    """What rank 0 does when it meets the others."""
+    """Check the folder as rank 0 does when it meets the others."""
     strategy: Any = ddp.ReplicaStrategy()
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(default_root_dir=folder))
     strategy.ranks = ranks

@@ -1,7 +1,7 @@
 """One equivalence class: the layout, the cut, the order of rows and the number of processes change no step of training.
 
-Twenty steps each, of all weights and of adapters, in float32. Nothing is compared on weights that were set equal again:
-what a way rounds otherwise in one step is in all that follow.
+Twenty steps each, of all weights and of adapters, in float32. Weights are never set equal again in between: a
+difference in rounding stays in all later steps.
 """
 
 from functools import cache
@@ -21,7 +21,7 @@ alone_on_dataset = cache(lambda loss: on_dataset(loss, Way()))
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, run_train: Commands) -> list[dict[str, dict[str, Any]]]:
-    """What two processes find of all cases, by rank and strategy."""
+    """Results of two processes for all cases, by rank and strategy."""
     folder: Path = tmp_path_factory.mktemp("equivalence")
     return start(folder, run_train, program="support.equivalence")
 

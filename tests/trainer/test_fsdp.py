@@ -1,4 +1,4 @@
-"""A policy in shards, as far as one process shows it; what several do is in test_ddp.py."""
+"""A policy in shards, as far as one process shows it; test_ddp.py runs several."""
 
 import threading
 from collections.abc import Sequence
@@ -10,13 +10,14 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.errors import refuses
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup, ReduceOp  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from trinity_lightning.common.ranks import Ranks
-from trinity_lightning.errors import ConfigError, RankError, WeightSyncError
+from trinity_lightning.errors import RankError, WeightSyncError
 from trinity_lightning.trainer.fsdp import Mesh, Scatter, Shards, ShardStrategy, is_large
 
 
@@ -54,7 +55,7 @@ def test_nothing_is_saved_without_the_share_of_a_process_that_died() -> None:
 
     shards = object.__new__(Shards)
     shards.ranks, shards.module = Dead(rank=0, size=2), SimpleNamespace(trainer=SimpleNamespace(interrupted=True))
-    with pytest.raises(RankError, match=r"nothing can be saved without the shares of all processes: .* rank 1"):
+    with pytest.raises(RankError, match="rank 1"):
         shards.on_all_ranks("gather")
 
 
@@ -62,12 +63,12 @@ def test_a_thread_that_still_sends_weights_when_the_run_has_failed_is_refused() 
     shards = object.__new__(Shards)
     shards._asking, shards._thread = threading.RLock(), -1  # another's
     shards.module = SimpleNamespace(trainer=SimpleNamespace(interrupted=True))
-    with pytest.raises(WeightSyncError, match="not sent any further"):
+    with pytest.raises(WeightSyncError):
         shards.gather("model.norm.weight")
 
 
 def test_moments_on_the_host_are_gathered_where_the_policy_is() -> None:
-    """As the other ranks gather theirs: `meta`, of which gloo sends nothing, is the device of a policy here."""
+    """The other ranks send theirs from there. `meta`, from which gloo sends nothing, is the policy's device here."""
     shards, (policy, moment) = object.__new__(Shards), (torch.ones(2, 3, device=place) for place in ("meta", "cpu"))
     shards.ranks = ranks = Sends()
     mesh = Mesh(ranks, torch.device("cpu"))
@@ -80,7 +81,7 @@ def test_moments_on_the_host_are_gathered_where_the_policy_is() -> None:
 
 
 def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two that have the same weights and rows: by NCCL, where `meta` stands for a GPU, and as gloo adds them up."""
+    """Two ranks have the same weights and rows; sums go by NCCL, where `meta` stands for a GPU, and by gloo."""
 
     class Alike(Sends):
         def add_up(self, tensors: Sequence[Tensor], at: str = "a sum") -> None:
@@ -114,7 +115,7 @@ def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch:
 
 def test_a_torch_that_lacks_what_shards_need_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
-    with pytest.raises(ConfigError, match=r"trainer=fsdp2 needs a newer torch than .* choose trainer=ddp"):
+    with refuses("trainer"):
         ShardStrategy()
 
 

@@ -31,7 +31,7 @@ def make_model(tied: bool) -> Any:
 
 
 def gradients(model: Any, lean: bool) -> dict[str, Tensor]:
-    """Of the log-probabilities of two batches, one backward pass each."""
+    """Gradients of the log-probabilities of two batches, one backward pass each."""
     generator = torch.Generator().manual_seed(1)
     if lean:
         lean_embeddings(model)

@@ -30,7 +30,7 @@ ROUNDED, EXACT, MIXED = (
 
 
 def made(name: str, dtypes: Sequence[torch.dtype]) -> tuple[list[nn.Parameter], Any]:
-    """A matrix of columns, a vector and one that never has a gradient in two groups, as of policy and critic."""
+    """A transposed matrix, a vector and an idle vector without gradients, in two groups as policy and critic have."""
     generator = torch.Generator().manual_seed(0)
     shapes, dtypes = ((33, 17), (1001,), (5,)), (*dtypes, dtypes[0])
     matrix, vector, idle = (torch.randn(*s, generator=generator).to(d) for s, d in zip(shapes, dtypes, strict=True))
@@ -58,7 +58,7 @@ def scheduled(optimizer: Optimizer) -> LambdaLR:
 
 
 def same(one: Any, other: Any) -> None:
-    """The same structure with the same bits."""
+    """Assert the same structure with the same bits."""
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 

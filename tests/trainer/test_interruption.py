@@ -23,7 +23,7 @@ STEPS, ITEMS = 3, 2
 
 
 class TornError(OSError):
-    """What ends a run in these tests."""
+    """Ends a run in these tests."""
 
 
 def read():
@@ -48,7 +48,7 @@ def fit(folder, torn=None, resumed=False, data=read):
         count += 1
         sums = accumulate(*args)
         if count == torn:
-            torch.rand(3)  # what was drawn for the item is drawn again
+            torch.rand(3)  # a resumed run draws for this item again
             raise TornError("torn")
         torch.rand(3)
         return sums
@@ -129,15 +129,15 @@ def test_a_run_that_is_told_to_end_before_the_first_item_is_saved(tmp_path):
 
 
 def test_nothing_is_saved_before_the_first_item(tmp_path, caplog):
-    """That of a new run, and that of a resumed one, whose checkpoint is still as good."""
+    """Neither of a new run, nor of a resumed one, whose checkpoint is still as good."""
     data = OfflineExperienceDataModule(MemoryReader(make_experiences(count=16)), batch_size=8, steps_per_epoch=1)
     checkpoint = None
-    for said in ("without a checkpoint. ", f"The previous checkpoint is intact. Resume with ckpt_path='{tmp_path}"):
+    for words in ("without a checkpoint. ", f"The previous checkpoint is intact. Resume with ckpt_path='{tmp_path}"):
         trainer = quiet_trainer(tmp_path, StopCheckpoint(tmp_path), FailsAtFirst(), max_epochs=2)
         with pytest.raises(TornError):
             trainer.fit(make_policy(), datamodule=data, ckpt_path=checkpoint, weights_only=True)
         assert "stopped before anything new was trained" in caplog.text
-        assert said in caplog.text
+        assert words in caplog.text
         assert not (tmp_path / "interrupted.ckpt").exists()
         trainer = quiet_trainer(tmp_path, max_epochs=1)
         trainer.fit(make_policy(), datamodule=data)
@@ -163,5 +163,5 @@ def test_once_the_run_has_ended_nothing_cuts_a_wait_for_data_short(tmp_path):
     data = OfflineExperienceDataModule(reader, batch_size=8, steps_per_epoch=1, wait=0.1)
     quiet_trainer(tmp_path, stop, max_epochs=1).fit(make_policy(), datamodule=data)
     stop.ctrl_c.count = 1
-    with pytest.raises(StorageError, match="nothing left to read"):
+    with pytest.raises(StorageError):
         next(iter(data.train_dataloader()))

@@ -34,7 +34,7 @@ from trinity_lightning.trainer.layers import (
     lean_layers,
 )
 
-# -- attention of short bfloat16 sequences on the CPU: that of transformers, closer to the truth -----------------------
+# -- attention of short bfloat16 sequences on the CPU: as transformers', closer to the truth ---------------------------
 
 
 MODULE: Any = SimpleNamespace(is_causal=True, num_key_value_groups=3)
@@ -205,7 +205,7 @@ TOKENS = torch.arange(40).view(2, 20)
 
 
 def lean_parts(model: nn.Module) -> list[int]:
-    """How many norms, and how many feed-forward parts, are lean."""
+    """Numbers of lean norms and lean feed-forward parts."""
     return [sum(isinstance(each, kind) for each in model.modules()) for kind in (LeanNorm, LeanFeedForward)]
 
 

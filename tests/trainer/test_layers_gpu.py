@@ -24,7 +24,7 @@ def check(layout: Segments) -> None:
     mask = create_mask(flex.mask.mask_mod, 1, 1, len(segment), len(segment), CPU)[0, 0]
     assert torch.equal(mask[:tokens, :tokens], visible(layout))
     assert not mask[:tokens, tokens:].any()
-    assert mask.any(1).all()  # of padding too: no row of the softmax is empty
+    assert mask.any(1).all()  # padding included: no row of the softmax is empty
     blocks = mask.unflatten(0, (-1, BLOCK_TOKENS)).unflatten(2, (-1, BLOCK_TOKENS))
     some, full = block_tables(segment, prefix)
     assert torch.equal(some, blocks.any(3).any(1))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.errors import refuses
 from support.policy import Prepare, batch_of, fit, make_experiences
 from torch import nn
 from transformers import (
@@ -21,7 +22,7 @@ from transformers import (
 from trinity_lightning.common.model_memory import CPU_TOKENS, useful_tokens
 from trinity_lightning.config.algorithm import AlgorithmConfig, KLConfig, Layout
 from trinity_lightning.config.model import Dropout, OptimizerConfig
-from trinity_lightning.errors import ConfigError, ModelLoadError
+from trinity_lightning.errors import ModelLoadError
 from trinity_lightning.trainer import model as models
 from trinity_lightning.trainer.flops import ModelSize
 from trinity_lightning.trainer.head import Head, lean_embeddings
@@ -173,7 +174,7 @@ def test_log_probabilities_are_those_of_the_models_own_logits(name: str, dtype: 
     assert function is expected
     assert model.training
     tokens = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
-    positions = torch.tensor([3, 4, 10, 15, 18])  # of both rows
+    positions = torch.tensor([3, 4, 10, 15, 18])  # in both rows
     targets, temperature = torch.tensor([5, 9, 60, 7, 7]), torch.tensor([1.0, 0.7, 1.0, 2.0, 1.0])
     logprobs, entropies = function(model.eval(), {"input_ids": tokens}, positions, targets, temperature)
     whole = model(input_ids=tokens).logits.float().flatten(0, 1)[positions] / temperature[:, None]
@@ -235,8 +236,10 @@ def test_prefixes_are_shared_where_that_changes_nothing(name: str, dtype: torch.
         assert usable_layout(Layout.auto, model, function) is Layout.auto
     else:
         assert usable_layout(Layout.auto, model, function) is Layout.padded
-        with pytest.raises(ConfigError, match=rf"algorithm.layout=shared_prefix: {architecture} .*{OBSTACLES[name]}"):
+        with refuses("algorithm.layout") as refused:
             usable_layout(Layout.shared_prefix, model, function)
+        assert architecture in str(refused.value)
+        assert OBSTACLES[name] in str(refused.value)
     assert usable_layout(Layout.padded, model, function) is Layout.padded
     assert model.training
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
@@ -280,7 +283,7 @@ def test_a_model_that_mixes_neighbours_by_other_means_is_found_out() -> None:
     model = build("LlamaForCausalLM", {})
     model.set_attn_implementation(attention_implementation("sdpa"))
     model.model.layers[0] = Leaky(model.model.layers[0])
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM \(llama\) computes other log-probabilities"):
+    with refuses("algorithm.layout"):
         usable_layout(Layout.shared_prefix, model, logprob_function(model))
 
 
@@ -292,7 +295,7 @@ def test_what_sharing_prefixes_raises_is_reported(monkeypatch: pytest.MonkeyPatc
     model.set_attn_implementation(attention_implementation("sdpa"))
     function = logprob_function(model)
     monkeypatch.setattr(CpuSharedPrefix, "__call__", fails)
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM \(llama\) raises RuntimeError if prefixes are shared"):
+    with refuses("algorithm.layout"):
         usable_layout(Layout.shared_prefix, model, function)
     caplog.clear()
     assert usable_layout(Layout.auto, model, function) is Layout.padded
@@ -303,7 +306,7 @@ def test_what_sharing_prefixes_raises_is_reported(monkeypatch: pytest.MonkeyPatc
 def test_prefixes_are_not_shared_under_dropout() -> None:
     model = build("GPT2LMHeadModel", OTHERS["gpt2"][1])
     model.set_attn_implementation(attention_implementation("sdpa"))
-    with pytest.raises(ConfigError, match=r"has dropout \(model.dropout=keep\)"):
+    with refuses("algorithm.layout"):
         usable_layout(Layout.shared_prefix, model, logprob_function(model))
 
 
@@ -315,7 +318,7 @@ def test_the_softcap_of_a_model_with_a_text_part_is_found() -> None:
 
 
 def test_a_model_that_looks_ahead_is_refused_by_name() -> None:
-    with pytest.raises(ModelLoadError, match=r"BertLMHeadModel \(bert\) is no causal model"):
+    with pytest.raises(ModelLoadError, match="BertLMHeadModel"):
         logprob_function(build("BertLMHeadModel", {}))
 
 
@@ -323,7 +326,7 @@ def test_a_model_whose_logits_cannot_be_had_for_some_positions_is_refused_by_nam
     model = build("LlamaForCausalLM", {})
     own = model.forward
     model.forward = lambda input_ids, use_cache: SimpleNamespace(logits=2 * own(input_ids, use_cache=use_cache).logits)
-    with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM \(llama\) cannot be trained"):
+    with pytest.raises(ModelLoadError, match="LlamaForCausalLM"):
         logprob_function(model)
 
 
@@ -342,7 +345,7 @@ def test_a_policy_says_what_its_model_lacks() -> None:
     policy = PolicyModule("tiny", dtype="fp32")
     policy.configure_model()
     policy.policy.forward = lambda **_: SimpleNamespace()
-    with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM \(llama\) cannot be trained: .*logits"):
+    with pytest.raises(ModelLoadError, match="LlamaForCausalLM"):
         policy.check_trainable()
 
 

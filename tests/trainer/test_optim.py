@@ -1,6 +1,5 @@
 """The optimizer and its schedule: AdamW, AdamW in 8 bits, and others by name."""
 
-import re
 from collections.abc import Iterator
 from fractions import Fraction
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.compose import composed
+from support.errors import refuses
 from support.policy import Gradients, batch_of, fit, make_experiences, make_policy, optimizer_of, rate_of
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
@@ -68,7 +68,7 @@ def test_a_schedule_of_ones_own() -> None:
 
 
 def test_a_schedule_that_ends_needs_to_know_when() -> None:
-    with pytest.raises(ValueError, match=r"optimizer.lr_scheduler=linear needs optimizer.total_steps"):
+    with pytest.raises(ValueError, match="total_steps"):
         learning_rate_schedule(sgd(), OptimizerConfig(lr_scheduler="linear"))
 
 
@@ -84,7 +84,7 @@ def test_a_schedule_of_rate_and_momentum_reaches_the_masters() -> None:
     policy = make_policy(config, "bf16")
     fit(policy, [batch_of(make_experiences(seed=seed)) for seed in range(2)])
     (group, _), (inner, _) = optimizer_of(policy).param_groups, optimizer_of(policy).optimizer.inner.param_groups
-    assert 0.85 < group["betas"][0] < inner["betas"][0] < 0.95  # that of the next step, and of the last one
+    assert 0.85 < group["betas"][0] < inner["betas"][0] < 0.95  # the next step's, and the last step's
     assert inner["lr"] < group["lr"] < LR
 
 
@@ -330,56 +330,51 @@ def test_eight_bits_leave_for_the_host_and_come_back(masters: bool, caplog: pyte
 
 # -- refused before anything is loaded ---------------------------------------------------------------------------------
 
-REFUSED = {
-    "unknown": ({"name": "adamww"}, "unknown optimizer.name 'adamww'. Did you mean 'adamw'?"),
-    "no class": ({"name": "torch.optim.SDG"}, "Did you mean 'SGD'?"),
-    "no optimizer": ({"name": "torch.nn.Linear", "args": {"out_features": 2}}, "is no torch.optim.Optimizer."),
-    "no such argument": ({"name": "torch.optim.SGD", "args": {"momentom": 0.9}}, "mean 'optimizer.args.momentum'?"),
-    "a value": ({"name": "torch.optim.SGD", "args": {"momentum": -1.0}}, "Invalid momentum value"),
-    "no decay": ({"name": f"{__name__}.Signs", "weight_decay": 0.1}, "argument 'weight_decay'"),
-    "its rate": ({"name": "torch.optim.SGD", "args": {"lr": 0.1}}, "set optimizer.lr."),
-    "betas of another": ({"name": "torch.optim.SGD", "betas": [0.8, 0.9]}, "optimizer.betas and eps belong to adamw"),
-    "args of adamw": ({"args": {"amsgrad": True}}, "adamw has betas, eps and weight_decay"),
-    "a closure": ({"name": "torch.optim.LBFGS"}, "cannot train a policy"),
-    "no closure": ({"name": f"{__name__}.Bare"}, "step() got an unexpected keyword argument 'closure'"),
-    "matrices alone": ({"name": "torch.optim.Muon"}, "Muon only supports 2D parameters"),
-    "sparse": ({"name": "torch.optim.SparseAdam"}, "cannot train a policy"),
-    "a state of objects": ({"name": f"{__name__}.Opaque"}, "Opaque cannot train a policy"),
-    "a schedule's argument": (
-        {"lr_scheduler": {"name": "torch.optim.lr_scheduler.StepLR", "args": {"step": 2}}},
-        "StepLR cannot be made of these args",
-    ),
-    "a schedule's missing argument": ({"lr_scheduler": "torch.optim.lr_scheduler.StepLR"}, "argument: 'step_size'"),
-    "a schedule of the loss": ({"lr_scheduler": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, "no schedule of"),
-    "a schedule's combination of arguments": (
-        {"lr_scheduler": of_torch("OneCycleLR", max_lr=LR)},
-        "lr_scheduler=torch.optim.lr_scheduler.OneCycleLR cannot be made of these args: You must define",
-    ),
-    "a text for a number": (
-        {"name": "torch.optim.SGD", "args": {"momentum": "abc"}},
-        "SGD of optimizer.args={'momentum': 'abc'} cannot train a policy: '<' not supported",
-    ),
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"name": "adamww"}, "optimizer.name"),
+    "no optimizer": ({"name": "torch.nn.Linear", "args": {"out_features": 2}}, "optimizer.name"),
+    "a value": ({"name": "torch.optim.SGD", "args": {"momentum": -1.0}}, "optimizer.name"),
+    "a text for a number": ({"name": "torch.optim.SGD", "args": {"momentum": "abc"}}, "optimizer.name"),
+    "no decay": ({"name": f"{__name__}.Signs", "weight_decay": 0.1}, "optimizer.name"),
+    "its rate": ({"name": "torch.optim.SGD", "args": {"lr": 0.1}}, "optimizer.args"),
+    "betas of another": ({"name": "torch.optim.SGD", "betas": [0.8, 0.9]}, "optimizer.betas"),
+    "args of adamw": ({"args": {"amsgrad": True}}, "optimizer.args"),
+    "a closure": ({"name": "torch.optim.LBFGS"}, "optimizer.name"),
+    "no closure": ({"name": f"{__name__}.Bare"}, "optimizer.name"),
+    "matrices alone": ({"name": "torch.optim.Muon"}, "optimizer.name"),
+    "sparse": ({"name": "torch.optim.SparseAdam"}, "optimizer.name"),
+    "a state of objects": ({"name": f"{__name__}.Opaque"}, "optimizer.name"),
+    "a schedule's argument": ({"lr_scheduler": of_torch("StepLR", step=2)}, "optimizer.lr_scheduler"),
+    "a schedule's missing argument": ({"lr_scheduler": of_torch("StepLR")}, "optimizer.lr_scheduler"),
+    "a schedule of the loss": ({"lr_scheduler": of_torch("ReduceLROnPlateau")}, "optimizer.lr_scheduler"),
+    "a combination of arguments": ({"lr_scheduler": of_torch("OneCycleLR", max_lr=LR)}, "optimizer.lr_scheduler"),
     "a schedule of 0": (
         {"lr_scheduler": of_torch("ConstantLR", factor=0.0, total_iters=9), "total_steps": 4},
-        "ConstantLR gives the learning rate 0 at all 4 steps",
+        "optimizer.lr_scheduler",
     ),
     "a rate of 0 that the schedule keeps": (
         {"lr": 0.0, "lr_scheduler": of_torch("StepLR", step_size=2), "total_steps": 4},
-        "StepLR gives the learning rate 0 at all 4 steps, and nothing would be trained: give optimizer.lr, a number",
+        "optimizer.lr_scheduler",
     ),
-    "no warm-up": (
-        {"lr_scheduler": "torch.optim.lr_scheduler.ConstantLR", "warmup_steps": 2},
-        "has no warm-up: set optimizer.warmup_steps=0",
+    "no warm-up": ({"lr_scheduler": of_torch("ConstantLR"), "warmup_steps": 2}, "optimizer.lr_scheduler"),
+    "built-in schedule's argument": (
+        {"lr_scheduler": {"name": "cosine", "args": {"cycles": 2}}},
+        "optimizer.lr_scheduler",
     ),
-    "built-in schedule's argument": ({"lr_scheduler": {"name": "cosine", "args": {"cycles": 2}}}, "'cycles'"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_train_is_refused(case: str) -> None:
-    settings, refusal = REFUSED[case]
-    with pytest.raises(ConfigError, match=re.escape(refusal)):
+    settings, key = REFUSED[case]
+    with refuses(key):
         PolicyModule("tiny", optimizer={"lr": LR} | settings)
+
+
+@pytest.mark.parametrize(("name", "args", "meant"), [("SDG", {}, "SGD"), ("SGD", {"momentom": 0.9}, "momentum")])
+def test_a_misspelt_name_is_refused_by_what_was_meant(name: str, args: dict[str, Any], meant: str) -> None:
+    with pytest.raises(ConfigError, match=meant):
+        PolicyModule("tiny", optimizer={"name": f"torch.optim.{name}", "lr": LR, "args": args})
 
 
 def test_no_learning_rate_is_warned_of_unless_the_schedule_may_have_its_own(caplog: pytest.LogCaptureFixture) -> None:
@@ -394,8 +389,9 @@ def test_no_learning_rate_is_warned_of_unless_the_schedule_may_have_its_own(capl
 
 def test_eight_bits_without_torchao_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'trinity-lightning\[optim\]'"):
+    with refuses("optimizer.name") as refused:
         OptimizerConfig(name="adamw_8bit")
+    assert refused.value.fix == "pip install 'trinity-lightning[optim]'"
 
 
 def test_from_the_command_line_arguments_need_no_plus_sign() -> None:

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from support.errors import refuses
 from support.policy import Gradients, Prepare, assert_same_gradients, batch_of, fit, groups, load_tiny, make_policy
 from support.replicas import Metrics
 from torch._dynamo.utils import counters
@@ -11,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from trinity_lightning.config.algorithm import KLConfig, Layout
 from trinity_lightning.config.model import OptimizerConfig
-from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import weight_stream
 from trinity_lightning.trainer import model as models
 
@@ -34,7 +34,7 @@ def trained(batches, layout, **model):
 
 @pytest.fixture
 def graphs():
-    """How many graphs were compiled since the test began."""
+    """Counts the graphs compiled since the test began."""
     gc.collect()  # vLLM's layers left by other tests: their __del__ reads a tensor, which fails while torch traces
     torch._dynamo.reset()
     counters.clear()
@@ -67,8 +67,8 @@ def test_ragged_batches_have_their_loss_and_gradients_through_few_graphs(layout,
 def test_many_kinds_of_graphs_stay_those_of_training(layout, graphs):
     """Both layouts, one row and several, a reference, columns before the step: the first ratio is 1, the first KL 0.
 
-    In bfloat16, of the first item, whose graphs are as new as those of the columns, and of the last. In between,
-    Layout.auto pads one row alone, which shared its prompt when the columns of all were computed.
+    Checked in bfloat16 for the first item, whose graphs are as new as the columns' graphs, and for the last one. In
+    between, Layout.auto pads a single row, which shared its prompt when the columns of all were computed.
     """
     several, one = groups(), groups()[:1]
     batches = [batch_of(rows) for rows in (several, one, several)]
@@ -85,11 +85,11 @@ def test_many_kinds_of_graphs_stay_those_of_training(layout, graphs):
 
 def test_a_model_without_layers_of_transformers_is_refused_before_training(monkeypatch):
     monkeypatch.setattr(models, "layers_of", lambda model: [])
-    with pytest.raises(ConfigError, match=r"model\.compile=true: LlamaForCausalLM .* no layers"):
+    with refuses("model.compile"):
         trained([batch_of(groups())], Layout.padded, compile_layers=True)
 
 
 def test_a_machine_without_a_compiler_is_refused_before_training(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=r"C\+\+ compiler.*no-such-compiler"):
+    with refuses("model.compile"):
         trained([batch_of(groups())], Layout.padded, compile_layers=True)

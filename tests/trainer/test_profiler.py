@@ -10,13 +10,13 @@ import hydra.utils
 import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from support.errors import refuses
 from support.policy import batch_of, fit, make_experiences, make_policy
 from torch.autograd import _profiler_enabled as is_profiling  # pyright: ignore[reportPrivateImportUsage]
 
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.registry import config_dir
-from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.profiler import StepProfiler
 
 
@@ -40,7 +40,7 @@ def test_one_step_is_profiled_as_configured(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_before_the_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"profiler\.step is 7, and the run ends with step 1: give less"):
+    with refuses("callbacks.profiler.step"):
         fit(make_policy(), [batch_of(make_experiences())], StepProfiler(tmp_path / "profile", step=7))
 
 
@@ -80,5 +80,5 @@ def test_rank_0_alone_profiles_for_the_others_would_write_the_same_files(tmp_pat
 
 
 def test_steps_are_counted_from_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="profiler"):
+    with refuses("callbacks.profiler.step"):
         StepProfiler(tmp_path, step=0)

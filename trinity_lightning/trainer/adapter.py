@@ -238,6 +238,7 @@ def put_base_in(checkpoint: dict[str, Any], module: Any) -> None:
     if checkpoint["adapter"]["base"] != module.adapter.base:
         raise ConfigError(
             "the adapters of the checkpoint belong to other weights than these",
+            key="model.name",
             fix="give the model.name that its run has",
         )
     frozen = {name: weight for name, weight in module.state_dict().items() if not _TRAINED.search(name)}
@@ -253,7 +254,7 @@ def _targets(model: Any, asked: str | list[str]) -> list[str]:
     present = {name.rpartition(".")[2] for name in linear}
     for name in [] if asked == ALL_LINEAR else asked:
         if name not in present:
-            raise ConfigError(unknown_name("model.lora.targets", name, present))
+            raise ConfigError(unknown_name("model.lora.targets", name, present), key="model.lora.targets")
     return sorted(present if asked == ALL_LINEAR else asked)
 
 

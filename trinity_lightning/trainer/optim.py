@@ -214,8 +214,9 @@ def check_optimizer(config: OptimizerConfig, alone: bool = True) -> None:
         fix = "change its args" if config.lr > 0 else "give optimizer.lr, a number above 0"
         raise ConfigError(
             f"optimizer.lr_scheduler={config.lr_scheduler.name} gives the learning rate 0 at all {config.total_steps} "
-            f"steps, and nothing would be trained: {fix}.",
+            "steps, and nothing would be trained",
             key="optimizer.lr_scheduler",
+            fix=fix,
         )
 
 
