@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# Bytes of logits that trainer/model.py computes at once. On a CPU they are the logits of 2,730 tokens of SmolLM2 in
+# Bytes of logits that trainer/head.py computes at once. On a CPU they are the logits of 2,730 tokens of SmolLM2 in
 # bfloat16, a tenth of the bytes that its layers keep.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 256 << 20, 1 << 30
 # Bytes of float32 that the softmax reads and writes at once: on a CPU they have to stay in the cache from pass to pass.
