@@ -5,7 +5,7 @@ from lightning.pytorch.loggers import WandbLogger
 from omegaconf import OmegaConf
 from support.compose import composed
 
-from trinity_lightning.build import eval_sources, finish, given, train_source
+from trinity_lightning.build import eval_sources, finish, logging_to, train_source
 from trinity_lightning.config.run import typed_config
 from trinity_lightning.errors import ConfigError
 
@@ -41,7 +41,7 @@ def test_every_logger_saves_though_another_cannot() -> None:
 def test_a_run_of_wandb_ends_though_another_logger_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
     codes: list[int] = []
     monkeypatch.setattr("wandb.finish", lambda exit_code: codes.append(exit_code))
-    with pytest.raises(RuntimeError, match="why it failed"), given([FullDisk()], OmegaConf.create({})):
+    with pytest.raises(RuntimeError, match="why it failed"), logging_to([FullDisk()], OmegaConf.create({})):
         raise RuntimeError("why it failed")
     with pytest.raises(OSError, match="the disk is full"):
         finish([FullDisk()])

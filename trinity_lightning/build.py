@@ -1,4 +1,4 @@
-"""From a validated configuration to a training run: the only place where its parts are put together."""
+"""A training run, built from a validated configuration: the only place where its parts are put together."""
 
 import functools
 import logging
@@ -7,11 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hydra.utils
 import lightning as L
-import torch
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from hydra.errors import InstantiationException
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback, ModelCheckpoint
@@ -20,6 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.buffer.offline import expert_data, offline_parts, summary
+from trinity_lightning.buffer.step_files import step_keeper
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checkpoints import checkpoints_in, holds_a_run, resume_command
@@ -39,20 +40,26 @@ from trinity_lightning.engines import (
 )
 from trinity_lightning.errors import ConfigError, ModelNotSavedError, TrinityError, causes
 from trinity_lightning.explorer.callback import ExplorerCallback
+from trinity_lightning.explorer.distributed import RankEngines, follower_of, with_rank_engines
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.models.vllm_adapter import adapter_engines
 from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.tasks.dataset import warn_of_trained_entries
 from trinity_lightning.explorer.tasks.taskset import Taskset, mixture_of
 from trinity_lightning.monitor.machine import CPULoad
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.wandb_logger import RunLogger, run_id
+from trinity_lightning.plan.gpu import with_memory_plan
+from trinity_lightning.plan.memory import MemoryPlan
+from trinity_lightning.plan.run import rows_on_a_cpu
 from trinity_lightning.report import write_report
+from trinity_lightning.resume import checkpoint_to_resume, log_changes
+from trinity_lightning.trainer.adapter import check_adapter, shapes_alone
 from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
+from trinity_lightning.trainer.ddp import follows
 from trinity_lightning.trainer.policy import PolicyModule
-
-if TYPE_CHECKING:
-    from trinity_lightning.plan.memory import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +69,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Run:
-    """Everything a training run is made of."""
+    """The parts of a training run.
+
+    Attributes:
+        config: the configuration, with the memory plan's values.
+        checkpoint: checkpoint that the run resumes from; None: it begins.
+        plan: the memory plan of this machine's GPU; None: there is none.
+    """
 
     config: TrainConfig
     folder: Path
@@ -71,18 +84,18 @@ class Run:
     data: L.LightningDataModule
     monitor: RunMonitor
     checkpoint: str | None
-    plan: "MemoryPlan | None"
+    plan: MemoryPlan | None
 
     def announce(self) -> None:
-        """Print the one table that says what is about to happen."""
+        """Print the table that sums up the run before it starts."""
         if self.trainer.is_global_zero:
             print(summary_table(_summary(self)), flush=True)
 
     def fit(self) -> None:
-        """Train, and save what was trained, also if the end of the training fails: an engine that does not stop, say.
+        """Train, and save the model, even if the end of the training fails (an engine that does not stop, say).
 
         Raises:
-            ModelNotSavedError: model or last checkpoint could not be written, though all the rest was.
+            ModelNotSavedError: the model or the last checkpoint could not be written; everything else was.
         """
         try:
             self.trainer.fit(self.policy, self.data, ckpt_path=self.checkpoint, weights_only=True)
@@ -90,17 +103,17 @@ class Run:
             if self.trainer.current_epoch >= self.config.steps and self.trainer.world_size == 1:
                 try:
                     self._save()
-                except ModelNotSavedError as unsaved:  # what the training failed by goes on
+                except ModelNotSavedError as unsaved:  # the error of the training is raised, not this one
                     logger.error("%s", unsaved, exc_info=unsaved)
             raise
         self._finish()
 
     def _finish(self) -> None:
-        """Write what was trained, then the report, and close the loggers: a sweep's next job gets a W&B run of its own.
+        """Write the model, the last checkpoint and the report, and close the loggers.
 
-        Weights come first, and whatever fails, all else is done.
+        The weights come first. If one of these fails, the others are done all the same.
         """
-        self._say_why_it_stopped()
+        self._warn_of_an_early_stop()
         try:
             self._save()
         finally:
@@ -113,14 +126,18 @@ class Run:
             print(f"{peak}; everything is in {self.folder}", flush=True)
 
     def _save(self) -> None:
-        """Write the model and the last checkpoint, each whether or not the other could be; a ModelNotSavedError."""
+        """Write the model and the last checkpoint, each even if the other fails.
+
+        Raises:
+            ModelNotSavedError: at least one of them could not be written.
+        """
         failed: dict[str, Exception] = {}
-        for what, write in (("model", self._save_model), ("last checkpoint", self._save_last_checkpoint)):
+        for name, write in (("model", self._save_model), ("last checkpoint", self._save_last_checkpoint)):
             try:
                 write()
-            except Exception as error:  # of the disk, or of a model's own code
-                failed[what] = error
-            self.trainer.strategy.barrier()  # others have a share of what is saved
+            except Exception as error:  # from the disk, or from a model's own code
+                failed[name] = error
+            self.trainer.strategy.barrier()  # other ranks hold a share of the weights
         if failed:
             raise _not_saved(failed, self.folder) from ExceptionGroup("not saved", [*failed.values()])
 
@@ -130,34 +147,41 @@ class Run:
                 self.policy.save_pretrained(self.folder / "model")
 
     def _save_last_checkpoint(self) -> None:
-        """Save the end of the run, for more steps to follow it, unless ModelCheckpoint has just done so."""
-        found = next((each for each in self.trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)), None)
-        if found and found.dirpath and found._last_global_step_saved != self.trainer.global_step:
-            self.trainer.save_checkpoint(Path(found.dirpath) / "final.ckpt")
+        """Save the end of the run, so that it can go on with more steps, unless ModelCheckpoint has just done so."""
+        callbacks = (one for one in self.trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint))
+        saver = next(callbacks, None)
+        if saver and saver.dirpath and saver._last_global_step_saved != self.trainer.global_step:
+            self.trainer.save_checkpoint(Path(saver.dirpath) / "final.ckpt")
 
     def _write_report(self) -> None:
         try:
             write_report(self.folder)
-        except Exception as error:  # a picture of the run: what was trained is saved, and counts
+        except Exception as error:  # the model is saved: a missing report does not fail the run
             unforeseen = None if isinstance(error, TrinityError | OSError) else error
             logger.warning("report.html was not written: %s", error, exc_info=unforeseen)
 
-    def _say_why_it_stopped(self) -> None:
-        """The callback that ended a run before its last step, and its reason as far as it gives one."""
+    def _warn_of_an_early_stop(self) -> None:
+        """Warn if a callback ended the run before its last step, with the callback's reason if it gives one."""
         done, steps = self.trainer.current_epoch, self.config.steps
         if done < steps and self.trainer.is_global_zero:
-            reasons = [getattr(each, "stopping_reason_message", None) for each in vars(self.trainer)["callbacks"]]
-            why = next(filter(None, reasons), "a callback, or the trainer's own limits, ended it.")
-            logger.warning("training stopped after step %d of %d: %s", done, steps, why)
+            callbacks = vars(self.trainer)["callbacks"]
+            reasons = [getattr(callback, "stopping_reason_message", None) for callback in callbacks]
+            reason = next(filter(None, reasons), "a callback, or the trainer's own limits, ended it.")
+            logger.warning("training stopped after step %d of %d: %s", done, steps, reason)
 
 
 def _not_saved(failed: Mapping[str, Exception], folder: Path) -> ModelNotSavedError:
-    """A sentence: what could not be written and why, where the weights are, how to write the model from them."""
+    """The error for the parts that could not be written: why, where the weights are, and the command that writes them.
+
+    Args:
+        failed: the error of each part by its name: "model", "last checkpoint".
+        folder: the run's folder.
+    """
     reasons = " ".join(
-        str(error) if isinstance(error, TrinityError) else f"The {what} could not be written: {_named(error)}."
-        for what, error in failed.items()
+        str(error) if isinstance(error, TrinityError) else f"The {name} could not be written: {_one_line(error)}."
+        for name, error in failed.items()
     )
-    raised = [each for error in failed.values() for each in causes(error)]
+    raised = [cause for error in failed.values() for cause in causes(error)]
     written = "".join(f" {note}" for error in raised for note in getattr(error, "__notes__", ()))
     if "model" not in failed and (folder / "model").is_dir():
         written = f" The model is in '{folder / 'model'}', whole."
@@ -168,48 +192,42 @@ def _not_saved(failed: Mapping[str, Exception], folder: Path) -> ModelNotSavedEr
     return ModelNotSavedError(f"training came to its end, and not all of it is saved. {reasons}{written} {newest}{fix}")
 
 
-def _named(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
 
 
 def build(config: DictConfig, load: CPULoad | None = None) -> Run:
-    """The parts of a run, connected; a ConfigError, ValueError or TypeError: a name or argument that no part knows.
+    """The run with its parts connected.
 
-    `load` was started with the run, whose number of threads it decides.
+    Args:
+        config: a validated configuration.
+        load: watches the load of this machine since the process began; decides the number of threads.
+
+    Raises:
+        ConfigError, ValueError, TypeError: a part does not know a name or an argument.
     """
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     quiet_libraries()
-    follower = False
-    if trains_together(config.trainer):
-        from trinity_lightning.trainer.ddp import follows
-
-        follower = follows()
+    follower = trains_together(config.trainer) and follows()  # a rank other than 0
     checkpoint = checkpoint_of(config, folder, begins=not follower)
     settle_dtypes(config, checkpoint)
     typed, plan = replace(typed_config(config), trainer=config.trainer), None
-    online = typed.buffer.has_rollouts
-    if torch.cuda.is_available() and not follower:  # rank 0 alone starts engines, and plans for them
-        from trinity_lightning.plan.gpu import with_memory_plan
-
+    if not follower:  # rank 0 alone starts engines, and plans for them
         typed, plan = with_memory_plan(typed, checkpoint, folder / "config.yaml")
     L.seed_everything(typed.seed, verbose=False)
     policy = _policy(typed, plan)
     monitor = RunMonitor(folder, typed.steps, load)
     data: L.LightningDataModule
     callbacks: list[L.Callback]
-    if not online:
-        from trinity_lightning.buffer.offline import offline_parts
-
+    if not typed.buffer.has_rollouts:
         data, callbacks = offline_parts(typed, folder, policy, monitor, checkpoint, response_budget(typed), follower)
     elif follower:
-        from trinity_lightning.explorer.distributed import follower_of
-
         data, callbacks = ExperienceDataModule(**_dealing(typed)), [*thread_share(typed), follower_of(typed, folder)]
     else:
         data, callbacks = online_parts(typed, folder, monitor, offload=plan is not None and plan.offload)
-    if not follower:  # rank 0 rolls out, saves, shows and records
-        # Once the checkpoint is loaded: a resume that is refused must not change what the run was.
+    if not follower:
+        # The configuration is recorded after the checkpoint is loaded: a refused resume must not change the record.
         record = LambdaCallback(
             on_fit_start=lambda *_: policy.try_saving(folder) if typed.save_model else None,
             on_train_start=lambda *_: _record(config, typed.engine, policy, folder),
@@ -220,13 +238,17 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
 
 
 def checkpoint_of(config: TrainConfig | DictConfig, folder: Path, begins: bool = True) -> str | None:
-    """The checkpoint to resume from, looked into before anything is loaded; None: there is none.
+    """The checkpoint to resume from, checked before anything is loaded; None: the run begins.
 
-    Errors as `resume.checkpoint_to_resume`; or a run `begins`, and no rank joins one, in a folder that holds another.
+    Args:
+        config: the run's configuration.
+        folder: the run's folder.
+        begins: False for a rank that joins a run: the folder then holds the record of that run.
+
+    Raises:
+        ConfigError: as `resume.checkpoint_to_resume`; or a run that begins has a folder that holds another run.
     """
     if config.ckpt_path is not None:
-        from trinity_lightning.resume import checkpoint_to_resume
-
         return checkpoint_to_resume(config, folder)
     if begins and (folder / "config.yaml").exists():
         raise holds_a_run(folder)
@@ -234,17 +256,15 @@ def checkpoint_of(config: TrainConfig | DictConfig, folder: Path, begins: bool =
 
 
 def _record(config: DictConfig, engine: EngineConfig, policy: PolicyModule, folder: Path) -> None:
-    """Write the configuration, with what `auto` and null stand for of the policy and of the memory plan."""
+    """Write the configuration, with the values of the policy and of the memory plan in place of `auto` and null."""
     for key in ("max_num_seqs", "kv_cache_gb", "sleep"):
         config.engine[key] = getattr(engine, key)
     config.algorithm.max_tokens_per_micro_batch = policy.max_tokens
     record_config(config, folder / "config.yaml")
 
 
-def _policy(config: TrainConfig, plan: "MemoryPlan | None") -> PolicyModule:
+def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
     if config.model.lora.r is not None:
-        from trinity_lightning.trainer.adapter import check_adapter
-
         check_adapter(config.model)
     steps = config.optimizer.total_steps or config.steps * config.items
     return PolicyModule(
@@ -263,17 +283,17 @@ def _policy(config: TrainConfig, plan: "MemoryPlan | None") -> PolicyModule:
 
 def _trainer(config: DictConfig, callbacks: list[L.Callback], wandb_id: str | None) -> L.Trainer:
     loggers = instances_of(config.logger)
-    for each in loggers:
-        if isinstance(each, RunLogger) and wandb_id is not None:
-            each.adopt(wandb_id)
+    for run_logger in loggers:
+        if isinstance(run_logger, RunLogger) and wandb_id is not None:
+            run_logger.adopt(wandb_id)
     callbacks += instances_of(config.callbacks)
     return instantiate(
         config.trainer,
         logger=loggers,
         callbacks=callbacks,
         plugins=[AtomicCheckpointIO()],
-        # Without one of ours Lightning would add its own, which saves after every step.
-        enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),
+        # If we add no callback that saves, Lightning must not add its own, which saves after every step.
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
     )
 
 
@@ -287,12 +307,8 @@ def _summary(run: Run) -> list[tuple[str, str]]:
     if config.buffer.has_rollouts:
         rows += _online_steps(config)
     else:
-        from trinity_lightning.buffer.offline import summary
-
         rows += summary(config)
     if device.type == "cpu":
-        from trinity_lightning.plan.run import rows_on_a_cpu
-
         rows += rows_on_a_cpu(config)
     elif run.plan is not None:
         rows += run.plan.rows()
@@ -303,10 +319,10 @@ def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
     explorer, engine, items = config.explorer, config.engine, config.items
     rollouts, expert = explorer.batch_size * explorer.repeat_times, config.buffer.expert.per_step
     dtype = (config.model if capabilities_of(engine.name).shares_weights else engine).dtype.value
-    each = ", one in each process" if engine.per_rank else ""
+    spread = ", one in each process" if engine.per_rank else ""
     weighing = [strategy.name for strategy in config.add_strategy.values()]
     return [
-        ("engine", f"{engine.name} ({dtype}){each}, context {engine.max_model_len}"),
+        ("engine", f"{engine.name} ({dtype}){spread}, context {engine.max_model_len}"),
         (
             "explore step",
             f"{explorer.batch_size} prompts x {explorer.repeat_times} = {rollouts} rollouts of at most "
@@ -317,20 +333,18 @@ def _online_steps(config: TrainConfig) -> list[tuple[str, str]]:
     ]
 
 
-# -- its rollouts and its data ----------------------------------------------------------------------------------------
+# -- rollouts and data -------------------------------------------------------------------------------------------------
 
 
 def online_parts(
     config: TrainConfig, folder: Path, monitor: RunMonitor, offload: bool
 ) -> tuple[ExperienceDataModule, list[L.Callback]]:
-    """The buffer of a run that rolls out, what fills it, and what watches both; `offload`: see ExplorerCallback."""
+    """The buffer of a run with rollouts, and its callbacks; `offload`: see ExplorerCallback."""
     check_room(config)
     auxiliary_models = auxiliary_models_of(config, folder)
     explorer = explorer_callback(config, folder, auxiliary_models, monitor, offload)
     callbacks = [monitor, *thread_share(config), explorer]
     if config.engine.per_rank:
-        from trinity_lightning.explorer.distributed import RankEngines
-
         callbacks.insert(0, RankEngines(explorer.explorer, config.engine))
     return online_data(config, folder, auxiliary_models), callbacks
 
@@ -338,12 +352,9 @@ def online_parts(
 def explorer_callback(
     config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, HeldModel], monitor: RunMonitor, offload: bool
 ) -> ExplorerCallback:
-    """What rolls out, watched by the monitor; `offload`: see ExplorerCallback."""
-    if any(each.source == "dataset" for each in config.eval_tasksets.values()):
-        from trinity_lightning.explorer.tasks.dataset import warn_of_trained_entries
-
-        trained = config.tasksets.values() if config.tasksets else [config.taskset]
-        warn_of_trained_entries(trained, config.eval_tasksets.values())
+    """The callback that rolls out; `offload`: see ExplorerCallback."""
+    trained = config.tasksets.values() if config.tasksets else [config.taskset]
+    warn_of_trained_entries(trained, config.eval_tasksets.values())
     models = [[model] for model in auxiliary_models.values()]
     engines = _engines(config, folder)
     tell_thoughts(engines, config)
@@ -359,21 +370,16 @@ def explorer_callback(
 
 
 def _engines(config: TrainConfig, folder: Path) -> list[Engine]:
-    """The engines that generate: what is sent to them is merged, or adapters that vLLM computes with itself."""
+    """The engines that generate: sent merged weights, or adapters that vLLM computes with itself."""
     if config.engine.per_rank:
-        from trinity_lightning.explorer.distributed import with_rank_engines
-
         return with_rank_engines(engines_of(config, folder)[0], config)
     if config.synchronizer.lora == "merged":
         return engines_of(config, folder)
-    from trinity_lightning.explorer.models.vllm_adapter import adapter_engines
-    from trinity_lightning.trainer.adapter import shapes_alone
-
     return adapter_engines(config, folder, shapes_alone(config.model))
 
 
 def train_source(config: TrainConfig) -> TaskSource:
-    """What is trained on."""
+    """The source of the tasks that are trained on."""
     taskset = mixture_of(config.tasksets) if config.tasksets else Taskset.from_config(config.taskset)
     return TaskSource(
         taskset,
@@ -388,19 +394,20 @@ def train_source(config: TrainConfig) -> TaskSource:
 
 
 def eval_sources(config: TrainConfig) -> list[TaskSource]:
-    """What is evaluated on."""
+    """The sources of the tasks that are evaluated on."""
     workflow, args = config.eval_workflow or config.workflow.name, {} if config.eval_workflow else _arguments(config)
-    how = (workflow, config.reward, config.eval_sampling, args, config.eval_repeat_times, config.reward_solved)
+    settings = (workflow, config.reward, config.eval_sampling, args, config.eval_repeat_times, config.reward_solved)
     rendering = (config.model.chat_template_kwargs, _chat_template(config.model.name))
-    return [
-        TaskSource(Taskset.from_config(taskset, epochs=1, key=f"eval_tasksets.{name}"), *how, *rendering)
+    tasksets = [
+        Taskset.from_config(taskset, epochs=1, key=f"eval_tasksets.{name}")
         for name, taskset in config.eval_tasksets.items()
     ]
+    return [TaskSource(taskset, *settings, *rendering) for taskset in tasksets]
 
 
 @functools.lru_cache(maxsize=1)
 def _chat_template(model: str) -> str | None:
-    """The chat template of a model; None if it has none, or several."""
+    """The chat template of a model; None if it has none or several."""
     template = load_tokenizer(model).chat_template
     return template if isinstance(template, str) else None
 
@@ -410,35 +417,30 @@ def _arguments(config: TrainConfig) -> dict[str, Any]:
 
 
 def online_data(config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, HeldModel]) -> ExperienceDataModule:
-    """The buffer that this run's rollouts fill."""
-    keep = experts = None
-    if config.buffer.keep:
-        from trinity_lightning.buffer.step_files import step_keeper
-
-        keep = step_keeper(config.buffer, folder)
-    if config.buffer.expert.per_step > 0:
-        from trinity_lightning.buffer.offline import expert_data
-
-        experts = expert_data(config)
+    """The buffer that the rollouts of this run fill."""
     return ExperienceDataModule(
         [(strategy.name, strategy.args) for strategy in config.add_strategy.values()],
         operators=list(config.operators.values()),
         auxiliary_models={name: [model.get_openai_async_client()] for name, model in auxiliary_models.items()},
         folder=folder,
-        keep=keep,
-        experts=experts,
+        keep=step_keeper(config.buffer, folder) if config.buffer.keep else None,
+        experts=expert_data(config) if config.buffer.expert.per_step > 0 else None,
         **_dealing(config),
     )
 
 
 def _dealing(config: TrainConfig) -> dict[str, Any]:
-    """How a buffer hands out what is in it: all that those of ranks other than 0 have to know."""
-    steps = {"optimizer_steps": config.algorithm.optimizer_steps, "inner_epochs": config.algorithm.inner_epochs}
-    return {**steps, "seed": config.seed, "max_response_length": response_budget(config)}
+    """The settings by which a buffer deals out its experiences: all that the buffers of other ranks than 0 need."""
+    return {
+        "optimizer_steps": config.algorithm.optimizer_steps,
+        "inner_epochs": config.algorithm.inner_epochs,
+        "seed": config.seed,
+        "max_response_length": response_budget(config),
+    }
 
 
 def response_budget(config: TrainConfig) -> int:
-    """Longest response in tokens; with several turns, as your own workflow may have, all that the context holds."""
+    """Longest response in tokens: the whole context if the workflow may take several turns."""
     single = config.workflow.name in SINGLE_RESPONSE_WORKFLOWS
     return config.sampling.max_tokens if single else config.engine.max_model_len
 
@@ -447,7 +449,7 @@ def response_budget(config: TrainConfig) -> int:
 
 
 def instantiate(node: Any, **arguments: Any) -> Any:
-    """`hydra.utils.instantiate`, whose errors are our own again if they were, and else name the key: one sentence."""
+    """`hydra.utils.instantiate` with errors in one sentence: our own errors as they were, others with their key."""
     try:
         return hydra.utils.instantiate(node, **arguments)
     except InstantiationException as error:
@@ -455,48 +457,49 @@ def instantiate(node: Any, **arguments: Any) -> Any:
             raise error.__cause__ from None
         _, named, key = str(error).rpartition("full_key: ")
         cause = error.__cause__ or error
-        raise ConfigError(f"{key if named else 'a node'}: {cause}{where(cause)}") from error
+        message = f"{key if named else 'a node'}: {cause}{where(cause)}"
+        raise ConfigError(message, key=key if named else None) from error
 
 
 def instances_of(nodes: DictConfig | None) -> list[Any]:
-    """The objects of `_target_` nodes: callbacks, or loggers, of which no run of W&B has begun yet."""
+    """The objects of `_target_` nodes: callbacks, or loggers. No W&B run begins here."""
     return [instantiate(node) for node in (nodes or {}).values()]
 
 
 @contextmanager
-def given(loggers: Collection[Logger], config: DictConfig) -> Iterator[None]:
-    """Give the loggers the configuration; an error within finishes them, as a run that failed, and so does a stop."""
+def logging_to(loggers: Collection[Logger], config: DictConfig) -> Iterator[None]:
+    """Log the configuration; an error inside the block, or a stop, ends the loggers before it is raised again."""
     settings: Any = OmegaConf.to_container(config, resolve=True)
     try:
-        for each in loggers:
-            each.log_hyperparams(settings)
+        for run_logger in loggers:
+            run_logger.log_hyperparams(settings)
         yield
     except BaseException as error:
-        with suppress(Exception):  # why it failed is what matters
-            finish(loggers, failed=isinstance(error, Exception))  # not if it was interrupted
+        with suppress(Exception):  # the first error matters more
+            finish(loggers, failed=isinstance(error, Exception))  # an interrupted run has not failed
         raise
 
 
 def finish(loggers: Collection[Logger], failed: bool = False) -> None:
-    """Write what is left, and end the run of W&B: the next job of a sweep gets a run of its own."""
-    with ExitStack() as ends:  # each of them, whatever another raises
-        if any(isinstance(each, WandbLogger) for each in loggers):
+    """Write what the loggers still hold, and end the W&B run, so that a sweep's next job gets a run of its own."""
+    with ExitStack() as ends:  # calls all of them, even if one raises
+        if any(isinstance(run_logger, WandbLogger) for run_logger in loggers):
             import wandb
 
-            ends.callback(wandb.finish, exit_code=int(failed))  # not by the logger, which would begin one if none is
-        for each in loggers:
-            ends.callback(each.flush if isinstance(each, RunLogger) else each.save)
+            ends.callback(wandb.finish, exit_code=int(failed))  # the logger would begin a run if there was none
+        for run_logger in loggers:
+            ends.callback(run_logger.flush if isinstance(run_logger, RunLogger) else run_logger.save)
 
 
 def quiet_libraries() -> None:
-    """Leave Lightning's log to the run's own handlers, and only what matters: it would print everything twice.
+    """Reduce the output of libraries: Lightning's warnings go to the run's handlers, once.
 
-    Bars of transformers are for seconds of loading and saving; those of downloads stay.
+    The progress bars of transformers, which last seconds, are turned off. The bars of downloads stay.
     """
     log = logging.getLogger("lightning.pytorch")
     log.handlers.clear()
     log.setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", ".*LeafSpec.*")  # of torch's pytrees, which Lightning uses
+    warnings.filterwarnings("ignore", ".*LeafSpec.*")  # torch deprecates it, and Lightning uses it
     warnings.filterwarnings("ignore", "Checkpoint directory .* is not empty")  # at every resume
     downloads = not are_progress_bars_disabled()
     disable_progress_bar()
@@ -505,9 +508,7 @@ def quiet_libraries() -> None:
 
 
 def record_config(config: DictConfig, file: Path) -> None:
-    """Write the resolved configuration; of a resumed run, say what is no longer as it was."""
+    """Write the resolved configuration. If the run was resumed, warn first of the values that have changed."""
     if config.ckpt_path is not None and file.is_file():
-        from trinity_lightning.resume import log_changes
-
         log_changes(config, file)
     write_atomically(file, OmegaConf.to_yaml(config, resolve=True).encode())

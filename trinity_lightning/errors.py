@@ -1,4 +1,4 @@
-"""Error types that name the thing and the fix."""
+"""The errors of this library. A message names the thing and the fix."""
 
 import errno
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 
 
 class TrinityError(Exception):
-    """Base of the errors this library raises on purpose: the message alone should be enough to act on."""
+    """Base of the errors that this library raises on purpose: the message alone is enough to act on."""
 
 
 class ConfigError(TrinityError, ValueError):
@@ -25,19 +25,19 @@ class ConfigError(TrinityError, ValueError):
 
 
 class TakenFolderError(ConfigError):
-    """The folder is another run's, with its log: nothing is written there."""
+    """The folder is another run's. Nothing is written there, not even to its log."""
 
 
 class UnfinishedClassError(ConfigError, TypeError):
-    """A class of one's own lacks methods that its base class leaves to it."""
+    """A user's class does not define methods that its base class requires."""
 
 
 class ArgumentError(ConfigError, TypeError):
-    """A part has no argument of that name, or lacks one that it needs; the message names the key, and lists them."""
+    """A part has no argument of that name, or needs one that is missing; the message has the key and the arguments."""
 
 
 class PartError(TrinityError):
-    """Code of your own (a loss, a strategy, an engine, a callback) raised; the message names its file and line."""
+    """The user's code (a loss, a strategy, an engine, a callback) raised; the message names its file and line."""
 
 
 class ModelLoadError(TrinityError):
@@ -51,7 +51,7 @@ class RolloutError(TrinityError):
 class RewardError(RolloutError):
     """A reward function raised, took too long, or returned something that is no finite number; the message names it."""
 
-    may_pass = False  # whether it may work another time: what it asked (a server, a disk) did not answer, say
+    may_pass = False  # True if another attempt may work: a server or a disk did not answer, say
 
 
 class WorkflowBlockedError(RolloutError):
@@ -67,7 +67,7 @@ class ReadOnlyError(TrinityError, FrozenInstanceError):
 
 
 class DiskFullError(TrinityError, OSError):
-    """The file `filename` could not be written: no room, or it would be larger than is allowed."""
+    """The file `filename` could not be written: the disk is full, or the file would be larger than allowed."""
 
     def __str__(self) -> str:
         first = "raise the limit of a file's size (ulimit -f)" if self.errno == errno.EFBIG else "make room there"
@@ -75,12 +75,14 @@ class DiskFullError(TrinityError, OSError):
 
 
 class ModelNotSavedError(TrinityError):
-    """Training came to its end, and the model or the last checkpoint could not be written; the message says which
-    weights are there, and how to write the model from them."""
+    """Training has ended, and the model or the last checkpoint could not be written.
+
+    The message says which weights are saved, and how to write the model from them.
+    """
 
 
 class OperatorError(TrinityError):
-    """An experience operator failed; the message says which, why, and where the step's experiences are."""
+    """An experience operator failed; the message says which one, why, and where the step's experiences are."""
 
 
 class WeightSyncError(TrinityError):
@@ -88,11 +90,11 @@ class WeightSyncError(TrinityError):
 
 
 class RankError(TrinityError):
-    """Another process of a run on several devices failed or ended; the message says which, and why."""
+    """Another process of a run on several devices failed or ended; the message says which one, and why."""
 
 
 class RankTerminatedError(RankError):
-    """Another process of a run on several devices was sent SIGTERM, which ends all of them."""
+    """Another process of a run on several devices received SIGTERM, which ends all of them."""
 
 
 class PromptTooLongError(TrinityError, ValueError):
@@ -102,7 +104,7 @@ class PromptTooLongError(TrinityError, ValueError):
         return f"prompt_truncated: {super().__str__()}"
 
 
-# -- What can go wrong with a buffer outside this process; the message names the place and the fix ---------------------
+# -- buffers outside this process: the message names the place and the fix ---------------------------------------------
 
 
 class StorageError(TrinityError):
@@ -110,11 +112,11 @@ class StorageError(TrinityError):
 
 
 class ForeignPositionError(StorageError):
-    """A saved position is another buffer's, or another reader's: nothing can be read on from it here."""
+    """A saved position belongs to another buffer or reader: this one cannot go on from it."""
 
 
 class StorageFormatError(StorageError, ValueError):
-    """A buffer is not one that this library wrote, or is damaged."""
+    """A buffer was not written by this library, or is damaged."""
 
 
 class StorageLockedError(StorageError):

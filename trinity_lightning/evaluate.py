@@ -1,9 +1,8 @@
-"""`python -m trinity_lightning.evaluate +recipe=grpo ckpt_path=last`: a model, or checkpoints of it, on tasksets."""
+"""`python -m trinity_lightning.evaluate +recipe=grpo ckpt_path=last`: evaluate a model, or its checkpoints."""
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -15,46 +14,45 @@ from trinity_lightning.config.lightning_objects import check_loggers, check_targ
 from trinity_lightning.config.registry import config_dir
 from trinity_lightning.config.run import validate
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.train import check_models
-
-if TYPE_CHECKING:
-    from trinity_lightning.evaluation import Evaluation
+from trinity_lightning.train import check_models, refusals_of_parts
 
 
 def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
-    """Evaluate as configured: the metrics by explore step, 0 being the model itself.
+    """Evaluate as configured, and return the metrics by explore step; step 0 is the model itself.
 
-    A ConfigError: nothing to evaluate on, no such checkpoint, or a value that cannot work.
+    Raises:
+        ConfigError: there is no taskset or no such checkpoint, or a value cannot work.
     """
     run = validate(config, trains=False)
     if not config.eval_tasksets:
         raise ConfigError(
-            "there is nothing to evaluate on", fix="give eval_tasksets, or a recipe that has some (+recipe=NAME)"
+            "there is nothing to evaluate on",
+            key="eval_tasksets",
+            fix="give eval_tasksets, or a recipe that has some (+recipe=NAME)",
         )
     checkpoints = find_checkpoints(config)
-    for each in checkpoints:
-        check_whole(each)
+    for checkpoint in checkpoints:
+        check_whole(checkpoint)
     from trinity_lightning.explorer.tasks.taskset import check_tasksets
 
     check_tasksets({f"eval_tasksets.{name}": taskset for name, taskset in run.eval_tasksets.items()})
     check_models(run)
     check_targets(config)
     check_loggers(config)
-    from trinity_lightning.build import given
+    from trinity_lightning.build import logging_to
     from trinity_lightning.evaluation import build_evaluation
 
-    try:
-        evaluation: Evaluation = build_evaluation(config, checkpoints)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error)) from error
-    with given(evaluation.loggers, config):
+    with refusals_of_parts():
+        evaluation = build_evaluation(config, checkpoints)
+    with logging_to(evaluation.loggers, config):
         return evaluation.run()
 
 
 def find_checkpoints(config: DictConfig) -> list[Path]:
-    """The checkpoints that `ckpt_path` means, oldest first: none, a file, all of a folder, or the `last` of the recipe.
+    """The checkpoints that `ckpt_path` means, oldest first: none, a file, all of a folder, or the recipe's last one.
 
-    A ConfigError: it means some, and there is none.
+    Raises:
+        ConfigError: `ckpt_path` is given, and there is no checkpoint.
     """
     if config.ckpt_path is None:
         return []
@@ -63,32 +61,34 @@ def find_checkpoints(config: DictConfig) -> list[Path]:
     path = Path(config.ckpt_path)
     if is_checkpoint(path):
         return [path]
-    found = sorted([*checkpoints_in(path), *checkpoints_in(path / "checkpoints")], key=_by_step)
-    if not found:
+    checkpoints = sorted([*checkpoints_in(path), *checkpoints_in(path / "checkpoints")], key=_by_step)
+    if not checkpoints:
         raise ConfigError(f"ckpt_path: '{path}' is neither a checkpoint nor a folder that holds one.", key="ckpt_path")
-    return found
+    return checkpoints
 
 
 def _by_step(path: Path) -> tuple[bool, Sequence[int], str]:
-    """Files that are written once, at the end or on Ctrl-C, are behind the steps."""
+    """A sort key: files named by a step first, by number; then files written once, at the end or on Ctrl-C."""
     numbers = [int(number) for number in re.findall(r"\d+", path.name)]
     return not numbers, numbers, path.name
 
 
 def _without_training(config: DictConfig) -> None:
-    """Leave out what only training needs: an evaluation is one process, which gives checkpoints to servers as folders.
+    """Reset the settings that only training needs. An evaluation is one process, and sends servers a folder of weights.
 
-    A ConfigError: servers that run already would have to see such a folder.
+    Raises:
+        ConfigError: servers run already, and no folder is configured that they see.
     """
     if OmegaConf.select(config, "synchronizer.method") in SENT:
         if config.engine.urls and config.synchronizer.folder is None:
             raise ConfigError(
                 "an evaluation gives the servers of engine.urls their weights as a folder",
+                key="synchronizer.folder",
                 fix="set synchronizer=checkpoint and synchronizer.folder to one that they see",
             )
         config.synchronizer.method = "auto"
     for key, default in {"explorer.sync_interval": 1, "explorer.sync_offset": 0, "engine.per_rank": False}.items():
-        if OmegaConf.select(config, key) is not None:  # its section may have been left out
+        if OmegaConf.select(config, key) is not None:  # the section may be left out
             OmegaConf.update(config, key, default)
     if isinstance(config.trainer, DictConfig):
         with open_dict(config.trainer):
@@ -107,7 +107,7 @@ def _main(config: DictConfig) -> None:
 
 
 def main() -> None:
-    """Console entry point: configuration errors are one message and exit code 2."""
+    """Console entry point. A configuration error is one message and exit code 2."""
     compose.run_command(_main, within="evaluate")
 
 

@@ -1,4 +1,4 @@
-"""From a validated configuration to an evaluation, which needs no trainer."""
+"""An evaluation, built from a validated configuration. It needs no trainer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,12 +24,13 @@ from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.resume import check_model
 from trinity_lightning.sync.files import checkpoint_weights
 from trinity_lightning.sync.stream import WeightStream, as_checkpoint, skeleton
+from trinity_lightning.trainer.adapter import put_base_in
 from trinity_lightning.trainer.policy import PolicyModule
 
 
 @dataclass
 class Evaluation:
-    """Everything that an evaluation is made of."""
+    """The parts of an evaluation. `model` is the model's name or folder; without checkpoints it is evaluated itself."""
 
     model: str
     explorer: Explorer
@@ -47,9 +48,9 @@ class Evaluation:
             driver.limit_blocking(self.explorer.config.max_timeout)
             results: dict[int, dict[str, float]] = {}
             for weights in [self._weights(path) for path in self.checkpoints] or [None]:
-                found = driver.run(self.explorer.benchmark(weights and [weights]))
-                results |= found
-                self._show(found)
+                measured = driver.run(self.explorer.benchmark(weights and [weights]))
+                results |= measured
+                self._show(measured)
         finally:
             driver.end(self.explorer.shutdown())
             driver.close()
@@ -58,12 +59,12 @@ class Evaluation:
         return results
 
     def _weights(self, path: Path) -> tuple[int, WeightStream]:
-        """Step and weights of a checkpoint; under their names in a folder, if an engine has a model of its own."""
+        """The step and the weights of a checkpoint, named as in a model's folder if an engine has its own model."""
         step, weights = checkpoint_weights(path)
         if any(".lora_" in name for name in weights.shapes):  # adapters alone
             weights = merged_weights(path, self.model)
         model = skeleton(str(resolve_model(self.model)))
-        buffers = {name for name, _ in model.named_buffers()}  # which training leaves alone, and engines are not sent
+        buffers = {name for name, _ in model.named_buffers()}  # training does not change them: they are not sent
         parameters = {name: tensor for name, tensor in weights if name not in buffers}
         if all(engine.capabilities.shares_weights for engine in self.engines):
             return step, WeightStream.of(parameters.items())
@@ -77,9 +78,7 @@ class Evaluation:
 
 
 def merged_weights(path: Path, model: str) -> WeightStream:
-    """The weights of that model, merged with the adapters that a checkpoint has; ConfigError: they are of others."""
-    from trinity_lightning.trainer.adapter import put_base_in  # an option
-
+    """The model's weights merged with the adapters of a checkpoint; ConfigError: the adapters are another model's."""
     saved = contents(path)
     policy = PolicyModule(**(saved["hyper_parameters"] | {"model": model}))
     policy.configure_model()
@@ -90,9 +89,9 @@ def merged_weights(path: Path, model: str) -> WeightStream:
 
 
 def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
-    """The parts of an evaluation, connected; errors as `build.build`."""
-    for each in checkpoints:
-        before = contents(each).get("hyper_parameters", {}).get("model", config.model.name)
+    """The evaluation with its parts connected; errors as `build.build`."""
+    for checkpoint in checkpoints:
+        before = contents(checkpoint).get("hyper_parameters", {}).get("model", config.model.name)
         check_model(config.model.name, before, may_have_moved=True)
     settle_dtypes(config, checkpoints[0] if checkpoints else None)
     typed = typed_config(config)
@@ -108,7 +107,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
         policy = PolicyModule(typed.model.name, dtype=typed.model.dtype)
         policy.configure_model()
         if (config.trainer or {}).get("accelerator", "auto") != "cpu" and torch.cuda.is_available():
-            policy.to(torch.device("cuda", TRAINER_GPU))  # as a Trainer would: there is none here
+            policy.to(torch.device("cuda", TRAINER_GPU))  # a Trainer would do it: there is none here
         for engine in engines:
             engine.bind(policy.policy)
     loggers: list[Logger] = instances_of(config.logger)
@@ -119,7 +118,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
 
 
 def evaluation_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Rows of a table of an evaluation: the statistics of the reward, and of each other metric, in one row.
+    """The rows of an evaluation's table: one for the statistics of the reward, and one for those of each other metric.
 
     Example:
         held            mean@4 0.25  std@4 0.43  best@2 0.5  best@4 1

@@ -1,4 +1,4 @@
-"""`trinity-lightning-report FOLDER`: write the page of runs that have ended, or go on, or of a sweep of them."""
+"""`trinity-lightning-report FOLDER`: write the report of a run, which may still go on, or of a sweep."""
 
 import argparse
 import sys
@@ -12,22 +12,24 @@ FILE = "report.html"
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write `report.html`, one page that opens from disk, into a run's folder, in place of an earlier one; its path.
+    """Write `report.html`, one page that opens from disk, into a run's folder, and return its path.
+
+    An earlier report is replaced.
 
     Raises:
         StorageError: a file of kept experiences is damaged.
     """
     from trinity_lightning.common.files import write_atomically
-    from trinity_lightning.monitor.report import read_run, report_page  # which imports Lightning
+    from trinity_lightning.monitor.report import read_run, report_page  # imports Lightning
 
     folder = Path(folder)
     run = read_run(folder.resolve())
-    if (kept := folder / "experiences").is_dir():
+    if (experiences := folder / "experiences").is_dir():
         from trinity_lightning.buffer.step_files import counted, step_files
 
-        files = step_files(kept)
+        files = step_files(experiences)
         run.kept, run.kept_steps = counted(files), len(files)
-    # Lone surrogates, which JSON allows and UTF-8 does not, become question marks.
+    # JSON allows lone surrogates, and UTF-8 does not: they become question marks.
     write_atomically(folder / FILE, report_page(run).encode(errors="replace"))
     return folder / FILE
 
@@ -36,7 +38,7 @@ def write_comparison(folder: str | Path) -> Path:
     """Write `report.html` for a folder of runs, such as a sweep's, print its table, and return the page's path.
 
     Raises:
-        ConfigError: it holds no runs.
+        ConfigError: the folder holds no runs.
         StorageError: a run's metrics are damaged.
     """
     from trinity_lightning.common.files import write_atomically
@@ -56,15 +58,15 @@ def write_comparison(folder: str | Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Console entry point: a folder that is none is one message and exit code 2."""
+    """Console entry point. A folder without a run is one message and exit code 2."""
     if arguments is None:
         end_unread()
     parser = argparse.ArgumentParser(prog="trinity-lightning-report", description="Write report.html for runs.")
     parser.add_argument("folder", nargs="+", type=Path, help="folder of a run or of a sweep, such as outputs/grpo/TIME")
     for folder in parser.parse_args(arguments).folder:
         try:
-            of_run = (folder / "metrics.csv").is_file() or (folder / "config.yaml").is_file()
-            print(write_report(folder) if of_run else write_comparison(folder))
+            is_run = (folder / "metrics.csv").is_file() or (folder / "config.yaml").is_file()
+            print(write_report(folder) if is_run else write_comparison(folder))
         except (TrinityError, OSError) as error:
             print(f"trinity-lightning-report: {error}", file=sys.stderr)
             sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -1,4 +1,4 @@
-"""What a run goes on from: its checkpoint, and what that says of the run before."""
+"""Checks that a run can go on from a checkpoint, before anything is loaded."""
 
 import logging
 import math
@@ -25,16 +25,17 @@ from trinity_lightning.trainer.checkpoint import check_lora, check_resumed
 
 logger = logging.getLogger(__name__)
 
-ONLINE, OFFLINE = "ExperienceDataModule", "OfflineExperienceDataModule"  # whose state a checkpoint has
-CRITICS = {"critic.model": "a value model", "critic.head": "a value head"}  # by what weights' names begin with
+ONLINE, OFFLINE = "ExperienceDataModule", "OfflineExperienceDataModule"  # keys of their state in a checkpoint
+CRITICS = {"critic.model": "a value model", "critic.head": "a value head"}  # by the first part of weights' names
 
 
 def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
-    """The checkpoint that `ckpt_path` means for the run of that folder.
+    """The path of the checkpoint that `ckpt_path` means for the run in `folder`.
 
     Raises:
-        ConfigError: it is none, of another kind of run, of another model, critic, optimizer, seed, dtype or adapters,
-            of the middle of a step with other items, or of a later step than the last one that is to be done.
+        ConfigError: the file is no checkpoint; its run is of another kind, or has another model, critic, optimizer,
+            seed, dtype or adapters; it was written within a step that is now divided into other items; or its step is
+            later than the last step of this run.
     """
     path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(str(config.ckpt_path))
     step, _ = saved_weights(path)
@@ -42,7 +43,7 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
         raise ConfigError(
             f"steps is {config.steps}, and '{path}' was written after step {step}", key="steps", fix="give more steps"
         )
-    if (record := folder / "config.yaml").is_file():  # data in the seed's order would refuse another one, but late
+    if (record := folder / "config.yaml").is_file():  # data in the seed's order refuse another seed, too, but late
         run = recorded_run(record)
         check_model(config.model.name, run.model.name)
         if run.get("seed", config.seed) != config.seed:
@@ -60,15 +61,21 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     if step == config.steps:
         logger.warning("nothing is left to do: all %d steps are done in '%s'. To go on, set steps=N.", step, path)
     before = checkpoint.get("callbacks", {}).get("ExplorerCallback", {}).get("explorer", {}).get("seed", config.seed)
-    if before != config.seed:  # a run of its own, in another folder: that of its folder is refused
+    if before != config.seed:  # only in another folder: with this folder's record another seed was refused above
         logger.warning("resuming with seed = %s; it was %s in '%s'", config.seed, before, path)
     return str(path)
 
 
 def check_model(asked: str, before: str, may_have_moved: bool = False) -> None:
-    """Refuse another model than a checkpoint's, even if its weights fit: tokenizer and reference would be another's.
+    """Refuse another model than the checkpoint's, even if the weights fit: tokenizer and reference would differ.
 
-    If the checkpoint's is not here to compare, and `may_have_moved`, a folder that is given is taken for it.
+    Args:
+        asked: name or folder of the model of this run.
+        before: name or folder of the model of the checkpoint's run.
+        may_have_moved: if `before` is not here to compare, and `asked` is a folder, take it for the same model.
+
+    Raises:
+        ConfigError: the models differ, or cannot be compared.
     """
     if asked == before:
         return
@@ -89,11 +96,12 @@ def check_model(asked: str, before: str, may_have_moved: bool = False) -> None:
 
 
 def _check_kind(storage: str, checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Refuse a checkpoint of a run with rollouts for one without, and the reverse: it says nothing of these data."""
+    """Refuse a checkpoint of a run with rollouts for one without, and the reverse: it lacks the state of the data."""
     this, other, theirs = ("with", "without", OFFLINE) if storage == "memory" else ("without", "with", ONLINE)
     if theirs in checkpoint:
         raise ConfigError(
             f"'{path}' is of a run {other} rollouts, and buffer.storage={storage} means a run {this} them",
+            key="ckpt_path",
             fix=(
                 "give a checkpoint of such a run, or begin a new run with the trained model (model.name=FOLDER/model)"
             ),
@@ -101,7 +109,7 @@ def _check_kind(storage: str, checkpoint: Mapping[str, Any], path: Path) -> None
 
 
 def _check_items(algorithm: Any, checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Refuse to finish a step that would be dealt into other items: it would train groups twice or never."""
+    """Refuse to finish a step that is now divided into other items: some groups would be trained twice or never."""
     loaders = checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader", [])
     position = loaders[0].get("position", 0) if loaders else 0
     saved = checkpoint["hyper_parameters"].get("algorithm", {})
@@ -119,8 +127,14 @@ def _check_items(algorithm: Any, checkpoint: Mapping[str, Any], path: Path) -> N
 
 
 def _check_critic(critic: Any, names: Iterable[str], path: Path) -> None:
-    """Refuse a critic of another kind than that of the checkpoint with these weights: it could not go on with them."""
-    held = next((what for part, what in CRITICS.items() if any(name.startswith(part) for name in names)), "null")
+    """Refuse a critic of another kind than the checkpoint's: the checkpoint has no weights for it.
+
+    Args:
+        critic: `algorithm.critic` of this run.
+        names: names of the weights in the checkpoint.
+        path: the checkpoint.
+    """
+    held = next((kind for part, kind in CRITICS.items() if any(name.startswith(part) for name in names)), "null")
     asked = "null"
     if critic is not None:
         asked = CRITICS["critic.head" if critic_config(critic).model is None else "critic.model"]
@@ -133,17 +147,27 @@ def _check_critic(critic: Any, names: Iterable[str], path: Path) -> None:
 
 
 def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: BufferConfig, folder: Path) -> None:
-    """Refuse data other than those that the checkpoint's run was reading, or another way to read them; a ConfigError.
+    """Refuse other data than the checkpoint's run was reading, or another way to read them.
 
-    What was read may be named by the record in `folder`. A StorageError: the data cannot be read at all.
+    Args:
+        data: the data of this run.
+        checkpoint: path of the checkpoint.
+        buffer: the section `buffer` of this run.
+        folder: folder of this run; its record, if there is one, names the data that were read.
+
+    Raises:
+        ConfigError: the data, or the way to read them, differ.
+        StorageError: the data cannot be read.
     """
     state = contents(checkpoint).get(OFFLINE)
     if state is None:
         raise ConfigError(
-            f"'{checkpoint}' does not say what its run was reading", fix="give one of a run without rollouts"
+            f"'{checkpoint}' does not say what its run was reading",
+            key="ckpt_path",
+            fix="give one of a run without rollouts",
         )
     here = data.state_dict()["reader"]
-    if here and here.keys() != state["reader"].keys():  # other ranks than 0 have none
+    if here and here.keys() != state["reader"].keys():  # other ranks than 0 have no state
         raise ConfigError(
             f"'{checkpoint}' is of a run that read its data in another way",
             fix="set buffer.storage, buffer.order and buffer.repeat as in that run",
@@ -159,12 +183,13 @@ def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: Buf
         also = f", read as that run does ({settings})" if buffer.storage == "dataset" else ""
         raise ConfigError(
             f"{asked} holds other data than those that the run to resume reads{held}. Give those{also}, or begin "
-            "another run, without ckpt_path."
+            "another run, without ckpt_path.",
+            key="buffer.path" if buffer.path else "buffer.url",
         ) from error
 
 
 def check_resumed_dtype(config: TrainConfig | DictConfig, checkpoint: Path) -> None:
-    """Refuse weights in another dtype than the checkpoint's, to which its optimizer state belongs; a ConfigError."""
+    """Refuse another dtype of the weights than the checkpoint's: its optimizer state belongs to that dtype."""
     asked, held = config.model.dtype, dtype_of(checkpoint)
     if asked not in (WeightDtype.auto, held):
         raise ConfigError(
@@ -176,15 +201,16 @@ def check_resumed_dtype(config: TrainConfig | DictConfig, checkpoint: Path) -> N
 
 
 def dtype_of(checkpoint: str | Path) -> WeightDtype:
-    """How the run that wrote a checkpoint held its weights; of bfloat16 models some layers stay in float32."""
+    """The dtype of a checkpoint's weights: bfloat16 if any weight has it, for some layers may stay in float32."""
     _, weights = saved_weights(checkpoint)
-    rounded = any(tensor.dtype == torch.bfloat16 for tensor in weights.values())
-    return WeightDtype.bf16 if rounded else WeightDtype.fp32
+    is_rounded = any(tensor.dtype == torch.bfloat16 for tensor in weights.values())
+    return WeightDtype.bf16 if is_rounded else WeightDtype.fp32
 
 
 def log_changes(config: DictConfig, file: Path) -> None:
-    """Warn of what is no longer as the run's `config.yaml` has it, and of rules that are later than that file."""
-    before, now = (_flat(OmegaConf.to_container(each, resolve=True)) for each in (OmegaConf.load(file), config))
+    """Warn of values that differ from the run's `config.yaml`, and of rules that are newer than that file."""
+    recorded = OmegaConf.load(file)
+    before, now = (_flat(OmegaConf.to_container(version, resolve=True)) for version in (recorded, config))
     if "model.thoughts" not in before and now.get("buffer.storage") == "memory":
         logger.warning(
             "the run was begun by an earlier version. From here on responses also end at the end tokens of the chat "
@@ -197,7 +223,7 @@ def log_changes(config: DictConfig, file: Path) -> None:
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys; enumerations by their names, as a file has them."""
+    """Nested mappings as one mapping with dotted keys; enumerations by their names, as in a file."""
     if not isinstance(node, dict):
         return {prefix: node.name if isinstance(node, Enum) else node}
     return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()}

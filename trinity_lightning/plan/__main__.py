@@ -1,6 +1,7 @@
-"""`python -m trinity_lightning.plan +recipe=grpo plan.device=H100-80GB`: what a run needs, before anything is loaded.
+"""`python -m trinity_lightning.plan +recipe=grpo plan.device=H100-80GB`: the memory and time that a run needs.
 
-Memory of each device by part, tokens and seconds of a step, from the configuration and the model's config alone.
+Prints the memory of each device by part, and the tokens and seconds of a step. The configuration and the model's
+config are enough: no weights are loaded.
 """
 
 import json
@@ -25,24 +26,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class PlanConfig(Section, key="plan"):
-    """What to plan for.
+    """The devices, speeds and lengths that the plan is made for.
 
     Attributes:
-        device: the GPU that the run is to have, such as H100-80GB (an unknown name lists all); null: what this machine
-            has, a GPU or its CPU.
+        device: the GPU that the run is to have, such as H100-80GB (an unknown name lists all); null: this machine's
+            GPU, or its CPU.
         memory_gb: GiB of a device that may be used; null: of a GPU what CUDA reports, of this machine what is free.
-        host_gb: GiB of the host's memory that may be used; null: what is free, if the plan is for this machine;
-            another machine is taken to have enough.
-        tflops: 10^12 operations a second of a device's best matrix product; null: of a GPU by its data sheet, of this
-            machine's CPU measured.
+        host_gb: GiB of host memory that may be used; null: what is free if the plan is for this machine; enough if it
+            is for another one.
+        tflops: 10^12 operations a second of a device's best matrix product; null: a GPU's by its data sheet, measured
+            on this machine's CPU.
         bandwidth_gb: 10^9 bytes a second that a device's memory is read with; null: likewise.
-        training_share: of the speed of products, what training is assumed to reach (`perf/mfu`; 0.41 to 0.52 on a CPU).
-        rollout_share: of the speed of products and of memory, whichever takes longer, what the engine is assumed to
-            reach while it generates.
+        training_share: share of that speed that training is assumed to reach (`perf/mfu`; 0.41 to 0.52 on a CPU).
+        rollout_share: share that the engine is assumed to reach while it generates, of the speed of products or of
+            memory, whichever takes longer.
         sync_gb: 10^9 bytes a second that weights are assumed to be sent with; null: 2 within one process on a CPU, 10
             within or between GPUs, 1 through a folder.
-        prompt_tokens: tokens of a prompt; null: all that the context leaves to it.
-        response_tokens: tokens of a response; null: the most, sampling.max_tokens.
+        prompt_tokens: tokens of a prompt; null: all that the response leaves of the context.
+        response_tokens: tokens of a response; null: sampling.max_tokens.
         json: print one line of JSON instead of the tables.
     """
 
@@ -60,12 +61,13 @@ class PlanConfig(Section, key="plan"):
 
 
 def plan(config: DictConfig) -> "RunPlan":
-    """What the run that is configured needs.
+    """The plan of the configured run.
 
-    A ConfigError: a value that cannot work, or what does not fit, with numbers and the knobs that help.
+    Raises:
+        ConfigError: a value cannot work, or something does not fit; then with numbers and the keys that help.
     """
     if not isinstance(config.plan, DictConfig):
-        raise ConfigError(f"plan is {config.plan!r}, and has keys", fix=f"give plan.device={config.plan}")
+        raise ConfigError(f"plan is {config.plan!r}, and has keys", key="plan", fix=f"give plan.device={config.plan}")
     with open_dict(config):
         asked: PlanConfig = OmegaConf.to_object(config.pop("plan"))  # type: ignore[assignment]
     check(config, here=False)
@@ -74,68 +76,68 @@ def plan(config: DictConfig) -> "RunPlan":
     return plan_run(config, asked)
 
 
-def as_text(found: "RunPlan") -> str:
-    """The plan as a person reads it."""
-    devices = sum(each.devices for each in found.shares)
+def as_text(run: "RunPlan") -> str:
+    """The plan as tables for people."""
+    devices = sum(share.devices for share in run.shares)
     phases: list[tuple[str, Mapping[str, int]]] = []
-    for each in found.shares:
-        if each.memory.shared:
-            phases.append((f"{each.name}, training", each.memory.training))
-            phases.append((f"{each.name}, generating", each.memory.generating))
-        else:  # the trainer alone while it trains, and vLLM alone all the time
-            phases.append((each.name, each.memory.training))
+    for share in run.shares:
+        if share.memory.shared:
+            phases.append((f"{share.name}, training", share.memory.training))
+            phases.append((f"{share.name}, generating", share.memory.generating))
+        else:  # a trainer alone, which takes most while it trains; or vLLM alone, which always takes the same
+            phases.append((share.name, share.memory.training))
     names = dict.fromkeys(name for _, parts in phases for name in parts)
     rows = [[name, *(_gib(parts.get(name, 0)) for _, parts in phases)] for name in names]
     rows.append(["all of it", *(_gib(sum(parts.values())) for _, parts in phases)])
     return "\n".join(
         [
-            found.model,
-            f"on {devices} x {found.hardware.name}",
+            run.model,
+            f"on {devices} x {run.hardware.name}",
             "",
             *table(["GiB of a device", *(name for name, _ in phases)], rows),
             "",
-            *(f"{each.name}: {each.memory.rows()[0][1]}" for each in found.shares),
-            *(f"{name}: {said}" for name, said in found.shares[0].memory.rows() if name == "on the host"),
+            *(f"{share.name}: {share.memory.rows()[0][1]}" for share in run.shares),
+            *(f"{name}: {parts}" for name, parts in run.shares[0].memory.rows() if name == "on the host"),
             "",
-            *table(["tokens of a step", ""], [[name, f"{tokens:,}"] for name, tokens in found.tokens.items()]),
+            *table(["tokens of a step", ""], [[name, f"{tokens:,}"] for name, tokens in run.tokens.items()]),
             "",
-            *table(["seconds of a step", ""], [[name, f"{each:.3g}"] for name, each in found.seconds.items()]),
+            *table(["seconds of a step", ""], [[name, f"{seconds:.3g}"] for name, seconds in run.seconds.items()]),
             "",
             "if",
-            *(f"  {said} ({key})" for key, said in found.assumed.items()),
+            *(f"  {assumption} ({key})" for key, assumption in run.assumed.items()),
         ]
     )
 
 
-def as_json(found: "RunPlan") -> str:
-    """The plan as one line, sizes in bytes."""
+def as_json(run: "RunPlan") -> str:
+    """The plan as one line of JSON, sizes in bytes."""
     memory = [
         {
-            "name": each.name,
-            "devices": each.devices,
-            "free": each.memory.device,
-            "left": each.memory.left,
-            "training": each.memory.training,
-            "generating": each.memory.generating,
-            "on_host": each.memory.on_host,
+            "name": share.name,
+            "devices": share.devices,
+            "free": share.memory.device,
+            "left": share.memory.left,
+            "training": share.memory.training,
+            "generating": share.memory.generating,
+            "on_host": share.memory.on_host,
         }
-        for each in found.shares
+        for share in run.shares
     ]
     return json.dumps(
         {
-            "model": found.model,
-            "parameters": found.parameters,
-            "device": found.hardware.name,
+            "model": run.model,
+            "parameters": run.parameters,
+            "device": run.hardware.name,
             "memory": memory,
-            "tokens": found.tokens,
-            "seconds": found.seconds,
-            "assumed": found.assumed,
+            "tokens": run.tokens,
+            "seconds": run.seconds,
+            "assumed": run.assumed,
         }
     )
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns as wide as their longest entry; all but the first to the right."""
+    """The lines of a table. A column is as wide as its longest cell; all columns but the first are aligned right."""
     first, *others = [len(max(column, key=len)) for column in zip(header, *rows, strict=True)]
     lines = []
     for name, *cells in (header, *rows):
@@ -154,17 +156,17 @@ def _main(config: DictConfig) -> None:
         compose.check_overrides(config)
         compose.check_read(config)
         show = as_json if OmegaConf.select(config, "plan.json") else as_text
-        found = plan(config)
-    print(show(found))
+        text = show(plan(config))
+    print(text)
 
 
 def register() -> None:
-    """Make the keys `plan.*` known to Hydra."""
+    """Register the keys `plan.*` with Hydra."""
     ConfigStore.instance().store(name="planning", node={"plan": schema_of(PlanConfig)})
 
 
 def main() -> None:
-    """Console entry point: configuration errors are one message and exit code 2."""
+    """Console entry point. A configuration error is one message and exit code 2."""
     register()
     compose.run_command(_main, within=None)
 

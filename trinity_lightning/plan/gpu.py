@@ -1,4 +1,4 @@
-"""Who gets how much of a GPU that trainer and vLLM share: a run's configuration, with the memory plan filled in."""
+"""The memory plan of a run on this machine's GPUs, and the run's configuration with the plan's values filled in."""
 
 import logging
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.hardware import GIB, free_memory
 from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training
 from trinity_lightning.config.engine import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
-from trinity_lightning.config.model import ADAM, OFFLOADED, WeightDtype
+from trinity_lightning.config.model import ADAM, OFFLOADED, WeightDtype, room_for
 from trinity_lightning.config.model_files import resolve_model
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.trainer import MIXED, SHARDS, processes_of, strategy_of
@@ -21,6 +21,7 @@ from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.plan.memory import BATCHED_TOKENS, MemoryPlan, Rollouts, auxiliary_server, beside_others, plan
 from trinity_lightning.sync.stream import skeleton
+from trinity_lightning.trainer.adapter import Adapter
 from trinity_lightning.trainer.checkpoint import BUDGET
 from trinity_lightning.trainer.objective import Objective
 
@@ -32,9 +33,9 @@ class Gpus:
     """The GPUs of a machine, all alike; sizes in bytes.
 
     Attributes:
-        count: how many there are.
-        free: of one of them, once a process computes on it.
-        total: of one of them, all of it.
+        count: number of GPUs.
+        free: free memory of one GPU, once a process has its CUDA context there.
+        total: all memory of one GPU.
         host: free memory of the machine itself.
     """
 
@@ -47,15 +48,15 @@ class Gpus:
 def with_memory_plan(
     config: TrainConfig, checkpoint: str | None = None, record: Path | None = None
 ) -> tuple[TrainConfig, MemoryPlan | None]:
-    """The configuration with what its nulls and autos of this machine's GPU stand for, and the plan behind them.
+    """The configuration with null and auto replaced by the memory plan's values, and the plan.
 
-    Without a GPU for the trainer there is no plan, nor for engine=transformers, whose cache is not known.
+    The plan is None if the trainer has no GPU, and with engine=transformers, whose cache is not known.
 
     Args:
-        config: of a run whose dtypes are settled.
-        checkpoint: what the run resumes from, which says how many tokens its micro-batches have under `auto`.
-        record: the configuration that the run to resume wrote: what was planned then for an engine on the trainer's
-            GPU is kept if it fits.
+        config: the configuration, its dtypes settled.
+        checkpoint: checkpoint to resume from. It has the tokens of a micro-batch under `auto`.
+        record: `config.yaml` of the run to resume. Values planned then for an engine on the trainer's GPU are taken
+            again if they fit.
 
     Raises:
         ConfigError: as `planned`; or the checkpoint is of an earlier version.
@@ -70,33 +71,35 @@ def with_memory_plan(
         return with_auxiliary_shares(config, total)[0], None
     gpus = Gpus(torch.cuda.device_count(), free, total, free_memory())
     shared = config.buffer.has_rollouts and _shares_the_gpu(config.engine)
-    kept = replace(config, engine=_as_recorded(config.engine, record)) if shared else config
+    recorded = replace(config, engine=_as_recorded(config.engine, record)) if shared else config
     try:
-        return planned(kept, gpus, tokens)
+        return planned(recorded, gpus, tokens)
     except ConfigError as error:
-        if kept == config:
+        if recorded == config:
             raise
         logger.warning("the memory plan that the run began with no longer fits; planning again: %s", error)
         return planned(config, gpus, tokens)
 
 
 def _resumed_budget(checkpoint: str | Path) -> int:
-    """The tokens of a micro-batch that a run resumed from this checkpoint goes on with under `auto`."""
+    """Tokens of a micro-batch under `auto`, as the checkpoint's run had them."""
     state = contents(checkpoint).get("policy", {})
     check_version(state, (BUDGET,), "the policy")
     return state[BUDGET]
 
 
 def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple[TrainConfig, MemoryPlan]:
-    """The configuration and the plan of a run whose trainer has the first of these GPUs; alone without a vLLM there.
+    """The configuration with the plan's values, and the plan, of a run whose trainer has the first of these GPUs.
+
+    The trainer has the GPU to itself unless the run starts a vLLM there.
 
     Args:
-        config: of a run whose dtypes are settled.
-        gpus: of that machine.
-        tokens: of a micro-batch under `auto`; None: as many as are useful and fit.
+        config: the configuration, its dtypes settled.
+        gpus: the GPUs of a machine.
+        tokens: tokens of a micro-batch under `auto`; None: as many as are useful and fit.
 
     Raises:
-        ConfigError: trainer and engine do not fit on the GPU together; or servers have it and other GPUs too.
+        ConfigError: trainer and engine do not fit on the GPU together; or servers have that GPU and others, too.
     """
     online, engine = config.buffer.has_rollouts, config.engine
     config, beside = with_auxiliary_shares(config, gpus.total) if online else (config, 0)
@@ -109,19 +112,19 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
     if not online or not _shares_the_gpu(engine):
         return config, beside_others(plan(shape, training, None, gpus.free - beside, gpus.host), beside)
     rollouts = replace(rollouts_of(config, gpus.count), beside=beside)
-    found = plan(shape, training, rollouts, gpus.free, gpus.host)
-    if found.offload and engine.per_rank:
+    together = plan(shape, training, rollouts, gpus.free, gpus.host)
+    if together.offload and engine.per_rank:
         raise ConfigError(
             "engine.per_rank: beside vLLM there is room for masters and moments only if they wait in the host's memory "
             "while it generates, which those of rank 0 alone do",
             key="engine.per_rank",
             fix="leave the key out, or choose engine=vllm_server",
         )
-    return replace(config, engine=planned_engine(engine, found, gpus.total)), found
+    return replace(config, engine=planned_engine(engine, together, gpus.total)), together
 
 
 def _as_recorded(engine: EngineConfig, record: Path | None) -> EngineConfig:
-    """The engine with the plan that a run's configuration recorded, as far as nothing is configured now."""
+    """The engine with the cache and sleep that `record` has; values that are configured now take precedence."""
     if record is None or not record.is_file():
         return engine
     before = OmegaConf.select(OmegaConf.load(record), "engine", default={})
@@ -130,9 +133,13 @@ def _as_recorded(engine: EngineConfig, record: Path | None) -> EngineConfig:
 
 
 def with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig, int]:
-    """The servers of auxiliary models on the trainer's GPU with a share of it, and the bytes that they take of it.
+    """The configuration with a share of the trainer's GPU for each auxiliary server there, and their bytes in all.
 
-    `engine.args` takes precedence: a gpu_memory_utilization given there is counted as it is.
+    A gpu_memory_utilization in `engine.args` takes precedence, and is counted.
+
+    Args:
+        config: the configuration, its dtypes settled.
+        total: bytes of the GPU.
     """
     taken, planned = 0, dict(config.auxiliary_models)
     for name, model in config.auxiliary_models.items():
@@ -142,15 +149,15 @@ def with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig,
         shape = ModelShape.of(skeleton(str(resolve_model(model.model))))
         rollouts = _generating(engine, requests=0)
         cache, size = auxiliary_server(shape, rollouts)
-        given = engine.args.get("gpu_memory_utilization")
-        taken += size if given is None else int(given * total)
+        utilization = engine.args.get("gpu_memory_utilization")
+        taken += size if utilization is None else int(utilization * total)
         engine = replace(engine, max_num_seqs=rollouts.at_once)
         planned[name] = replace(model, engine=_with_share(engine, cache, size / total))
     return replace(config, auxiliary_models=planned), taken
 
 
 def _shares_the_gpu(engine: EngineConfig) -> bool:
-    """Whether the trainer's GPU is also that of a vLLM which the run starts."""
+    """True if the run starts a vLLM on the trainer's GPU."""
     can = capabilities_of(engine.name)
     if not can.is_vllm or engine.urls:
         return False
@@ -158,7 +165,7 @@ def _shares_the_gpu(engine: EngineConfig) -> bool:
 
 
 def _on_the_trainers_gpu(key: str, engine: EngineConfig) -> bool:
-    """Whether the trainer's GPU is one of a server's, which would then be the only one."""
+    """True if a server has the trainer's GPU. ConfigError: it has that one and others."""
     gpus = list(engine.gpus or [TRAINER_GPU])
     if TRAINER_GPU in gpus and len(gpus) > 1:
         raise ConfigError(
@@ -170,7 +177,7 @@ def _on_the_trainers_gpu(key: str, engine: EngineConfig) -> bool:
 
 
 def training_of(config: TrainConfig, gpus: int) -> Training:
-    """What the plan has to know of training, on machines of so many GPUs; under mixed precision weights are float32."""
+    """The plan's description of training, on machines with `gpus` GPUs. Mixed precision has float32 weights."""
     settings = config.trainer or {}
     adapters, adapter_width = adapters_of(config)
     trainers = processes_of(settings, gpus)
@@ -181,13 +188,13 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
         width=4 if config.model.dtype is WeightDtype.fp32 or settings.get("precision") in MIXED else 2,
         longest_row=longest,
         tokens=int(budget) if (budget := config.algorithm.max_tokens_per_micro_batch) != AUTO else None,
-        reference=objective.needs_reference and not adapters,  # the policy without them is it
+        reference=objective.needs_reference and not adapters,  # with adapters, the policy without them is the reference
         checkpointing=config.model.gradient_checkpointing,
         eager=config.model.attn_implementation == "eager",
         shards=trainers_of(settings, gpus) if strategy_of(settings) == SHARDS else 1,
         adapters=adapters,
         adapter_width=adapter_width,
-        moments=2 if config.optimizer.name == "adamw_8bit" else 2 * FLOAT,  # those of a custom one: as large as Adam's
+        moments=2 if config.optimizer.name == "adamw_8bit" else 2 * FLOAT,  # other optimizers: as Adam
         value_model=None if (values := value_model_of(config)) is None else ModelShape.of(values),
         on_host=trainers if config.optimizer.name == OFFLOADED else 0,
         offloadable=trainers if config.optimizer.name in ADAM else 0,
@@ -195,37 +202,35 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
 
 
 def value_model_of(config: TrainConfig) -> Any:
-    """The skeleton of the value model, if there is a critic that has one, else None."""
+    """The skeleton of the critic's value model; None if the critic has none, or there is no critic."""
     critic = config.algorithm.critic
     return None if critic is None or critic.model is None else skeleton(str(resolve_model(critic.model)))
 
 
 def adapters_of(config: TrainConfig) -> tuple[int, int]:
-    """Parameters of the policy's adapters, and the numbers that they keep of a token; 0 if it has none.
+    """Number of parameters of the policy's adapters, and the numbers that they save of each token; both 0 without them.
 
-    For the backward pass an adapter keeps its low-rank activations; with dropout also its input and what was dropped.
+    An adapter saves its low-rank activations for the backward pass; with dropout also its input and the dropout mask.
     """
     lora = config.model.lora
     if lora.r is None:
         return 0, 0
-    from trinity_lightning.trainer.adapter import Adapter  # peft, an extra
-
     model = skeleton(str(resolve_model(config.model.name)))
-    with torch.random.fork_rng(devices=[]):  # they are drawn: the policy's own must not depend on it
+    with torch.random.fork_rng(devices=[]):  # adapters draw their weights: the policy's must not depend on it
         Adapter(model, lora, config.model.name)
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    down = [each for name, each in trained.items() if ".lora_A." in name]  # [rank, input]
-    kept = sum(len(each) + (2 * each.shape[1] if lora.dropout else 0) for each in down)
-    return sum(each.numel() for each in trained.values()), kept
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    down = [weight for name, weight in trained.items() if ".lora_A." in name]  # [rank, input]
+    saved = sum(len(weight) + (2 * weight.shape[1] if lora.dropout else 0) for weight in down)
+    return sum(weight.numel() for weight in trained.values()), saved
 
 
 def trainers_of(settings: Mapping[str, Any], gpus: int) -> int:
-    """How many devices train together, on machines of so many GPUs; on a CPU each process counts as a device."""
+    """Number of devices that train together, on machines with `gpus` GPUs. On a CPU each process is a device."""
     return processes_of(settings, gpus) * int(settings.get("num_nodes", 1))
 
 
 def _generating(engine: EngineConfig, requests: int, **others: Any) -> Rollouts:
-    """What the plan has to know of an engine that is given so many requests."""
+    """The plan's description of an engine that is given `requests` requests."""
     return Rollouts(
         width=4 if engine.dtype is EngineDtype.fp32 else 2,
         context=engine.max_model_len,
@@ -238,35 +243,33 @@ def _generating(engine: EngineConfig, requests: int, **others: Any) -> Rollouts:
 
 
 def rollouts_of(config: TrainConfig, gpus: int) -> Rollouts:
-    """What the plan has to know of rollouts, on machines of so many GPUs."""
+    """The plan's description of rollouts, on machines with `gpus` GPUs."""
     engine = config.engine
-    sharing = processes_of(config.trainer or {}, gpus) if engine.per_rank else 1  # processes with an engine each
+    engines = processes_of(config.trainer or {}, gpus) if engine.per_rank else 1  # on one machine
     sleeps = {EngineSleep.auto: None, EngineSleep.always: True, EngineSleep.never: False}
     return _generating(
         engine,
-        requests=-(-config.explorer.batch_size // sharing) * config.explorer.repeat_times,  # of a step, for each engine
+        requests=-(-config.explorer.batch_size // engines) * config.explorer.repeat_times,  # of a step, for each engine
         sleep=sleeps[engine.sleep],
         servers=engine.servers if capabilities_of(engine.name).overlaps_training else 0,
         adapters=_adapters_in_vllm(config) if config.synchronizer.lora == "adapter" else 0,
-        processes=sharing,
+        processes=engines,
     )
 
 
 def _adapters_in_vllm(config: TrainConfig) -> int:
-    """Parameters of the adapters with the rank that vLLM makes room for."""
-    from trinity_lightning.config.model import room_for  # an option
-
+    """Number of parameters of the adapters at the rank that vLLM makes room for."""
     rank = config.model.lora.r or 0
     return adapters_of(config)[0] * room_for(rank) // rank
 
 
-def planned_engine(engine: EngineConfig, found: MemoryPlan, total: int) -> EngineConfig:
-    """The engine's knobs by the plan, for a device of `total` bytes; what `engine.args` says itself holds."""
-    sleep = EngineSleep.always if found.sleep else EngineSleep.never
-    return _with_share(replace(engine, sleep=sleep), found.kv_cache, found.engine / total)
+def planned_engine(engine: EngineConfig, memory: MemoryPlan, total: int) -> EngineConfig:
+    """The engine with the plan's values, for a device of `total` bytes; `engine.args` takes precedence."""
+    sleep = EngineSleep.always if memory.sleep else EngineSleep.never
+    return _with_share(replace(engine, sleep=sleep), memory.kv_cache, memory.engine / total)
 
 
 def _with_share(engine: EngineConfig, cache: int, share: float) -> EngineConfig:
-    """The engine with a cache of so many bytes, in a share of the device."""
+    """The engine with a cache of `cache` bytes and a share of the device."""
     args = {"gpu_memory_utilization": round(share, 4), "max_num_batched_tokens": BATCHED_TOKENS}
     return replace(engine, kv_cache_gb=cache / GIB, args=args | engine.args)

@@ -1,17 +1,17 @@
-"""What fits into a device's memory, worked out from a model's shape before any weight is loaded.
+"""The memory plan: how trainer and vLLM share a device, computed from the model's shape before any weight is loaded.
 
-Trainer and engine may share one device. The trainer keeps weights, float32 masters and Adam's moments all the time, and
-gradients and activations while it trains; vLLM keeps weights and a key-value cache, and computes while it generates.
-`plan` tries three ways, the cheapest first, and takes the first whose cache has room for a step's rollouts at once:
+The trainer keeps weights, float32 masters and Adam's moments all the time, and gradients and activations while it
+trains. vLLM keeps weights and a key-value cache, and needs working memory while it generates. `plan` tries three ways,
+the cheapest first, and takes the first one whose cache has room for the rollouts of a step at once:
 
-1. side by side: all of it stays where it is;
-2. vLLM sleeps while the trainer trains: its weights move to the host, its cache is given up;
-3. and while vLLM generates, masters and moments are on the host too.
+1. side by side: everything stays on the device;
+2. vLLM sleeps while the trainer trains: its weights move to the host, and its cache is freed;
+3. vLLM sleeps, and masters and moments move to the host while vLLM generates.
 
-On a CPU there is one way: vLLM's weights stay, and its cache is given back while the trainer trains. A trainer that has
-its device to itself is planned too.
+On a CPU there is one way: vLLM's weights stay, and its cache is freed while the trainer trains. `plan` also plans a
+trainer that has its device to itself.
 
-Pure functions of numbers: bytes unless a name says otherwise.
+All functions are pure. Sizes are bytes unless a name says otherwise.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,24 +22,24 @@ from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training, activations
 from trinity_lightning.errors import ConfigError
 
-# Tokens of a micro-batch: more than the first gain nothing on a GPU. They are halved, so that a little less memory at
-# another start makes no difference. Fewer than the last that is wanted cost passes over the gradient.
+# Tokens of a micro-batch. More than 16,384 gain nothing on a GPU. Only halves are tried, so that a little less free
+# memory at another start changes nothing. Fewer than the wanted ones cost further passes over the gradient.
 TOKENS = tuple(16384 >> half for half in range(15))
 WANTED_TOKENS = TOKENS[:3]
 
 BATCHED_TOKENS = 8192  # prompt tokens that vLLM computes in one pass
 FEWEST_REQUESTS, MOST_REQUESTS = 256, 1024
-ENOUGH = 0.5  # of the cache that all requests would need were each as long as it may be
+ENOUGH = 0.5  # a cache with this share of what all requests at full length need has room for a step's rollouts
 CUDA_CONTEXT = GIB  # driver, kernels and workspaces of a process that computes with torch and vLLM
-WORKSPACES = CUDA_CONTEXT // 2  # of these, what the trainer allocates besides the context that it has
-CUDA_GRAPHS = GIB  # vLLM's
-FRAGMENTS = 0.04  # of the device, which allocators lose between blocks
-FIRST_SHARDS = 8  # devices that a trainer of one device is advised to have
-PINNED = 2  # times a size at most: vLLM pins host memory tensor by tensor, each as a power of two
-MOST_DOUBLED = 8  # how often that number is, if it is not enough
-SERVER_SHARE = 0.92  # of a GPU of its own, which vLLM takes by default
+WORKSPACES = CUDA_CONTEXT // 2  # the part of CUDA_CONTEXT that the trainer allocates after its context exists
+CUDA_GRAPHS = GIB  # vLLM's graphs
+FRAGMENTS = 0.04  # share of the device that allocators lose between blocks
+FIRST_SHARDS = 8  # devices that the advice names first to a trainer of one device
+MOST_DOUBLED = 8  # how often the advice doubles FIRST_SHARDS until the model fits
+PINNED = 2  # host bytes for each byte of sleeping weights, at most: vLLM pins each tensor as a power of two
+SERVER_SHARE = 0.92  # share of a GPU that vLLM takes by default
 
-# Of a process on a CPU, measured (benchmarks/memory.py): libraries, vLLM's own, and what is computed with.
+# Memory of a process on a CPU, measured (benchmarks/memory.py): libraries, vLLM's libraries, working memory.
 LIBRARIES, VLLM_LIBRARIES, CPU_RESERVE = (int(gb * 1e9) for gb in (0.5, 0.4, 0.3))
 
 POLICY, MASTERS, MOMENTS, GRADIENTS = "policy", "masters", "Adam's moments", "gradients"
@@ -58,16 +58,16 @@ class Rollouts:
         width: bytes of a weight and of an element of the cache: 2 or 4.
         context: longest prompt and response together, in tokens.
         requests: rollouts of a step.
-        max_num_seqs: requests decoded at once; None: those of a step, 256 to 1,024.
-        kv_cache: bytes of the key-value cache; None: what all requests at once may need, or what there is.
-        sleep: whether vLLM sleeps while the trainer trains; None: if there is no room otherwise.
-        servers: how many processes of vLLM share the device with the trainer; 0: it runs in the trainer's own, and the
-            two use the same memory to compute with. Servers never sleep.
-        beside: bytes that servers of auxiliary models take of the device.
+        max_num_seqs: requests decoded at once; None: all of a step, at least 256 and at most 1,024.
+        kv_cache: bytes of the key-value cache; None: as many as the requests may need, or as are free.
+        sleep: True: vLLM sleeps while the trainer trains; None: only if there is no room otherwise.
+        servers: vLLM processes that share the device with the trainer; 0: vLLM runs in the trainer's process, and the
+            two use the same working memory in turns. Servers never sleep.
+        beside: bytes of the device that servers of auxiliary models take.
         gpus: GPUs that an engine is split over (tensor parallelism).
         drafted: tokens that speculative decoding proposes for a request at once.
-        adapters: parameters of adapters that vLLM computes with itself, besides the weights (synchronizer.lora).
-        processes: of a machine that have an engine each, on a device of their own (engine.per_rank).
+        adapters: parameters of adapters that vLLM keeps besides the weights (synchronizer.lora=adapter).
+        processes: processes of a machine that each have an engine, on a device of their own (engine.per_rank).
 
     Raises:
         ConfigError: a server that is to sleep.
@@ -95,23 +95,23 @@ class Rollouts:
 
     @property
     def at_once(self) -> int:
-        """Requests that vLLM decodes at once."""
+        """Number of requests that vLLM decodes at once."""
         return self.max_num_seqs or min(max(self.requests, FEWEST_REQUESTS), MOST_REQUESTS)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Who gets how much of a device.
+    """How the memory of a device is divided.
 
     Attributes:
-        device: bytes of it that were free at the start.
-        training, generating: bytes by name in each of the two phases.
+        device: bytes that were free at the start.
+        training, generating: bytes of each part by its name, in each of the two phases.
         micro_batch_tokens: computed tokens of a micro-batch.
         kv_cache: bytes of the key-value cache of each engine.
-        engine: all bytes of each engine, what it computes with included.
-        sleep: whether vLLM sleeps while the trainer trains.
-        offload: whether masters and moments are on the host while vLLM generates.
-        on_host: bytes by name that all processes of a machine keep in its memory, if their optimizers are there.
+        engine: all bytes of each engine, its working memory included.
+        sleep: True if vLLM sleeps while the trainer trains.
+        offload: True if masters and moments are on the host while vLLM generates.
+        on_host: bytes by name that all processes of a machine keep in host memory (optimizer.name=adamw_offload).
     """
 
     device: int
@@ -126,24 +126,24 @@ class MemoryPlan:
 
     @property
     def left(self) -> int:
-        """Bytes that nobody takes in the fuller phase; below 0 if the plan does not fit."""
+        """Bytes that are still free in the fuller phase; below 0 if the plan does not fit."""
         return self.device - max(sum(self.training.values()), sum(self.generating.values()))
 
     @property
     def shared(self) -> bool:
-        """Whether trainer and vLLM are both on it."""
+        """True if trainer and vLLM are both on the device."""
         return POLICY in self.training and self.engine > 0
 
     @property
     def way(self) -> str:
-        """How the device is shared, in words."""
+        """The way the device is shared, in words."""
         if not self.shared:
             return "the trainer alone" if POLICY in self.training else "vLLM alone"
         ways = {(False, False): "side by side", (True, False): "vLLM sleeps while the trainer trains"}
         return ways.get((self.sleep, self.offload), "vLLM sleeps, and masters and moments move to the host in turns")
 
     def rows(self) -> list[tuple[str, str]]:
-        """The plan for the table that a run begins with."""
+        """The plan as rows of the table that a run prints at its start."""
         return [
             ("device memory", f"{gib(self.device)} free: {self.way}, leaves {gib(self.left)}"),
             ("while training", _listed(self.training)),
@@ -153,7 +153,7 @@ class MemoryPlan:
 
 
 def gib(size: float) -> str:
-    """A number of bytes as people read it: `12.3 GiB`."""
+    """A number of bytes as text: `12.3 GiB`."""
     return f"{size / GIB:.1f} GiB"
 
 
@@ -162,27 +162,29 @@ def _listed(parts: Mapping[str, int]) -> str:
 
 
 def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
-    """Bytes that a device of the trainer keeps for each of its states; gradients are float32, whatever the weights are.
+    """Bytes that a device of the trainer keeps for each state, by name.
 
-    Weights of 2 bytes have float32 masters in the optimizer. Where adapters are trained, they have all of these, and
-    the weights nothing. In shards (trainer/fsdp.py) what is trained is float32, and there are no other masters: each
-    device gathers the layer that it computes with and the next one, in `width` bytes, and what is in no layer.
-    Gradients of a micro-batch are whole until they are added up (those of adapters are small), a layer's in `width`
-    bytes, those of what is in no layer in float32, and are copied to float32 to be sent.
+    Gradients are always float32. Weights of 2 bytes have float32 masters in the optimizer. If adapters are trained,
+    only they have masters, moments and gradients.
+
+    In shards (trainer/fsdp.py) the trained weights are float32, and there are no masters. Each device gathers in
+    `width` bytes the layer that it computes with, the next layer, and the weights outside the layers. The gradients of
+    a micro-batch are whole until they are added up: `width` bytes an element in a layer, float32 outside the layers.
+    They are copied to float32 to be sent. Gradients of adapters are small and not counted here.
     """
-    each, width = -(-shape.parameters // training.shards), training.width
+    parameters, width = -(-shape.parameters // training.shards), training.width  # of one shard
     trained = -(-(training.adapters or shape.parameters) // training.shards)
-    here = not training.on_host  # masters and moments; else see `states_on_host`
-    in_training = width + here * ((FLOAT if width < FLOAT else 0) + training.moments) + FLOAT  # all of it stays
+    here = not training.on_host  # masters and moments are on the device; otherwise see `states_on_host`
+    trained_width = width + here * ((FLOAT if width < FLOAT else 0) + training.moments) + FLOAT
     split, layer = training.shards > 1, (shape.parameters - shape.outside) // shape.layers
     gradients = 0 if training.adapters else 2 * FLOAT * shape.outside + (width + FLOAT) * layer
     states = {
-        POLICY: (FLOAT if split else width) * trained + (width * each if training.adapters else 0),
+        POLICY: (FLOAT if split else width) * trained + (width * parameters if training.adapters else 0),
         MASTERS: FLOAT * trained if here and width < FLOAT and not split else 0,
         MOMENTS: here * training.moments * trained,
         GRADIENTS: FLOAT * trained,
-        REFERENCE: width * each if training.reference else 0,
-        VALUE_MODEL: 0 if training.value_model is None else in_training * training.value_model.parameters,
+        REFERENCE: width * parameters if training.reference else 0,
+        VALUE_MODEL: 0 if training.value_model is None else trained_width * training.value_model.parameters,
         GATHERED: width * (shape.outside + 2 * layer) + gradients if split else 0,
         **(states_on_host(shape, replace(training, on_host=1)) if training.on_cpu and training.on_host else {}),
     }
@@ -190,31 +192,31 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
 
 
 def states_on_host(shape: ModelShape, training: Training) -> dict[str, int]:
-    """Bytes that all processes of a machine keep in its memory of what they train (`trainer.host`), if they do."""
+    """Bytes by name that all processes of a machine keep in host memory (`trainer.host`), with adamw_offload."""
     trained = (training.adapters or shape.parameters) + getattr(training.value_model, "parameters", 0)
-    each = {MASTERS: FLOAT * trained, MOMENTS: training.moments * trained, COPIES: FLOAT * trained}
-    return {name: training.on_host * size for name, size in each.items()} if training.on_host else {}
+    of_a_process = {MASTERS: FLOAT * trained, MOMENTS: training.moments * trained, COPIES: FLOAT * trained}
+    return {name: training.on_host * size for name, size in of_a_process.items()} if training.on_host else {}
 
 
 def micro_batch_tokens(shape: ModelShape, training: Training, free: int) -> int:
-    """The most computed tokens whose activations fit into `free` bytes, of 16,384 and its halves; 0: none."""
+    """The largest of TOKENS whose activations fit into `free` bytes; 0 if none does."""
     return next((tokens for tokens in TOKENS if activations(shape, training, tokens) <= free), 0)
 
 
 def plan(shape: ModelShape, training: Training, rollouts: Rollouts | None, device: int, host: int) -> MemoryPlan:
-    """The first way with room enough for all rollouts of a step at once, or else the one with the largest cache.
+    """The first way whose cache has room for the rollouts of a step at once, otherwise the one with the largest cache.
 
-    If none fits and vLLM cannot sleep, both stay side by side with as many tokens a micro-batch as leave room.
+    If no way fits and vLLM cannot sleep, micro-batches get smaller until both fit side by side.
 
     Args:
-        shape: the model, which trainer and engine both hold.
-        training, rollouts: what the run is configured to do; no rollouts: the trainer has the device to itself.
-        device: bytes of the device that are free, once this process has its CUDA context.
-        host: bytes of the host's memory that are free.
+        shape: the model, which both trainer and engine hold.
+        training, rollouts: what the run is configured to do; None for rollouts: the trainer has the device to itself.
+        device: free bytes of the device, once this process has its CUDA context.
+        host: free bytes of host memory.
 
     Raises:
-        ConfigError: no way has room for a micro-batch and for one request, or the host none for the optimizers that are
-            to be there; with numbers and the knobs that help.
+        ConfigError: no way has room for a micro-batch and one request, or host memory has no room for the optimizers
+            that are to be there. The message has numbers and says which keys help.
     """
     on_host = {} if training.on_cpu else states_on_host(shape, training)
     if (needed := sum(on_host.values())) > host:
@@ -227,7 +229,7 @@ def plan(shape: ModelShape, training: Training, rollouts: Rollouts | None, devic
     asked = _Asked(shape, training, rollouts, device, host - needed)
     ways = list(asked.ways())
     fitting = [way for way in ways if asked.fits(way)]
-    if not fitting and not ways[-1].sleep:  # a way in turns needs less than any side by side
+    if not fitting and not ways[-1].sleep:  # a way with sleep needs less memory than any side by side
         ways = list(asked.side_by_side(TOKENS))
         fitting = [way for way in ways if asked.fits(way)][:1]
     if not fitting:
@@ -237,17 +239,17 @@ def plan(shape: ModelShape, training: Training, rollouts: Rollouts | None, devic
     return replace(next(enough, max(fitting, key=lambda way: way.kv_cache)), on_host=on_host)
 
 
-def beside_others(found: MemoryPlan, others: int) -> MemoryPlan:
-    """The same plan for a device on which servers of auxiliary models take `others` more bytes."""
+def beside_others(alone: MemoryPlan, others: int) -> MemoryPlan:
+    """The plan for a device on which servers of auxiliary models take `others` more bytes."""
     if not others:
-        return found
-    training, generating = ({**parts, BESIDE: others} for parts in (found.training, found.generating))
-    return replace(found, device=found.device + others, training=training, generating=generating)
+        return alone
+    training, generating = ({**parts, BESIDE: others} for parts in (alone.training, alone.generating))
+    return replace(alone, device=alone.device + others, training=training, generating=generating)
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What `plan` is asked for; `host`: what the optimizers leave of it."""
+    """The arguments of `plan`; `host` is what the optimizers leave of host memory."""
 
     shape: ModelShape
     training: Training
@@ -256,7 +258,7 @@ class _Asked:
     host: int
 
     def ways(self) -> Iterator[MemoryPlan]:
-        """Every way that configuration and host allow, the cheapest first; each may be too large for the device."""
+        """All ways that the configuration and host memory allow, the cheapest first; the device may be too small."""
         training, rollouts = self.training, self.rollouts
         if rollouts is None or rollouts.sleep is not True or training.on_cpu:
             yield from self.side_by_side(WANTED_TOKENS)
@@ -272,23 +274,23 @@ class _Asked:
                 yield self.way(tokens, sleep=True, offload=offload)
 
     def side_by_side(self, sizes: Sequence[int]) -> Iterator[MemoryPlan]:
-        """One way for each size of a micro-batch, the largest first; a row that is longer has one of its own."""
+        """One way for each size of a micro-batch, the largest first; a micro-batch holds at least the longest row."""
         wanted = (self.training.tokens,) if self.training.tokens else sizes
         budgets = {max(tokens, self.training.longest_row) for tokens in wanted}
         return (self.way(tokens) for tokens in sorted(budgets, reverse=True))
 
     def way(self, tokens: int, sleep: bool = False, offload: bool = False) -> MemoryPlan:
-        """What is on the device in each phase, with a cache that has room for one request at least.
+        """The parts that are on the device in each phase, with a cache for at least one request.
 
-        In one process trainer and vLLM compute in turns, with the same memory.
+        In one process trainer and vLLM compute in turns, in the same working memory.
         """
         shape, training, rollouts, rest = self.shape, self.training, self.rollouts, self._others()
         states = weight_states(shape, training)
         away = {GRADIENTS, GATHERED, *((MASTERS, MOMENTS) if offload else ())}
-        kept = {name: size for name, size in states.items() if name not in away}
+        while_generating = {name: size for name, size in states.items() if name not in away}
         trains = {**states, ACTIVATIONS: activations(shape, training, tokens)}
         if rollouts is None:
-            return MemoryPlan(self.device, {**trains, **rest}, {**kept, **rest}, tokens)
+            return MemoryPlan(self.device, {**trains, **rest}, {**while_generating, **rest}, tokens)
         engines = max(rollouts.servers, 1)
         weights = {ENGINE_WEIGHTS: engines * engine_weights(shape, rollouts)}
         working = {WORKING: engines * _working(shape, rollouts)}
@@ -297,7 +299,7 @@ class _Asked:
             trains |= working
             rest |= {CONTEXTS: engines * (LIBRARIES if training.on_cpu else CUDA_CONTEXT)}
         training_phase = {**trains, **({} if sleep else weights), **rest}
-        generating = {**kept, **weights, **working, **rest}
+        generating = {**while_generating, **weights, **working, **rest}
         cache_stays = not sleep and (not training.on_cpu or rollouts.servers > 0)
         fullest = max(sum(training_phase.values()) if cache_stays else 0, sum(generating.values()))
         cache = _room(shape, rollouts, (self.device - fullest) // engines)
@@ -308,23 +310,23 @@ class _Asked:
         return MemoryPlan(self.device, training_phase, generating, tokens, cache, engine, sleep, offload)
 
     def fits(self, way: MemoryPlan) -> bool:
-        """Whether there is room for what it is made of, with a cache that is as configured."""
+        """True if all parts have room, and the cache is as large as configured."""
         configured = None if self.rollouts is None else self.rollouts.kv_cache
         return way.left >= 0 and configured in (None, way.kv_cache)
 
     def _others(self) -> dict[str, int]:
-        """Bytes of the device that neither trainer nor engine has."""
+        """Bytes of the device that belong neither to the trainer nor to the engine, by name."""
         beside = {BESIDE: self.rollouts.beside} if self.rollouts and self.rollouts.beside else {}
         return {**beside, RESERVE: LIBRARIES + CPU_RESERVE if self.training.on_cpu else _reserve(self.device)}
 
-    # -- what does not fit, and what helps -----------------------------------------------------------------------------
+    # -- the message if nothing fits -----------------------------------------------------------------------------------
 
     def refusal(self, way: MemoryPlan) -> str:
-        """Why not even the most frugal way fits, and what to change."""
+        """The message that says why not even the most frugal way fits, and which keys help."""
         phases = {"training": way.training, "generating": way.generating}
         phase = max(phases, key=lambda name: sum(phases[name].values()))
         room: float = way.device - way.left
-        if not self.training.on_cpu:  # the context that is there takes some
+        if not self.training.on_cpu:  # `device` has left out the CUDA context of this process
             room = (room - _reserve(way.device) + WORKSPACES) / (1 - FRAGMENTS) + CUDA_CONTEXT - WORKSPACES
         request = ""
         if self.rollouts is not None:
@@ -337,7 +339,7 @@ class _Asked:
         )
 
     def _knobs(self, way: MemoryPlan) -> Iterator[str]:
-        """What to change, and how many bytes fewer are needed then in the fuller phase."""
+        """Settings that save memory, each with the bytes that it saves in the fuller phase."""
         training, rollouts, tokens = self.training, self.rollouts, way.micro_batch_tokens
         options: list[tuple[str, _Asked, int]] = [
             ("model.gradient_checkpointing=true takes {} less", self._trained(checkpointing=True), tokens),
@@ -363,26 +365,26 @@ class _Asked:
         if rollouts is not None and not training.on_cpu:
             alone = "GPUs of its own for the engine (engine=vllm_server engine.gpus) free {}"
             options.append((alone, replace(self, rollouts=None), tokens))
-        for said, other, size in options:
-            if (saved := other.way(size, way.sleep, way.offload).left - way.left) > 0:
-                yield said.format(gib(saved))
+        for sentence, changed, size in options:
+            if (saved := changed.way(size, way.sleep, way.offload).left - way.left) > 0:
+                yield sentence.format(gib(saved))
         if rollouts is not None and rollouts.sleep is False and not rollouts.servers:
             yield "engine.sleep=auto frees vLLM's memory for training"
 
     def _trained(self, **changed: Any) -> "_Asked":
-        """The same with other values of `Training`."""
+        """A copy with other values of `Training`."""
         return replace(self, training=replace(self.training, **changed))
 
     def _shards_that_fit(self, way: MemoryPlan) -> int:
-        """The fewest that fit, doubled again and again; the first if no number is enough."""
+        """The smallest number of shards that fits, found by doubling; the first number if none is enough."""
         first = 2 * self.training.shards if self.training.shards > 1 else FIRST_SHARDS
         numbers = [first << doubled for doubled in range(MOST_DOUBLED)]
-        split = ((each, self._trained(shards=each)) for each in numbers)
+        split = ((number, self._trained(shards=number)) for number in numbers)
         tokens, sleep, offload = way.micro_batch_tokens, way.sleep, way.offload
-        return next((each for each, asked in split if asked.way(tokens, sleep, offload).left >= 0), first)
+        return next((number for number, asked in split if asked.way(tokens, sleep, offload).left >= 0), first)
 
     def _moves_to_host(self, way: MemoryPlan) -> bool:
-        """Whether adamw_offload is for this run, and the host has room for it and vLLM's weights, if these go there."""
+        """True if adamw_offload is possible and host memory has room for it, beside the weights of a sleeping vLLM."""
         training = self.training
         offloaded = replace(training, on_host=training.offloadable, moments=2 * FLOAT)
         asleep = _asleep(self.shape, self.rollouts) if self.rollouts and way.sleep else 0
@@ -391,29 +393,29 @@ class _Asked:
 
 
 def engine_weights(shape: ModelShape, rollouts: Rollouts) -> int:
-    """Bytes of what vLLM computes with on each of its GPUs: the model, and adapters that are not merged into it."""
+    """Bytes of vLLM's weights on each of its GPUs: the model, and adapters that are not merged into it."""
     return rollouts.width * (shape.parameters + rollouts.adapters) // rollouts.gpus
 
 
 def _asleep(shape: ModelShape, rollouts: Rollouts) -> int:
-    """Bytes of a machine's memory that the weights of its engines take while these sleep."""
+    """Bytes of host memory that the weights of a machine's engines take while the engines sleep."""
     return PINNED * rollouts.processes * engine_weights(shape, rollouts)
 
 
 def cache_bytes(shape: ModelShape, rollouts: Rollouts, requests: int) -> int:
-    """Bytes of the keys and values of so many requests, each as long as it may be."""
+    """Bytes of the keys and values of `requests` requests of the greatest length."""
     width = max(shape.key_width // rollouts.gpus, shape.query_width // shape.heads)  # a GPU has one head at least
     return requests * rollouts.context * 2 * shape.layers * width * rollouts.width
 
 
 def _room(shape: ModelShape, rollouts: Rollouts, free: int) -> int:
-    """Bytes of the cache: as configured, or as much as is of use and free; at least what one request needs."""
+    """Bytes of the cache: as configured, else as many as are useful and free; at least enough for one request."""
     useful = min(free, cache_bytes(shape, rollouts, rollouts.at_once))
     return max(useful if rollouts.kv_cache is None else rollouts.kv_cache, cache_bytes(shape, rollouts, 1))
 
 
 def _working(shape: ModelShape, rollouts: Rollouts) -> int:
-    """Bytes that vLLM computes with: a layer of a pass over prompts, and logits of which it samples, in float32."""
+    """Bytes of vLLM's working memory: one layer of a pass over prompts, and the logits it samples from, in float32."""
     width = rollouts.width
     split = 4 * shape.intermediate + shape.query_width + 2 * shape.key_width
     layer = BATCHED_TOKENS * width * (split // rollouts.gpus + 4 * shape.hidden)
@@ -425,9 +427,9 @@ def _engine(shape: ModelShape, rollouts: Rollouts, cache: int) -> int:
 
 
 def auxiliary_server(shape: ModelShape, rollouts: Rollouts) -> tuple[int, int]:
-    """Bytes of the cache of an auxiliary model's server, and all that it takes of a device, its CUDA context included.
+    """Bytes of the cache of an auxiliary model's server, and all bytes of the server, its CUDA context included.
 
-    Its cache is as configured, or has room for as much as the policy's has to have room for (`ENOUGH`).
+    The cache is as configured, otherwise the share ENOUGH of what all requests may need.
     """
     cache = rollouts.kv_cache
     if cache is None:
@@ -440,10 +442,10 @@ def _reserve(device: int) -> int:
 
 
 def engine_alone(shape: ModelShape, rollouts: Rollouts, device: int) -> MemoryPlan:
-    """What is on each of the GPUs that an engine has to itself: its cache is as configured, or takes what vLLM finds.
+    """The plan of each GPU that an engine has to itself. The cache is as configured, or takes all that vLLM finds.
 
     Raises:
-        ConfigError: there is no room for one request.
+        ConfigError: the cache has no room for one request.
     """
     parts = {ENGINE_WEIGHTS: engine_weights(shape, rollouts), WORKING: _working(shape, rollouts)}
     parts |= {GRAPHS: CUDA_GRAPHS, RESERVE: CUDA_CONTEXT}
@@ -451,12 +453,13 @@ def engine_alone(shape: ModelShape, rollouts: Rollouts, device: int) -> MemoryPl
     if cache is None:
         cache = max(int(SERVER_SHARE * device) - sum(parts.values()), 0)
     parts[CACHE] = cache
-    found = MemoryPlan(device, parts, parts, 0, cache, sum(parts.values()))
-    if cache < one or found.left < 0:
+    alone = MemoryPlan(device, parts, parts, 0, cache, sum(parts.values()))
+    if cache < one or alone.left < 0:
         listed = _listed({**parts, CACHE: max(cache, one)})
         raise ConfigError(
             f"an engine on {rollouts.gpus} x {gib(device)} has no room for a request of engine.max_model_len="
             f"{rollouts.context}, which needs {gib(one)} of cache. On each {listed}. Give it more GPUs (engine.gpus), "
-            "over which the model is split, or a shorter context."
+            "over which the model is split, or a shorter context.",
+            key="engine.gpus",
         )
-    return found
+    return alone

@@ -1,4 +1,4 @@
-"""What a run needs, from its configuration and its model's config: memory by device and part, seconds of a step."""
+"""The plan of a whole run, from its configuration and its model's config: memory of every device, seconds of a step."""
 
 import time
 from dataclasses import dataclass, replace
@@ -40,24 +40,24 @@ from trinity_lightning.trainer.objective import Objective
 if TYPE_CHECKING:
     from trinity_lightning.plan.__main__ import PlanConfig
 
-FORWARD = 1 / 3  # of the operations of a forward and backward pass
-# 10^9 bytes a second that weights are sent with: within a process on a CPU (benchmarks/weight_sync.py); on a GPU and
-# between GPUs, and as a folder, from what others report.
+FORWARD = 1 / 3  # share of a forward pass in the operations of a forward and backward pass
+# 10^9 bytes a second that weights are sent with: within a process on a CPU, measured (benchmarks/weight_sync.py); on a
+# GPU or between GPUs, and as a folder, as others report.
 CPU_GB, GPU_GB, FOLDER_GB = 2.0, 10.0, 1.0
 ENOUGH_HOST = 1 << 50  # assumed host memory of another machine, in bytes
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device, of which the run may have several.
+    """The kind of device that a run computes on.
 
     Attributes:
-        name: as people call it.
-        on_cpu: whether it is this machine's CPU.
-        machine: how many of these devices a machine has, and their memory; a CPU is one device with all of the
-            machine's memory.
-        flops: operations a second of its best matrix product; None: not known for the dtype that is computed in.
-        bandwidth: bytes a second of its memory.
+        name: its usual name.
+        on_cpu: True if it is this machine's CPU.
+        machine: number of these devices in a machine, and their memory. A CPU is one device with all memory of the
+            machine.
+        flops: operations a second of its best matrix product; None: not known for the run's dtype.
+        bandwidth: bytes a second that its memory is read with.
     """
 
     name: str
@@ -69,13 +69,13 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Engines:
-    """How a run's engines are spread over devices.
+    """The engines of a run, and the devices that they have.
 
     Attributes:
-        count: how many share the rollouts; each copy of the model in a server (data_parallel_size) is one.
-        gpus: GPUs that each of them splits the model over.
-        on_one: how many of them compute on the same device.
-        server_gpus: GPUs of each server that are not the trainer's; 0: there are none.
+        count: engines that share the rollouts; each copy of the model in a server (data_parallel_size) counts.
+        gpus: GPUs that each engine splits the model over.
+        on_one: engines that compute on the same device.
+        server_gpus: GPUs of each server that has GPUs of its own; 0: no server has.
     """
 
     count: int = 1
@@ -86,7 +86,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class Share:
-    """Devices that hold the same."""
+    """The memory plan of one or several devices that hold the same."""
 
     name: str
     devices: int
@@ -95,16 +95,16 @@ class Share:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run needs.
+    """Memory, tokens and seconds of a run.
 
     Attributes:
-        model: its name, and how its weights are held.
-        parameters: of the model.
-        hardware: what it is planned for.
-        shares: the memory of every device, alike ones together: the first is rank 0's.
-        tokens: of a step, by what happens to them.
-        seconds: of a step, by part; none if the speed of the device is not known.
-        assumed: what tokens and seconds rest on, by the key that sets it.
+        model: name of the model, number of its parameters and their dtype, as text.
+        parameters: number of the model's parameters.
+        hardware: device that the run is planned for.
+        shares: memory of all devices, those that hold the same together; the first is rank 0's.
+        tokens: tokens of a step, by what is done with them.
+        seconds: seconds of a step, by part; empty if the speed of the device is not known.
+        assumed: assumptions behind tokens and seconds, by the key that changes them.
     """
 
     model: str
@@ -120,11 +120,12 @@ def plan_run(config: DictConfig, asked: "PlanConfig") -> RunPlan:
     """The plan of a run.
 
     Args:
-        config: a configuration that was checked; its dtypes are settled here.
-        asked: what to plan for.
+        config: a checked configuration. Its dtypes are settled here.
+        asked: the section `plan`.
 
     Raises:
-        ConfigError: the model has no config, the device is not known, numbers do not divide, or something does not fit.
+        ConfigError: the model has no config; the device is not known; GPUs cannot be shared out evenly; something does
+            not fit.
     """
     trainer = config.trainer or {}
     gpu = gpu_of(asked, trainer.get("accelerator", "auto"))
@@ -152,7 +153,7 @@ def plan_run(config: DictConfig, asked: "PlanConfig") -> RunPlan:
             "computed by training": work.tokens,
             "of a micro-batch": shares[0].memory.micro_batch_tokens,
         },
-        seconds=case.seconds(work, next((each.memory.kv_cache for each in shares if each.memory.kv_cache), 0)),
+        seconds=case.seconds(work, next((share.memory.kv_cache for share in shares if share.memory.kv_cache), 0)),
         assumed=case.assumed(),
     )
 
@@ -173,11 +174,15 @@ def _model(name: str) -> Any:
         ) from error
 
 
-# -- what it runs on ---------------------------------------------------------------------------------------------------
+# -- devices and engines -----------------------------------------------------------------------------------------------
 
 
 def gpu_of(asked: "PlanConfig", accelerator: str) -> tuple[str, Gpu] | None:
-    """The GPU to plan for and its name; None: this CPU. ConfigError: not in the table, or the trainer on the CPU."""
+    """The name and data of the GPU to plan for; None: this machine's CPU.
+
+    Raises:
+        ConfigError: the GPU is not in the table or has less memory than `plan.memory_gb`; or the trainer uses the CPU.
+    """
     if asked.device is not None:
         if accelerator == "cpu":
             raise ConfigError(
@@ -186,7 +191,7 @@ def gpu_of(asked: "PlanConfig", accelerator: str) -> tuple[str, Gpu] | None:
                 fix="leave one of them out",
             )
         if asked.device not in GPUS:
-            raise ConfigError(unknown_name("plan.device", asked.device, GPUS))
+            raise ConfigError(unknown_name("plan.device", asked.device, GPUS), key="plan.device")
         if (asked.memory_gb or 0) > (most := GPUS[asked.device].gib):
             raise ConfigError(
                 f"plan.memory_gb is {asked.memory_gb:g}, and {asked.device} has {most:g} GiB",
@@ -199,20 +204,22 @@ def gpu_of(asked: "PlanConfig", accelerator: str) -> tuple[str, Gpu] | None:
     name = torch.cuda.get_device_name()
     if (gpu := known_gpu(name)) is None:
         raise ConfigError(
-            f"this machine's GPU, {name}, is not in the table", fix="give one that is like it as plan.device"
+            f"this machine's GPU, {name}, is not in the table",
+            key="plan.device",
+            fix="give one that is like it as plan.device",
         )
     return name, gpu
 
 
 def _hardware(asked: "PlanConfig", gpu: tuple[str, Gpu] | None, run: TrainConfig) -> Hardware:
-    """The values given under `plan`; for the rest, those of the GPU table or of this machine."""
+    """The device with the values of the section `plan`; values left out are the GPU table's or this machine's."""
     settings = run.trainer or {}
     dtype = compute_dtype(run.model.dtype, settings.get("precision"))
-    # 0: not given.
+    # 0: the key is null.
     flops, bandwidth = (asked.tflops or 0) * 1e12, (asked.bandwidth_gb or 0) * 1e9
-    given, host = int((asked.memory_gb or 0) * GIB), int((asked.host_gb or 0) * GIB)
+    memory, host = int((asked.memory_gb or 0) * GIB), int((asked.host_gb or 0) * GIB)
     if gpu is None:
-        free = given or free_memory()
+        free = memory or free_memory()
         flops = flops or product_flops(TORCH_DTYPES[dtype], torch.get_num_threads())
         return Hardware("this machine's CPU", True, Gpus(1, free, free, free), flops, bandwidth or _copied_a_second())
     name, known = gpu
@@ -226,11 +233,12 @@ def _hardware(asked: "PlanConfig", gpu: tuple[str, Gpu] | None, run: TrainConfig
             )
         count, total, host = 1, int(known.gib * GIB), host or ENOUGH_HOST
         free = total - (CUDA_CONTEXT - WORKSPACES)
-    return Hardware(name, False, Gpus(count, given or free, given or total, host), speed, bandwidth or known.bandwidth)
+    gpus = Gpus(count, memory or free, memory or total, host)
+    return Hardware(name, False, gpus, speed, bandwidth or known.bandwidth)
 
 
 def _copied_a_second() -> float:
-    """Bytes a second that this CPU reads and writes as it copies memory."""
+    """Bytes a second that this CPU reads and writes while it copies memory, measured."""
     source = torch.ones(1 << 26, dtype=torch.uint8)
     target = source.clone()
     start = time.perf_counter()
@@ -240,21 +248,26 @@ def _copied_a_second() -> float:
 
 
 def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware) -> Engines:
-    """How engines are spread. ConfigError: GPUs that cannot be shared out, or are the trainer's; heads not to split."""
+    """The engines of the run.
+
+    Raises:
+        ConfigError: the GPUs cannot be shared out evenly among servers, some are the trainer's, or the model's heads
+            cannot be split over them.
+    """
     engine, gpus = run.engine, list(run.engine.gpus or ())
     if not capabilities_of(engine.name).overlaps_training:
-        each = trainers_of(run.trainer or {}, hardware.machine.count) if engine.per_rank else 1
-        return Engines(each, on_one=each if hardware.on_cpu else 1)
+        count = trainers_of(run.trainer or {}, hardware.machine.count) if engine.per_rank else 1
+        return Engines(count, on_one=count if hardware.on_cpu else 1)
     if engine.urls:
         return Engines(len(engine.urls))
     if gpus and not hardware.on_cpu:
         training = processes_of(run.trainer or {}, hardware.machine.count)
         check_gpus_apart("engine", gpus, training, training + len(gpus))
-    each = gpus_of_a_server("engine", engine, run.model.name, shape.heads)
+    server_gpus = gpus_of_a_server("engine", engine, run.model.name, shape.heads)
     copies = engine.args.get("data_parallel_size", 1)
     if not gpus or TRAINER_GPU in gpus:
         return Engines(engine.servers, on_one=engine.servers)
-    return Engines(engine.servers * copies, gpus=each // copies, server_gpus=each)
+    return Engines(engine.servers * copies, gpus=server_gpus // copies, server_gpus=server_gpus)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -263,12 +276,13 @@ def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware) -> Engines
 def _on_gpus(
     run: TrainConfig, shape: ModelShape, machine: Gpus, engines: Engines | None
 ) -> tuple[TrainConfig, list[Share]]:
+    """The configuration with the plan's values, and the memory of the trainers' GPUs and of the servers' own."""
     devices, training = trainers_of(run.trainer or {}, machine.count), training_of(run, machine.count)
     run, first = planned(run, machine)
     if devices == 1:
         shares = _ranks(1, first)
     else:
-        if training.tokens is None:  # ranks agree on the fewest, once rank 0 has planned its engine
+        if training.tokens is None:  # rank 0 plans its engine first; then all ranks take the fewest tokens of any rank
             training = replace(training, tokens=min(first.micro_batch_tokens, GPU_TOKENS))
             run, first = planned(run, machine, training.tokens)
         alike = run.engine.per_rank and first.shared
@@ -281,7 +295,10 @@ def _on_gpus(
 
 
 def _on_a_cpu(run: TrainConfig, shape: ModelShape, free: int) -> tuple[TrainConfig, list[Share]]:
-    """Processes that share this machine's memory: what the others take is planned first, and rank 0 has the rest."""
+    """The configuration with the plan's values, and the memory of each process of this machine.
+
+    The processes share the memory. The plan of the other ranks is made first, and rank 0 has the rest.
+    """
     devices, training = trainers_of(run.trainer or {}, 1), replace(training_of(run, 1), on_cpu=True)
     here = devices // int((run.trainer or {}).get("num_nodes", 1))  # on each machine
     if training.tokens is None:
@@ -300,24 +317,27 @@ def _on_a_cpu(run: TrainConfig, shape: ModelShape, free: int) -> tuple[TrainConf
 
 
 def rows_on_a_cpu(run: TrainConfig) -> list[tuple[str, str]]:
-    """What this machine's memory is expected to hold, for the table at a run's start; if too much, the run goes on."""
+    """The memory that a run on this CPU is expected to take, as rows of the table at its start.
+
+    The run goes on if the plan does not fit: the row says so.
+    """
     try:
         _, shares = _on_a_cpu(run, ModelShape.of(_model(run.model.name)), free_memory())
     except ConfigError as error:
         return [("memory expected", str(error))]
-    others = [(f"memory of {each.name}, each", gib(each.memory.device - each.memory.left)) for each in shares[1:]]
+    others = [(f"memory of {share.name}, each", gib(share.memory.device - share.memory.left)) for share in shares[1:]]
     (_, free_now), *rows = shares[0].memory.rows()
     return [("memory", free_now), *rows, *others]
 
 
 def _ranks(devices: int, first: MemoryPlan, *others: MemoryPlan) -> list[Share]:
-    """Rank 0, and the others, which are alike."""
+    """The shares of rank 0 and of the other ranks, which hold the same."""
     names = ("trainer",) if devices == 1 else ("rank 0", "rank 1" if devices == 2 else f"ranks 1 to {devices - 1}")
-    return [Share(*each) for each in zip(names, (1, devices - 1), (first, *others), strict=False)]
+    return [Share(*values) for values in zip(names, (1, devices - 1), (first, *others), strict=False)]
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" + ("s" if number > 1 else "")
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number > 1 else "")
 
 
 # -- tokens and seconds ------------------------------------------------------------------------------------------------
@@ -325,7 +345,10 @@ def _counted(number: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of a step, all as long as they are assumed to be: `size` responses to each of `groups` prompts."""
+    """The rows of a step, all of the assumed lengths: `size` responses to each of `groups` prompts.
+
+    `prompt` and `response` are tokens.
+    """
 
     groups: int
     size: int
@@ -334,12 +357,12 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """Rollouts, or stored experiences."""
+        """Number of rollouts, or of stored experiences."""
         return self.groups * self.size
 
 
 def step_of(run: TrainConfig, asked: "PlanConfig") -> Step:
-    """The rows of a step; of stored experiences that are no pairs it is not known which share a prompt.
+    """The rows of a step. Stored experiences are taken to share no prompts, unless they are pairs.
 
     Raises:
         ConfigError: a prompt and a response together are longer than the context.
@@ -357,7 +380,7 @@ def step_of(run: TrainConfig, asked: "PlanConfig") -> Step:
 
 
 def training_work(run: TrainConfig, step: Step) -> Work:
-    """What a step sends through the model in one pass over its rollouts."""
+    """The work of one pass over the rows of a step."""
     padded, shared = step.rows * (step.prompt + step.response), step.groups * (step.prompt + step.size * step.response)
     layout, pairs = run.algorithm.layout, step.rows * attended(step.prompt + step.response)
     shares = layout is Layout.auto and run.model.attn_implementation == "sdpa" and worth_sharing(padded, shared)
@@ -368,23 +391,23 @@ def training_work(run: TrainConfig, step: Step) -> Work:
 
 
 def training_flops(run: TrainConfig, size: ModelSize, work: Work) -> float:
-    """Operations of a step's training, with those that checkpointing repeats and those of further forward passes."""
+    """Operations of a step's training: all passes, what checkpointing computes again, and further forward passes."""
     objective = Objective(run.algorithm)
     critic = run.algorithm.critic
     forwards = objective.needs_reference + (objective.needs_old_logprobs or critic is not None)
-    # With adapters no gradient of the weights is computed: as many operations as of a forward pass.
+    # Checkpointing adds a forward pass. Adapters save as much: no gradients of the weights are computed.
     backward = FORWARD * (run.model.gradient_checkpointing - (run.model.lora.r is not None))
     passes = run.algorithm.inner_epochs * (1 + backward) + FORWARD * forwards
     values = 0.0
     if (model := value_model_of(run)) is not None:  # it predicts no tokens, and has no reference
-        own = passes - FORWARD * objective.needs_reference
-        values = ModelSize.of(model).training_flops(replace(work, predicted=0)) * own
+        value_passes = passes - FORWARD * objective.needs_reference
+        values = ModelSize.of(model).training_flops(replace(work, predicted=0)) * value_passes
     return size.training_flops(work) * passes + values
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A run and what it is planned for; no engines: it has no rollouts."""
+    """A run and the devices that it is planned for. `engines` is None if it has no rollouts."""
 
     run: TrainConfig
     asked: "PlanConfig"
@@ -395,19 +418,19 @@ class _Case:
     size: ModelSize
 
     def seconds(self, work: Work, cache: int) -> dict[str, float]:
-        """Seconds of a step by part, none if the speed of the device is not known; `cache`: see `_rollout`."""
+        """Seconds of a step by part, empty if the speed of the device is not known; `cache`: see `_rollout`."""
         run, hardware, parts = self.run, self.hardware, {}
         if hardware.flops is None:
             return {}
         if self.engines:
-            flops, bandwidth = (each / self.engines.on_one for each in (hardware.flops, hardware.bandwidth))
+            flops, bandwidth = hardware.flops / self.engines.on_one, hardware.bandwidth / self.engines.on_one
             parts["rollout"] = self._rollout(self.engines, cache, flops, bandwidth) / self.asked.rollout_share
             if not capabilities_of(run.engine.name).shares_weights:
                 rollouts = rollouts_of(run, hardware.machine.count)
-                # Adapters are sent as they are trained: `rollouts` counts the rank that vLLM makes room for.
+                # Adapters are sent at their own rank; `rollouts.adapters` is at the rank that vLLM makes room for.
                 sent = adapters_of(run)[0] if rollouts.adapters else self.shape.parameters
                 parts["weight sync"] = rollouts.width * sent / (self._sync_gb() * 1e9)
-        # All processes of a machine compute with one CPU.
+        # All processes of a machine share one CPU.
         nodes = int((run.trainer or {}).get("num_nodes", 1))
         computing = nodes if hardware.on_cpu else trainers_of(run.trainer or {}, hardware.machine.count)
         training = training_flops(run, self.size, work) / (hardware.flops * computing)
@@ -416,21 +439,20 @@ class _Case:
     def _rollout(self, engines: Engines, cache: int, flops: float, bandwidth: float) -> float:
         """Seconds of a step's rollouts at the full speed of the engines' devices.
 
-        Every pass makes one token of each request that is decoded at once, and reads the weights and the keys and
-        values so far: it takes as long as its operations or as those reads, whichever is more. Prompts are computed
-        once a group.
+        A pass makes one token for each request that is decoded at once, and reads the weights and the keys and values
+        so far. It takes as long as its operations or as these reads, whichever is longer. Prompts are computed once a
+        group.
 
         Args:
-            engines: that share the rollouts.
-            cache: bytes of the key-value cache on each GPU of an engine; 0: as many as are of use.
-            flops, bandwidth: operations and bytes a second of each GPU of an engine, of which it has a share if others
-                compute on it.
+            engines: the engines that share the rollouts.
+            cache: bytes of the key-value cache on each GPU of an engine; 0: as many as are useful.
+            flops, bandwidth: operations and bytes a second that an engine has of each of its GPUs.
         """
         step, size, rollouts = self.step, self.size, rollouts_of(self.run, self.hardware.machine.count)
         rollouts = replace(rollouts, gpus=engines.gpus, context=step.prompt + step.response)
         requests, request = -(-step.rows // engines.count), cache_bytes(self.shape, rollouts, 1)
         at_once = max(min(requests, rollouts.at_once, cache // request if cache else requests), 1)
-        written = (step.prompt + step.response / 2) / rollouts.context  # of a request's cache, on average
+        written = (step.prompt + step.response / 2) / rollouts.context  # mean share of a request's cache
         operations = 2 * (size.body + size.head) * at_once / rollouts.gpus
         read = engine_weights(self.shape, rollouts) + at_once * request * written
         passes = -(-requests // at_once) * step.response
@@ -438,7 +460,7 @@ class _Case:
         return passes * max(operations / flops, read / bandwidth) + prompts / flops
 
     def _sync_gb(self) -> float:
-        """10^9 bytes a second that weights are sent with."""
+        """The 10^9 bytes a second that weights are sent with."""
         if self.asked.sync_gb is not None:
             return self.asked.sync_gb
         if capabilities_of(self.run.engine.name).overlaps_training and self.run.synchronizer.method not in SENT:
@@ -446,31 +468,32 @@ class _Case:
         return CPU_GB if self.hardware.on_cpu else GPU_GB
 
     def assumed(self) -> dict[str, str]:
-        """What tokens and seconds rest on, by the key that sets it."""
+        """The assumptions behind tokens and seconds, by the key that changes them."""
         run, hardware = self.run, self.hardware
-        said = {
+        assumptions = {
             "plan.prompt_tokens": f"every prompt has {self.step.prompt} tokens",
             "plan.response_tokens": f"every response has {self.step.response} tokens",
             **self._servers_left_out(),
         }
         if run.optimizer.name == OFFLOADED:
-            said["optimizer.name"] = "the optimizer's steps in the host's memory are not counted"
+            assumptions["optimizer.name"] = "the optimizer's steps in the host's memory are not counted"
         if run.buffer.storage == "dataset" and run.buffer.dataset.max_length is None:
-            said["buffer.dataset.max_length"] = "no example, or pair, is longer than a micro-batch"
+            assumptions["buffer.dataset.max_length"] = "no example, or pair, is longer than a micro-batch"
         if hardware.flops is None:
-            return said | {"plan.tflops": f"the speed of {hardware.name} in float32 is not known: give it for times"}
-        said["plan.tflops"] = f"a device multiplies matrices at {hardware.flops / 1e12:.3g} TFLOP/s"
-        said["plan.training_share"] = f"training reaches {self.asked.training_share:g} of the speed of products"
+            assumptions["plan.tflops"] = f"the speed of {hardware.name} in float32 is not known: give it for times"
+            return assumptions
+        assumptions["plan.tflops"] = f"a device multiplies matrices at {hardware.flops / 1e12:.3g} TFLOP/s"
+        assumptions["plan.training_share"] = f"training reaches {self.asked.training_share:g} of the speed of products"
         if self.engines:
             share = f"rollouts reach {self.asked.rollout_share:g} of either speed, whichever takes longer"
-            said["plan.bandwidth_gb"] = f"a device reads its memory with {hardware.bandwidth / 1e9:.4g} GB/s"
-            said["plan.rollout_share"] = share
+            assumptions["plan.bandwidth_gb"] = f"a device reads its memory with {hardware.bandwidth / 1e9:.4g} GB/s"
+            assumptions["plan.rollout_share"] = share
             if not capabilities_of(run.engine.name).shares_weights:
-                said["plan.sync_gb"] = f"weights are sent with {self._sync_gb():g} GB/s"
-        return said
+                assumptions["plan.sync_gb"] = f"weights are sent with {self._sync_gb():g} GB/s"
+        return assumptions
 
     def _servers_left_out(self) -> dict[str, str]:
-        """The auxiliary models whose servers the plan does not count: it knows those beside the trainer on a GPU."""
+        """The auxiliary models whose servers the plan leaves out: it counts only those on the trainer's GPU."""
         counts = self.engines and not self.hardware.on_cpu
         return {
             f"auxiliary_models.{name}": "the server of an auxiliary model is not counted"
