@@ -1,4 +1,4 @@
-"""Write what docstrings say into pages: `docs/config/`, and the table of losses in `docs/algorithms.md`.
+"""Write pages from docstrings: `docs/config/`, and the table of losses in `docs/algorithms.md`.
 
 `docs/config/` has a page for each group of the configuration, from the schema's docstrings and from conf/.
 
@@ -37,7 +37,7 @@ def _index(names: list[str]) -> str:
     lines = [
         "# Configuration",
         "",
-        "`conf/train.yaml` puts these together; a recipe overrides it, the command line both.",
+        "`conf/train.yaml` composes these. A recipe overrides it, and the command line overrides both.",
         "",
     ]
     lines += ["| group or section | what it is |", "|---|---|"]
@@ -45,7 +45,7 @@ def _index(names: list[str]) -> str:
     for name in names:
         cls = _schema_of(typed[name]) if name in typed else None
         lines.append(f"| [{name}]({name}.md) | {_summary(cls) if cls else FREE.get(name, '')} |")
-    lines.append("| [reward](reward.md) | What a response is worth: the registered names. |")
+    lines.append("| [reward](reward.md) | The function that judges a response, by name or path. |")
     return "\n".join([*lines, "", "## The run itself", "", *_knobs(run.TrainConfig, "", skip=set(names)), ""])
 
 
@@ -53,45 +53,47 @@ FREE = {
     "add_strategy": "How rewards become advantages, in order: {name: {args}}.",
     "callbacks": "Lightning callbacks, as `_target_` nodes.",
     "logger": "Lightning loggers, as `_target_` nodes.",
-    "operators": "What tidies experiences before they are weighed, in order: {name: {args, on_error: stop or skip}}.",
+    "operators": "Filters and edits before advantages are computed, in order: {name: {args, on_error: stop or skip}}.",
     "trainer": "Arguments of `lightning.Trainer`.",
 }
 
 
 REWARD_PAGE = """# reward
 
-What a response is worth: a plain function of the response and the task, sync or async, that returns a number or a dict
-of parts that are added up. `reward=math` is one of the names below, `reward=my_module.my_function` one of your own, and
-`reward='{accuracy: 1.0, format: 0.2}'` the weighted sum of several, each with a metric of its own. A penalty for length
-is an operator, which knows tokens: [`operators=overlong_penalty`](operators.md).
+A reward is a plain function of the response and the task, sync or async. It returns a number, or a dict of parts that
+are added up. `reward=math` chooses one of the names below, and `reward=my_module.my_function` a function of your own.
+`reward='{accuracy: 1.0, format: 0.2}'` is the weighted sum of several, each with its own metric. A penalty for length
+is an operator, because operators know tokens: [`operators=overlong_penalty`](operators.md).
 
-`reward=null`, the default, leaves it to the workflow: `math`, `tool_use` and `evaluation` then judge as `reward=math`
-does, `judge` asks its model, and in `multi_turn` the environment gives the rewards. `simple` has no reward of its own.
+`reward=null`, the default, leaves the choice to the workflow. `math`, `tool_use` and `evaluation` then judge as
+`reward=math` does, `judge` asks its model, and in `multi_turn` the environment gives the rewards. `simple` has no
+reward of its own.
 
-Evaluations are judged by the same reward. The held-out sums are evaluated only in runs that train on sums; give
-held-out tasks of your own as `eval_tasksets`. If a reward does not fit an evaluation of the recipe that you build on,
-leave that out (`eval_tasksets.NAME=null`).
+Evaluations are judged by the same reward. The held-out sums are evaluated only in runs that train on sums. Give your
+own held-out tasks as `eval_tasksets`. If your reward does not fit an evaluation of the recipe that you build on, leave
+the evaluation out (`eval_tasksets.NAME=null`).
 
     python -m trinity_lightning.train +recipe=grpo taskset=dataset taskset.path=games.jsonl reward=countdown \\
         '+eval_tasksets={games: {source: dataset, path: heldout.jsonl}}'
 
-A function that raises, or returns something that is no finite number, fails its rollout, which is tried again. If that
-happens to every answer of the tasks that end first, at least 16 of them (an engine may end many at once), the run gives
-the others up, and ends with a sentence that names the function and the error.
+If a function raises, or returns anything but a finite number, its rollout fails and is tried again. If it fails for
+every answer of the first tasks to end (at least 16, and more if an engine ends many at once), the run gives up the
+other tasks. It ends with a sentence that names the function and the error.
 
 ## What is judged
 
-Rewards, environments and tool parsers get what the policy wrote: its own markers (of thoughts, tool calls, channels)
-are in the text, and the stop string that ended it; end tokens are not. `sampling.skip_special_tokens=true` leaves the
-markers out, `sampling.include_stop_str_in_output=false` the stop string.
+Rewards, environments and tool parsers get the text that the policy wrote. It contains the policy's markers (of
+thoughts, tool calls and channels) and the stop string that ended it, but no end tokens.
+`sampling.skip_special_tokens=true` leaves out the markers, and `sampling.include_stop_str_in_output=false` the stop
+string.
 
-Thoughts are no answer. The rewards below judge what stands behind the last thought that was closed, and a response that
-was cut off in its thoughts is worth 0, also where the chat template opened them (`format` looks at the thoughts, and
-`contains_digits` at all of the text). So do tool calls, the environments of this package and the scores of judges. The
-markers of the field's models are known (`common/thoughts.py` lists them), and so are pairs of tokens, or of tags in the
-chat template, that are named after thoughts; give others by `model.thoughts='["[T]", "[/T]"]'`.
+Thoughts are no answer. The rewards below judge the text behind the last closed thought. A response that was cut off in
+its thoughts is worth 0, even if the chat template opened them. There are two exceptions: `format` looks at the
+thoughts, and `contains_digits` at the whole text. Tool calls, the environments of this package and judges follow the
+same rule. The markers of common models are known (`common/thoughts.py` lists them), and so are pairs of tokens, or of
+tags in the chat template, that are named after thoughts. Give other markers as `model.thoughts='["[T]", "[/T]"]'`.
 
-A function of your own gets all of the text. What counts in it as the answer is
+A function of your own gets the whole text. `answer_part` returns the part of it that counts as the answer:
 
     from trinity_lightning.common.thoughts import answer_part
 
@@ -99,38 +101,38 @@ A function of your own gets all of the text. What counts in it as the answer is
         answer = answer_part(response)  # None: cut off in its thoughts
         return float(answer is not None and "please" in answer)
 
-The response is a `str` that also knows whether its prompt had opened the thoughts: give `answer_part`, and the rewards
-below if yours calls one, the response itself, as a part of it is plain text.
+The response is a `str` that also knows whether its prompt had opened the thoughts. Pass `answer_part` the response
+itself, not a part of it, because a part is plain text. The same holds for the rewards below, if yours calls one.
 
 ## The task's answer
 
-Rewards that compare with the task's answer take a text or a number, or a list of these, of which any is right. The
-parts of one answer, such as the point (1, 2), are one text. The answer may stand within a field, as in verl's data:
-`taskset.answer_field=reward_model.ground_truth`. What such a reward cannot read (a mapping, NaN, an empty list, blank
-text) is refused before a run begins, by its row. A reward of your own can look at the rows as well: give the function
-an attribute `check_task`, a function that raises a `ConfigError` for a bad row.
+Rewards that compare with the task's answer take a text, a number, or a list of accepted texts and numbers. An answer
+of several parts, such as the point (1, 2), is one text. The answer may be nested in a field, as in verl's data:
+`taskset.answer_field=reward_model.ground_truth`. Answers that such a reward cannot read (a mapping, NaN, an empty list,
+blank text) are refused before the run begins, with their rows. Your own reward can check the rows too: give the
+function an attribute `check_task`, a function that raises a `ConfigError` for a bad row.
 
 ## Slow rewards
 
-A plain function runs in a thread of the run's process, an async one on its event loop. That is right for what is quick,
-and for what waits (a request, a subprocess). One that computes in Python for more than some milliseconds a response
-shares the interpreter with rollouts and training, which then wait for it at every operation, and one that hangs cannot
-be ended: give those processes of their own,
+A plain function runs in a thread of the run's process, and an async function on its event loop. This suits functions
+that are quick, and functions that wait (for a request or a subprocess). A function that computes in Python for more
+than some milliseconds per response slows down rollouts and training, because they share the interpreter with it. A
+function that hangs cannot be ended. Give such functions their own processes:
 
     python -m trinity_lightning.train +recipe=grpo reward=my_module.my_function explorer.reward_workers=4
 
-Each of them imports `my_module` and gets the response and the task (without its `workflow` and `reward_fn`); results,
-metrics and errors are the same. A call that takes longer than `explorer.reward_timeout` (60 s, the import of its first
-call included) fails its rollout, which is tried again as after any error, and its process is ended and replaced; so is
-one that dies. Functions that no other process can import (a lambda, one within a function or a notebook) are refused,
-and a script of your own needs `if __name__ == "__main__":` around what starts the run. Processes are for local runners:
-Ray's are processes of their own already. They take CPU time all the same: on a machine without a GPU leave the trainer
-a core (`benchmarks/reward_workers.py` measures both).
+Each process imports `my_module` and gets the response and the task (without its `workflow` and `reward_fn`). Results,
+metrics and errors are the same. A call may take `explorer.reward_timeout` seconds (60, including the import before the
+first call). If it takes longer, its rollout fails and is tried again, and the process is ended and replaced. A process
+that dies is replaced too. Functions that another process cannot import are refused: lambdas, and functions within a
+function or a notebook. A script of your own needs `if __name__ == "__main__":` around the call that starts the run.
+These processes are for local runners; Ray's runners are processes already. They take CPU time: on a machine without a
+GPU leave the trainer a core (`benchmarks/reward_workers.py` measures both).
 
-Async functions stay on the event loop with these settings too: they wait for answers, many at a time, and a process
-would wait for one after the other. What computes belongs in a plain function.
+Async functions stay on the event loop with these settings too, because there many of them can wait at once. Write
+a function that computes as a plain function.
 
-`math` and `accuracy` compare by math-verify in processes of their own, with these settings or without.
+`math` and `accuracy` compare with math-verify in processes of their own, with or without these settings.
 
 ## Rewards by name
 
@@ -148,12 +150,12 @@ def _rewards() -> str:
     return f"{REWARD_PAGE}{''.join(lines)}\n## Which answers are equal\n\n{rules}\n"
 
 
-# Around the table in the page of algorithms, the rest of which is written by hand.
+# The lines around the generated table in docs/algorithms.md; the rest of that page is written by hand.
 BEGIN, END = "<!-- written by scripts/config_docs.py -->\n", "<!-- until here -->\n"
 LOSSES = """
 The table shows the loss of one token. lp, old and ref are the log-probabilities of the policy, of
 `algorithm.old_logprobs` and of the reference, A is the advantage, and r = exp(lp - old) is the ratio. The last column
-is how the tokens' losses are averaged unless `algorithm.loss_agg_mode` says otherwise. Set an argument with
+says how the tokens' losses are averaged, unless `algorithm.loss_agg_mode` is set. Set an argument with
 `algorithm.policy_loss.args.NAME=VALUE`, in the same command as `algorithm=NAME` or, for your own loss,
 `algorithm.policy_loss.name=my_loss.tempered`.
 
@@ -171,34 +173,39 @@ EXAMPLES = """## Examples of a dataset
 | `sft` | `prompt`, `completion` | the completion |
 | `sft` | `messages` (or `conversations`) | every turn of the assistant, as by `assistant_only_loss` of TRL |
 | `sft` | `text` | all of it but the first token |
-| `dpo` | `prompt`, `chosen`, `rejected` | that the first response is better than the second |
-| `dpo` | `chosen`, `rejected` | the same: the prompt is what both begin with, less an answer that is in both |
+| `dpo` | `prompt`, `chosen`, `rejected` | the first response is better than the second |
+| `dpo` | `chosen`, `rejected` | the same; the prompt is the common beginning, without an answer that both have |
 
-Of an entry with several of these, `prompt` and `completion` come first, then `messages`, then `text`, as in TRL; a
-warning names what has no effect. Values of JSON and CSV files, also on the hub, are those of the file, and all cells of
-CSV are text.
+If an entry has several of these, `prompt` and `completion` come first, then `messages`, then `text`, as in TRL. A
+warning names the columns that have no effect. Values of JSON and CSV files keep the type that they have in the file,
+also on the hub. All cells of a CSV file are text.
 
-Conversations are read as those of tasks and of expert data are: roles are system, developer, user, assistant, tool and
-function, and others that the chat template names; a content is text, or parts of type `text`; `from` and `value` stand
-for role and content, with ShareGPT's human and gpt for user and assistant; a conversation may be JSON text, as in CSV
-and parquet files. Pictures, sound and film (columns `image`, `images`, `video`, `videos`, `audio`, `audios`, and such
-parts of a content) are refused until they are trained on.
+The conversations of tasks, expert data and examples are read alike:
 
-Messages are rendered by the chat template, to which a column `tools` is shown, and `chat_template_kwargs`, such as
-{"enable_thinking": false}, on top of `model.chat_template_kwargs`. What is learned follows the prompt that rollouts
-have, and its last token ends the turn: a newline that the template writes behind it is not learned, unlike in TRL.
-[What is learned with the chat templates of the field](../chat_templates.md) shows it, and what is refused or warned of.
+- Roles are system, developer, user, assistant, tool and function, and others that the chat template names.
+- A content is text, or a list of parts of type `text`.
+- `from` and `value` may stand for role and content, with ShareGPT's human and gpt for user and assistant.
+- A conversation may be JSON text, as in CSV and parquet files.
+- Pictures, sound and film are not supported, and refused (columns `image`, `images`, `video`, `videos`, `audio`,
+  `audios`, and such parts of a content).
 
-Plain text stays as it is, with the end token behind what is learned. What is learned must not be empty; a
-`rejected` that is empty text is the end token alone.
+The chat template renders the messages. It is shown the column `tools`, and the variables of the column
+`chat_template_kwargs`, such as {"enable_thinking": false}, in addition to `model.chat_template_kwargs`. The learned
+part follows the same prompt as in rollouts, and its last token ends the turn. Unlike in TRL, a newline that the
+template writes behind the turn is not learned. [The page of chat templates](../chat_templates.md) shows what is
+learned with each template, and what is refused or warned of.
 
-Examples that are not trained on are a second file, another split, or a share of the examples:
+Plain text stays as it is, and the end token is added to the learned part. The learned part must not be empty. An empty
+text as `rejected` is the end token alone.
+
+Examples can be held out from training: a second file, another split, or a share of the examples:
 
     python -m trinity_lightning.train +recipe=sft buffer.path=examples.jsonl buffer.dataset.held_out.share=0.05
 
-Every `buffer.dataset.held_out.interval` steps, and after the last one, `eval/loss` is the loss of all of them; of pairs
-`eval/accuracy` and `eval/margin` are what `actor/rewards/accuracies` and `margins` are of those trained on. They are in
-metrics.csv, in the loggers, in the report and in the step's line. Of several devices each measures a share.
+Every `buffer.dataset.held_out.interval` steps, and after the last one, `eval/loss` is the loss of all held-out
+examples. For pairs, `eval/accuracy` and `eval/margin` are the same as `actor/rewards/accuracies` and `margins` on the
+trained pairs. They are in metrics.csv, in the loggers, in the report and in the step's line. With several devices, each
+measures a share of the examples.
 
 """
 
@@ -209,43 +216,44 @@ LOGGERS = """## Weights & Biases
 (`wandb login`, or `WANDB_API_KEY`) is refused before anything is loaded, and so is a logger whose package is not
 installed. TensorBoard is the extra `tensorboard`.
 
-A run is named by its recipe, the parts that the command chose and the values that it set (`grpo sort lr=1e-4 seed=1`);
-its tags are recipe, model, rewards and tasksets; the jobs of a sweep share a group. `logger.wandb.name`, `tags` and
-`group` are yours to set. The history has a row for each explore step, and if a step has several optimizer steps a row
-for each of them, as metrics.csv has. `explore_step` is the axis of all charts.
+The name of a run consists of its recipe, and of the parts and values that the command chose
+(`grpo sort lr=1e-4 seed=1`). Its tags are recipe, model, rewards and tasksets. The jobs of a sweep share a group. Set
+`logger.wandb.name`, `tags` and `group` to choose your own. The history has one row per optimizer step, as metrics.csv
+has. `explore_step` is the axis of all charts.
 
-**A resumed run** goes on in the same run of W&B: its id is in `wandb_run_id.txt` in the run's folder, and in the
-checkpoint. Resumed in another folder, from a checkpoint that lies in the folder of its run, it branches off, and gets
-a run of its own; `logger.wandb.id=ID` sets the id. Offline each part is a file of its own, `wandb/offline-run-*`, with
-the same id: `wandb sync` given all of them uploads them in order, as one run (W&B 0.31).
+**A resumed run** continues the same W&B run. Its id is in `wandb_run_id.txt` in the run's folder, and in the
+checkpoint. A run that is resumed in another folder, from a checkpoint in the folder of its run, branches off and gets
+its own W&B run. `logger.wandb.id=ID` sets the id. Offline, each part of a run is a separate file with the same id,
+`wandb/offline-run-*`. `wandb sync` with all of these files uploads them in order, as one run (W&B 0.31).
 
-Steps that had been logged after the checkpoint are computed again. W&B takes nothing back: these explore steps have
-two rows then, and the later one counts. (Rewinding a run, `resume_from`, is a preview that W&B opens to some accounts,
-and does not work offline.) metrics.csv and the report have each step once.
+Steps that were logged after the checkpoint are computed again. W&B deletes nothing, so these explore steps have two
+rows, and the later one counts. (Rewinding a run, `resume_from`, is a preview that W&B opens to some accounts only, and
+does not work offline.) metrics.csv and the report have each step once.
 
 """
 
 
 LAYOUTS = """## Layouts
 
-A group's rollouts begin with the same prompt, and rows differ in length. How the rows of a micro-batch lie in memory
-changes neither loss nor gradient (they differ by rounding only), but how many tokens are computed:
+The rollouts of a group begin with the same prompt, and rows differ in length. The layout of a micro-batch in memory
+decides how many tokens are computed. Loss and gradient stay the same, except for rounding:
 
 | `algorithm.layout` | computed tokens of a micro-batch |
 |---|---|
 | `padded` | rows x longest row; rows are sorted by length |
-| `shared_prefix` | each prefix once, and what every row has behind it, unpadded; larger groups are cut up |
-| `auto` | for each optimizer batch those of `shared_prefix` if that saves a fifth, else of `padded` |
+| `shared_prefix` | each prefix once, and the rest of every row, unpadded; larger groups are cut up |
+| `auto` | chosen for each optimizer batch: `shared_prefix` if it saves a fifth, else `padded` |
 
-What is shared is what prompts begin with, whichever task they are of: the prompt of a group, a system prompt of single
-rows, the earlier turns of a later one. An expert's row shares it if its prompt is the same. `perf/shared_prefix` says
-which layout a step ran in, `perf/computed_tokens` how much it computed, `perf/padding_ratio` that over the tokens there
-are. `algorithm.max_tokens_per_micro_batch` bounds computed tokens in either, and with them memory.
+Rows share the common beginning of their prompts, even across tasks: the prompt of a group, a system prompt, or the
+earlier turns of a conversation. An expert's row shares a prompt if it has the same. `perf/shared_prefix` says which
+layout a step used, `perf/computed_tokens` how many tokens it computed, and `perf/padding_ratio` that number divided by
+the number of real tokens. `algorithm.max_tokens_per_micro_batch` limits the computed tokens in either layout, and so
+the memory.
 
-Prefixes can be shared by models all of whose layers attend to every token before (`layer_types` other than
-`full_attention`, sliding windows and recurrent layers cannot), loaded with `model.attn_implementation=sdpa`, without
-dropout, on a CPU or an NVIDIA GPU. Before a run's first rollouts log-probabilities and a gradient are computed both
-ways: where they differ, `auto` pads, and `shared_prefix` is refused with the reason.
+Sharing needs a model in which every layer attends to all earlier tokens. It does not work with sliding windows,
+recurrent layers, or `layer_types` other than `full_attention`. It also needs `model.attn_implementation=sdpa`, no
+dropout, and a CPU or an NVIDIA GPU. Before the first rollouts, a run computes log-probabilities and a gradient in both
+layouts. If they differ, `auto` pads, and `shared_prefix` is refused with the reason.
 
 """
 
