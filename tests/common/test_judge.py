@@ -1,4 +1,4 @@
-"""The score in a judge's words."""
+"""The last score that a judge gives counts, and only from 0 to 1."""
 
 import json
 
@@ -25,24 +25,25 @@ def test_the_last_score_counts(verdict: str, score: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "told"),
+    "verdict",
     [
-        ("", r'verdict has no {"score": number}: \'\''),
-        ("{}", 'no {"score": number}'),
-        ('{"score": true}', 'no {"score": number}'),
-        ('{"score": "1"}', 'no {"score": number}'),
-        ('{"score": NaN}', "the score nan is not"),
-        ("{score: 1}", 'no {"score": number}'),
-        ("[1]", 'no {"score": number}'),
-        ('{"score": 1.5}', r"the score 1\.5 is not from 0 to 1"),
-        ('{"score": -Infinity}', "the score -inf is not"),
-        ('{"score": 0.5}, no: {"score": 7}', "the score 7 is not"),
-        ('{"score": ' + "9" * 4000 + "}", "the score 99999999999999999999 is not"),
+        "",
+        "{}",
+        '{"score": true}',
+        '{"score": "1"}',
+        '{"score": NaN}',
+        "{score: 1}",
+        "[1]",
+        '{"score": 1.5}',
+        '{"score": -Infinity}',
+        '{"score": 0.5}, no: {"score": 7}',
+        '{"score": ' + "9" * 4000 + "}",
     ],
 )
-def test_verdicts_without_a_usable_score(verdict: str, told: str) -> None:
-    with pytest.raises(VerdictError, match=told):
+def test_a_verdict_without_a_usable_score_is_refused_in_few_words(verdict: str) -> None:
+    with pytest.raises(VerdictError) as refused:
         read_score(verdict)
+    assert len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize("verdict", ['<think>Perhaps {"score": 0.1}, or', '[THINK]a[/THINK]{"score": 1}[THINK]b'])

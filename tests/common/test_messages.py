@@ -1,4 +1,4 @@
-"""One reader of conversations: what tasks, expert data and examples of a dataset are refused and read alike."""
+"""Tasks, expert data and examples of a dataset are read by the same rules, and refused by the same rules."""
 
 import copy
 import json
@@ -108,42 +108,43 @@ def test_a_conversation_in_any_form_is_the_same(
     assert prompt_of(tokenizer, {"messages": messages}, tmp_path) == "<user>Name a bird.<|im_end|><assistant>"
 
 
+# An entry, and the turn or the column that its refusal names.
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no mapping": ({"messages": ["hello", TELL]}, "turn 0 of .*: a message is {role, content}, not 'hello'"),
-    "no role": ({"messages": [{"content": "a"}, TELL]}, "turn 0 of .*: a message is .* has no role"),
-    "a number as role": ({"messages": [{"role": 3, "content": "a"}, TELL]}, "turn 0 of .* has no role"),
-    "no content": ({"messages": [ASK, {"role": "user"}, TELL]}, "turn 1 of .*, of role 'user', has no content"),
-    "content is null": ({"messages": [ASK, {"role": "user", "content": None}, TELL]}, "turn 1 of .* has no content"),
-    "a number as content": ({"messages": [{"role": "user", "content": 5}, TELL]}, "turn 0 of .* content is 5"),
-    "a misspelt role": ({"messages": [{"role": "usr", "content": "a"}, TELL]}, "turn 0.*role 'usr'.*mean 'user'"),
+    "no mapping": ({"messages": ["hello", TELL]}, "turn 0 of .*'hello'"),
+    "no role": ({"messages": [{"content": "a"}, TELL]}, "turn 0 of .*role"),
+    "a number as role": ({"messages": [{"role": 3, "content": "a"}, TELL]}, "turn 0 of .*role"),
+    "no content": ({"messages": [ASK, {"role": "user"}, TELL]}, "turn 1 of .*content"),
+    "content is null": ({"messages": [ASK, {"role": "user", "content": None}, TELL]}, "turn 1 of .*content"),
+    "a number as content": ({"messages": [{"role": "user", "content": 5}, TELL]}, "turn 0 of .*5"),
+    "a misspelt role": ({"messages": [{"role": "usr", "content": "a"}, TELL]}, "turn 0.*'usr'.*'user'"),
     "a picture": (
         {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}, TELL]},
-        "turn 0 of .* a part of type 'image', and only text is trained on",
+        "turn 0 of .*'image'",
     ),
     "a picture by url": (
         {"messages": [ASK, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, TELL]},
-        "turn 1 of .* a part of type 'image_url'",
+        "turn 1 of .*'image_url'",
     ),
-    "images": ({"messages": [ASK, TELL], "images": ["a.png"]}, "column 'images' is not empty, and only text"),
-    "image": ({"messages": [ASK, TELL], "image": "a.png"}, "column 'image' is not empty"),
-    "videos": ({"messages": [ASK, TELL], "videos": [{"path": "a.mp4"}]}, "column 'videos' is not empty"),
-    "audio": ({"messages": [ASK, TELL], "audio": {"array": [0.0]}}, "column 'audio' is not empty"),
-    "tools that are names": ({"messages": [ASK, TELL], "tools": ["look"]}, "column 'tools' is .* list of functions"),
-    "tools that are no JSON": ({"messages": [ASK, TELL], "tools": "[{'a': 1}]"}, "'tools' is text that is no JSON"),
+    "images": ({"messages": [ASK, TELL], "images": ["a.png"]}, "'images'"),
+    "image": ({"messages": [ASK, TELL], "image": "a.png"}, "'image'"),
+    "videos": ({"messages": [ASK, TELL], "videos": [{"path": "a.mp4"}]}, "'videos'"),
+    "audio": ({"messages": [ASK, TELL], "audio": {"array": [0.0]}}, "'audio'"),
+    "tools that are names": ({"messages": [ASK, TELL], "tools": ["look"]}, "'tools'.*look"),
+    "tools that are no JSON": ({"messages": [ASK, TELL], "tools": "[{'a': 1}]"}, "'tools'.*JSON"),
     "rendering itself": (
         {"messages": [ASK, TELL], "chat_template_kwargs": {"add_generation_prompt": False}},
-        "chat_template_kwargs has add_generation_prompt, which is no variable",
+        "chat_template_kwargs.*add_generation_prompt",
     ),
-    "variables in a list": ({"messages": [ASK, TELL], "chat_template_kwargs": ["mood"]}, "chat_template_kwargs is"),
+    "variables in a list": ({"messages": [ASK, TELL], "chat_template_kwargs": ["mood"]}, "chat_template_kwargs"),
 }  # fmt: skip
 
 
 @READERS
-@pytest.mark.parametrize(("entry", "message"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("entry", "named"), BAD.values(), ids=BAD)
 def test_what_is_no_conversation_of_text_is_refused_alike(
-    entry: dict[str, Any], message: str, prompt_of: Reader, tokenizer: Any, tmp_path: Path
+    entry: dict[str, Any], named: str, prompt_of: Reader, tokenizer: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=named):
         prompt_of(tokenizer, entry, tmp_path)
 
 
@@ -163,15 +164,9 @@ def test_text_that_only_looks_like_a_conversation_stays_text() -> None:
         assert read_messages("prompt", text) == text
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (str([ASK]), "Python's str.. writes it: write it by json.dumps"),
-        (json.dumps([ASK])[:-1], "prompt is a conversation that is no JSON"),
-    ],
-)
-def test_broken_text_of_a_conversation_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("text", [str([ASK]), json.dumps([ASK])[:-1]])
+def test_broken_text_of_a_conversation_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="prompt"):
         read_messages("prompt", text)
 
 
@@ -179,17 +174,18 @@ def test_broken_text_of_a_conversation_is_refused(text: str, message: str) -> No
 def test_a_prompt_of_examples_that_ends_with_the_assistant_is_refused(tokenizer: Any, made: Any) -> None:
     prompt, answer = [ASK, TELL], [TELL]
     entry = {"prompt": prompt, "completion": answer, "chosen": answer, "rejected": [TELL | {"content": "Owl."}]}
-    with pytest.raises(ConfigError, match="ends with a turn of the assistant"):
+    with pytest.raises(ConfigError):
         made(Example(tokenizer, entry))
+    assert made(Example(tokenizer, entry | {"prompt": [ASK]}))
 
 
 @pytest.mark.parametrize("column", ["prompt", "messages"])
 def test_a_task_that_ends_with_the_assistant_is_refused_by_its_row(column: str, tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text("".join(json.dumps({column: row}) + "\n" for row in ([ASK], [ASK, TELL], [ASK, TELL, ASK])))
-    with pytest.raises(ConfigError, match=rf"line 2 of .*{column} ends with a turn of the assistant.*answer_field"):
+    with pytest.raises(ConfigError, match=f"line 2 of .*{column}.*answer_field"):
         Taskset.from_config(TasksetConfig(name="t", source="dataset", path=str(file)))
-    with pytest.raises(ConfigError, match="ends with a turn of the assistant"):
+    with pytest.raises(ConfigError):
         messages_of(Task("simple", {column: [ASK, TELL]}))
 
 
@@ -201,8 +197,8 @@ def test_an_experts_last_turn_is_the_response_beside_an_answer_for_rewards(token
 
 def test_variables_of_the_run_hold_unless_an_entry_has_its_own(tokenizer: Any) -> None:
     variables = {"mood": "calm", "other": 1}
-    plain, own = {"messages": [ASK, TELL]}, {"messages": [ASK, TELL], "chat_template_kwargs": {"mood": "loud"}}
-    for entry, mood in ((plain, "calm"), (own, "loud")):
+    plain, loud = {"messages": [ASK, TELL]}, {"messages": [ASK, TELL], "chat_template_kwargs": {"mood": "loud"}}
+    for entry, mood in ((plain, "calm"), (loud, "loud")):
         (expert,) = AnswerReader(Taskset([entry]), tokenizer, template_variables=variables).read(1)
         example = Example(tokenizer, entry, template_variables=variables).response()
         task = Task("simple", {**entry, "messages": [ASK]}, chat_template_kwargs=variables)
@@ -221,7 +217,7 @@ def test_later_turns_are_rendered_with_the_same_variables(tokenizer: Any) -> Non
 def test_a_role_that_the_chat_template_names_is_known(tokenizer: Any) -> None:
     robot = [{"role": "robot", "content": "x"}]
     check_roles("", robot, "{% if m.role == 'robot' %}")
-    with pytest.raises(ConfigError, match="turn 0: unknown role 'robot'"):
+    with pytest.raises(ConfigError, match="'robot'"):
         render_chat(tokenizer, robot)
     tokenizer.chat_template += "{# 'robot' #}"
     assert tokenizer.decode(render_chat(tokenizer, robot)) == "<robot>x<|im_end|><assistant>"
@@ -244,14 +240,14 @@ def test_every_argument_of_rendering_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "template", "words"),
+    ("names", "template", "named"),
     [
         (
             {"enable_thinkin"},
             "{% if enable_thinking is defined %}a{% endif %}",
-            "read enable_thinkin, .*'enable_thinking'",
+            "enable_thinkin,.*'enable_thinking'",
         ),
-        ({"mood"}, "{% generation %}{{ x }}{% endgeneration %}", "does not read mood"),
+        ({"mood"}, "{% generation %}{{ x }}{% endgeneration %}", "mood"),
         ({"mood"}, "{% for m in messages %}{% continue %}{% endfor %}{{ mood }}", None),
         ({"mood"}, "{% if not mood is defined %}{% set mood = 1 %}{% endif %}{{ mood }}", None),
         ({"mood"}, "{% broken", None),
@@ -261,16 +257,16 @@ def test_every_argument_of_rendering_is_known() -> None:
     ],
 )
 def test_a_variable_that_the_template_does_not_read_is_warned_of_once(
-    names: set[str], template: Any, words: str | None, caplog: pytest.LogCaptureFixture
+    names: set[str], template: Any, named: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
         warn_of_unread(names, template)
-    assert len(caplog.messages) == (words is not None)
-    assert words is None or re.search(words, caplog.text)
+    assert len(caplog.messages) == (named is not None)
+    assert named is None or re.search(named, caplog.text)
 
 
 def test_roles_of_tasks_are_checked_before_a_run_by_the_policys_template() -> None:
     taskset = Taskset([{"messages": [{"role": "robot", "content": "x"}]}], name="t")
-    with pytest.raises(ConfigError, match="taskset 't', entry 0: turn 0 of messages: unknown role 'robot'"):
+    with pytest.raises(ConfigError, match=r"'t', entry 0: turn 0 of messages: .*'robot'"):
         TaskSource(taskset, "simple", chat_template=TEMPLATE)
     TaskSource(taskset, "simple", chat_template=TEMPLATE + "{# 'robot' #}")

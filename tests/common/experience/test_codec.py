@@ -1,3 +1,5 @@
+"""Experiences come back from a payload as they were; what cannot be written is named."""
+
 import copy
 import dataclasses
 import enum
@@ -171,52 +173,57 @@ def _cycle() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "named"),
     [
-        ({1, 2}, r"info\['value'\]: a value of type set"),
-        ({"a": [0, object()]}, r"info\['value'\]\['a'\]\[1\]: a value of type object"),
-        (2**64, r"info\['value'\]: an integer beyond 64 bits"),
-        (-(2**63) - 1, "an integer beyond 64 bits"),
-        (_cycle(), "nested too deeply, or contains itself"),
-        ({frozenset(): 1}, r"info\['value'\]: the key frozenset\(\): a value of type frozenset"),
-        (np.array([object()]), "an array of dtype object"),
-        (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
-        (torch.zeros(2, device="meta"), "on meta"),
-        (1j, "a value of type complex"),
+        ({1, 2}, r"info\['value'\]: .*set"),
+        ({"a": [0, object()]}, r"info\['value'\]\['a'\]\[1\]: .*object"),
+        (2**64, r"info\['value'\]: .*64 bits"),
+        (-(2**63) - 1, "64 bits"),
+        (_cycle(), "contains itself"),
+        ({frozenset(): 1}, r"info\['value'\]: .*frozenset"),
+        (np.array([object()]), "dtype object"),
+        (torch.eye(2).to_sparse(), "sparse_coo"),
+        (torch.zeros(2, device="meta"), "meta"),
+        (1j, "complex"),
     ],
 )
-def test_what_cannot_be_encoded_is_named(value, message):
+def test_what_cannot_be_encoded_is_named(value, named):
     experience = Experience(eid=EID(1, 2, suffix="x"), tokens=[1, 2], info={"value": value})
-    with pytest.raises(ExperienceError, match=f"experience 1/2/0/0/x: .*{message}"):
+    with pytest.raises(ExperienceError, match=f"1/2/0/0/x: .*{named}"):
         Experience.serialize_many([Experience(tokens=[1, 2]), experience])
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value"),
     [
-        ("advantages", torch.zeros(3), "advantages: expected one value a response token"),
-        ("advantages", torch.zeros(2, 1), "advantages: expected a 1-D tensor"),
-        ("advantages", [0.0, 0.0], "advantages: expected a 1-D tensor"),
-        ("tokens", None, "tokens: expected a tensor"),
-        ("prompt_length", 9, "prompt_length: expected within the tokens"),
-        ("prompt_length", 2**70, "prompt_length: expected within the tokens"),
-        ("prompt_length", -(2**63), "prompt_length: expected within the tokens"),
-        ("info", [], "info: expected dict, got list"),
-        ("response_text", b"", "response_text: expected str or NoneType, got bytes"),
-        ("experience_type", "other", "experience_type: expected"),
-        ("custom_fields", [CustomField("a", "b", torch.qint8)], "torch.qint8 cannot be serialized"),
+        ("advantages", torch.zeros(3)),
+        ("advantages", torch.zeros(2, 1)),
+        ("advantages", [0.0, 0.0]),
+        ("tokens", None),
+        ("prompt_length", 9),
+        ("prompt_length", 2**70),
+        ("prompt_length", -(2**63)),
+        ("info", []),
+        ("response_text", b""),
+        ("experience_type", "other"),
     ],
 )
-def test_fields_assigned_wrongly_are_named(field, value, message):
-    experience = Experience(tokens=[1, 2, 3])
+def test_fields_assigned_wrongly_are_named(field, value):
+    experience = Experience(eid=EID(1, 2, suffix="x"), tokens=[1, 2, 3])
     setattr(experience, field, value)
-    with pytest.raises(ExperienceError, match=message):
+    with pytest.raises(ExperienceError, match=f"1/2/0/0/x: {field}"):
+        experience.serialize()
+
+
+def test_a_custom_field_of_an_unknown_dtype_is_named():
+    experience = Experience(tokens=[1, 2, 3], custom_fields=[CustomField("a", "b", torch.qint8)])
+    with pytest.raises(ExperienceError, match=r"'b'.*qint8"):
         experience.serialize()
 
 
 def test_what_is_no_experience_is_refused():
     wrong: Any = [Experience(tokens=[1, 2]), 1]
-    with pytest.raises(ExperienceError, match="expected experiences to serialize, got a value of type int"):
+    with pytest.raises(ExperienceError, match="int"):
         Experience.serialize_many(wrong)
 
 
@@ -231,7 +238,7 @@ def test_numpy_scalars_assigned_to_fields_are_taken():
 
 def test_deserialize_wants_exactly_one():
     for batch in ([], [Experience(tokens=[1, 2])] * 2):
-        with pytest.raises(ValueError, match=f"payload of one experience, got {len(batch)}"):
+        with pytest.raises(ExperienceError, match=f"got {len(batch)}"):
             Experience.deserialize(Experience.serialize_many(batch))
 
 
@@ -242,7 +249,7 @@ def test_bytes_bytearray_and_memoryview_are_read():
     for data in (payload, bytearray(payload), memoryview(payload), memoryview(b"x" + payload)[1:], strided):
         assert Experience.deserialize_many(data) == batch
     text: Any = "TRXP"
-    with pytest.raises(ExperienceFormatError, match="expected bytes, got str"):
+    with pytest.raises(ExperienceFormatError, match="str"):
         Experience.deserialize_many(text)
 
 

@@ -1,3 +1,5 @@
+"""Experiences come back from rows of a dataset as they were, and people can read the rows."""
+
 from typing import Any
 
 import numpy as np
@@ -61,7 +63,7 @@ def test_edited_columns_are_read():
 def test_ids_keep_their_types(ids):
     batch = [Experience(eid=EID(*ids), tokens=[1, 2])]
     if ids[0] == 2**70:
-        with pytest.raises(ExperienceError, match="beyond 64 bits"):
+        with pytest.raises(ExperienceError, match="64 bits"):
             to_hf_datasets(batch)
     else:
         assert from_hf_datasets(to_hf_datasets(batch)) == batch
@@ -85,10 +87,10 @@ def test_rows_stand_alone(tmp_path):
 
 
 def test_foreign_datasets_and_edited_lengths_are_errors():
-    with pytest.raises(ExperienceError, match=r"lacks \['eid'"):
+    with pytest.raises(ExperienceError, match="'eid'"):
         from_hf_datasets(datasets.Dataset.from_dict({"tokens": [[1, 2]]}))
     dataset = to_hf_datasets([Experience(tokens=[1, 2, 3], logprobs=[0, 0])])
-    with pytest.raises(ExperienceError, match="logprobs: expected length 2"):
+    with pytest.raises(ExperienceError, match="logprobs"):
         from_hf_datasets(dataset.map(lambda row: {"logprobs": [0.0]}))
 
 
@@ -104,7 +106,7 @@ def test_damaged_cells_are_refused(change):
 
 
 @pytest.mark.parametrize(
-    ("change", "given"),
+    ("change", "cell"),
     [
         ({"experience_type": "nonsense"}, "'nonsense'"),
         ({"experience_type": None}, "None"),
@@ -113,13 +115,13 @@ def test_damaged_cells_are_refused(change):
         ({"action_mask": None}, "'single_turn'"),
     ],
 )
-def test_a_type_that_the_other_cells_do_not_fit_is_refused(change: dict[str, Any], given: str):
+def test_a_type_that_the_other_cells_do_not_fit_is_refused(change: dict[str, Any], cell: str):
     dataset = to_hf_datasets([Experience(eid=EID(1, 2), tokens=[1, 2, 3])])
     edited = datasets.Dataset.from_list([dataset[0] | change], features=dataset.features)
-    with pytest.raises(ExperienceFormatError, match=f"experience 1/2/.*: experience_type: .* got {given}"):
+    with pytest.raises(ExperienceFormatError, match=f"1/2/.*experience_type.*{cell}"):
         from_hf_datasets(edited)
 
 
 def test_what_cannot_be_encoded_is_named():
-    with pytest.raises(ExperienceError, match=r"experience 1/2/.*info.*a value of type object"):
+    with pytest.raises(ExperienceError, match=r"1/2/.*info.*object"):
         to_hf_datasets([Experience(eid=EID(1, 2), tokens=[1, 2], info={"x": object()})])
