@@ -128,7 +128,9 @@ class EnginePromises:
         for i, (prompt, _, limit) in enumerate(requests):
             tokens = list(forwards[i].token_ids)
             assert list(forwards[i].prompt_token_ids) == prompt
-            assert tokens == list(shuffled[i].token_ids) == list(driver.run(generate([i]))[i].token_ids)
+            assert tokens == list(shuffled[i].token_ids)
+            if i % 3 == 0:
+                assert tokens == list(driver.run(generate([i]))[i].token_ids)  # alone
             assert len(tokens) == limit or tokens[-1] == engine.tokenizer.eos_token_id
 
     def test_every_end_token_of_the_model_ends_a_response(self, engine: Engine, driver: Driver) -> None:

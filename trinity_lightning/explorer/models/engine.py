@@ -157,7 +157,7 @@ class Engine(ABC):
         """Receive the Hugging Face model that is trained, before `load`: for engines that generate with it."""
 
     async def sleep(self) -> None:  # noqa: B027
-        """Give up to the trainer the memory that is shared with it, until `wake_up`."""
+        """Give memory that is shared with the trainer up to it, until `wake_up`."""
 
     async def wake_up(self) -> None:  # noqa: B027
         """Take the memory back, with the weights as they were and an empty cache."""

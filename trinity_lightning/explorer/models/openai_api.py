@@ -107,7 +107,7 @@ class ChatCompletions:
         return await self._model.render(conversation, conversation.tools or None)
 
     def _record(self, messages: Any, tools: Any, settings: Mapping[str, Any], completions: list[Completion]) -> None:
-        """Note a call that succeeded; `RecordedCalls` does."""
+        """Note a call that succeeded, which `RecordedCalls` keeps."""
 
     def _response(self, body: dict[str, Any], completions: Sequence[Completion], reads_tools: bool) -> dict[str, Any]:
         prompt = list(completions[0].prompt_token_ids)
@@ -227,14 +227,15 @@ def _check(body: Mapping[str, Any]) -> None:
     known = (*_OWN, *_SAMPLING, *_FIXED, *_IGNORED)
     for name, value in body.items():
         if name not in known:
-            raise ConfigError(unknown_name("argument of chat.completions.create", name, known))
+            raise ConfigError(unknown_name("argument of chat.completions.create", name, known), key=name)
         if name in _FIXED and value not in _FIXED[name]:
             raise ConfigError(
                 f"chat.completions.create({name}={value!r}) is not supported by a model in this process",
+                key=name,
                 fix="leave it out",
             )
     if not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise ConfigError("chat.completions.create needs messages: a list that is not empty.")
+        raise ConfigError("chat.completions.create needs messages: a list that is not empty.", key="messages")
 
 
 def _logprobs(completion: Completion) -> dict[str, Any]:

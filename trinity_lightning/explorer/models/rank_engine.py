@@ -191,7 +191,7 @@ class RankEngine(LoadedEngine):
 
 
 class EngineAnswers:
-    """Answers requests of a `RankEngine` on rank 0, on another rank: on the event loop of its engine's coroutines."""
+    """Answers the requests of rank 0's `RankEngine` on another rank, on the event loop of its engine's coroutines."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

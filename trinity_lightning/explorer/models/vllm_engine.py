@@ -48,8 +48,7 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
         "dtype": VLLM_DTYPES[EngineDtype(config.dtype)],
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs or (CPU_REQUESTS if on_cpu else GPU_REQUESTS),
-        # Log-probabilities in the distribution sampled from, temperature applied: the trainer compares its own with
-        # these.
+        # In the distribution sampled from, temperature applied: the trainer compares its own log-probabilities to them.
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # not the model's, whose top_k and penalties would cut the policy's distribution
         "disable_log_stats": True,

@@ -232,7 +232,7 @@ class VLLMServerEngine(LoadedEngine):
             await client.close()
 
     async def _diagnose(self) -> str:
-        """After a failed request, a sentence on how the server that was started here ended; "" if it goes on.
+        """A sentence, after a failed request, on how the server that was started here ended; "" if it goes on.
 
         A server that is ending is waited for, so that the next request starts it again: if vLLM's own engine process
         was killed, its server first refuses everything for a while.
@@ -381,7 +381,7 @@ class VLLMServerEngine(LoadedEngine):
     async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
         for name in sampling:
             if name not in SAMPLING:
-                raise ConfigError(unknown_name("sampling setting", name, SAMPLING))
+                raise ConfigError(unknown_name("sampling setting", name, SAMPLING), key=f"sampling.{name}")
         # Stop strings may hold special tokens.
         chosen = {"skip_special_tokens": False} | WHOLE_DISTRIBUTION | with_end_tokens(sampling, self.end_tokens)
         room = self.max_model_len - len(token_ids)
