@@ -1,10 +1,12 @@
+"""The difference of engine and trainer, and importance weights for it, on a small batch worked out by hand."""
+
 import numpy as np
 import pytest
 import torch
+from support.errors import refuses
 
 from trinity_lightning.algorithm.correction import logprob_difference, rollout_correction
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
-from trinity_lightning.errors import ConfigError
 
 MASK = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
 ROLLOUT = torch.zeros(3, 3)
@@ -66,14 +68,14 @@ def test_weights_carry_no_gradient_and_stay_finite():
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "key"),
     [
-        ({"level": "tokens"}, "Did you mean 'token'"),
-        ({"mode": "clip"}, "truncate"),
-        ({"min_weight": 3.0}, "0 <= min <= max, not 3.0 and 2.0"),
-        ({"min_weight": -1.0}, "0 <= min"),
+        ({"level": "tokens"}, "level"),
+        ({"mode": "clip"}, "mode"),
+        ({"min_weight": 3.0}, "low"),
+        ({"min_weight": -1.0}, "low"),
     ],
 )
-def test_wrong_arguments_are_told(args, message):
-    with pytest.raises(ConfigError, match=message):
+def test_wrong_arguments_are_refused(args, key):
+    with refuses(f"algorithm.rollout_correction.{key}"):
         rollout_correction(OLD, ROLLOUT, MASK, **args)

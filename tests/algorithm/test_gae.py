@@ -13,7 +13,7 @@ SHARES = st.sampled_from([0.0, 0.3, 0.95, 1.0])
 
 @st.composite
 def ragged(draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, rewards and masks with holes; what is outside of the masks is no number."""
+    """Values, rewards and masks with holes; values and rewards outside the masks are NaN."""
     rows, width, seed = draw(st.integers(1, 5)), draw(st.integers(1, 12)), draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, width, generator=generator) < draw(st.floats(0.1, 1.0))
@@ -22,7 +22,7 @@ def ragged(draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def oracle(values, rewards, mask, gamma, lam):
-    """Equation 16 of arXiv 1506.02438, by its sum over what follows, for the trained tokens of each row alone."""
+    """Equation 16 of arXiv 1506.02438 as a sum over later tokens, for the trained tokens of each row alone."""
     advantages = np.zeros(values.shape)
     for row in range(len(values)):
         (places,) = np.nonzero(mask[row])
@@ -35,7 +35,7 @@ def oracle(values, rewards, mask, gamma, lam):
 
 @settings(deadline=None, max_examples=100)
 @given(ragged(), SHARES, SHARES)
-def test_gae_equals_the_sum_over_what_follows(case, gamma, lam):
+def test_gae_equals_the_sum_over_later_tokens(case, gamma, lam):
     values, rewards, mask = case
     advantages, returns = gae(values, rewards, mask, gamma, lam)
     expected = oracle(values.double().numpy(), rewards.double().numpy(), mask.numpy(), gamma, lam)
@@ -56,12 +56,12 @@ def test_without_discount_the_return_is_the_reward_to_go(case):
 @given(ragged())
 def test_whitened_advantages_have_mean_0_and_deviation_1(case):
     _, advantages, mask = case
-    found = whitened(advantages, mask)
-    assert not found[~mask].any()
-    kept = advantages[mask].double().numpy()
-    if len(kept):
-        expected = (kept - kept.mean()) / np.sqrt(kept.var() + 1e-8)
-        np.testing.assert_allclose(found[mask].numpy(), expected, rtol=1e-4, atol=1e-4)
+    white = whitened(advantages, mask)
+    assert not white[~mask].any()
+    trained = advantages[mask].double().numpy()
+    if len(trained):
+        expected = (trained - trained.mean()) / np.sqrt(trained.var() + 1e-8)
+        np.testing.assert_allclose(white[mask].numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
 @settings(deadline=None, max_examples=50)

@@ -10,6 +10,7 @@ import torch
 from lightning import Trainer
 from omegaconf import OmegaConf
 from support.compose import composed
+from support.errors import refuses
 from support.policy import (
     Gradients,
     Prepare,
@@ -45,7 +46,8 @@ from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.objective import Objective
 from trinity_lightning.trainer.policy import PolicyModule
 
-LOSSES = sorted({*POLICY_LOSS_FN} - {"streams", "teacher_kl"})  # of columns of their own: test_policy_streams.py
+# All but those with columns of their own, which test_policy_streams.py has.
+COMMON_LOSSES = sorted({*POLICY_LOSS_FN} - {"streams", "teacher_kl"})
 
 
 def algorithm_of(*overrides: str) -> AlgorithmConfig:
@@ -70,13 +72,14 @@ def inputs(seed: int = 0) -> tuple[Any, ...]:
 def loss_of(config: AlgorithmConfig) -> float:
     config.rollout_correction.level = "none"
     config.optimizer_steps = 2  # the ratio is not 1
-    given = inputs()
-    given[2].columns["ref_logprobs"] = given[2].columns["old_logprobs"] - 0.1
-    return Objective(config)(*given)[0].item()
+    arguments = inputs()
+    columns = arguments[2].columns
+    columns["ref_logprobs"] = columns["old_logprobs"] - 0.1
+    return Objective(config)(*arguments)[0].item()
 
 
 def own_loss(name: str, **arguments: Any) -> float:
-    """What the loss itself gives, with the defaults of its signature."""
+    """The loss of the function itself, with the defaults of its signature."""
     logprobs, _, micro, *_ = inputs()
     old, mask, advantages = micro.columns["old_logprobs"], micro.action_mask, micro.columns["advantages"]
     loss_fn = POLICY_LOSS_FN.get(name)
@@ -84,10 +87,12 @@ def own_loss(name: str, **arguments: Any) -> float:
     return loss_fn(logprobs, old, mask, advantages, **arguments)[0].item()
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("group", ["algorithm", "algorithm.policy_loss"])
-def test_a_loss_is_trained_with_its_own_defaults(name: str, group: str) -> None:
-    assert loss_of(algorithm_of(f"{group}={name}")) == pytest.approx(own_loss(name), rel=1e-6)
+@pytest.mark.parametrize("name", COMMON_LOSSES)
+def test_a_loss_is_trained_with_its_own_defaults(name: str) -> None:
+    """By the choice of the algorithm, and by the loss's name alone."""
+    expected = pytest.approx(own_loss(name), rel=1e-6)
+    assert loss_of(algorithm_of(f"algorithm={name}")) == expected
+    assert loss_of(AlgorithmConfig(policy_loss=name)) == expected
 
 
 @pytest.mark.parametrize("name", ["gspo", "sapo"])
@@ -164,7 +169,7 @@ def test_a_loss_that_needs_the_reference_is_given_it() -> None:
     assert objective.needs_reference
     assert not objective.needs_all_rows  # without advantage it has no gradient
     arguments = inputs()
-    with pytest.raises(ConfigError, match="ref_logprobs"):
+    with pytest.raises(ConfigError, match="'ref_logprobs'"):
         objective(*arguments)
     logprobs, _, micro, *_ = arguments
     micro.columns["ref_logprobs"] = logprobs - 0.5
@@ -197,7 +202,7 @@ def test_a_loss_that_may_use_the_reference_is_given_the_one_of_the_kl_term(coef:
 
 
 def test_only_a_loss_or_a_kl_term_that_needs_it_loads_a_reference() -> None:
-    assert [name for name in LOSSES if Objective(AlgorithmConfig(policy_loss=name)).needs_reference] == ["dpo"]
+    assert [name for name in COMMON_LOSSES if Objective(AlgorithmConfig(policy_loss=name)).needs_reference] == ["dpo"]
     assert Objective(AlgorithmConfig(kl=KLConfig(coef=0.1))).needs_reference
 
 
@@ -207,19 +212,19 @@ def test_k1_as_a_loss_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> Non
     assert not caplog.records
     PolicyModule("tiny", AlgorithmConfig(kl=KLConfig("k1", 0.1)))
     [record] = caplog.records
-    assert "expected gradient" in record.message
+    assert "algorithm.kl.name=k1" in record.message
 
 
 @pytest.mark.slow
-def test_weights_that_are_not_the_losss_own_are_warned_of() -> None:
+def test_weights_that_a_loss_is_not_proportional_to_are_warned_of() -> None:
     assert [name for name in options("algorithm") if Objective(algorithm_of(f"algorithm={name}")).caveats] == []
     weighed = {"name": "rec", "args": {"weight": "advantage"}}
     for loss in ("asymre", weighed, {"name": "mix", "args": {"usual": "asymre"}}):
         [caveat] = Objective(AlgorithmConfig(policy_loss=loss)).caveats
-        assert "is not proportional" in caveat
+        assert "algorithm.rollout_correction" in caveat
 
 
-# -- the ratio against the engine --------------------------------------------------------------------------------------
+# -- The ratio against the engine --------------------------------------------------------------------------------------
 
 
 def against_engine(**settings: Any) -> AlgorithmConfig:
@@ -278,13 +283,13 @@ def test_tokens_are_left_out_of_sequences_that_the_policy_moved_away_from(optimi
 
 
 def test_a_loss_without_advantages_has_nothing_to_leave_out() -> None:
-    with pytest.raises(ConfigError, match=r"off_policy_mask_threshold .*'sft' trains on all"):
+    with refuses("algorithm.off_policy_mask_threshold"):
         Objective(AlgorithmConfig(policy_loss="sft", off_policy_mask_threshold=0.1))
 
 
 @pytest.mark.parametrize("name", ["reinforce", "opmd", "sft"])
 def test_a_loss_without_a_ratio_has_nothing_to_hold_against_the_engine(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}' has no ratio"):
+    with refuses("algorithm.old_logprobs"):
         Objective(against_engine(policy_loss=name))
 
 
@@ -292,15 +297,15 @@ def test_experiences_without_the_engines_log_probabilities_are_named() -> None:
     experiences = make_experiences()
     experiences[5].logprobs = None
     policy = PolicyModule("tiny", against_engine(), dtype="fp32")
-    with pytest.raises(ExperienceError, match=f"experience {experiences[5].eid} has no log-probabilities"):
+    with pytest.raises(ExperienceError, match=str(experiences[5].eid)):
         fit(policy, [batch_of(experiences)])
 
 
 def test_an_experts_rows_need_no_log_probabilities_of_the_engine() -> None:
     experiences = make_experiences()
-    experts = [marked(each, expert=True) for each in make_experiences(4, seed=7, batch=2)]
-    for each in experts:
-        each.logprobs = None
+    experts = [marked(experience, expert=True) for experience in make_experiences(4, seed=7, batch=2)]
+    for expert in experts:
+        expert.logprobs = None
     losses = []
     for settings in ({}, {"policy_loss": {"name": "mix", "args": {"mu": 0.25}}}):
         seen = Gradients()
@@ -324,7 +329,7 @@ def only_reference(
     num_sequences: int | None = None,
     max_response_length: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss of one's own that looks at the reference and at no ratio."""
+    """A loss of one's own with a reference and without a ratio."""
     loss = aggregate(-advantages * (logprobs - ref_logprobs).exp(), action_mask, num_tokens=num_tokens)
     return loss, {"pg_loss": loss.detach()}
 
@@ -356,19 +361,11 @@ def one_a_token(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, adv
     return -advantages * logprobs, {"pg_loss": torch.zeros(())}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("one_a_token", r"one_a_token' returns a loss of shape \[2, 2\]: return one number"),
-        ("detached", "detached' returns a loss without gradient"),
-        ("without_metrics", r"must return \(loss, metrics\), a tensor and a dict with 'pg_loss'"),
-        ("without_pg_loss", r"must return \(loss, metrics\)"),
-        ("without_totals", "cannot be called as loss.*num_tokens"),
-    ],
-)
-def test_a_loss_of_ones_own_is_tried_before_anything_is_loaded(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("name", ["one_a_token", "detached", "without_metrics", "without_pg_loss", "without_totals"])
+def test_a_loss_of_ones_own_is_tried_before_anything_is_loaded(name: str) -> None:
+    with refuses("algorithm.policy_loss") as refused:
         Objective(AlgorithmConfig(policy_loss=f"test_objective.{name}"))
+    assert name in str(refused.value)
 
 
 def failing_later(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **_: Any) -> Any:
@@ -379,9 +376,7 @@ def failing_later(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, a
 
 def test_an_error_in_a_loss_while_it_trains_names_its_line() -> None:
     objective = Objective(AlgorithmConfig(policy_loss="test_objective.failing_later"))
-    with pytest.raises(
-        PartError, match=r"'.*failing_later' raised RuntimeError: .* \(.*test_objective\.py:\d+ in failing_l"
-    ):
+    with pytest.raises(PartError, match=r"test_objective\.py:\d+ in failing_later"):
         objective(*inputs())
 
 
@@ -390,7 +385,7 @@ def test_a_loss_of_ones_own_may_ask_for_pairs() -> None:
 
 
 def test_a_ratio_to_the_reference_is_none_to_the_engine() -> None:
-    with pytest.raises(ConfigError, match="only_reference' has no ratio"):
+    with refuses("algorithm.old_logprobs"):
         Objective(against_engine(policy_loss="test_objective.only_reference"))
 
 
@@ -413,7 +408,7 @@ def test_kl_and_entropy_of_a_mixture_are_averaged_as_its_rollouts() -> None:
     assert whole(*arguments)[0].item() - without(*arguments)[0].item() == pytest.approx(expected, rel=1e-5)
 
 
-# -- experiences of older weights ----------------------------------------------------------------------------------
+# -- Experiences of older weights --------------------------------------------------------------------------------------
 
 
 def uncorrected(**settings: Any) -> AlgorithmConfig:
@@ -425,7 +420,7 @@ def test_uncorrected_rollouts_of_older_weights_are_refused_before_anything_is_lo
     policy = PolicyModule("tiny", uncorrected())
     callback = ExplorerCallback(Explorer(ExplorerConfig(sync_interval=4), [VLLMEngine("tiny")], source))
     trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[callback])
-    with pytest.raises(ConfigError, match="of older weights"):
+    with refuses("algorithm.policy_loss"):
         trainer.fit(policy, datamodule=ExperienceDataModule("grpo"))
     assert policy.model is None
 
@@ -441,16 +436,14 @@ def offline(policy: PolicyModule, experiences: list[Any]) -> None:
 
 
 def test_uncorrected_stored_experiences_are_refused() -> None:
-    with pytest.raises(ConfigError, match="of older weights"):
+    with refuses("algorithm.policy_loss"):
         offline(PolicyModule("tiny", uncorrected()), make_experiences())
 
 
 def test_stored_experiences_that_cannot_be_corrected_are_named() -> None:
     experiences = make_experiences()
     experiences[5].logprobs = None
-    with pytest.raises(
-        ExperienceError, match=rf"experience {experiences[5].eid} .*algorithm\.rollout_correction needs"
-    ):
+    with pytest.raises(ExperienceError, match=str(experiences[5].eid)):
         offline(PolicyModule("tiny", dtype="fp32"), experiences)
 
 
@@ -465,8 +458,8 @@ def test_stored_experiences_that_cannot_be_corrected_are_named() -> None:
 )
 def test_losses_for_experiences_of_any_policy_need_no_correction(settings: dict[str, Any]) -> None:
     experiences = make_experiences()
-    for each in experiences:
-        each.logprobs = None
+    for experience in experiences:
+        experience.logprobs = None
     for algorithm in (uncorrected(**settings), AlgorithmConfig(**settings)):
         policy = PolicyModule("tiny", algorithm, dtype="fp32")
         offline(policy, experiences)

@@ -407,16 +407,22 @@ def stream_configs(given: Any) -> dict[str, StreamConfig]:
     if given is None:
         given = {"rollouts": {}}
     if not isinstance(given, Mapping) or not given:
-        raise ConfigError(f"{STREAMS} is {given!r}: give {{name: {{loss, tokens, weight, args}}}}, at least one.")
+        raise ConfigError(
+            f"{STREAMS} is {given!r}: give {{name: {{loss, tokens, weight, args}}}}, at least one.", key=STREAMS
+        )
     for name in TAKEN:
         if name in given:
             raise ConfigError(
-                f"{STREAMS}.{name}: the metric actor/{name}_loss is something else", fix="give it another name"
+                f"{STREAMS}.{name}: the metric actor/{name}_loss is something else",
+                key=f"{STREAMS}.{name}",
+                fix="give it another name",
             )
     streams = {str(name): _stream(f"{STREAMS}.{name}", it) for name, it in given.items()}
     if not any(stream.weight for stream in streams.values()):
         raise ConfigError(
-            f"{STREAMS}: all weights are 0, and nothing is trained", fix="give one of them a weight above 0"
+            f"{STREAMS}: all weights are 0, and nothing is trained",
+            key=STREAMS,
+            fix="give one of them a weight above 0",
         )
     return streams
 
@@ -449,6 +455,7 @@ def check_streams(run: "TrainConfig") -> bool:
                 raise ConfigError(
                     f"{STREAMS}.{name}: the experiences of workflow={run.workflow.name} have one turn, and nothing "
                     "observed in it",
+                    key=f"{STREAMS}.{name}",
                     fix="choose workflow=multi_turn or workflow=tool_use, with workflow.args.mode=single",
                 )
     needs = [LOSSES[stream.loss].needs for stream in streams.values() if stream.loss in LOSSES]

@@ -31,7 +31,7 @@ class Section:
     """
 
     _key: ClassVar[str]  # with a dot behind it
-    _root: ClassVar[type[Any]]
+    _root: ClassVar[type[Any] | None] = None  # of all sections, once config/run.py is imported
 
     def __init_subclass__(cls, key: str = "", root: bool = False) -> None:
         cls._key = f"{key}." if key else ""
@@ -240,7 +240,7 @@ def _keys_meant(prefix: str, name: str, siblings: Sequence[str]) -> list[str]:
     At the top level, a name is compared with the last parts of all keys: `lr` means optimizer.lr.
     """
     places = {key: [new] for key, new in RENAMED.items() if "." not in key} | {"recipe": [_RECIPE]}
-    for key in _dotted_keys(schema_of(Section._root)):
+    for key in () if Section._root is None else _dotted_keys(schema_of(Section._root)):
         places.setdefault(key.rpartition(".")[2], []).append(key)
     meant = places.get(name, [])
     if (

@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 import torch
+from support.errors import refuses
 
 from trinity_lightning.algorithm.add_strategy import (
     AddStrategy,
@@ -12,7 +13,7 @@ from trinity_lightning.algorithm.add_strategy import (
 )
 from trinity_lightning.algorithm.add_strategy.add_strategy import ListWriter
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
-from trinity_lightning.errors import ConfigError, PartError
+from trinity_lightning.errors import ArgumentError, ConfigError, PartError, UnfinishedClassError
 
 
 def experiences(*groups):
@@ -47,7 +48,7 @@ class Unfinished(AddStrategy):
 
 
 class Writing(Failing):
-    """Sets what is given as the advantages."""
+    """Sets the advantages of the second experience to a value."""
 
     def __init__(self, writer, value):
         super().__init__(writer)
@@ -77,8 +78,8 @@ def test_each_strategy_gets_what_the_one_before_let_through():
     assert [[exp.eid.task for exp in call] for call in calls] == [[0, 0], [2, 2]]
     alone = experiences([0, 1], [0, 4])
     run([("grpo", {"std_level": "batch"})], alone)
-    kept = [exp for call in calls for exp in call]
-    assert [advantages(exp) for exp in kept] == [advantages(exp) for exp in alone]
+    written = [exp for call in calls for exp in call]
+    assert [advantages(exp) for exp in written] == [advantages(exp) for exp in alone]
     assert metrics["filtered_count"] == 2
     assert metrics["group_advantages/reward_mean/mean"] == 1.25
 
@@ -110,33 +111,33 @@ def test_empty_input():
 def test_a_step_that_failed_leaves_nothing_to_the_next():
     writer = ListWriter()
     strategy = create_add_strategy([(f"{Failing.__module__}.Failing", {}), ("grpo", {})], writer)
-    with pytest.raises(PartError, match=r"RuntimeError: first step \(.*test_compose\.py:\d+ in add\)"):
+    with pytest.raises(PartError, match=r"first step \(.*test_compose\.py:\d+ in add\)"):
         asyncio.run(strategy.add(experiences([0, 1]), 1))
     count, _ = asyncio.run(strategy.add(experiences([0, 1]), 2))
     assert (count, len(writer.calls)) == (2, 1)
 
 
 @pytest.mark.parametrize(
-    ("specs", "error", "message"),
+    ("specs", "key", "error"),
     [
-        ([], ConfigError, "give at least one of .*grpo"),
-        ([("reward_variance", {}), ("gpro", {})], ValueError, "Did you mean 'grpo'"),
-        ([("grpo", {}), ("grpo", {"epsilom": 1})], TypeError, "Did you mean 'epsilon'"),
-        (
-            {"grpo": {}},
-            ConfigError,
-            r"add_strategy is {'grpo': {}}: give a name, or in order \[\(name, ",
-        ),
-        (["reward_variance", "grpo"], ConfigError, r"give a name, or in order \[\(name, "),
-        (Failing, ConfigError, r"give a name, or in order \[\(name, "),
-        ([(f"{__name__}.Unfinished", {})], ConfigError, "add strategy 'Unfinished' does not define add: see its base"),
-        ([("grpo", None)], ConfigError, "the arguments of add strategy 'grpo' must be .* not None"),
-        ([("collections.OrderedDict", {})], TypeError, "'collections.OrderedDict' is no AddStrategy class"),
+        ([], "add_strategy", ConfigError),
+        ({"grpo": {}}, "add_strategy", ConfigError),
+        (["reward_variance", "grpo"], "add_strategy", ConfigError),
+        (Failing, "add_strategy", ConfigError),
+        ([("reward_variance", {}), ("gpro", {})], None, ConfigError),
+        ([("grpo", {}), ("grpo", {"epsilom": 1})], "args.epsilom", ArgumentError),
+        ([("grpo", None)], "args", ConfigError),
+        ([(f"{__name__}.Unfinished", {})], None, UnfinishedClassError),
     ],
 )
-def test_wrong_specs_are_told(specs, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_specs_are_refused(specs, key, error):
+    with refuses(key, error):
         create_add_strategy(specs, ListWriter())
+
+
+def test_a_class_that_is_no_strategy_is_refused():
+    with pytest.raises(TypeError, match=r"collections\.OrderedDict"):
+        create_add_strategy([("collections.OrderedDict", {})], ListWriter())
 
 
 def test_composition_is_an_add_strategy():
@@ -146,7 +147,7 @@ def test_composition_is_an_add_strategy():
 
 
 class Own(AddStrategy):
-    """Returns what it is given."""
+    """Returns a value, whatever it should return."""
 
     def __init__(self, writer, returned):
         super().__init__(writer)
@@ -183,24 +184,21 @@ SCORES = torch.zeros(3)
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "message"),
+    ("name", "args", "method"),
     [
-        ("Own", {"returned": None}, r"Own.add must return \(number of .*, metrics by name\), not NoneType"),
-        ("Own", {"returned": ({}, 3)}, r"Own.add must return .*, not dict, int"),
-        ("OwnGroup", {}, r"OwnGroup.calculate_group_advantage must return \(list of experiences, .*\), not list"),
-        ("OwnSteps", {}, r"OwnSteps.calculate_group_advantage must return \(scores by run, .*\), not dict"),
-        ("OwnScore", {"returned": SCORES}, r"OwnScore.score must return \(tensor of scores, .*\), not Tensor"),
-        ("OwnScore", {"returned": (SCORES[:2], {})}, r"OwnScore.score must return scores as a tensor \[3\], .*\[2\]"),
-        (
-            "OwnScore",
-            {"returned": (SCORES, {"best": 1.0})},
-            r"OwnScore.score must return best as a tensor \[2\], not",
-        ),
+        ("Own", {"returned": None}, "add"),
+        ("Own", {"returned": ({}, 3)}, "add"),
+        ("OwnGroup", {}, "calculate_group_advantage"),
+        ("OwnSteps", {}, "calculate_group_advantage"),
+        ("OwnScore", {"returned": SCORES}, "score"),
+        ("OwnScore", {"returned": (SCORES[:2], {})}, "score"),
+        ("OwnScore", {"returned": (SCORES, {"best": 1.0})}, "score"),
     ],
 )
-def test_what_a_strategy_of_ones_own_must_return_is_said_with_its_name(name, args, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_strategy_of_ones_own_that_returns_something_else_is_named_with_its_method(name, args, method):
+    with refuses("add_strategy") as refused:
         run([(f"{__name__}.{name}", args), ("reinforce", {})], experiences([0.0, 1.0], [1.0]))
+    assert f"{name}.{method}" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +211,9 @@ def test_what_a_strategy_of_ones_own_must_return_is_said_with_its_name(name, arg
         [1.0, 1.0],
     ],
 )
-def test_what_a_strategy_of_ones_own_gives_that_cannot_be_trained_on_is_refused_by_its_name(value):
+def test_advantages_that_cannot_be_trained_on_are_refused_by_the_name_of_the_strategy(value):
     strategy = ComposedAddStrategy([(f"{__name__}.Writing", {"value": value})], ListWriter())
-    with pytest.raises(ExperienceError, match=r"1/0/1/.*: add strategy .*Writing gave it .*: give finite numbers"):
+    with pytest.raises(ExperienceError, match=r"1/0/1/.*Writing"):
         asyncio.run(strategy.add(experiences([0, 1]), 1))
 
 
@@ -228,7 +226,7 @@ def test_a_masked_token_may_have_any_advantage():
     assert asyncio.run(strategy.add(step, 1))[0] == 2
 
 
-def test_what_comes_with_nan_may_be_weighed_anew():
+def test_an_experience_that_comes_with_nan_may_be_weighed_anew():
     step = experiences([0, 1])
     step[0].advantages = torch.full((2,), float("nan"))
     count, _, _ = run([(f"{__name__}.Writing", {"value": torch.zeros(2)}), ("grpo", {})], step)
@@ -239,4 +237,4 @@ def test_a_reward_beyond_float32_is_as_an_infinite_one(caplog):
     count, metrics, calls = run([("reinforce", {})], experiences([1e39, 0], [3e38, 1]))
     assert (count, metrics["group_advantages/invalid_group_count"]) == (2, 1)
     assert [exp.eid.task for [exp, _] in calls] == [1]
-    assert "left out 1 groups with a reward that is no finite number: 1/0" in caplog.text
+    assert "1/0" in caplog.text

@@ -9,7 +9,7 @@ from trinity_lightning.common.experience import ExperienceError
 
 
 def group(rewards, logprobs, task=0):
-    """A task's runs, each with one value for all its log-probabilities (a list: one a token)."""
+    """A task's runs, each with one value for all its log-probabilities, or a list of one per token."""
     return [
         make(task, run, reward, logprobs=value if isinstance(value, list) or value is None else [value] * 3)
         for run, (reward, value) in enumerate(zip(rewards, logprobs, strict=True))
@@ -59,8 +59,8 @@ def test_order_does_not_matter(rows, random):
 def test_equal_inputs_get_equal_advantages():
     exps = group([1, 1, 0, 1], [-1.0, -1.0, -2.0, -1.0])
     add("correct_bias", exps)
-    first, second, other, third = scores(exps)
-    assert first == second == third > 0 > other
+    right, as_likely, wrong, also_as_likely = scores(exps)
+    assert right == as_likely == also_as_likely > 0 > wrong
 
 
 def test_the_order_of_tokens_does_not_matter():
@@ -77,10 +77,10 @@ def test_the_unlikely_is_worth_more():
 
 def test_without_penalty_it_is_grpo():
     rows = ([0, 3, 1], [-1.0, -2.0, -0.5])
-    ours, grpo = group(*rows), group(*rows)
-    _, metrics = add("correct_bias", ours, rank_penalty=0.0)
+    unpenalised, grpo = group(*rows), group(*rows)
+    _, metrics = add("correct_bias", unpenalised, rank_penalty=0.0)
     _, expected = add("grpo", grpo)
-    assert (scores(ours), metrics) == (scores(grpo), expected)
+    assert (scores(unpenalised), metrics) == (scores(grpo), expected)
 
 
 def test_a_lone_experience_needs_no_logprobs():
@@ -89,24 +89,20 @@ def test_a_lone_experience_needs_no_logprobs():
     assert scores(exps) == pytest.approx([6.999993], abs=1e-6)
 
 
-def test_missing_logprobs_in_a_group_of_several_are_told():
+def test_the_experience_without_logprobs_in_a_group_of_several_is_named():
     exps = group([0, 1], [-1.0, None])
-    with pytest.raises(ExperienceError, match=r"experience 1/0/1/0/\w+ has no logprobs"):
+    with pytest.raises(ExperienceError, match=r"1/0/1/0/\w+.*logprobs"):
         add("correct_bias", exps)
 
 
 @pytest.mark.parametrize(
-    ("logprobs", "message"),
-    [
-        ([], "logprobs has 0 values for 3 response tokens"),
-        ([-1.0] * 4, "logprobs has 4 values for 3 response tokens"),
-        ([float("nan"), 0.0, 0.0], r"the mean of its \d logprobs is nan"),
-    ],
+    "logprobs",
+    [[], [-1.0] * 4, [float("nan"), 0.0, 0.0]],
 )
-def test_logprobs_that_have_no_order_are_told(logprobs, message):
+def test_the_experience_of_logprobs_that_have_no_order_is_named(logprobs):
     exps = group([0, 1], [-1.0, -1.0])
     exps[1].logprobs = torch.tensor(logprobs)
-    with pytest.raises(ExperienceError, match=rf"experience 1/0/1/0/\w+: {message}"):
+    with pytest.raises(ExperienceError, match=r"1/0/1/0/\w+.*logprobs"):
         add("correct_bias", exps)
 
 
@@ -117,11 +113,11 @@ def test_a_group_left_out_needs_no_logprobs():
     assert metrics[INVALID] == 1
 
 
-def test_what_an_environment_wrote_does_not_rank():
+def test_tokens_of_an_environment_do_not_rank():
     """The second token is not the policy's: 0.0 there made an unlikely answer look likely."""
-    ours = group([1, 1], [[-3.0, 0.0, -3.0], [-2.0, -9.0, -2.0]])
-    add("correct_bias", ours)
-    assert scores(ours)[0] > 0 > scores(ours)[1]
+    exps = group([1, 1], [[-3.0, 0.0, -3.0], [-2.0, -9.0, -2.0]])
+    add("correct_bias", exps)
+    assert scores(exps)[0] > 0 > scores(exps)[1]
 
 
 def test_a_response_without_trained_tokens_ranks_by_all_its_tokens():

@@ -54,12 +54,12 @@ def test_whole_groups_are_copied_evenly_up_to_the_count_that_came(groups, seed, 
     copies = group_by(written[len(originals) :], "task")
     assert not set(copies) & {exp.eid.tid for exp in exps}
     wanted = Counter(tuple(map(content, group)) for group in informative.values())
-    found = Counter(tuple(map(content, group)) for group in copies.values())
-    assert set(found) <= set(wanted)
+    copied = Counter(tuple(map(content, group)) for group in copies.values())
+    assert set(copied) <= set(wanted)
     # Groups that look alike cannot be told apart: their copies count together.
     rounds = len(copies) // len(informative)
     for kind, number in wanted.items():
-        assert rounds * number <= found[kind] <= (rounds + 1) * number
+        assert rounds * number <= copied[kind] <= (rounds + 1) * number
     assert len({exp.eid.uid for exp in written}) == len(written)
     assert {type(exp.eid.task) for exp in written} == {str if text_tasks else int}
     assert metrics["duplicated_count"] == len(written) - len(originals)
@@ -104,7 +104,7 @@ def test_a_copy_is_not_given_the_number_of_a_task_that_was_left_out():
     assert sorted({exp.eid.task for exp in written}) == [5, 8]
 
 
-def test_what_is_written_into_a_copy_is_not_the_original_s():
+def test_entries_added_to_a_copy_are_not_the_original_s():
     exps = step_of([0, 1], [1, 1])
     (written,), _ = add(NAME, exps)
     for exp in written[2:]:

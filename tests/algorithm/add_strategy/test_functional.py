@@ -3,10 +3,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.errors import refuses
 
 from trinity_lightning.algorithm.add_strategy import functional
 from trinity_lightning.common.runs import equal_rewards
-from trinity_lightning.errors import ConfigError
 
 REWARDS = st.floats(-5, 5).map(lambda x: round(x, 3))
 GROUPED = st.lists(st.tuples(REWARDS, st.integers(-3, 6)), min_size=1, max_size=40)
@@ -146,13 +146,13 @@ def test_dtype_follows_the_rewards():
 
 def test_wrong_arguments_are_named():
     rewards, groups = torch.tensor([0.0, 1.0]), torch.tensor([0, 0])
-    with pytest.raises(ValueError, match=r"rewards \(2,\) and groups \(3,\)"):
+    with pytest.raises(ValueError, match=r"\(2,\).*\(3,\)"):
         functional.group_stats(rewards, torch.tensor([0, 0, 1]))
-    with pytest.raises(ConfigError, match="Did you mean 'group'"):
+    with refuses("std_level"):
         functional.grpo_advantages(rewards, groups, std_level="grup")
-    with pytest.raises(ConfigError, match="logavgexp"):
+    with refuses("opmd_baseline"):
         functional.opmd_advantages(rewards, groups, "median")
-    with pytest.raises(ConfigError, match=r"tau is 0\.0: give a finite number above 0"):
+    with refuses("tau"):
         functional.opmd_advantages(rewards, groups, "logavgexp", 0.0)
 
 
@@ -168,9 +168,10 @@ def test_rank_penalty_equals_numpy_group_by_group(rows):
     likelihoods = torch.tensor([float(row[2]) for row in rows])
     penalised = functional.rank_penalised_rewards(rewards, groups, likelihoods, 0.4).numpy()
     for g in set(groups.tolist()):
-        own = groups.numpy() == g
-        expected = rewards.numpy()[own] * (1 - rank_oracle(likelihoods.numpy()[own]) / own.sum() * 0.4)
-        np.testing.assert_allclose(penalised[own], expected, rtol=1e-12, atol=1e-12)
+        members = groups.numpy() == g
+        rank = rank_oracle(likelihoods.numpy()[members])
+        expected = rewards.numpy()[members] * (1 - rank / members.sum() * 0.4)
+        np.testing.assert_allclose(penalised[members], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_rank_penalty_of_no_rewards():
@@ -191,7 +192,7 @@ def test_gigpo_equals_numpy(std_norm, rows, weight):
     step_returns = torch.tensor([row[2] for row in rows], dtype=torch.float64)
     states = torch.tensor([row[0] * 10 + row[3] for row in rows])
     of_step = torch.tensor([episodes.index(row[:2]) for row in rows])
-    found = functional.gigpo_advantages(
+    advantages = functional.gigpo_advantages(
         returns, tasks, step_returns, of_step, states, epsilon=0.1, step_weight=weight, std_norm=std_norm
     )
 
@@ -204,19 +205,21 @@ def test_gigpo_equals_numpy(std_norm, rows, weight):
         of_episodes = np.where(lone, returns.numpy() / 1.1, of_episodes)
     of_steps = np.zeros(len(rows))
     for state in set(states.tolist()):
-        own = states.numpy() == state
-        if own.sum() > 1:
-            of_steps[own] = normed(step_returns.numpy()[own])
-    np.testing.assert_allclose(found.numpy(), of_episodes[of_step.numpy()] + weight * of_steps, rtol=1e-9, atol=1e-9)
+        same = states.numpy() == state
+        if same.sum() > 1:
+            of_steps[same] = normed(step_returns.numpy()[same])
+    np.testing.assert_allclose(
+        advantages.numpy(), of_episodes[of_step.numpy()] + weight * of_steps, rtol=1e-9, atol=1e-9
+    )
 
 
 def test_gigpo_without_epsilon_is_finite_where_nothing_differs():
     ones, zeros = torch.ones(3), torch.zeros(3, dtype=torch.int64)
-    found = functional.gigpo_advantages(ones, zeros, ones, torch.arange(3), torch.tensor([0, 0, 1]), epsilon=0.0)
-    assert found.tolist() == [0, 0, 0]
+    advantages = functional.gigpo_advantages(ones, zeros, ones, torch.arange(3), torch.tensor([0, 0, 1]), epsilon=0.0)
+    assert advantages.tolist() == [0, 0, 0]
 
 
 def test_distillation_is_the_difference_of_log_probabilities():
-    found = functional.distillation_advantages(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.5]), 0.5)
-    assert found.tolist() == [0.5, -0.25]
-    assert found.dtype == torch.float64
+    advantages = functional.distillation_advantages(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.5]), 0.5)
+    assert advantages.tolist() == [0.5, -0.25]
+    assert advantages.dtype == torch.float64

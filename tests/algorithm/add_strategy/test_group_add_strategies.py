@@ -18,7 +18,7 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import ListWriter
 from trinity_lightning.algorithm.add_strategy.baseline_add_strategies import BaselineAddStrategy
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 
-# Score rewards within a task. on_policy_distill needs none, and a critic's are scored by the trainer: see their tests.
+# Strategies that score rewards within a task; on_policy_distill needs none, and with a critic the trainer scores them.
 GRPO_LIKE = [
     name
     for name in ADD_STRATEGY
@@ -129,7 +129,7 @@ def test_a_group_with_an_invalid_reward_is_left_out_counted_and_logged(name, bad
 def test_a_single_group_with_an_invalid_reward_is_refused(name):
     strategy = ADD_STRATEGY.get(name)(ListWriter())
     assert isinstance(strategy, GroupAdvantageStrategy)
-    with pytest.raises(ExperienceError, match="run 1/0/1: every reward must be a finite number"):
+    with pytest.raises(ExperienceError, match="1/0/1"):
         strategy.calculate_group_advantage("1/0", step_of([0, None]))
 
 
@@ -149,7 +149,7 @@ def test_empty_input(name):
 @pytest.mark.parametrize("name", list(ADD_STRATEGY))
 def test_dpo_pairs_are_refused_by_name(name):
     pair = Experience(eid=EID(batch=3, task=4), tokens=[1], chosen=[2], rejected=[3], reward=1.0)
-    with pytest.raises(ExperienceError, match=r"experience 3/4/0/0/\w+ is a DPO pair"):
+    with pytest.raises(ExperienceError, match=r"3/4/0/0/\w+"):
         add(name, [*step_of([0, 1]), pair])
 
 
@@ -185,11 +185,11 @@ def test_reward_variance_keeps_what_differs_and_sets_nothing():
 
 def test_dapo_is_reward_variance_by_another_name():
     exps = step_of([0, 1], [1, 1], [0, 0], [0, 2], [None, 1])
-    kept, metrics = add("dapo", exps, variance_threshold=0.1)
-    same, others = add("reward_variance", exps, variance_threshold=0.1)
-    assert kept == same
-    del metrics["add_strategy_time"], others["add_strategy_time"]
-    assert metrics == others
+    calls, metrics = add("dapo", exps, variance_threshold=0.1)
+    same_calls, same_metrics = add("reward_variance", exps, variance_threshold=0.1)
+    assert calls == same_calls
+    del metrics["add_strategy_time"], same_metrics["add_strategy_time"]
+    assert metrics == same_metrics
 
 
 def test_reinforce_plus_plus_is_whitened_over_the_tokens_of_the_step():
@@ -224,20 +224,24 @@ def test_base_classes_are_abstract_and_group_by_is_re_exported():
     assert list(group_by(step_of([0], [1]), "task")) == ["1/0", "1/1"]
 
 
-@pytest.mark.slow
-def test_a_large_step_is_weighed_in_a_second():
+def seconds_for(count):
+    """Seconds of this process to weigh so many experiences, in groups of 8."""
     template = step_of([0.0])[0]
     exps = []
-    for i in range(65_536):
+    for i in range(count):
         exp = copy.copy(template)
         exp.eid, exp.reward = EID(1, i // 8, i % 8, 0, "s"), float(i % 3)
         exps.append(exp)
     writer = ListWriter()
-    strategy = GRPOAddStrategy(writer)
     start = time.process_time()
-    count, _ = asyncio.run(strategy.add(exps, 1))
+    written, _ = asyncio.run(GRPOAddStrategy(writer).add(exps, 1))
     seconds = time.process_time() - start
-    assert count == 65_536
-    assert len(writer.calls) == 8_192
-    # Under a second on an idle core; thrice that, so that a busy machine does not fail the test.
-    assert seconds < 3
+    assert written == count
+    assert len(writer.calls) == count // 8
+    return seconds
+
+
+@pytest.mark.slow
+def test_the_time_grows_with_the_step_and_not_with_its_square():
+    seconds_for(64)  # the first call warms up
+    assert seconds_for(32_768) < 30 * seconds_for(4_096)

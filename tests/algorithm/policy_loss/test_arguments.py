@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.errors import refuses
 from torch import nn
 
 from trinity_lightning.algorithm.policy_loss import aggregate, create_policy_loss
+from trinity_lightning.algorithm.policy_loss.arguments import ARGS
 from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.errors import ArgumentError, ConfigError
 from trinity_lightning.trainer.objective import Objective
@@ -20,7 +22,7 @@ TENSORS = {
     "advantages": torch.tensor([[4.0]]),
 }
 REF = torch.tensor([[-3.0]])
-# What TRL, verl, OpenRLHF, Trinity and torchtune call and how they order it; and what people shorten it to.
+# The names and orders of TRL, verl, OpenRLHF, Trinity and torchtune; and names that people shorten them to.
 ORDERS = (
     "logprobs, old_logprobs, action_mask, advantages",
     "old_log_prob, log_prob, advantages, response_mask",
@@ -46,16 +48,16 @@ LETTERS = dict(zip("abcd", TENSORS, strict=True))
 
 
 def loss_of(parameters: str) -> Any:
-    """A loss with these parameters, which returns what it was given by name."""
+    """A loss with these parameters, which returns their values by name."""
     scope: dict[str, Any] = {}
-    names = [each.split("=")[0].strip() for each in parameters.split(",") if each.strip() not in ("*", "/")]
+    names = [text.split("=")[0].strip() for text in parameters.split(",") if text.strip() not in ("*", "/")]
     pairs = ", ".join(f"{name!r}: {name}" for name in names)
     exec(f"def loss({parameters}, **totals): return {{{pairs}}}", scope)
     return scope["loss"]
 
 
 def meant(name: str) -> str | None:
-    """The tensor that a reader takes such a name for."""
+    """The tensor that a reader expects under such a name."""
     parts = {"ref": "ref", "old": "old_logprobs", "prev": "old_logprobs", "mask": "action_mask", "adv": "advantages"}
     if name in ("cliprange", "tau", "something"):
         return None
@@ -91,17 +93,18 @@ def test_a_name_of_the_policy_that_wrote_is_right_where_old_logprobs_stand(old: 
 @pytest.mark.parametrize(
     ("parameters", "named"),
     [
-        ("behavior_logprobs, logprobs, action_mask, advantages", "'behavior_logprobs' is not known"),
-        ("old_log_prob, log_prob, returns, response_mask", "returns"),
-        ("advantages, logprobs, x, action_mask", "'x' is not known"),
-        ("logprobs, log_probs, mask, advantages", "both logprobs"),
-        ("logprobs, rollout_log_probs, mask, adv", "algorithm.old_logprobs=engine"),
-        ("old_logprobs, action_mask, advantages", "no logprobs"),
+        ("behavior_logprobs, logprobs, action_mask, advantages", "'behavior_logprobs'"),
+        ("old_log_prob, log_prob, returns, response_mask", "'returns'"),
+        ("advantages, logprobs, x, action_mask", "'x'"),
+        ("logprobs, log_probs, mask, advantages", "'log_probs'"),
+        ("logprobs, rollout_log_probs, mask, adv", "'rollout_log_probs'"),
+        ("old_logprobs, action_mask, advantages", "logprobs"),
     ],
 )
-def test_names_that_do_not_say_what_they_are_are_refused(parameters: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_names_of_no_clear_meaning_are_refused(parameters: str, named: str) -> None:
+    with refuses("algorithm.policy_loss") as refused:
         create_policy_loss(loss_of(parameters))
+    assert named in str(refused.value)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -147,24 +150,25 @@ class Module(nn.Module):
 
 @pytest.mark.parametrize("loss", [by_position, without_default, Plain, Named, Data, Module])
 def test_a_loss_with_one_argument_works_however_it_is_written(loss: Any) -> None:
-    given = given_to(loss, tau=3.0)
-    assert given["tau"] == 3.0
-    assert given.get("logprobs", TENSORS["logprobs"]) is TENSORS["logprobs"]
-    with pytest.raises(ArgumentError, match=r"algorithm\.policy_loss\.args\.tao.*'tau'"):
+    received = given_to(loss, tau=3.0)
+    assert received["tau"] == 3.0
+    assert received.get("logprobs", TENSORS["logprobs"]) is TENSORS["logprobs"]
+    with refuses(f"{ARGS}.tao", ArgumentError) as refused:
         create_policy_loss(loss, tao=3.0)
+    assert "'tau'" in str(refused.value)
     if loss in (without_default, Named):
-        with pytest.raises(ArgumentError, match=r"algorithm\.policy_loss\.args\.tau is missing"):
+        with refuses(f"{ARGS}.tau", ArgumentError):
             given_to(loss)
     else:
         assert given_to(loss)["tau"] == 1.0
 
 
 def test_a_class_that_cannot_be_called_is_refused() -> None:
-    with pytest.raises(ConfigError, match="__call__"):
+    with refuses("algorithm.policy_loss"):
         create_policy_loss(dict)  # type: ignore[arg-type]
 
 
-# -- what is trained, and what is raised -------------------------------------------------------------------------------
+# -- In an objective ---------------------------------------------------------------------------------------------------
 
 
 def of_verl(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, **totals: Any) -> Any:
@@ -187,5 +191,5 @@ def test_a_loss_in_verl_s_order_trains_what_its_names_say() -> None:
 
 
 def test_an_error_in_a_loss_names_its_line_before_anything_is_loaded() -> None:
-    with pytest.raises(ConfigError, match=r"policy loss '.*failing' raised \w+Error: .*test_arguments\.py:\d+ in fail"):
+    with pytest.raises(ConfigError, match=r"test_arguments\.py:\d+ in failing"):
         Objective(AlgorithmConfig(policy_loss=f"{__name__}.failing"))

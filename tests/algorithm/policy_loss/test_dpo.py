@@ -1,13 +1,13 @@
-"""DPO against its formulas in numpy, however the pairs are cut, and what is refused."""
+"""DPO against its formulas in numpy, however the pairs are cut; wrong arguments are refused."""
 
 import numpy as np
 import pytest
 import torch
+from support.errors import refuses
 from support.losses import with_gradient
 
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.common.experience import ExperienceError
-from trinity_lightning.errors import ConfigError
 
 B, R = 8, 6
 
@@ -74,9 +74,9 @@ def test_pairs_add_up_however_they_are_cut_and_ordered(arguments, tensors):
     total, sums, parts = 0.0, {}, torch.zeros_like(gradient)
     for rows in (order[:4], order[4:]):
         pairs = rows.argsort().view(-1, 2)
-        part, slope, measured = dpo(*(each[rows] for each in tensors), pairs=pairs, count=B, **arguments)
+        part, slope, part_metrics = dpo(*(tensor[rows] for tensor in tensors), pairs=pairs, count=B, **arguments)
         total, parts[rows] = total + part, slope
-        sums = {name: sums.get(name, 0.0) + value for name, value in measured.items()}
+        sums = {name: sums.get(name, 0.0) + value for name, value in part_metrics.items()}
     torch.testing.assert_close(total, loss)
     torch.testing.assert_close(parts, gradient)
     torch.testing.assert_close(sums, metrics)
@@ -94,24 +94,21 @@ def test_metrics_are_means_over_pairs(tensors):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "key"),
     [
-        ({"label_smoothing": 0.5}, "label_smoothing is 0.5: give a number from 0 to below 0.5"),
-        ({"label_smoothing": -0.1}, "label_smoothing is -0.1"),
-        (
-            {"label_smoothing": 0.1, "loss_type": "hinge"},
-            "label_smoothing applies to loss_type=sigmoid only, not to hinge",
-        ),
-        ({"loss_type": "sigmiod"}, "Did you mean 'sigmoid'"),
-        ({"beta": 0.0}, "beta is 0.0: give a finite number above 0"),
+        ({"label_smoothing": 0.5}, "label_smoothing"),
+        ({"label_smoothing": -0.1}, "label_smoothing"),
+        ({"label_smoothing": 0.1, "loss_type": "hinge"}, "label_smoothing"),
+        ({"loss_type": "sigmiod"}, "loss_type"),
+        ({"beta": 0.0}, "beta"),
     ],
 )
-def test_arguments_that_are_no_dpo_are_refused(arguments, words, tensors):
-    with pytest.raises(ConfigError, match=words):
+def test_wrong_arguments_are_refused(arguments, key, tensors):
+    with refuses(f"algorithm.policy_loss.args.{key}"):
         dpo(*tensors, **arguments)
 
 
 def test_an_odd_number_of_rows_is_no_pairs(tensors):
-    logprobs, ref, mask = (each[:3] for each in tensors)
-    with pytest.raises(ExperienceError, match="pairs of rows, chosen and rejected, and here are 3"):
+    logprobs, ref, mask = (tensor[:3] for tensor in tensors)
+    with pytest.raises(ExperienceError, match="3"):
         dpo(logprobs, ref, mask)

@@ -7,15 +7,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.errors import refuses
 from support.losses import batch, totals_of, with_gradient
 from torch import Tensor
 
 from trinity_lightning.algorithm.policy_loss import LOSS_AGG_MODES, create_policy_loss, mix, ppo, sft
+from trinity_lightning.algorithm.policy_loss.arguments import ARGS
 from trinity_lightning.algorithm.policy_loss.create import needs_of
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, combine_metrics
 from trinity_lightning.algorithm.policy_loss.terms import streams, with_terms
 from trinity_lightning.config.algorithm import stream_configs
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ArgumentError
 
 STREAMS: dict[str, Any] = {
     "rl": {"loss": "reinforce"},
@@ -33,13 +35,13 @@ def weights_of(mask: Tensor, seed: int) -> dict[str, Tensor]:
 
 def stream_totals_of(weights: dict[str, Tensor]) -> dict[str, BatchTotals]:
     return {
-        name: BatchTotals(num_tokens=int((each != 0).sum()), num_sequences=len(each), max_response_length=7)
-        for name, each in weights.items()
+        name: BatchTotals(num_tokens=int((rows != 0).sum()), num_sequences=len(rows), max_response_length=7)
+        for name, rows in weights.items()
     }
 
 
 def candidates(seed: int) -> tuple[Tensor, Tensor]:
-    """What policy and teacher think of three of five tokens [5, 7, 3]."""
+    """Log-probabilities of three of five tokens, by policy and teacher [5, 7, 3]."""
     generator = torch.Generator().manual_seed(seed)
     both = torch.randn(2, 5, 7, 5, generator=generator, dtype=torch.float64).log_softmax(-1)[..., :3]
     return both[0], both[1]
@@ -73,9 +75,9 @@ def test_it_is_the_sum_of_its_terms_in_numpy() -> None:
         streams=STREAMS,
     )
     lp, a = logprobs.numpy(), advantages.numpy()
-    rl, clone, kl = (each.numpy() for each in weights.values())
-    p, q = (np.exp(each.numpy()) for each in (policy, teacher))
-    p, q = (np.concatenate([each, 1 - each.sum(-1, keepdims=True)], -1) for each in (p, q))
+    rl, clone, kl = (rows.numpy() for rows in weights.values())
+    p, q = (np.exp(logs.numpy()) for logs in (policy, teacher))
+    p, q = (np.concatenate([masses, 1 - masses.sum(-1, keepdims=True)], -1) for masses in (p, q))
     terms = [
         -(rl * a * lp).sum() / (rl != 0).sum(),
         -(clone * lp).sum() / (clone != 0).sum(),
@@ -97,8 +99,8 @@ def test_cutting_and_reordering_streams_change_nothing(mode: str, seed: int, cut
     def result(rows: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         return with_gradient(
             streams,
-            *(each[rows] for each in tensors),
-            stream_weights={name: each[rows] for name, each in weights.items()},
+            *(tensor[rows] for tensor in tensors),
+            stream_weights={name: of_stream[rows] for name, of_stream in weights.items()},
             stream_totals=stream_totals_of(weights),
             top_k_logprobs=policy[rows],
             teacher_top_k_logprobs=teacher[rows],
@@ -119,9 +121,9 @@ def test_cutting_and_reordering_streams_change_nothing(mode: str, seed: int, cut
 def test_a_weight_multiplies_a_tokens_loss_and_not_its_count(loss: str, mode: str) -> None:
     tensors = batch()
     fn: Any = create_policy_loss("streams", streams={"one": {"loss": loss}}, loss_agg_mode=mode)
-    own = stream_totals_of({"one": tensors[2]})
+    totals = stream_totals_of({"one": tensors[2]})
     whole, half = (
-        fn(*tensors, stream_weights={"one": weight * tensors[2].double()}, stream_totals=own)[0]
+        fn(*tensors, stream_weights={"one": weight * tensors[2].double()}, stream_totals=totals)[0]
         for weight in (1.0, 0.5)
     )
     torch.testing.assert_close(whole, create_policy_loss(loss, loss_agg_mode=mode)(*tensors)[0])
@@ -129,31 +131,28 @@ def test_a_weight_multiplies_a_tokens_loss_and_not_its_count(loss: str, mode: st
 
 
 @pytest.mark.parametrize(
-    ("given_", "message"),
+    ("streams", "key"),
     [
-        ({}, "at least one"),
-        ({"rl": "ppo"}, r"streams\.rl is 'ppo': give {loss, tokens, weight, args}"),
-        ({"rl": {"los": "ppo"}}, r"unknown key '.*streams\.rl\.los'. Did you mean '.*\.loss'"),
-        ({"rl": {"loss": "pppo"}}, r"streams\.rl: .*'pppo'.*Did you mean 'ppo'"),
-        ({"rl": {"loss": "mix"}}, r"streams\.rl: .*'mix'"),
-        ({"rl": {"args": "fast"}}, r"streams\.rl\.args has keys: give {KEY: VALUE}"),
-        ({"rl": {}, "kl": {}}, r"streams\.kl: the metric actor/kl_loss is something else"),
-        ({"rl": {"tokens": "experts"}}, r"streams\.rl: .*Did you mean 'expert'"),
-        ({"rl": {"weight": float("nan")}}, r"streams\.rl\.weight is nan"),
-        (
-            {"tools": {"tokens": "observations"}},
-            r"loss=ppo needs tokens that the policy sampled, not observations: use sft",
-        ),
-        ({"expert": {"loss": "teacher_kl", "tokens": "expert"}}, r"no teacher reads tokens=expert"),
+        ({}, ""),
+        ({"rl": "ppo"}, ".rl"),
+        ({"rl": {"los": "ppo"}}, ".rl.los"),
+        ({"rl": {"loss": "pppo"}}, ".rl.loss"),
+        ({"rl": {"loss": "mix"}}, ".rl.loss"),
+        ({"rl": {"args": "fast"}}, ".rl.args"),
+        ({"rl": {}, "kl": {}}, ".kl"),
+        ({"rl": {"tokens": "experts"}}, ".rl.tokens"),
+        ({"rl": {"weight": float("nan")}}, ".rl.weight"),
+        ({"tools": {"tokens": "observations"}}, ".tools"),
+        ({"expert": {"loss": "teacher_kl", "tokens": "expert"}}, ".expert"),
     ],
 )
-def test_wrong_streams_are_refused(given_: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        stream_configs(given_)
+def test_wrong_streams_are_refused(streams: dict[str, Any], key: str) -> None:
+    with refuses(f"{ARGS}.streams{key}"):
+        stream_configs(streams)
 
 
 def test_an_argument_that_a_streams_loss_lacks_is_refused() -> None:
-    with pytest.raises(TypeError, match="clip_range_hi"):
+    with refuses(f"{ARGS}.clip_range_hi", ArgumentError):
         streams(*batch(), streams={"rl": {"args": {"clip_range_hi": 0.3}}})
 
 
@@ -229,12 +228,12 @@ def test_the_usual_loss_is_a_choice_with_arguments_of_its_own():
 
 
 def test_wrong_arguments_of_mix_are_refused():
-    with pytest.raises(ConfigError, match=r"mu is 1\.5: give a number from 0 to 1"):
+    with refuses(f"{ARGS}.mu"):
         mix(*batch(), mu=1.5)
     for usual in ("dpo", "mix", "streams", "teacher_kl"):
-        with pytest.raises(ConfigError, match=rf"unknown algorithm\.policy_loss\.args\.usual '{usual}'"):
+        with refuses(f"{ARGS}.usual"):
             mix(*batch(), usual=usual)
-    with pytest.raises(TypeError, match="clip_range_hi"):
+    with refuses(f"{ARGS}.clip_range_hi", ArgumentError):
         mix(*batch(), usual_args={"clip_range_hi": 0.3})
-    with pytest.raises(TypeError, match="expert_mask"):
+    with refuses(f"{ARGS}.expert_mask", ArgumentError):
         create_policy_loss("mix", expert_mask=None)

@@ -169,8 +169,8 @@ def test_a_teachers_top_k(direction, beta, monkeypatch):
     logits = torch.randn(2, B, R, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     student, teacher = logits.log_softmax(-1)[..., :5].clone()
     leaves = [student.clone().requires_grad_() for _ in range(2)]
-    kept = torch.ones(student.shape, dtype=torch.bool)
-    buckets = [trl._add_tail_bucket(each, kept) for each in (leaves[0], teacher)]
+    all_kept = torch.ones(student.shape, dtype=torch.bool)
+    buckets = [trl._add_tail_bucket(logprobs, all_kept) for logprobs in (leaves[0], teacher)]
     theirs = trl._jsd_divergence(buckets[0][0], buckets[1][0], beta, buckets[0][1]).sum(-1).mean()
     mask = torch.ones(B, R, dtype=torch.bool)
     tensors = {"teacher_top_k_logprobs": teacher, "top_k_logprobs": leaves[1], "direction": direction}
@@ -245,7 +245,7 @@ def rollouts(policy):
 
 
 def algorithm_of(name, kl=None, correct=False, drift=None, loss_agg_mode=None, **args):
-    """That case of `CASES` as settings of the algorithm: against the engine, unless that is corrected for."""
+    """Settings of the algorithm for a case of `CASES`; the ratio is against the engine, unless that is corrected."""
     algorithm = {"policy_loss": {"name": name, "args": args}, "loss_agg_mode": loss_agg_mode}
     algorithm |= {"off_policy_mask_threshold": drift, "kl": KLConfig(kl, BETA) if kl else KLConfig()}
     against_engine = {"old_logprobs": "engine", "rollout_correction": RolloutCorrectionConfig(level="none")}
@@ -257,9 +257,9 @@ def inputs_of(rows, model, corrects):
     prompts = [row.tokens[: row.prompt_length].long().flip(0) for row in rows]
     responses = [row.tokens[row.prompt_length :].long() for row in rows]
     prompt_ids, prompt_mask, completion_ids, completion_mask = (
-        torch.nn.utils.rnn.pad_sequence(each, batch_first=True)
+        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         for tokens in (prompts, responses)
-        for each in (tokens, [torch.ones_like(row) for row in tokens])
+        for rows in (tokens, [torch.ones_like(row) for row in tokens])
     )
     mask, samp = padded(rows, "action_mask"), padded(rows, "logprobs")
     with torch.no_grad():

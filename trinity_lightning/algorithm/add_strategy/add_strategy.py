@@ -187,8 +187,8 @@ class AddStrategy(ABC):
 
     def _refuse(self, unknown: dict[str, Any]) -> None:
         if unknown:
-            known = parameters_beside(type(self), (WRITER,))
-            raise ArgumentError(unknown_name(f"argument of {type(self).__name__}", next(iter(unknown)), known))
+            name, known = next(iter(unknown)), parameters_beside(type(self), (WRITER,))
+            raise ArgumentError(unknown_name(f"argument of {type(self).__name__}", name, known), key=name)
 
     @abstractmethod
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
@@ -259,7 +259,8 @@ def check_returned(strategy: AddStrategy, method: str, returned: Any, first: typ
     pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
     if not (isinstance(pair[0], first) and isinstance(pair[1], Mapping)):
         types = type(returned).__name__ if pair == (None, None) else ", ".join(type(part).__name__ for part in pair)
-        raise ConfigError(f"{type(strategy).__name__}.{method} must return ({meaning}), not {types}.")
+        message = f"{type(strategy).__name__}.{method} must return ({meaning}), not {types}."
+        raise ConfigError(message, key="add_strategy")
 
 
 class GroupAdvantageStrategy(AddStrategy):
@@ -358,7 +359,10 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         for name, values in returned.items() if is_own(self) else ():
             if not isinstance(values, Tensor) or values.shape != (count,):
                 got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
-                raise ConfigError(f"{type(self).__name__}.score must return {name} as a tensor [{count}], not {got}.")
+                raise ConfigError(
+                    f"{type(self).__name__}.score must return {name} as a tensor [{count}], not {got}.",
+                    key="add_strategy",
+                )
 
 
 # -- GRPO and OPMD -----------------------------------------------------------------------------------------------------

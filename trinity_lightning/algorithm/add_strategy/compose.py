@@ -104,7 +104,7 @@ def check_strategy(name: str, args: Mapping[str, Any], key: str = "args") -> typ
     if not (isinstance(strategy, type) and issubclass(strategy, AddStrategy)):
         raise TypeError(f"'{name}' is no AddStrategy class, but {strategy!r}.")
     if not isinstance(args, Mapping):
-        raise ConfigError(f"the arguments of add strategy '{name}' must be {{name: value}}, not {args!r}.")
+        raise ConfigError(f"the arguments of add strategy '{name}' must be {{name: value}}, not {args!r}.", key=key)
     check_arguments(_title(name), strategy, args, key, [_writer_parameter(strategy, args)])
     return strategy
 

@@ -1,5 +1,6 @@
 """Losses for experiences of other policies than the present one: TOPR, AsymRE, REC, sPPO."""
 
+import math
 from typing import Unpack
 
 import torch
@@ -146,35 +147,8 @@ def rec(
     Returns:
         The loss, and pg_loss, ppo_kl as in `ppo`, and pg_clipfrac: share of tokens that do not count.
     """
-    one_of("algorithm.policy_loss.args.clip_mode", clip_mode, CLIP_MODES)
-    one_of("algorithm.policy_loss.args.weight", weight, WEIGHTS)
-    one_of("algorithm.policy_loss.args.regularizer", regularizer, REGULARIZERS)
-    number("algorithm.policy_loss.args.epsilon_low", epsilon_low, above=0, most=1)
-    number("algorithm.policy_loss.args.epsilon_high", epsilon_high, above=0)
-    number("algorithm.policy_loss.args.epsilon_low_prime", epsilon_low_prime, above=0, most=1)
-    number("algorithm.policy_loss.args.epsilon_high_prime", epsilon_high_prime, above=0)
-    number("algorithm.policy_loss.args.temp", temp, above=0)
-    number("algorithm.policy_loss.args.regularizer_coef", regularizer_coef, least=0)
     epsilons = (epsilon_low, epsilon_high, epsilon_low_prime, epsilon_high_prime)
-    for argument, fix, unread in (
-        ("regularizer_coef", "a regularizer: give k2 or forward-kl", regularizer == "none" and regularizer_coef > 0),
-        ("regularizer", "a regularizer_coef: give one", regularizer != "none" and regularizer_coef == 0),
-        ("epsilon_...", "a clip_mode: give one-side, two-side or ring", clip_mode == "none" and epsilons != EPSILONS),
-        ("epsilon_..._prime", "clip_mode=ring: give that", clip_mode != "ring" and epsilons[2:] != EPSILONS[2:]),
-        ("temp", "weight=advantage: give that", weight != "advantage" and temp != 1),
-    ):
-        if unread:
-            raise ConfigError(
-                f"algorithm.policy_loss.args.{argument} has no effect without {fix}.",
-                key=f"algorithm.policy_loss.args.{argument}",
-            )
-    if clip_mode == "ring" and (epsilon_low_prime < epsilon_low or epsilon_high_prime < epsilon_high):
-        raise ConfigError(
-            "algorithm.policy_loss.args.epsilon_low_prime and epsilon_high_prime begin the ring, which is outside the "
-            "range of epsilon_low and epsilon_high",
-            key="algorithm.policy_loss.args.epsilon_low_prime",
-            fix="give larger ones",
-        )
+    _check_rec(clip_mode, epsilons, weight, temp, regularizer, regularizer_coef)
     log_r = log_ratio(logprobs, old_logprobs, action_mask)
     ratio = log_r.detach().exp()
     counts = _counts(clip_mode, ratio, advantages, epsilons[:2], epsilons[2:])
@@ -184,6 +158,40 @@ def rec(
     loss_token = loss_token + regularizer_coef * {"none": 0.0, "k2": log_r**2, "forward-kl": -logprobs}[regularizer]
     loss = aggregate(loss_token, action_mask, loss_agg_mode, **totals)
     return loss, ratio_metrics(loss, log_r, action_mask, num_computed_tokens, totals, pg_clipfrac=~counts)
+
+
+def _check_rec(
+    clip_mode: str, epsilons: tuple[float, ...], weight: str, temp: float, regularizer: str, regularizer_coef: float
+) -> None:
+    """Refuse arguments of `rec` that are out of range, or have no effect beside the others; a ConfigError."""
+    key = "algorithm.policy_loss.args"
+    one_of(f"{key}.clip_mode", clip_mode, CLIP_MODES)
+    one_of(f"{key}.weight", weight, WEIGHTS)
+    one_of(f"{key}.regularizer", regularizer, REGULARIZERS)
+    names = ("epsilon_low", "epsilon_high", "epsilon_low_prime", "epsilon_high_prime")
+    for name, epsilon in zip(names, epsilons, strict=True):
+        number(f"{key}.{name}", epsilon, above=0, most=1 if "low" in name else math.inf)
+    number(f"{key}.temp", temp, above=0)
+    number(f"{key}.regularizer_coef", regularizer_coef, least=0)
+
+    changed = [name for name, epsilon, usual in zip(names, epsilons, EPSILONS, strict=True) if epsilon != usual]
+    without_effect = [
+        ("regularizer_coef", "a regularizer", "give k2 or forward-kl", regularizer == "none" and regularizer_coef > 0),
+        ("regularizer", "a regularizer_coef", "give one", regularizer != "none" and regularizer_coef == 0),
+        *((name, "a clip_mode", "give one-side, two-side or ring", clip_mode == "none") for name in changed),
+        *((name, "clip_mode=ring", "give that", clip_mode != "ring") for name in changed if name in names[2:]),
+        ("temp", "weight=advantage", "give that", weight != "advantage" and temp != 1),
+    ]
+    for name, needed, fix, holds in without_effect:
+        if holds:
+            raise ConfigError(f"{key}.{name} has no effect without {needed}", key=f"{key}.{name}", fix=fix)
+    for name, inner, outer in zip(names[2:], epsilons[:2], epsilons[2:], strict=True):
+        if clip_mode == "ring" and outer < inner:
+            raise ConfigError(
+                f"{key}.{name} would begin the ring inside the range of {name.removesuffix('_prime')}",
+                key=f"{key}.{name}",
+                fix="give a larger one",
+            )
 
 
 def _counts(
