@@ -15,7 +15,7 @@ from typing import Any
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, PolicyLossFn
 from trinity_lightning.algorithm.policy_loss.arguments import loss_arguments
 from trinity_lightning.config import run
-from trinity_lightning.config.algorithm import CriticConfig
+from trinity_lightning.config.critic import CriticConfig
 from trinity_lightning.config.registry import config_dir
 from trinity_lightning.explorer.rewards import REWARDS, equality
 

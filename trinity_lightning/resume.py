@@ -12,9 +12,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common.checkpoints import contents
-from trinity_lightning.config.algorithm import critic_config
 from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING, last_checkpoint, recorded_run
+from trinity_lightning.config.critic import critic_config
 from trinity_lightning.config.model import LoRAConfig, WeightDtype
 from trinity_lightning.config.model_files import resolve_model
 from trinity_lightning.config.run import TrainConfig

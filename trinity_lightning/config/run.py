@@ -1,13 +1,12 @@
-"""The typed sections of a run's configuration, one dataclass each, and where the configuration files are found.
+"""The whole configuration of a run, and the rules between its sections; a section's own rules are in its own file.
 
-Lightning's own objects (trainer, loggers, callbacks) are free `_target_` nodes and have no schema here.
+Lightning's objects (trainer, loggers, callbacks) are free `_target_` nodes without a schema: `lightning_objects.py`.
 """
 
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
@@ -17,11 +16,9 @@ from trinity_lightning.config.algorithm import (
     KLConfig,
     Layout,
     check_corrected,
-    check_critic,
     check_expert,
     check_older_weights,
     check_strategies,
-    check_value_model,
     why_older,
 )
 from trinity_lightning.config.buffer import (
@@ -30,12 +27,11 @@ from trinity_lightning.config.buffer import (
     check_without_rollouts,
     operator_configs,
 )
+from trinity_lightning.config.critic import check_critic, check_value_model
 from trinity_lightning.config.engine import (
     ENGINE_KEYS,
-    SENT,
     Capabilities,
     EngineConfig,
-    EngineSleep,
     SynchronizerConfig,
     capabilities_of,
     engine_arguments,
@@ -56,8 +52,8 @@ from trinity_lightning.config.explorer import (
 from trinity_lightning.config.lightning_objects import FREE, lightning_objects
 from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.config.model import ModelConfig, OptimizerConfig
-from trinity_lightning.config.model_files import BUILT_IN_MODELS, check_model_name, check_on_hub, check_trainable
-from trinity_lightning.config.registry import ASKING_WORKFLOWS, FILTERING_STRATEGIES, PARTS, config_dir, import_object
+from trinity_lightning.config.model_files import check_model_name, check_on_hub, check_trainable
+from trinity_lightning.config.registry import ASKING_WORKFLOWS, PARTS, import_object
 from trinity_lightning.config.sections import Section, checked, choice_of, strategies, unknown_key
 from trinity_lightning.config.servers import check_adapters, check_servers, check_synchronizer, check_vllm
 from trinity_lightning.config.taskset import TasksetConfig
@@ -83,43 +79,43 @@ class SweepConfig(Section, key="sweep"):
 class TrainConfig(Section, root=True):
     """A whole training run.
 
-    An entry that is null is left out of every mapping of named parts: `eval_tasksets: {addition_heldout: null}` in a
-    recipe that builds on another one. (These mappings: tasksets, eval_tasksets, auxiliary_models, reward,
-    reward_solved, operators, add_strategy, logger, callbacks, and the streams of algorithm=streams.)
+    In a mapping of named parts, null removes an entry: `eval_tasksets: {addition_heldout: null}` in a recipe that
+    builds on another one. (These mappings are tasksets, eval_tasksets, auxiliary_models, reward, reward_solved,
+    operators, add_strategy, logger, callbacks, and the streams of algorithm=streams.)
 
-    Operators, strategies and auxiliary models are plain mappings to Hydra, which cannot add to a mapping of dataclasses
-    from the command line; here each becomes an OperatorConfig, a PartConfig, an AuxiliaryConfig.
+    Operators, strategies and auxiliary models are plain mappings for Hydra, which cannot add to a mapping of
+    dataclasses from the command line. Here each becomes an OperatorConfig, a PartConfig or an AuxiliaryConfig.
 
     Attributes:
         name: the experiment's name: its folder under `outputs/` and its group in W&B.
         steps: explore steps of the run; one is one Lightning epoch.
         seed: seed of everything random.
-        ckpt_path: a checkpoint to resume from; `last` goes on in the newest folder of this name that has one; `auto`
-            goes on from the last one in `output_dir` or, without that, of the newest run of this configuration, and
-            begins if there is none.
-        output_root: where run folders are made.
+        ckpt_path: a checkpoint to resume from. `last` goes on in the newest folder of this name that has a checkpoint.
+            `auto` goes on from the last checkpoint in `output_dir`, or without `output_dir` in the newest run of this
+            configuration; if there is none, the run begins.
+        output_root: folder in which run folders are made.
         output_dir: this run's folder.
-        taskset: what to train on,
-        tasksets: or several, by name, each with its `weight`; then `taskset` is not used.
-        eval_tasksets: what to evaluate on, by name.
+        taskset: the tasks to train on.
+        tasksets: several tasksets to train on, by name, each with its `weight`, in place of `taskset`.
+        eval_tasksets: tasksets to evaluate on, by name.
         workflow: how a task is tried.
         auxiliary_models: judges and teachers that workflows and operators ask, {name: {model, url, api_key_env,
             engine}}: a vLLM server of `model` that the run starts, or the endpoint `url`.
-        reward: what a response is worth: a registered name, a dotted path, or {name: weight}; null: the workflow's own.
-        reward_solved: which rollouts are solved, which pass@k counts and taskset.order=by_difficulty goes by:
-            {component: least value}, a component being a reward function, a part that one returns, another metric, or
-            `reward`, the sum; all of them have to be reached. Null: the component `math` or `accuracy`, or the only
-            one, at 1; with several others there is no pass@k.
+        reward: the reward of a response: a registered name, a dotted path, or {name: weight}; null: the workflow's own.
+        reward_solved: when a rollout counts as solved, for pass@k and taskset.order=by_difficulty: {component: least
+            value}, all of which must be reached. A component is a reward function, a part that one returns, another
+            metric, or `reward`, the sum. Null: the component `math` or `accuracy`, or the only component, at 1; with
+            several others there is no pass@k.
         sampling: how training rollouts are drawn.
         eval_sampling: how evaluation rollouts are drawn.
-        eval_workflow: how an evaluation task is tried: a registered name or a dotted path; null: as a task to train on.
-        eval_repeat_times: rollouts an evaluation task (the k of mean@k).
-        operators: what tidies experiences before they are weighed, in order: {name: {args: {...}, on_error}}; a key
+        eval_workflow: how an evaluation task is tried: a registered name or a dotted path; null: like a training task.
+        eval_repeat_times: rollouts of each evaluation task (the k of mean@k).
+        operators: experience operators, applied in order before the strategies: {name: {args: {...}, on_error}}; a key
             `name` overrides the name.
         add_strategy: how rewards become advantages, in order: {name: {args: {...}}}; a key `name` overrides the name.
-        sweep: what the jobs of a sweep are compared by.
+        sweep: the metric by which a sweep's jobs are compared.
         trainer, logger, callbacks: Lightning objects, as `_target_` nodes.
-        save_model: whether the trained policy is written to `<output_dir>/model` at the end.
+        save_model: write the trained policy to `<output_dir>/model` at the end.
     """
 
     name: str = "run"
@@ -157,12 +153,10 @@ class TrainConfig(Section, root=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_seed(self.seed)
-        if self.operators:
-            self.operators = operator_configs(self.operators)
+        self.operators = operator_configs(self.operators)
         self.add_strategy = strategies(self.add_strategy)
         check_solved(self.reward_solved)
-        if self.auxiliary_models:
-            self.auxiliary_models = auxiliary_configs(self)
+        self.auxiliary_models = auxiliary_configs(self)
 
     @property
     def score(self) -> str:
@@ -193,14 +187,14 @@ def check_solved(reward_solved: Any) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """ConfigError unless every generator takes the seed."""
+    """Refuse a seed that one of the random generators does not take; a ConfigError."""
     whole_number("seed", seed, least=0)
     if seed >= 2**32:
         raise ConfigError(f"seed is {seed}", key="seed", fix="give a number below 2**32")
 
 
 def typed_config(config: DictConfig) -> TrainConfig:
-    """The configuration without Lightning's own objects, all of whose sections have been checked.
+    """The configuration as dataclasses, without Lightning's objects; each section is checked by its own rules.
 
     Raises:
         ConfigError: a section refuses a value.
@@ -211,11 +205,31 @@ def typed_config(config: DictConfig) -> TrainConfig:
     try:
         return OmegaConf.to_object(config)  # type: ignore[return-value]
     except ConfigError:
-        check_sections_by_other_names(config)
+        _check_sections_with_other_keys(config)
         raise
 
 
-# Mappings of named parts, in which null stands for no such part.
+def _check_sections_with_other_keys(config: DictConfig) -> None:
+    """Check the sections that stand under another key than their class's, so that the message names that key.
+
+    Raises:
+        ConfigError: a section refuses a value.
+    """
+    groups = ("tasksets", "eval_tasksets")
+    sections = {f"{group}.{name}": section for group in groups for name, section in config[group].items()}
+    sections |= {"buffer.expert.dataset": config.buffer.expert.dataset, "eval_sampling": config.eval_sampling}
+    for key, section in sections.items():
+        usual_key = "sampling" if key == "eval_sampling" else "taskset"
+        try:
+            OmegaConf.to_object(section)
+        except ConfigError as error:
+            in_text = re.compile(rf"(?<![\w./'-]){usual_key}\.")
+            message = in_text.sub(lambda _: f"{key}.", str(error))  # noqa: B023  # used at once
+            named = None if error.key is None else in_text.sub(lambda _: f"{key}.", error.key)  # noqa: B023
+            raise ConfigError(message, key=named) from error
+
+
+# Mappings of named parts, in which null removes a part.
 NAMED_PARTS = (
     *("tasksets", "eval_tasksets", "auxiliary_models", "reward", "reward_solved", "operators", "add_strategy"),
     *("logger", "callbacks", "algorithm.policy_loss.args.streams"),
@@ -223,9 +237,9 @@ NAMED_PARTS = (
 
 
 def settle_parts(config: DictConfig) -> None:
-    """Remove named parts that are null, and evaluations on what is held out of tasks that the run does not train on.
+    """Remove named parts that are null, and evaluations on held-out tasks of a source that the run does not train on.
 
-    Tasksets of several are called by their keys, unless they have a name.
+    A taskset in a mapping is named by its key, unless it has a name.
     """
     for key in NAMED_PARTS:
         if key in config and key not in (*FREE, "reward", "reward_solved") and config[key] is None:
@@ -244,7 +258,7 @@ def settle_parts(config: DictConfig) -> None:
 
 
 def _section(config: DictConfig, key: str) -> DictConfig:
-    """The mapping at a dotted key; an empty one if something else is there, or nothing."""
+    """The mapping at a dotted key; an empty one if there is none."""
     node = OmegaConf.select(config, key)
     return node if isinstance(node, DictConfig) else DictConfig({})
 
@@ -255,12 +269,16 @@ def _remove(parts: DictConfig, names: list[Any]) -> None:
             del parts[name]
 
 
+# -- all rules, before anything heavy is imported ----------------------------------------------------------------------
+
+
 def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> TrainConfig:
-    """The typed configuration, checked before anything heavy is imported.
+    """The configuration as dataclasses, checked by all rules, without importing torch.
 
     Args:
-        trains: False for an evaluation: it generates, whatever the recipe trains on, but nothing to train on.
-        here: False for the plan of a run on another machine: what this machine lacks is not refused.
+        config: the composed configuration.
+        trains: False for an evaluation, which generates whatever the recipe trains on, but nothing to train on.
+        here: False for the plan of a run on another machine; things that only this machine lacks are not refused then.
 
     Raises:
         ConfigError: names the key and the fix.
@@ -274,91 +292,71 @@ def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> T
     check_seed(config.seed)  # before explorer.seed, which follows it
     run, trainer = typed_config(config), config.trainer or {}
     check_model_name(run.model.name)
-    if run.model.name not in BUILT_IN_MODELS:
-        check_trainable(run.model.name)
-    rollouts = run.buffer.has_rollouts
-    if rollouts:
-        _check_weighing(run)
-    if run.algorithm.critic is not None or (rollouts and "critic" in [each.name for each in run.add_strategy.values()]):
-        check_critic(run)
-    _check_training(run)
-    if run.buffer.expert.per_step > 0 or run.algorithm.policy_loss.name in ("mix", "streams", "teacher_kl"):
-        check_expert(run)
-    if rollouts and (run.auxiliary_models or run.operators):
+    check_trainable(run.model.name)
+    if run.buffer.has_rollouts:
+        check_strategies(run)
         check_teachers(run)
+    check_critic(run)
+    if not run.buffer.has_rollouts:
+        check_without_rollouts(run)
+    _check_training(run)
+    check_expert(run)
     _check_sampling(run, trains)
     if trains:
         _check_score(run)
-    usual = OmegaConf.load(config_dir("conf") / "trainer" / "auto.yaml")
-    own = not config.trainer or OmegaConf.to_container(config.trainer) != OmegaConf.to_container(usual)
-    if own or run.engine.per_rank:
-        check_trainer(run, trainer, here)
-    if rollouts or not trains:
+    check_trainer(run, trainer, here)
+    if run.buffer.has_rollouts or not trains:
         _check_rollouts(run, trainer, here)
-    elif here and run.buffer.storage == "file":
-        check_steps(Path(run.buffer.path or ""))
+    elif here:
+        check_steps(run.buffer)
     lightning_objects(config)
     return run
 
 
 def _check_keys(node: DictConfig, prefix: str) -> None:
-    """Refuse keys that the schema does not have, or has by another name; `+key=value` gets them past Hydra."""
+    """Refuse keys that the schema does not have; Hydra lets them through if they are written as `+key=value`."""
     schema = OmegaConf.get_type(node)
     fields = [field.name for field in dataclasses.fields(schema)] if dataclasses.is_dataclass(schema) else None
     for key in map(str, node):
         name = f"{prefix}{key}"
         if fields is not None and key not in fields:
-            raise ConfigError(unknown_key(name, fields))
+            raise ConfigError(unknown_key(name, fields), key=name)
         if name in FREE and not isinstance(node[key], DictConfig | None):  # `logger: csv` in a recipe
-            raise ConfigError(choice_of(name))
-        apart = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) or name in FREE
-        if not apart and isinstance(node[key], DictConfig):
+            raise ConfigError(choice_of(name), key=name)
+        skipped = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) or name in FREE
+        if not skipped and isinstance(node[key], DictConfig):
             _check_keys(node[key], f"{name}.")
 
 
 def _restore_left_out(config: DictConfig) -> None:
-    """A section that `~NAME` left out is as if nothing had been said of it."""
-    if left_out := [each.name for each in dataclasses.fields(TrainConfig) if each.name not in list(config)]:
+    """Give the sections that `~NAME` removed their defaults again."""
+    if left_out := [option.name for option in dataclasses.fields(TrainConfig) if option.name not in list(config)]:
         defaults = OmegaConf.structured(TrainConfig)
         with open_dict(config):
             for name in left_out:
                 config[name] = defaults._get_node(name)
 
 
-STRATEGIES_WITH_RULES = ("asymre", "gigpo", "on_policy_distill")
-
-
-def _check_weighing(run: TrainConfig) -> None:
-    """Refuse strategies that set no advantages, or do not go together with the loss, the workflow or the group size."""
-    named = [strategy.name for strategy in run.add_strategy.values()]
-    if not named:
-        raise ConfigError("add_strategy is empty", key="add_strategy", fix="choose one, such as add_strategy=grpo")
-    if named[-1] in FILTERING_STRATEGIES and run.algorithm.policy_loss.name != "sft":
-        raise ConfigError(
-            f"add_strategy={named[-1]} only filters",
-            key="add_strategy",
-            fix=f"choose, say, add_strategy=[{named[-1]},grpo]",
-        )
-    one_run, step_wise = run.explorer.repeat_times == 1, run.workflow.args.get("mode") == "step_wise"
-    if one_run or step_wise or len(named) > 1 or not set(named).isdisjoint(STRATEGIES_WITH_RULES):
-        check_strategies(run, named)
-
-
 def _check_training(run: TrainConfig) -> None:
-    """Refuse an objective that does not fit where its experiences come from."""
-    algorithm, optimizer, rollouts = run.algorithm, run.optimizer, run.buffer.has_rollouts
-    if run.explorer.samples_older_weights or not rollouts:
+    """Refuse an objective that does not fit its experiences, the model or the optimizer; a ConfigError."""
+    algorithm, optimizer = run.algorithm, run.optimizer
+    if run.explorer.samples_older_weights or not run.buffer.has_rollouts:
         check_corrected(algorithm, why_older(run))
-    if not rollouts:
-        check_without_rollouts(run)
-    elif (loss := algorithm.policy_loss.name) in LOSSES and LOSSES[loss].needs.pairs:
+    loss = algorithm.policy_loss.name
+    if run.buffer.has_rollouts and loss in LOSSES and LOSSES[loss].needs.pairs:
         raise ConfigError(
             f"algorithm.policy_loss={loss} learns from preference pairs",
             key="algorithm.policy_loss",
             fix="set buffer=dataset and buffer.path=FILE of them",
         )
-    if algorithm.optimizer_steps > 1 or algorithm.kl != KLConfig() or optimizer.warmup_steps or optimizer.total_steps:
-        check_optimization(run)
+    _check_steps(run)
+    _check_schedule(run)
+    if algorithm.kl.name not in ("none", KLConfig.name) and algorithm.kl.coef == 0:  # older checkpoints may hold it
+        raise ConfigError(
+            f"algorithm.kl.name={algorithm.kl.name} has no effect without algorithm.kl.coef",
+            key="algorithm.kl.name",
+            fix="set that, or leave it out",
+        )
     if optimizer.lr == 0 and "." not in optimizer.lr_scheduler.name and algorithm.critic is None:
         raise ConfigError(
             "optimizer.lr is 0, and nothing would be trained",
@@ -373,108 +371,12 @@ def _check_training(run: TrainConfig) -> None:
         )
 
 
-def _check_sampling(run: TrainConfig, trains: bool) -> None:
-    """Refuse sampling that leaves no room for a prompt, where it is read; and what no engine should draw."""
-    stored = run.buffer.storage != "dataset"
-    read = {"sampling": trains and stored, "eval_sampling": run.buffer.has_rollouts or not trains}
-    for name in filter(read.get, read):
-        if (most := getattr(run, name).max_tokens) >= run.engine.max_model_len:
-            raise ConfigError(
-                f"{name}.max_tokens ({most}) leaves no room for a prompt in engine.max_model_len "
-                f"({run.engine.max_model_len})."
-            )
-    check_trained_sampling(vars(run.sampling))
-    if run.eval_repeat_times > 1 and run.eval_sampling.temperature == 0:
-        raise ConfigError(
-            f"eval_repeat_times is {run.eval_repeat_times}, and all are the same at eval_sampling.temperature=0",
-            key="eval_repeat_times",
-            fix="set eval_sampling.temperature=1, or eval_repeat_times=1",
-        )
-
-
-def _check_score(run: TrainConfig) -> None:
-    """Refuse a metric to compare the jobs of a sweep by that no evaluation of the run measures."""
-    if not run.score.startswith("eval/"):
-        return
-    if run.buffer.has_rollouts:
-        names = [taskset.name for taskset in run.eval_tasksets.values() if run.explorer.eval_interval != 0]
-        measured = [f"eval/{name}/" for name in names]
-    else:
-        measured = ["eval/loss", "eval/accuracy", "eval/margin"] if run.buffer.dataset.held_out.given else []
-    if not run.score.startswith(tuple(measured)):
-        given = ", ".join(f"{name}..." if name.endswith("/") else name for name in measured) or "nothing"
-        raise ConfigError(
-            f"sweep.metric is {run.score}, and the evaluations of this run measure {given}",
-            key="sweep.metric",
-            fix="choose another metric, or set eval_tasksets and explorer.eval_interval",
-        )
-
-
-def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any], here: bool) -> None:
-    """Refuse engines, runners and models that do not go together, or, for a run here, are not there."""
-    can, sent = capabilities_of(run.engine.name), run.synchronizer.method in SENT
-    if here and can.is_vllm and not run.engine.urls:
-        require_vllm()
-    _check_engine(run, can, here)
-    if run.synchronizer.method != "auto" or run.synchronizer.folder is not None:
-        check_synchronizer(run, can)
-    if run.synchronizer.lora == "adapter":
-        check_adapters(run)
-    if "servers" in can.keys or run.auxiliary_models or run.explorer.runner == "ray" or sent:
-        check_servers(run, can, trainer, here)
-    models = list(run.auxiliary_models)
-    workflow_arguments(run.workflow.name, run.workflow.args, models)
-    if run.eval_workflow is not None:
-        workflow_arguments(run.eval_workflow, {}, models, "eval_workflow")
-    if models or run.operators:
-        check_asked(run)
-
-
-def _check_engine(run: TrainConfig, can: Capabilities, here: bool) -> None:
-    """Refuse settings of the policy's engine that have no effect, contradict each other, or ask for too much."""
-    engine, label = run.engine, f"engine={run.engine.name}"
-    if "." in engine.name:
-        own: Any = import_object(engine.name)
-        engine_arguments(own, run.model.name, engine)
-    if given := engine.changed(*(key for key in ENGINE_KEYS if key not in can.keys)):
-        raise ConfigError(unread_key(given[0], label))
-    if run.explorer.samples_older_weights:
-        check_older_weights(run.explorer, label, can)
-    if can.is_vllm and (engine.args or engine.speculative or engine.sleep is EngineSleep.always):
-        check_vllm(run, in_process=not can.overlaps_training, here=here)
-
-
-def workflow_arguments(
-    workflow: str, args: Mapping[str, Any], models: Sequence[str], section: str = "workflow"
-) -> dict[str, Any]:
-    """A workflow's arguments; the auxiliary model that it asks, if it does, by its number, as workflows know it.
-
-    `models` are the names of the auxiliary models; a ConfigError, which names `section`: there is no such model.
-    """
-    key = ASKING_WORKFLOWS.get(workflow)
-    if key is None:
-        return dict(args)
-    return {**args, key: asked_model(section, workflow, args, models)}
-
-
-def check_there(run: TrainConfig) -> None:
-    """Refuse models of a run that cannot be had, and a teacher or critic that would misread; a ConfigError."""
-    for name in (run.model.name, *(model.model for model in run.auxiliary_models.values() if model.url is None)):
-        check_on_hub(name)
-    if run.buffer.has_rollouts and run.auxiliary_models:
-        check_vocabularies(run)
-    if run.algorithm.critic is not None and run.algorithm.critic.model is not None:
-        check_value_model(run.algorithm.critic.model, run.model.name)
-
-
 ENDING = ("cosine", "linear")  # polynomial stays at its lr_end from there on
 
 
-def check_optimization(run: TrainConfig) -> None:
-    """Refuse more optimizer steps than an explore step has prompts, a KL estimate whose coef is 0, which older
-    checkpoints may hold, and a schedule that ends before the run or never reaches its peak; a ConfigError.
-    """
-    algorithm, optimizer, prompts = run.algorithm, run.optimizer, run.explorer.batch_size
+def _check_steps(run: TrainConfig) -> None:
+    """Refuse more optimizer steps than an explore step has prompts; a ConfigError."""
+    algorithm, prompts = run.algorithm, run.explorer.batch_size
     if run.buffer.has_rollouts and algorithm.optimizer_steps > prompts:
         raise ConfigError(
             f"algorithm.optimizer_steps ({algorithm.optimizer_steps}) is more than explorer.batch_size "
@@ -482,13 +384,11 @@ def check_optimization(run: TrainConfig) -> None:
             key="algorithm.optimizer_steps",
             fix="give fewer",
         )
-    if algorithm.kl.name not in ("none", KLConfig.name) and algorithm.kl.coef == 0:
-        raise ConfigError(
-            f"algorithm.kl.name={algorithm.kl.name} has no effect without algorithm.kl.coef",
-            key="algorithm.kl.name",
-            fix="set that, or leave it out",
-        )
-    schedule, steps = optimizer.lr_scheduler.name, run.steps * run.items
+
+
+def _check_schedule(run: TrainConfig) -> None:
+    """Refuse a schedule that ends before the run or never reaches the peak learning rate; a ConfigError."""
+    optimizer, schedule, steps = run.optimizer, run.optimizer.lr_scheduler.name, run.steps * run.items
     horizon = optimizer.total_steps or steps
     if schedule in ENDING and horizon < steps:
         raise ConfigError(
@@ -505,15 +405,97 @@ def check_optimization(run: TrainConfig) -> None:
         )
 
 
-def check_sections_by_other_names(config: DictConfig) -> None:
-    """Refuse them as a section refuses itself, which does not know under what name it stands; a ConfigError."""
-    groups = ("tasksets", "eval_tasksets")
-    tasksets = {f"{group}.{name}": taskset for group in groups for name, taskset in config[group].items()}
-    tasksets["buffer.expert.dataset"] = config.buffer.expert.dataset
-    for key, section in {"eval_sampling": config.eval_sampling, **tasksets}.items():
-        name = "sampling" if key == "eval_sampling" else "taskset"
-        try:
-            OmegaConf.to_object(section)
-        except ConfigError as error:
-            said = re.sub(rf"(?<![\w./'-]){name}\.", lambda _: f"{key}.", str(error))  # noqa: B023  # used at once
-            raise ConfigError(said) from error
+def _check_sampling(run: TrainConfig, trains: bool) -> None:
+    """Refuse sampling that leaves no room for a prompt, and settings that training rollouts must not have."""
+    has_responses = run.buffer.storage != "dataset"
+    in_use = {"sampling": trains and has_responses, "eval_sampling": run.buffer.has_rollouts or not trains}
+    for name in filter(in_use.get, in_use):
+        if (most := getattr(run, name).max_tokens) >= run.engine.max_model_len:
+            raise ConfigError(
+                f"{name}.max_tokens ({most}) leaves no room for a prompt in engine.max_model_len "
+                f"({run.engine.max_model_len}).",
+                key=f"{name}.max_tokens",
+            )
+    check_trained_sampling(vars(run.sampling))
+    if run.eval_repeat_times > 1 and run.eval_sampling.temperature == 0:
+        raise ConfigError(
+            f"eval_repeat_times is {run.eval_repeat_times}, and all are the same at eval_sampling.temperature=0",
+            key="eval_repeat_times",
+            fix="set eval_sampling.temperature=1, or eval_repeat_times=1",
+        )
+
+
+def _check_score(run: TrainConfig) -> None:
+    """Refuse a metric for comparing a sweep's jobs that no evaluation of the run measures."""
+    if not run.score.startswith("eval/"):
+        return
+    if run.buffer.has_rollouts:
+        names = [taskset.name for taskset in run.eval_tasksets.values() if run.explorer.eval_interval != 0]
+        measured = [f"eval/{name}/" for name in names]
+    else:
+        measured = ["eval/loss", "eval/accuracy", "eval/margin"] if run.buffer.dataset.held_out.given else []
+    if not run.score.startswith(tuple(measured)):
+        names = ", ".join(f"{name}..." if name.endswith("/") else name for name in measured) or "nothing"
+        raise ConfigError(
+            f"sweep.metric is {run.score}, and the evaluations of this run measure {names}",
+            key="sweep.metric",
+            fix="choose another metric, or set eval_tasksets and explorer.eval_interval",
+        )
+
+
+def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any], here: bool) -> None:
+    """Refuse engines, runners and models that do not go together; for a run on this machine, also missing ones."""
+    capabilities = capabilities_of(run.engine.name)
+    if here and capabilities.is_vllm and not run.engine.urls:
+        require_vllm()
+    _check_engine(run, capabilities, here)
+    check_synchronizer(run, capabilities)
+    check_adapters(run)
+    check_servers(run, capabilities, trainer, here)
+    models = list(run.auxiliary_models)
+    workflow_arguments(run.workflow.name, run.workflow.args, models)
+    if run.eval_workflow is not None:
+        workflow_arguments(run.eval_workflow, {}, models, "eval_workflow")
+    check_asked(run)
+
+
+def _check_engine(run: TrainConfig, capabilities: Capabilities, here: bool) -> None:
+    """Refuse settings of the policy's engine that have no effect, contradict each other, or cannot be met."""
+    engine, label = run.engine, f"engine={run.engine.name}"
+    if "." in engine.name:
+        engine_class: Any = import_object(engine.name)
+        engine_arguments(engine_class, run.model.name, engine)
+    if unread := engine.changed(*(key for key in ENGINE_KEYS if key not in capabilities.keys)):
+        raise ConfigError(unread_key(unread[0], label), key=f"engine.{unread[0]}")
+    check_older_weights(run.explorer, label, capabilities)
+    if capabilities.is_vllm:
+        check_vllm(run, in_process=not capabilities.overlaps_training, here=here)
+
+
+def workflow_arguments(
+    workflow: str, args: Mapping[str, Any], models: Sequence[str], section: str = "workflow"
+) -> dict[str, Any]:
+    """A workflow's arguments, in which the auxiliary model that it asks is replaced by its number.
+
+    Args:
+        workflow: name of the workflow.
+        args: its arguments as configured.
+        models: names of the auxiliary models.
+        section: key of the workflow, for messages.
+
+    Raises:
+        ConfigError: the workflow asks a model that does not exist.
+    """
+    key = ASKING_WORKFLOWS.get(workflow)
+    if key is None:
+        return dict(args)
+    return {**args, key: asked_model(section, workflow, args, models)}
+
+
+def check_there(run: TrainConfig) -> None:
+    """Refuse models that cannot be found, and a teacher or critic with another vocabulary; a ConfigError."""
+    for name in (run.model.name, *(model.model for model in run.auxiliary_models.values() if model.url is None)):
+        check_on_hub(name)
+    if run.buffer.has_rollouts:
+        check_vocabularies(run)
+    check_value_model(run)

@@ -1,7 +1,4 @@
-"""Settings of vLLM and its servers: arguments, GPUs and cores, ways of sending weights, and Ray's workers.
-
-Imported by the runs that have any of them.
-"""
+"""Rules about processes and devices: servers, GPUs and cores, ways of sending weights, Ray's workers."""
 
 import importlib.util
 import math
@@ -31,11 +28,11 @@ from trinity_lightning.errors import ConfigError
 if TYPE_CHECKING:
     from trinity_lightning.config.run import TrainConfig
 
-WORKERS_PER_CORE = 8  # Ray's: each takes seconds of a core to start, and 0.2 GB
+WORKERS_PER_CORE = 8  # a Ray worker takes seconds of a core to start, and 0.2 GB
 
 
 def require_ray() -> None:
-    """ConfigError, with what to install, if Ray is not."""
+    """Refuse to go on without Ray; the ConfigError says how to install it."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "explorer.runner=ray: Ray is not installed. Install it with `pip install 'trinity-lightning[ray]'`, or "
@@ -44,13 +41,17 @@ def require_ray() -> None:
         )
 
 
-# -- what is there, and what is asked of it ----------------------------------------------------------------------------
-
-
 def check_servers(run: "TrainConfig", can: Capabilities, trainer: Mapping[str, Any], here: bool) -> None:
-    """Refuse servers, auxiliary models, Ray's workers and GPUs that cannot work, or, of a run `here`, are not there.
+    """Refuse servers, auxiliary models, Ray's workers and GPUs that cannot work together.
 
-    `trainer` is what Lightning's Trainer is given. A ConfigError names the key and the fix.
+    Args:
+        run: the configuration.
+        can: capabilities of the policy's engine.
+        trainer: arguments of Lightning's Trainer.
+        here: True to refuse devices, packages and processes that this machine lacks, too.
+
+    Raises:
+        ConfigError: names the key and the fix.
     """
     if run.explorer.runner == "ray":
         check_engine_for_ray(f"engine={run.engine.name}", can)
@@ -73,7 +74,7 @@ def check_servers(run: "TrainConfig", can: Capabilities, trainer: Mapping[str, A
     for key, engine in engines.items():
         _check_share(key, engine, run.explorer.sync_offset, here)
         if engine.gpus:
-            there = gpu_count() if here else 0  # of another machine not known: `devices` has to say how many train
+            there = gpu_count() if here else 0  # unknown on another machine: `devices` must say how many GPUs train
             training = 0 if trainer.get("accelerator") == "cpu" else processes_of(trainer, there)
             check_gpus_apart(key, engine.gpus, training, there or training + len(engine.gpus))
     if run.synchronizer.method in SENT:
@@ -81,10 +82,7 @@ def check_servers(run: "TrainConfig", can: Capabilities, trainer: Mapping[str, A
 
 
 def check_synchronizer(run: "TrainConfig", can: Capabilities) -> None:
-    """Refuse a way of sending weights that the engine does not take, and a folder that nothing is written to.
-
-    A ConfigError.
-    """
+    """Refuse a way of sending weights that the engine does not take, and a folder that is not used; a ConfigError."""
     synchronizer, engine = run.synchronizer, run.engine
     method, methods = synchronizer.method, can.sync_methods
     if method not in ("auto", *methods):
@@ -103,7 +101,7 @@ def check_synchronizer(run: "TrainConfig", can: Capabilities) -> None:
 
 
 def _check_share(key: str, engine: EngineConfig, sync_offset: int, here: bool) -> None:
-    """Refuse GPUs that servers cannot share out, and GPUs and cores that this machine does not have; a ConfigError."""
+    """Refuse GPUs that servers cannot share out, and GPUs and cores that this machine lacks; a ConfigError."""
     gpus = list(engine.gpus or ())
     if here and gpus and max(gpus) >= (there := gpu_count()):
         raise ConfigError(
@@ -131,7 +129,16 @@ def _check_share(key: str, engine: EngineConfig, sync_offset: int, here: bool) -
 
 
 def gpus_of_a_server(key: str, engine: EngineConfig, model: str = "", heads: int = 0) -> int:
-    """GPUs that each server has of `engine.gpus`, 1 without; a ConfigError if they, or heads, cannot be shared out."""
+    """The number of GPUs of each server, 1 without `engine.gpus`.
+
+    Args:
+        key: dotted key of the engine's section.
+        engine: the section.
+        model, heads: the model's name and its attention heads, which tensor parallelism splits; 0: not known yet.
+
+    Raises:
+        ConfigError: the GPUs or the heads cannot be divided evenly.
+    """
     if not engine.gpus:
         return 1
     each, left = divmod(len(engine.gpus), engine.servers)
@@ -162,7 +169,14 @@ def gpus_of_a_server(key: str, engine: EngineConfig, model: str = "", heads: int
 
 
 def check_gpus_apart(key: str, gpus: Sequence[int], training: int, there: int) -> None:
-    """Refuse GPUs that train, of so many; the first one alone is shared by the plan that rank 0 makes."""
+    """Refuse server GPUs that are also training GPUs; only GPU 0 may be shared, by the memory plan.
+
+    Args:
+        key: dotted key of the engine's section.
+        gpus: the servers' GPUs.
+        training: the number of GPUs that train, the first ones.
+        there: the number of GPUs of the machine, for the message.
+    """
     if any(TRAINER_GPU < gpu < training for gpu in gpus):
         left = max(there - len(gpus), 1)
         raise ConfigError(
@@ -173,7 +187,10 @@ def check_gpus_apart(key: str, gpus: Sequence[int], training: int, there: int) -
 
 
 def _check_gpu_to_gpu(run: "TrainConfig", can: Capabilities, accelerator: str, there: int | None) -> None:
-    """Refuse it between devices that do not allow it, of which there are so many here; None: it is for elsewhere."""
+    """Refuse synchronizer=nccl or ipc between devices that do not allow it; a ConfigError.
+
+    `there` is the number of GPUs of this machine, or None for a run on another one.
+    """
     method, engine = run.synchronizer.method, run.engine
     taken = [name for name in SET_BY[method] if name in engine.args]
     if taken:
@@ -183,7 +200,7 @@ def _check_gpu_to_gpu(run: "TrainConfig", can: Capabilities, accelerator: str, t
             fix="leave it out of engine.args, or take synchronizer=checkpoint",
         )
     if method == "nccl" and there is not None:
-        require_vllm()  # its sending end
+        require_vllm()  # it has the sending end
     if there == 0 or accelerator == "cpu":
         why = "this process sees none" if there == 0 else "trainer.accelerator is cpu"
         how = "from GPU to GPU" if method == "nccl" else "within a GPU"
@@ -210,7 +227,8 @@ def _check_gpu_to_gpu(run: "TrainConfig", can: Capabilities, accelerator: str, t
 
 
 def _check_nccl(engine: EngineConfig, can: Capabilities, there: int | None) -> None:
-    if engine.urls or "gpus" not in can.keys:  # its GPUs are not this run's to give
+    """Refuse synchronizer=nccl unless servers that the run starts have other GPUs than the trainer."""
+    if engine.urls or "gpus" not in can.keys:  # another program chose the servers' GPUs
         return
     if there == 1:
         raise ConfigError(
@@ -229,6 +247,7 @@ def _check_nccl(engine: EngineConfig, can: Capabilities, there: int | None) -> N
 
 
 def _check_auxiliary_model(key: str, model: AuxiliaryConfig, here: bool) -> None:
+    """Refuse an auxiliary model that vLLM cannot serve, or whose package or API key is missing here; a ConfigError."""
     check_vllm_args(f"{key}.engine", model.engine, in_process=False, here=here)
     if model.url is None:
         check_model_name(model.model)
@@ -249,13 +268,13 @@ def _check_auxiliary_model(key: str, model: AuxiliaryConfig, here: bool) -> None
 
 
 def check_engine_for_ray(engine: str, can: Capabilities) -> None:
-    """Refuse an engine, of that name in the message, that runners in other processes cannot reach; a ConfigError."""
+    """Refuse an engine that runners in other processes cannot reach; a ConfigError. `engine` is its name there."""
     if not can.picklable:
         raise ConfigError(f"{engine} computes in this process: explorer.runner=ray needs engine=vllm_server, say.")
 
 
 def _check_workers(run: "TrainConfig") -> None:
-    """Refuse more of Ray's workers than this machine can start; a ConfigError."""
+    """Refuse more Ray workers than this machine can start; a ConfigError."""
     explorer, engine = run.explorer, run.engine
     cores, workers = len(os.sched_getaffinity(0)), explorer.runners * (len(engine.urls) or engine.servers)
     if explorer.ray_address is None and workers > WORKERS_PER_CORE * cores:
@@ -269,7 +288,7 @@ def _check_workers(run: "TrainConfig") -> None:
 
 
 def _check_reachable(run: "TrainConfig") -> None:
-    """Refuse a Ray cluster whose machines cannot reach a server of this one; a ConfigError."""
+    """Refuse a Ray cluster whose machines cannot reach this machine's servers; a ConfigError."""
     address = run.explorer.ray_address
     host = ((address or "").rpartition(":")[0] or address or "auto").strip("[]")
     if host in ("auto", "localhost", "::1") or host.startswith("127."):
@@ -313,6 +332,8 @@ MERGE = "leave synchronizer.lora merged"
 def check_adapters(run: "TrainConfig") -> None:
     """Refuse synchronizer.lora=adapter without adapters, or with an engine that does not take them; a ConfigError."""
     engine, rank = run.engine, run.model.lora.r
+    if run.synchronizer.lora != "adapter":
+        return
     if rank is None:
         raise ConfigError(
             "synchronizer.lora=adapter, and there is none",

@@ -154,7 +154,6 @@ def _gib(size: int) -> str:
 def _main(config: DictConfig) -> None:
     with compose.errors_as_sentences(config.output_dir):
         compose.check_overrides(config)
-        compose.check_read(config)
         show = as_json if OmegaConf.select(config, "plan.json") else as_text
         text = show(plan(config))
     print(text)
