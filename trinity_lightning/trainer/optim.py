@@ -56,7 +56,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def optimizer_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
-    """Makes the optimizer of that name; `weight_decay` is for parameter groups without a value of their own.
+    """A function that makes the optimizer of that name; `weight_decay` is for groups without a value of their own.
 
     Raises:
         ConfigError: there is no optimizer at that dotted path, or it does not take these arguments.
@@ -139,7 +139,7 @@ def _moment(plain: dict[str, Tensor], signed: bool) -> Tensor:
 
 
 def _own_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
-    """Makes the optimizer at that dotted path, from parameters or groups.
+    """A function that makes the optimizer at that dotted path, from parameters or groups.
 
     Raises:
         ConfigError: there is none, or it does not take these arguments.
@@ -221,9 +221,9 @@ def check_optimizer(config: OptimizerConfig, alone: bool = True) -> None:
 
 
 def _try_steps(make: Callable[[Any], Optimizer]) -> None:
-    """Take a step as Lightning and `MasterWeights` do, and put the state through a checkpoint; raises what fails.
+    """Take steps as Lightning and `MasterWeights` do, and put the state through a checkpoint; raises what fails.
 
-    Its steps may differ once it is resumed: only its own code can tell (see docs/architecture.md).
+    Whether its state has everything that later steps depend on is left to the optimizer (docs/architecture.md).
     """
     optimizer, resumed = make(_small_groups()), make(_small_groups())
     if not isinstance(optimizer, Optimizer):

@@ -1,7 +1,6 @@
 """Training without rollouts that an error ends: it goes on as if it had not."""
 
 import signal
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,18 +76,16 @@ def test_a_wait_for_data_ends_at_once_and_the_run_goes_on_from_there(number, tmp
             return got
 
         reader._try_read = interrupted
-        data = OfflineExperienceDataModule(reader, batch_size=8, steps_per_epoch=2, whole_groups=False, wait=300.0)
+        data = OfflineExperienceDataModule(reader, batch_size=8, steps_per_epoch=2, whole_groups=False, wait=1e6)
         trainer = quiet_trainer(tmp_path, stop)
         trainer.fit(policy, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         return policy.policy.state_dict()
 
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    begun = time.monotonic()
     with pytest.raises(SystemExit):
         trained(8)
     for each, handler in before.items():
         signal.signal(each, handler)  # Lightning ignores Ctrl-C from then on
-    assert time.monotonic() - begun < 60
     resumed, whole = trained(16, tmp_path / "interrupted.ckpt"), trained(16)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
