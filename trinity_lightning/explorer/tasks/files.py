@@ -51,14 +51,16 @@ class FileEntries:
         errors: list[ConfigError] = []
         for file in files:
             before = len(self._rows)
-            for line, content in _records(file) if file.suffix == ".csv" else _objects(file):
+            is_table = file.suffix == ".csv"
+            content: Any
+            for line, content in _records(file) if is_table else _objects(file):
                 try:
-                    columns = _cells(*content) if file.suffix == ".csv" else _json_object(content)
+                    columns = _cells(*content) if is_table else _json_object(content)
                 except ValueError as error:
                     errors.append(ConfigError(f"{_place(file, line)} {error}."))
                     columns = {}
                 self._columns |= dict.fromkeys(columns)
-                self._rows.append(Row(file, line, columns if file.suffix == ".csv" else content))
+                self._rows.append(Row(file, line, columns if is_table else content))
             self.counts.append(len(self._rows) - before)
         if errors:
             raise _refused(errors, len(self._rows))
