@@ -58,6 +58,8 @@ def test_the_table_has_a_row_of_every_kind_with_an_example() -> None:
     assert {row[0] for row in PART_ROWS} == PARTS.keys() - {
         "KL estimate",
         "built-in model",
+        "experience keeper",
+        "experience reader",
         "optimizer",
         "runner",
         "schedule",

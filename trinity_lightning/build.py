@@ -18,9 +18,8 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
-from trinity_lightning.buffer.datamodule import ExperienceDataModule
+from trinity_lightning.buffer.datamodule import ExperienceDataModule, step_keeper
 from trinity_lightning.buffer.offline import expert_data, offline_parts, summary
-from trinity_lightning.buffer.step_files import step_keeper
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checkpoints import checkpoints_in, holds_a_run, resume_command

@@ -1,4 +1,4 @@
-"""The LightningDataModule: experiences in through the pipeline, held in memory, and dealt into optimizer batches."""
+"""The LightningDataModule: it takes experiences in by the pipeline, holds them, and deals optimizer batches."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -11,34 +11,45 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from trinity_lightning.buffer.pipeline import ExperiencePipeline, StrategySpec
+from trinity_lightning.buffer.operators import AuxiliaryModels
+from trinity_lightning.buffer.pipeline import ExperiencePipeline, MoreRollouts, StrategySpec
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.buffer import BufferConfig, OperatorConfig
+from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import whole_number
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity_lightning.buffer.offline import ExpertData
-    from trinity_lightning.buffer.operators import AuxiliaryModels
-    from trinity_lightning.buffer.pipeline import MoreRollouts
-    from trinity_lightning.config.buffer import OperatorConfig
 
 # Writes the experiences of an explore step somewhere, in place of those of an earlier attempt at it.
 StepKeeper = Callable[[int, list[Experience]], object]
+KEEPERS: Registry[Callable[[BufferConfig, Path], StepKeeper]] = Registry("experience keeper")
+
+
+def step_keeper(buffer: BufferConfig, folder: Path) -> StepKeeper:
+    """The keeper that `buffer.keep` names, for the run in that folder.
+
+    Raises:
+        ConfigError: the database's URL is none, or a package for it is missing.
+        StorageError: there is no such database, or it is of something else.
+    """
+    return KEEPERS.get("sql" if buffer.keep == "sql" else "file")(buffer, folder)
 
 
 # -- the buffer, in memory ---------------------------------------------------------------------------------------------
 
 
 class MemoryStorage:
-    """Holds the explore step that is trained on, with the columns computed for it, and those that are ready after it.
+    """Holds the explore step that is trained on, with its computed columns, and the steps that are ready after it.
 
-    A step that is ready takes the place of the step before at `advance`: it can come while another is trained on.
+    A step may come in while another is trained on. `advance` then puts it in the place of the step before.
 
     Attributes:
-        batch, experiences: the explore step that is trained on (EID.batch; 0 before the first), and what it has.
-        columns: float32 tensors [response] by name, one an experience.
-        ready: what each of the steps after it has.
+        batch, experiences: number (EID.batch; 0 before the first) and experiences of the step that is trained on.
+        columns: by name, one float32 tensor [response] an experience.
+        ready: by number, the experiences of the steps after it.
     """
 
     def __init__(self) -> None:
@@ -54,7 +65,7 @@ class MemoryStorage:
         return batch in self.ready
 
     def advance(self, batch: int, columns: dict[str, list[Tensor]] | None = None) -> None:
-        """Explore step `batch` takes the place of the one that was trained on; earlier ones are forgotten."""
+        """Put explore step `batch` in the place of the one that was trained on; earlier ones are forgotten."""
         self.batch, self.experiences, self.columns = batch, self.ready[batch], columns or {}
         self.ready = {step: waiting for step, waiting in self.ready.items() if step > batch}
 
@@ -80,19 +91,20 @@ class MemoryStorage:
 class ExperienceLoader:
     """Yields the optimizer batches of the explore step that the storage holds.
 
-    Sized, so that Lightning neither pre-fetches nor counts by exhausting it; lazy, so that the buffer is read only
-    after the explorer has filled it; stateful, so that a run stopped in the middle of a step goes on with the next
-    item.
+    It is sized, so that Lightning neither pre-fetches nor counts by exhausting it. It is lazy: the buffer is read only
+    after the explorer has filled it. It is stateful: a run that was stopped in the middle of a step goes on with the
+    next item.
 
     Attributes:
         storage: the buffer.
-        optimizer_steps: batches that the step's experiences are dealt into, by whole groups.
-        inner_epochs: passes over them, each dealt again.
-        seed: seed of the dealing; with the explore step and the pass it decides the order.
+        optimizer_steps: number of batches that the step's experiences are dealt into, by whole groups.
+        inner_epochs: number of passes over them, each dealt anew.
+        seed: of the dealing. The order depends on it, on the explore step, and on the pass.
         max_response_length: longest response that the run allows, in tokens; None: unknown, see `OptimizerBatch`.
 
     Raises:
-        ConfigError: a number of steps or passes below 1; or, as it is read, nothing has filled the storage.
+        ConfigError: a number of steps or passes is below 1; or the loader is read, and nothing has filled the
+            storage.
     """
 
     storage: MemoryStorage
@@ -117,7 +129,7 @@ class ExperienceLoader:
         if self._explore_step != self.storage.batch or self._position >= len(self):
             self._explore_step, self._position = self.storage.batch, 0
         for index in range(self._position, len(self)):
-            # Counted before it is handed out: a checkpoint after its training step then resumes with the next one.
+            # Counted before the yield: a checkpoint after its training step then resumes with the next one.
             self._position = index + 1
             yield self._batch(index)
 
@@ -131,7 +143,7 @@ class ExperienceLoader:
         return batch
 
     def _deal(self, inner_epoch: int) -> list[list[int]]:
-        """Row numbers of each batch of one pass: whole groups, in a seeded order, evened out by size."""
+        """Row numbers of each batch of one pass: whole groups in a seeded order, batches of similar sizes."""
         groups: dict[str, list[int]] = {}
         for row, experience in enumerate(self.storage.experiences):
             groups.setdefault(experience.eid.tid, []).append(row)
@@ -153,12 +165,14 @@ class ExperienceLoader:
         self._explore_step, self._position = state["explore_step"], state["position"]
 
 
-# -- what Lightning is given -------------------------------------------------------------------------------------------
+# -- Lightning's data modules ------------------------------------------------------------------------------------------
 
 
 class UnmovedDataModule(L.LightningDataModule):
+    """Base of the data modules, whose batches stay where they are."""
+
     def everywhere(self, obtain: Callable[[], list[Experience]]) -> list[Experience]:
-        """What `obtain` returns on rank 0, on every rank that trains; the others do not call it."""
+        """The experiences that `obtain` returns on rank 0, on every rank; the other ranks do not call it."""
         trainer = self.trainer
         if trainer is None or trainer.world_size == 1:
             return obtain()
@@ -167,7 +181,7 @@ class UnmovedDataModule(L.LightningDataModule):
         return experiences if trainer.is_global_zero else Experience.deserialize_many(payload)
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        """Nothing is moved here: micro-batches are padded on the device when they are cut."""
+        """Move nothing: micro-batches are padded on the device when they are cut."""
         return batch
 
 
@@ -175,13 +189,13 @@ class ExperienceDataModule(UnmovedDataModule):
     """Experiences between explorer and trainer.
 
     Args:
-        add_strategy, operators, auxiliary_models, folder: as `ExperiencePipeline`.
-        optimizer_steps, inner_epochs, seed, max_response_length: as `ExperienceLoader`.
-        keep: keeps the experiences of every step, as the trainer is given them; None: nothing does.
-        experts: expert data that join every step behind the strategies; None: none.
+        add_strategy, operators, auxiliary_models, folder: see `ExperiencePipeline`.
+        optimizer_steps, inner_epochs, seed, max_response_length: see `ExperienceLoader`.
+        keep: writes the experiences of every step, as the trainer gets them; None: they are not kept.
+        experts: expert data that join every step after the strategies; None: there are none.
 
     Attributes:
-        storage: the buffer: what is ready, and what is trained on.
+        storage: the buffer, with the step that is trained on and those that are ready.
 
     Raises:
         ConfigError: a number below 1.
@@ -195,8 +209,8 @@ class ExperienceDataModule(UnmovedDataModule):
         optimizer_steps: int = 1,
         inner_epochs: int = 1,
         seed: int = 0,
-        operators: "Sequence[OperatorConfig]" = (),
-        auxiliary_models: "AuxiliaryModels | None" = None,
+        operators: Sequence[OperatorConfig] = (),
+        auxiliary_models: AuxiliaryModels | None = None,
         folder: str | Path | None = None,
         keep: StepKeeper | None = None,
         experts: "ExpertData | None" = None,
@@ -206,23 +220,27 @@ class ExperienceDataModule(UnmovedDataModule):
         self.storage = MemoryStorage()
         self.pipeline = ExperiencePipeline(add_strategy, operators, auxiliary_models=auxiliary_models, folder=folder)
         self._loader = partial(ExperienceLoader, self.storage, optimizer_steps, inner_epochs, seed, max_response_length)
-        self._loader()  # wrong numbers are refused here, not once engines are loaded
+        self._loader()  # refuses wrong numbers now, before engines are loaded
         self._keep = keep
         self._experts = experts
 
     def share(self, step: int) -> list[Experience]:
-        """The experiences of explore step `step`, which is ready on rank 0, and then on every rank."""
+        """The experiences of explore step `step`, which is ready on rank 0. Afterwards it is ready on every rank."""
         self.storage.ready[step] = self.everywhere(lambda: self.storage.ready[step])
         return self.storage.ready[step]
 
     async def fill(
-        self, experiences: list[Experience], step: int, more: "MoreRollouts | None" = None, *, all_rows: bool = False
+        self, experiences: list[Experience], step: int, more: MoreRollouts | None = None, *, all_rows: bool = False
     ) -> dict[str, float]:
-        """Take an explore step's experiences into the buffer, weighed; the pipeline's metrics.
+        """Weigh an explore step's experiences and take them into the buffer; returns the pipeline's metrics.
 
-        They wait there for `storage.advance`, while another step may be trained on. A step of which the strategies
-        leave nothing is an empty one: its items train nothing and are counted. `more` is asked for further tasks if a
-        strategy wants the step full; `all_rows` as `ExperiencePipeline.process`.
+        They wait there for `storage.advance`, while another step may be trained on. If the strategies leave nothing of
+        a step, it is empty: its items train nothing, and are counted.
+
+        Args:
+            experiences, step: of the explore step, and its number.
+            more: asked for further tasks if a strategy wants the step full.
+            all_rows: see `ExperiencePipeline.process`.
 
         Raises:
             OperatorError: an operator failed; the buffer holds what it held before.
@@ -235,38 +253,38 @@ class ExperienceDataModule(UnmovedDataModule):
             metrics["experience_pipeline/expert"] = float(len(joining))
         if self._keep is not None:
             await asyncio.to_thread(self._keep, step, weighed)
-        self.storage.ready[step] = weighed  # last: an interruption while something is awaited must find it not taken
+        self.storage.ready[step] = weighed  # at the end: an interruption during an await must find the step not taken
         if self._experts is not None:
             self._experts.commit()
         return metrics
 
     async def prepare(self) -> None:
-        """Prepare the operators, on the loop that `fill` runs on, which does it too. OperatorError: one failed."""
+        """Prepare the operators, on the loop that `fill` runs on. `fill` does it, too. OperatorError: one failed."""
         await self.pipeline.prepare()
 
     def teardown(self, stage: str) -> None:
-        """Close the operators, on the loop they were prepared on as long as it runs."""
+        """Close the operators, on the loop that they were prepared on, as long as it runs."""
         if self.pipeline.chain is not None:
             self.pipeline.chain.end()
 
     def on_exception(self, exception: BaseException) -> None:
-        """The same after an error: it is on its way to the user, and one of closing is only logged."""
+        """Close the operators after an error. This error reaches the user; one of closing is only logged."""
         if self.pipeline.chain is not None:
             self.pipeline.chain.end(after_error=True)
 
     def train_dataloader(self) -> ExperienceLoader:
-        """One sized, lazy, stateful loader for the whole run."""
+        """A sized, lazy, stateful loader for the whole run."""
         return self._loader()
 
     def state_dict(self) -> dict[str, Any]:
         state = self.storage.state_dict()
-        state["judged_by"] = [each.metric for each in self.pipeline.criteria if each.seen]
+        state["judged_by"] = [criterion.metric for criterion in self.pipeline.criteria if criterion.seen]
         return state if self._experts is None else state | {"experts": self._experts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the buffer, and go on with the expert data; new ones begin at their beginning."""
+        """Restore the buffer and the position in the expert data, which begin anew if the state has none."""
         self.storage.load_state_dict(state_dict)
-        for each in self.pipeline.criteria:
-            each.seen = each.metric in state_dict.get("judged_by", ())  # which older checkpoints lack
+        for criterion in self.pipeline.criteria:
+            criterion.seen = criterion.metric in state_dict.get("judged_by", ())  # which older checkpoints lack
         if self._experts is not None and "experts" in state_dict:
             self._experts.load_state_dict(state_dict["experts"])

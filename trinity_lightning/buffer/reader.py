@@ -1,7 +1,7 @@
-"""Reading experiences back: the counterpart of `BufferWriter`.
+"""Readers of experiences, the counterpart of `BufferWriter`.
 
-An experience counts as read once it lies before the reader's cursor, and the cursor is what `state_dict` returns: who
-saves that state together with what was made of the experiences reads each of them exactly once, however often killed.
+An experience counts as read once it lies before the reader's cursor, which `state_dict` returns. A run that saves this
+state together with the weights trains on each experience exactly once, however often it is killed.
 """
 
 import time
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.buffer import BufferConfig
+from trinity_lightning.config.registry import Registry
 from trinity_lightning.errors import ForeignPositionError
 
 Cursor = tuple[int, ...]
@@ -22,8 +23,8 @@ POLL = 0.05
 class BufferReader(ABC):
     """Gives out experiences, and remembers which.
 
-    A read of more than there is waits up to `wait` seconds for the rest, and then returns what there is, which may be
-    nothing.
+    A read of more experiences than there are waits up to `wait` seconds for the rest. Then it returns those that there
+    are, perhaps none.
     """
 
     endless_with = "buffer.repeat=true"  # for messages: the setting with which reads would not end, if there is one
@@ -40,10 +41,10 @@ class BufferReader(ABC):
 
         Args:
             count: how many at most.
-            whole_groups: never part experiences of one task that follow each other: fewer than `count` if the next
-                group does not fit, more if the first one alone is larger. At the end of the data a group ends.
+            whole_groups: never part experiences of one task that follow each other. There are fewer than `count` if the
+                next group does not fit, and more if the first one alone is larger. The end of the data ends a group.
             wait: seconds to wait for `count` experiences.
-            pause: sleeps for so many seconds while it waits; if it raises, nothing has been read.
+            pause: sleeps for so many seconds during the wait; if it raises, nothing has been read.
 
         Raises:
             StorageError: the buffer is damaged or gone.
@@ -54,17 +55,17 @@ class BufferReader(ABC):
         deadline = time.monotonic() + wait
         while True:
             left = deadline - time.monotonic()
-            if (got := self._try_read(count, whole_groups, last=left <= 0)) is not None:
-                return got
+            if (experiences := self._try_read(count, whole_groups, last=left <= 0)) is not None:
+                return experiences
             pause(min(POLL, max(left, 0.0)))
 
     @abstractmethod
     def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
-        """What `read` asks for; None when that is not there yet and this is not the last attempt."""
+        """The experiences that `read` asks for; None if they are not there yet and this is not the last attempt."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Where the reader stands: plain containers."""
+        """The reader's position, in plain containers."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -84,17 +85,21 @@ class Item(NamedTuple):
     """An experience as a buffer gives it to a `CursorReader`."""
 
     experience: Experience
-    cursor: Cursor  # where the reader stands once it has been read
-    run: str = ""  # which run it is from, where a buffer holds those of several: they may have tasks of the same name
+    cursor: Cursor  # the reader's position once it has read the experience
+    run: str = ""  # the run that wrote it, if a buffer holds several, which may have tasks of the same name
 
 
 def group_of(experience: Experience) -> str | None:
-    """The task an experience belongs to; None if it does not say."""
+    """The name of an experience's task; None if it has none."""
     return None if experience.eid.batch == "" and experience.eid.task == "" else experience.eid.tid
 
 
 def check_source(state: Mapping[str, Any], source: str, where: str) -> None:
-    """ForeignPositionError unless a reader's state is of the buffer with this id, which messages call `where`."""
+    """Refuse a reader's state that belongs to another buffer than the one with the id `source`.
+
+    Raises:
+        ForeignPositionError: it does; the message calls the buffer `where`.
+    """
     if state["source"] != source:
         raise ForeignPositionError(
             f"{where}: the saved position belongs to another buffer (id {state['source']}, this one has {source}). "
@@ -106,7 +111,7 @@ class CursorReader(BufferReader):
     """Reads in the order of writing, each experience once.
 
     Args:
-        source: identity of the buffer, kept in the state so that the cursor of another one is refused.
+        source: id of the buffer. It is in the state, so that the cursor of another buffer is refused.
         where: the buffer in words, for messages.
     """
 
@@ -120,7 +125,7 @@ class CursorReader(BufferReader):
 
     @abstractmethod
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
-        """At least one, about `count`, of the experiences after `cursor`; empty when there is none yet."""
+        """About `count` of the experiences after `cursor`, at least one; empty if there is none yet."""
 
     def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
         if whole_groups:
@@ -136,18 +141,18 @@ class CursorReader(BufferReader):
         return [item.experience for item in taken]
 
     def _next_groups(self, count: int) -> tuple[int, bool]:
-        """How many experiences make up the whole groups within `count`, and whether more could not be added."""
-        self._look(count + 1)  # one further tells whether a group goes on
+        """The number of experiences in the whole groups within `count`; True if no further group can join them."""
+        self._look(count + 1)  # the experience after them says if a group goes on
         ends = [index for index in range(1, min(count, len(self._ahead)) + 1) if self._ends_group(index)]
         if ends:
             return ends[-1], ends[-1] == count or len(self._ahead) > count
-        number = min(count, len(self._ahead))  # nothing, or a first group larger than `count`
+        number = min(count, len(self._ahead))  # 0, or a first group larger than `count`
         while number and self._look(number + 1) and not self._ends_group(number):
             number += 1
         return number, number > 0
 
     def _ends_group(self, number: int) -> bool:
-        """Whether a group ends after the first `number` experiences ahead."""
+        """True if a group ends after the first `number` experiences ahead."""
         if number >= len(self._ahead):
             return True
         last, after = self._ahead[number - 1], self._ahead[number]
@@ -155,7 +160,7 @@ class CursorReader(BufferReader):
         return group is None or group != group_of(after.experience) or last.run != after.run
 
     def _look(self, number: int) -> bool:
-        """Have `number` experiences ahead; whether there are."""
+        """Fetch until `number` experiences are ahead; False if there are fewer."""
         while (missing := number - len(self._ahead)) > 0:
             more = self._fetch(self._ahead[-1].cursor if self._ahead else self._cursor, missing)
             if not more:
@@ -197,11 +202,11 @@ class RepeatingReader(BufferReader):
         self._reader = reader
 
     def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
-        got = self._reader.read(count, whole_groups=whole_groups)
-        if not got:
+        experiences = self._reader.read(count, whole_groups=whole_groups)
+        if not experiences:
             self._reader.rewind()
-            got = self._reader.read(count, whole_groups=whole_groups)
-        return got if got or last else None
+            experiences = self._reader.read(count, whole_groups=whole_groups)
+        return experiences if experiences or last else None
 
     def state_dict(self) -> dict[str, Any]:
         return {"reader": self._reader.state_dict()}
@@ -213,8 +218,11 @@ class RepeatingReader(BufferReader):
         self._reader.close()
 
 
+READERS: Registry[Callable[[BufferConfig, int], BufferReader]] = Registry("experience reader")
+
+
 def create_reader(buffer: BufferConfig, seed: int = 0) -> BufferReader:
-    """A reader of what a run kept, or a program wrote: `storage`, `path` or `url`, and how the section has it read.
+    """A reader of the experiences that a run kept or a program wrote.
 
     Args:
         buffer: a section whose storage is "file" or "sql".
@@ -224,22 +232,5 @@ def create_reader(buffer: BufferConfig, seed: int = 0) -> BufferReader:
         ConfigError: a number out of its range, or SQLAlchemy is not installed.
         StorageError: there is nothing to read from.
     """
-    place = buffer.url or buffer.path or ""
-    if buffer.storage == "file":
-        from trinity_lightning.buffer.step_files import StepReader
-
-        reader: CursorReader = StepReader(place)
-    else:
-        from trinity_lightning.buffer.sql import ReplayReader, SqlReader
-
-        if buffer.order != "fifo":
-            return ReplayReader(
-                place,
-                order=buffer.order,
-                reuse_limit=buffer.reuse_limit,
-                decay=buffer.decay,
-                use_decay=buffer.use_decay,
-                seed=seed,
-            )
-        reader = SqlReader(place)
-    return RepeatingReader(reader) if buffer.repeat else reader
+    reader = READERS.get(buffer.storage)(buffer, seed)
+    return RepeatingReader(reader) if buffer.repeat and isinstance(reader, CursorReader) else reader

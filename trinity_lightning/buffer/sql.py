@@ -1,11 +1,11 @@
-"""Experiences in a database: any number of processes write, any number read. SQLite by default, PostgreSQL by its URL.
+"""Experiences in a database, which any number of processes write and read: SQLite, or PostgreSQL by its URL.
 
-One row an experience: a payload of version 2 beside what it is chosen by.
+A row is an experience: a payload of version 2, and the values by which readers choose.
 
-Every row has a position, and rows become visible in the order of their positions: a writer takes its positions from a
-counter in the database, in the transaction that inserts the rows, so that the next writer waits at the counter until
-they are committed. With plain autoincrement a later id may be committed first (PostgreSQL), and a reader whose cursor
-has passed it never sees the earlier one.
+Every row has a position, and rows become visible in the order of their positions. A writer takes its positions from a
+counter in the database, in the transaction that inserts the rows: the next writer waits at the counter until they are
+committed. With plain autoincrement PostgreSQL may commit a later id first, and a reader whose cursor has passed it
+would never see the earlier one.
 """
 
 import asyncio
@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 
 from trinity_lightning.algorithm.add_strategy.add_strategy import BufferWriter
 from trinity_lightning.buffer.reader import BufferReader, Cursor, CursorReader, Item, check_source, group_of
+from trinity_lightning.buffer.step_files import FOLDER, folder_id
 from trinity_lightning.common.experience import Experience, ExperienceError, ExperienceFormatError
+from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.values import number, one_of, whole_number
 from trinity_lightning.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
 
@@ -39,19 +41,41 @@ T = TypeVar("T")
 
 FORMAT = 1
 RETRY_FOR = 60.0  # seconds for which a busy or restarting database is asked again
-# Seconds between attempts at it: doubled each time, and never in step with another process.
+# Seconds between attempts: doubled each time, and never in step with another process.
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
 # PostgreSQL: serialization failure, deadlock, lock not available, and a server that stops or starts.
 _PASSING = frozenset({"40001", "40P01", "55P03", "57P01", "57P02", "57P03"})
-_CREATING = 0x7472696E69747921  # any number that nobody else locks
+_CREATING = 0x7472696E69747921  # a number that nobody else locks
 _BUSY = ("database is locked", "database table is locked", "database schema is locked")
+
+
+def reader_of(buffer: BufferConfig, seed: int) -> BufferReader:
+    """Reads the database at `buffer.url` or `buffer.path` (buffer.storage=sql)."""
+    place = buffer.url or buffer.path or ""
+    if buffer.order == "fifo":
+        return SqlReader(place)
+    return ReplayReader(
+        place,
+        order=buffer.order,
+        reuse_limit=buffer.reuse_limit,
+        decay=buffer.decay,
+        use_decay=buffer.use_decay,
+        seed=seed,
+    )
+
+
+def keeper_of(buffer: BufferConfig, folder: Path) -> Callable[[int, list[Experience]], object]:
+    """Writes the experiences of explore steps to a database (buffer.keep=sql), by default in the run's folder."""
+    place = buffer.url or buffer.path or folder / f"{FOLDER}.db"
+    SqlStorage(place).close()  # a place that cannot be written to is refused before a model is loaded
+    return lambda step, experiences: keep_step(place, folder_id(folder), step, experiences)
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
 
 METADATA = sa.MetaData()
-# One experience a row. `position` orders them; `write_id` says what was written together; `task` is the group and
-# `step` its explore step; `uses` counts how often it was replayed.
+# One experience a row. `position` orders the rows; those of one write share a `write_id`; `task` is the group, `step`
+# the explore step; `uses` is the number of replays.
 ROWS = sa.Table(
     "experiences",
     METADATA,
@@ -65,7 +89,7 @@ ROWS = sa.Table(
     sa.Column("uses", sa.Integer, nullable=False),
     sa.Column("payload", sa.LargeBinary, nullable=False),
 )
-# Which rows each read of a replaying reader took, for a reader resumed from before to take them back.
+# The rows that each read of a replaying reader took: a reader that is resumed from before takes them back.
 READS = sa.Table(
     "experiences_reads",
     METADATA,
@@ -73,7 +97,7 @@ READS = sa.Table(
     sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
 )
-# Format and id of the buffer, and the counters that writers and readers queue at.
+# Format and id of the buffer, and the counters at which writers and readers queue.
 INFO = sa.Table(
     "experiences_info",
     METADATA,
@@ -87,10 +111,10 @@ INFO = sa.Table(
 
 
 def database_url(place: str | Path) -> sa.URL:
-    """The URL of a database: as given, or of the SQLite file at a path.
+    """The URL of a database, given as a URL or as the path of a SQLite file.
 
     Raises:
-        ConfigError: it is no URL, or of a database in memory, which no other process would see.
+        ConfigError: it is no URL, or the database is in memory, where no other process would see it.
     """
     if isinstance(place, Path) or "://" not in place:
         return sa.URL.create("sqlite", database=str(place))
@@ -114,16 +138,16 @@ def database_url(place: str | Path) -> sa.URL:
 
 
 class Database:
-    """An open buffer in a database. Not to be carried through a fork: each process opens its own.
+    """An open buffer in a database. It does not survive a fork: each process opens its own.
 
     Args:
         place: a URL, or the path of a SQLite file.
-        create: make what is missing, else it is an error.
+        create: create a missing file and missing tables, which are an error otherwise.
 
     Raises:
-        ConfigError: a URL that is none, or a driver that is not installed.
+        ConfigError: `place` is a wrong URL, or the driver is not installed.
         StorageError: there is no such buffer, or no connection.
-        StorageFormatError: there is something else.
+        StorageFormatError: the database holds something else.
     """
 
     def __init__(self, place: str | Path, create: bool) -> None:
@@ -144,18 +168,18 @@ class Database:
         self._opened = True
 
     def _open(self, connection: sa.Connection, create: bool) -> str:
-        """The id of the buffer, created if it may be."""
+        """The id of the buffer, which is created if `create` is set."""
         if create and connection.dialect.name == "postgresql":  # two that create the same tables would collide
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATING)))
         inspector = sa.inspect(connection)
         if inspector.has_table(INFO.name):
             columns = {column["name"] for column in inspector.get_columns(INFO.name)}
-            found = {}
+            info = {}
             if columns == set(INFO.columns.keys()):
-                found = {row.key: row for row in connection.execute(sa.select(INFO))}
-            if "id" not in found or found["format"].number != FORMAT:
+                info = {row.key: row for row in connection.execute(sa.select(INFO))}
+            if "id" not in info or info["format"].number != FORMAT:
                 raise StorageFormatError(f"{self.where}: not of format {FORMAT}. Choose another database.")
-            return found["id"].text
+            return info["id"].text
         if inspector.has_table(ROWS.name):
             raise StorageFormatError(f"{self.where}: a table '{ROWS.name}' of another kind. Choose another database.")
         if not create:
@@ -170,17 +194,17 @@ class Database:
         return identity
 
     def transact(self, work: Callable[[sa.Connection, bool], T], write: bool = False) -> T:
-        """What `work` returns, done in one transaction, again and again while the database is busy.
+        """Do `work` in one transaction, again and again while the database is busy; returns its result.
 
         Args:
-            work: given the connection, and whether an earlier attempt failed (and may, if the connection broke
-                at the commit, have succeeded all the same).
-            write: whether it writes.
+            work: called with the connection, and with True if an earlier attempt failed. If the connection broke at the
+                commit, that attempt may have succeeded all the same.
+            write: True if it writes.
 
         Raises:
             StorageLockedError: the database was busy for too long.
-            StorageFormatError: the database is damaged, or none.
-            StorageError: anything else.
+            StorageFormatError: the database is damaged, or the file is no database.
+            StorageError: it failed otherwise.
         """
         deadline, pause, again = time.monotonic() + RETRY_FOR, FIRST_PAUSE, False
         jitter = random.SystemRandom()  # leaves the global generator, which training may be seeded with, alone
@@ -200,7 +224,7 @@ class Database:
             pause, again = min(2 * pause, LONGEST_PAUSE), True
 
     def _passes(self, error: DBAPIError) -> bool:
-        """Whether the same thing may succeed in a while."""
+        """True if the same attempt may succeed later."""
         if self._engine.dialect.name == "sqlite":
             return any(words in str(error.orig) for words in _BUSY)
         state = getattr(error.orig, "sqlstate", None)
@@ -217,7 +241,7 @@ class Database:
         return StorageError(f"{self.where}: {text}")
 
     def take(self, connection: sa.Connection, counter: str, amount: int) -> int:
-        """Raise a counter; its value before. Who comes second waits here until the first has committed."""
+        """Raise a counter; returns its value before. A second process waits here until the first has committed."""
         connection.execute(INFO.update().where(INFO.c.key == counter).values(number=INFO.c.number + amount))
         return connection.execute(sa.select(INFO.c.number).where(INFO.c.key == counter)).scalar_one() - amount
 
@@ -271,18 +295,18 @@ def _row(experience: Experience, write_id: str) -> dict[str, Any]:
         batch = int(batch) if batch.isascii() and batch.isdecimal() and len(batch) < 19 else 0
     return {
         "write_id": write_id,
-        "ends_write": False,  # not read any more
+        "ends_write": False,  # a column of earlier versions
         "task": group_of(experience),
         "step": batch,
         "priority": float(priority),
-        "log_priority": math.log(priority) if priority > 0 else 0.0,  # that of 0 is never looked at
+        "log_priority": math.log(priority) if priority > 0 else 0.0,  # a row of priority 0 is never chosen
         "uses": 0,
         "payload": experience.serialize(),
     }
 
 
 def run_of(write_id: str) -> str:
-    """The run of which `keep_step` wrote the rows of this name; empty if they were written otherwise."""
+    """The run whose `keep_step` wrote the rows of this name; empty if they were written otherwise."""
     return write_id.rpartition("/")[0]
 
 
@@ -303,7 +327,7 @@ class SqlStorage(BufferWriter):
         place: path of a SQLite file, or a URL: sqlite:///FILE, postgresql://USER:PASSWORD@HOST/NAME. A SQLite file
             must lie on a disk of this machine: its locks do not hold over a network.
 
-    Errors as `Database`.
+    The errors are those of `Database`.
     """
 
     def __init__(self, place: str | Path) -> None:
@@ -313,11 +337,11 @@ class SqlStorage(BufferWriter):
         """Insert the experiences; they are committed when this returns.
 
         Args:
-            experiences: perhaps none.
-            name: of at most 32 characters: they take the place of those that were written under it before.
+            experiences: any number, or none.
+            name: of at most 32 characters. The experiences take the place of those that were written under it before.
 
         Raises:
-            ExperienceError: one of them cannot be serialized, or its priority is none; nothing is written.
+            ExperienceError: one of them cannot be serialized, or has a wrong priority; nothing is written.
             StorageLockedError: the database was busy for too long.
             StorageError: it fails otherwise.
         """
@@ -354,21 +378,21 @@ class SqlStorage(BufferWriter):
 
 
 def keep_step(place: str | Path, run: str, step: int, experiences: list[Experience]) -> None:
-    """Insert the experiences of an explore step of a run, in place of what an earlier attempt at it left.
+    """Insert the experiences of an explore step of a run, in place of those of an earlier attempt at it.
 
-    A reader that has passed those reads the new ones too. Errors as `SqlStorage.write`.
+    A reader that has passed the earlier ones reads the new ones too. The errors are those of `SqlStorage.write`.
 
     Args:
-        place: as `SqlStorage`.
-        run: identity of the run, at most 16 characters: several runs may keep their steps in one database.
-        step, experiences: its number, and as they went to the trainer.
+        place: see `SqlStorage`.
+        run: id of the run, at most 16 characters: several runs may keep their steps in one database.
+        step, experiences: number of the step, and its experiences as the trainer got them.
     """
     with SqlStorage(place) as storage:
         storage.write(experiences, f"{run}/{step}")
 
 
 class SqlReader(CursorReader):
-    """Reads in the order of writing, each experience once a reader, whoever else reads; `place`: as `SqlStorage`."""
+    """Reads each experience once, in the order of writing, whoever else reads; for `place` see `SqlStorage`."""
 
     def __init__(self, place: str | Path) -> None:
         self._database = Database(place, create=False)
@@ -377,40 +401,42 @@ class SqlReader(CursorReader):
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         query = sa.select(ROWS.c.position, ROWS.c.payload, ROWS.c.write_id)
         query = query.where(ROWS.c.position > cursor[0]).order_by(ROWS.c.position).limit(count)
-        found = self._database.transact(lambda connection, _: connection.execute(query).all())
-        experiences = [experience_at(self._where, row.position, row.payload) for row in found]
-        return [Item(e, (row.position,), run_of(row.write_id)) for e, row in zip(experiences, found, strict=True)]
+        rows = self._database.transact(lambda connection, _: connection.execute(query).all())
+        experiences = [experience_at(self._where, row.position, row.payload) for row in rows]
+        return [Item(e, (row.position,), run_of(row.write_id)) for e, row in zip(experiences, rows, strict=True)]
 
     def close(self) -> None:
         self._database.close()
 
 
 # -- by priority or at random, the same experience several times -------------------------------------------------------
-# Each read is logged in the database under the reader's name, and its state is the number of its reads: resumed from an
-# earlier state, a reader takes back what it had read since, so that a run that was killed counts no use twice.
+# Each read is logged in the database under the reader's name, and the reader's state is the number of its reads. A
+# reader that is resumed from an earlier state takes back its reads since, so that a killed run counts no use twice.
 
 ORDERS = ("priority", "random")
 
 
 class ReplayReader(BufferReader):
-    """Chooses among all experiences of a buffer that have been used fewer than `reuse_limit` times, by anyone.
+    """Chooses among all experiences of a buffer that were used fewer than `reuse_limit` times, by any reader.
 
-    In order "priority" the highest score first, where
+    The order "priority" takes the highest score first, where
 
         score = priority * decay ** age * use_decay ** uses
 
-    with the priority given at writing, the age in explore steps (of the newest experience less its own), and how often
-    it was read before; of equal scores the less used, then the older. Priority 0 is never chosen. In order "random"
-    uniformly, no experience twice in a read: a function of the seed, the number of reads before, and what there is.
+    with the priority given at writing, the age in explore steps (the newest experience's step less its own), and the
+    number of reads before. Among equal scores the less used comes first, then the older. Priority 0 is never chosen.
+    The order "random" draws uniformly, no experience twice in a read; the draw follows from the seed, the number of
+    reads before, and the experiences that there are.
 
     Args:
-        place: as `SqlStorage`.
+        place: see `SqlStorage`.
         order: "priority" or "random".
-        reuse_limit: how often an experience may be read by all readers together; None: without end.
+        reuse_limit: number of reads of an experience, by all readers together; None: any number.
         decay, use_decay: in (0, 1].
         seed: of the random order.
 
-    A ConfigError if an argument is out of range; other errors as `Database`.
+    Raises:
+        ConfigError: an argument is out of range; or as `Database`, as are other errors.
     """
 
     endless_with = "a higher buffer.reuse_limit"
@@ -432,16 +458,16 @@ class ReplayReader(BufferReader):
         self._order, self._reuse_limit, self._seed = order, reuse_limit, seed
         self._log_decay, self._log_use_decay = math.log(decay), math.log(use_decay)
         self._database = Database(place, create=False)
-        self._name, self._number = secrets.token_hex(8), 0  # under which its reads are logged; how many there were
+        self._name, self._number = secrets.token_hex(8), 0  # name of the reader, and number of its reads, in the log
 
     def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
         number = self._number + 1
 
         def read(connection: sa.Connection, again: bool) -> list[tuple[int, bytes]] | None:
-            # Readers take turns, for none to choose what another is choosing; writers need not wait.
+            # Readers take turns, so that two do not choose the same; writers need not wait.
             self._database.take(connection, "reads", 1)
             taken = self._taken(number)
-            # An attempt whose answer was lost may have read already.
+            # An earlier attempt, whose answer was lost, may have read already.
             chosen: list[Any] = list(connection.execute(taken.order_by(READS.c.position)).scalars()) if again else []
             if not chosen:
                 candidates = self._candidates(connection, number, None if whole_groups else count)
@@ -460,28 +486,28 @@ class ReplayReader(BufferReader):
         return None if rows is None else [experience_at(self._database.where, p, data) for p, data in rows]
 
     def _candidates(self, connection: sa.Connection, number: int, most: int | None) -> Sequence[Any]:
-        """Rows that may be read, the first choice first; at least the first `most`."""
+        """Rows that may be read, the first choice first; at least the first `most` of them."""
         query = sa.select(ROWS.c.position, ROWS.c.task, ROWS.c.write_id).where(ROWS.c.priority > 0)
         if self._reuse_limit is not None:
             query = query.where(ROWS.c.uses < self._reuse_limit)
         if self._order == "priority":
-            # The logarithm of the score, less what all scores have in common: the age counts from any step.
+            # The logarithm of the score, without the part that all scores have in common: the age counts from any step.
             score = ROWS.c.log_priority - ROWS.c.step * self._log_decay + ROWS.c.uses * self._log_use_decay
             query = query.order_by(score.desc(), ROWS.c.uses, ROWS.c.position).limit(most)
             return connection.execute(query).all()
-        found = list(connection.execute(query.order_by(ROWS.c.position)))
-        random.Random(f"{self._seed}/{number}").shuffle(found)
-        return found
+        rows = list(connection.execute(query.order_by(ROWS.c.position)))
+        random.Random(f"{self._seed}/{number}").shuffle(rows)
+        return rows
 
     def _taken(self, number: int) -> "sa.Select[tuple[int]]":
-        """The positions that the read of this number took."""
+        """The positions that the read with this number took."""
         return sa.select(READS.c.position).where(READS.c.reader == self._name, READS.c.number == number)
 
     def _log(self, connection: sa.Connection, number: int, chosen: list[int]) -> None:
         if not chosen:
             return
-        held = sa.select(READS.c.number).where(READS.c.reader == self._name, READS.c.number >= number)
-        if connection.execute(held).first():
+        logged = sa.select(READS.c.number).where(READS.c.reader == self._name, READS.c.number >= number)
+        if connection.execute(logged).first():
             raise StorageError(
                 f"{self._database.where}: another reader '{self._name}' has read meanwhile: let only one run at a time "
                 "go on from a checkpoint."
@@ -498,7 +524,7 @@ class ReplayReader(BufferReader):
         return {"source": self._database.source, "reader": self._name, "reads": self._number}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken: what this reader has read since becomes unread.
+        """Go on where `state_dict` was taken; the reads of this reader since then are taken back.
 
         Raises:
             ForeignPositionError: the state is another buffer's.
@@ -522,10 +548,10 @@ class ReplayReader(BufferReader):
 
 
 def _whole_groups(candidates: Sequence[Any], count: int) -> list[int]:
-    """Positions of the first groups that fit into `count`, at least one group, each in the order of writing."""
+    """Positions of the first groups that fit into `count`, at least of one group, each in the order of writing."""
     groups: dict[object, list[int]] = {}
     for row in candidates:
-        # Runs that keep their steps in one database have tasks of the same name, which are not one group.
+        # Runs that keep their steps in one database have tasks of the same name, which are different groups.
         group = row.position if row.task is None else (run_of(row.write_id), row.task)
         groups.setdefault(group, []).append(row.position)
     chosen: list[int] = []

@@ -1,4 +1,4 @@
-"""The experiences of every explore step in a folder, as they went to the trainer: to look at, and to train on again.
+"""A folder with the experiences of every explore step, as the trainer got them: to look at, and to train on again.
 
 A step is a file `step_<n>.trxp`, a payload of version 2; a resumed run writes the steps after its checkpoint again.
 `to_hf_datasets(read_experiences("outputs/.../experiences"))` makes a dataset of them.
@@ -20,31 +20,28 @@ from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.errors import StorageError, StorageFormatError
 
 FOLDER = "experiences"
-ID_FILE = "folder.id"  # says which folder it is, wherever it is moved to: a position in one means nothing in another
-_UNKNOWN = "steps"  # of a folder without that file: no step is there yet, or it was written before there were any
+ID_FILE = "folder.id"  # holds the folder's id, wherever it is moved to: a position in one means nothing in another
+_UNKNOWN = "steps"  # in place of an id: the folder has no step yet, or is of an earlier version
 _STEP = re.compile(r"step_(\d+)\.trxp")
 _MOST_COUNTED = 24
-_FRAMES = b"TRXB"  # what the append-only files of earlier versions begin with
+_FRAMES = b"TRXB"  # the beginning of the append-only files of earlier versions
 
 
-def step_keeper(buffer: BufferConfig, folder: Path) -> Callable[[int, list[Experience]], object]:
-    """What keeps the experiences of every explore step of the run in that folder, as `buffer.keep` says.
+def keeper_of(buffer: BufferConfig, folder: Path) -> Callable[[int, list[Experience]], object]:
+    """Writes the experiences of explore steps to a folder in that of their run (buffer.keep=true)."""
+    return partial(keep_step, folder / FOLDER)
 
-    Raises:
-        ConfigError: the database's URL is none, or a package for it is missing.
-        StorageError: there is no such database, or it is of something else.
-    """
-    if buffer.keep != "sql":
-        return partial(keep_step, folder / FOLDER)
-    from trinity_lightning.buffer import sql
 
-    place = buffer.url or buffer.path or folder / f"{FOLDER}.db"
-    sql.SqlStorage(place).close()  # what cannot be written to is refused before a model is loaded
-    return lambda step, experiences: sql.keep_step(place, folder_id(folder), step, experiences)
+def reader_of(buffer: BufferConfig, seed: int) -> CursorReader:
+    """Reads the folder at `buffer.path` (buffer.storage=file)."""
+    return StepReader(buffer.path or "")
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def keep_step(folder: str | Path, step: int, experiences: Sequence[Experience]) -> Path:
-    """Write the experiences of an explore step, in place of what an earlier attempt at it left; the file.
+    """Write the experiences of an explore step, in place of those of an earlier attempt at it; returns the file.
 
     Raises:
         ExperienceError: one of them cannot be serialized.
@@ -64,6 +61,17 @@ def keep_step(folder: str | Path, step: int, experiences: Sequence[Experience]) 
     return path
 
 
+def folder_id(folder: Path) -> str:
+    """The id in a folder's `folder.id`, which is written if there is none yet."""
+    file = folder / ID_FILE
+    if not file.exists():
+        write_atomically(file, secrets.token_hex(8).encode())
+    return file.read_text(encoding="ascii")
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
 def read_experiences(place: str | Path) -> list[Experience]:
     """All experiences of a folder, in the order of the steps, or of the file of one step.
 
@@ -78,14 +86,6 @@ def read_experiences(place: str | Path) -> list[Experience]:
     if not files:
         raise StorageError(f"{path}: no step_<n>.trxp in this folder. A run with buffer.keep=true writes them.")
     return [experience for file in files for experience in _read_step(file)]
-
-
-def folder_id(folder: Path) -> str:
-    """The id in a folder's `folder.id`, which is written if there is none yet."""
-    file = folder / ID_FILE
-    if not file.exists():
-        write_atomically(file, secrets.token_hex(8).encode())
-    return file.read_text(encoding="ascii")
 
 
 def step_files(folder: Path) -> dict[int, Path]:
@@ -125,7 +125,7 @@ class StepReader(CursorReader):
                     f"{self.folder}: a file that holds no kept rollouts: give a run's folder of experiences. Examples "
                     "(JSONL, CSV, parquet) are trained on by +recipe=sft or +recipe=dpo."
                 )
-            _read_step(self.folder)  # what is wrong with one that is no step's says this
+            _read_step(self.folder)  # raises if the file is damaged, or of an earlier version
             raise StorageFormatError(f"{self.folder}: the file of one step: give its folder.")
         if not self.folder.is_dir():
             raise StorageError(f"{self.folder}: there is no such folder. A run with buffer.keep=true writes one.")
@@ -148,7 +148,7 @@ class StepReader(CursorReader):
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As the base class; a folder without an id is not checked."""
+        """Same as in the base class; a folder without an id is not checked."""
         self._source = _identity(self.folder)
         unknown = _UNKNOWN in (self._source, state["source"])
         super().load_state_dict(state | {"source": self._source} if unknown else state)
@@ -162,9 +162,9 @@ def _identity(folder: Path) -> str:
 
 
 def counted(files: Mapping[int, Path]) -> list[tuple[object, ...]]:
-    """Of each step its number, experiences, an expert's of them, trained tokens, mean reward, and MB of its file.
+    """One row per step: number, experiences, expert experiences, trained tokens, mean reward, MB of its file.
 
-    Experiences are read whole, only to be counted: of many files at most 24 are, evenly spread, first and last too.
+    The files are read whole for this. If there are more than 24, only 24 are read, evenly spread, first and last too.
 
     Raises:
         StorageError: a file is damaged.
@@ -175,9 +175,9 @@ def counted(files: Mapping[int, Path]) -> list[tuple[object, ...]]:
     rows = []
     for step in steps:
         experiences = _read_step(files[step])
-        rewards = [each.reward for each in experiences if each.reward is not None]
+        rewards = [experience.reward for experience in experiences if experience.reward is not None]
         reward = f"{sum(rewards) / len(rewards):.4g}" if rewards else ""
-        tokens = sum(int(trained_mask(each).sum()) for each in experiences)
+        tokens = sum(int(trained_mask(experience).sum()) for experience in experiences)
         megabytes = f"{files[step].stat().st_size / 1e6:.2f}"
         rows.append((step, len(experiences), sum(map(is_expert, experiences)), tokens, reward, megabytes))
     return rows

@@ -86,6 +86,10 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "reasoning_gym": "sources.reasoning_gym",
         },
     ),
+    # (BufferConfig, seed): a reader of what a run kept, by buffer.storage
+    "experience reader": _within("buffer", {"file": "step_files.reader_of", "sql": "sql.reader_of"}),
+    # (BufferConfig, folder of the run): writes the experiences of explore steps, by buffer.keep
+    "experience keeper": _within("buffer", {"file": "step_files.keeper_of", "sql": "sql.keeper_of"}),
     "environment": _within(
         "explorer.workflows", {"guess_number": "multi_turn.GuessNumber", "retry": "multi_turn.Retry"}
     ),
