@@ -35,8 +35,7 @@ from trinity_lightning.config import hydra
 from trinity_lightning.explorer.models import vllm_engine
 
 OF_RUNS = ("hydra.main", "transformers.models.llama.modeling_llama", "transformers.optimization")
-# What a process is started as, and what changes vLLM in a server that is told to import it.
-NOT_BEFORE = [f"trinity_lightning.{name}" for name in ("train", "evaluate", "plan", "report", "sync.ipc_worker")]
+NOT_BEFORE = "trinity_lightning.sync.ipc_worker"  # changes vLLM in a server that is told to import it
 OF_ENGINES = (
     "v1.engine.llm_engine",
     "v1.core.sched.scheduler",
@@ -62,7 +61,7 @@ def import_early() -> None:
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # as an engine sets it: before vLLM is imported
     own = (each.name for each in pkgutil.walk_packages(trinity_lightning.__path__, "trinity_lightning."))
     for name in (*OF_RUNS, *own):
-        if name not in NOT_BEFORE:
+        if name != NOT_BEFORE:
             importlib.import_module(name)
     Plugins.instance()  # of Hydra, which looks for them
     hydra.register = register_once
@@ -172,6 +171,8 @@ def run(program: str, folder: str, address: str) -> int:
             runpy.run_path(program, run_name="__main__")
         else:
             sys.path[0] = folder
+            for name in (program, f"{program}.__main__"):
+                sys.modules.pop(name, None)  # a process is its program, and has not imported it as a module
             runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):

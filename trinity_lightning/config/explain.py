@@ -317,7 +317,7 @@ def exit_code(stop: KeyboardInterrupt | SystemExit) -> int | str | None:
 
 # -- sections under another key than their class's own, and given as mappings by scripts and checkpoints ---------------
 
-PROGRAMS = ("plan", "evaluate", "report")
+PROGRAMS = {"plan": "plan.__main__", "evaluate": "evaluate", "report": "report"}
 
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 
