@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.errors import refuses
 from support.fake_model import FakeModel, LeapingLoop
 
 from trinity_lightning.common.experience import EID, Experience
@@ -312,7 +313,6 @@ def test_an_evaluation_that_is_done_again_has_the_same_seeds() -> None:
         again = await explored.eval(10)
         assert seeds_of(model) == seeds
         assert again["eval/held/mean@2"] == first["eval/held/mean@2"]
-        assert explored._scheduler._task_numbers == {}
 
     running(explored, body)
 
@@ -337,7 +337,6 @@ def test_a_step_that_is_done_again_has_the_same_seeds(refilled: bool) -> None:
         assert len(seeds) == 2 + refilled
         await explored.explore_step()
         assert seeds_of(model) == seeds
-        assert explored._scheduler._task_numbers == {}
 
     running(explored, body, sink)
 
@@ -584,7 +583,7 @@ def test_a_restored_explorer_goes_on_with_the_same_tasks_and_seeds() -> None:
 )
 def test_training_is_drawn_from_the_whole_distribution(sampling: dict[str, float]) -> None:
     config = SamplingConfig(**sampling)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match=rf"sampling\.{next(iter(sampling))}"):
+    with refuses(f"sampling.{next(iter(sampling))}"):
         explorer(source(sampling=config))
     explorer(evals=[source(name="held", sampling=config)])
 
@@ -601,16 +600,13 @@ def test_a_source_gives_tasks_with_its_own_number_of_rollouts_or_another() -> No
 
 
 def test_an_engine_in_this_process_cannot_generate_ahead() -> None:
-    with pytest.raises(ConfigError, match="cannot generate while the trainer trains"):
+    with refuses("explorer.sync_offset"):
         Explorer(ExplorerConfig(sync_offset=1), [TransformersEngine("tiny")], source())
 
 
 def test_an_engine_that_shares_the_trainers_weights_has_no_older_ones() -> None:
     engine = TransformersEngine("tiny")
-    with pytest.raises(
-        ConfigError,
-        match=r"sync_interval is \d, and TransformersEngine generates with the training model itself.*another engine",
-    ):
+    with refuses("explorer.sync_interval"):
         Explorer(ExplorerConfig(sync_interval=2), [engine], source())
     # A checkpoint of a run with another engine holds the weights that this one had.
     explored = Explorer(ExplorerConfig(), [engine], source())
@@ -689,7 +685,7 @@ def test_an_engine_that_is_no_server_joins_no_process_group() -> None:
 
 
 def test_evaluation_tasksets_need_names_of_their_own() -> None:
-    with pytest.raises(ConfigError, match=r"different names.*\['held', 'held'\]"):
+    with refuses("eval_tasksets"):
         explorer(evals=[source(name="held"), source(name="held")])
 
 
@@ -787,7 +783,7 @@ def test_refills_end_with_the_taskset() -> None:
 
 
 def test_a_model_that_is_no_engine_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"object is no engine .* a subclass of .*\.models\.engine\.Engine\."):
+    with refuses("engine.name"):
         Explorer(ExplorerConfig(), [object()], source())  # type: ignore[list-item]
 
 
@@ -796,14 +792,14 @@ def test_sections_may_be_given_as_mappings() -> None:
     explored = Explorer({"batch_size": 3}, [FakeModel()], sampled)
     assert (explored.config, sampled.sampling) == (ExplorerConfig(batch_size=3), SamplingConfig(temperature=0.5))
     assert ExplorerCallback(explored, {"drill": False})._synchronizer == SynchronizerConfig(drill=False)
-    with pytest.raises(ConfigError, match=r"Did you mean 'explorer\.batch_size'"):
+    with refuses("explorer.batch_sizes"):
         Explorer({"batch_sizes": 3}, [FakeModel()], sampled)
-    with pytest.raises(ConfigError, match=r"Did you mean 'synchronizer\.drill'"):
+    with refuses("synchronizer.drills"):
         ExplorerCallback(explored, {"drills": False})
-    with pytest.raises(ConfigError, match=r"Did you mean 'sampling\.temperature'"):
+    with refuses("sampling.temperatures"):
         TaskSource(Taskset.addition(), "simple", "math", {"temperatures": 0.5})  # type: ignore[arg-type]
 
 
 def test_entries_that_are_no_taskset_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the taskset of a TaskSource is a list: give a TaskSelection\."):
+    with refuses(None):
         TaskSource([{"prompt": "1 + 1", "answer": "2"}])  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import ray
 from support.compose import composed
+from support.errors import refuses
 from support.fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
 from support.runs import environment
 
@@ -337,11 +338,10 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_scheduler_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ExplorerConfig(runner="ray")
     engine = TransformersEngine("tiny")
-    with pytest.raises(ConfigError, match=r"TransformersEngine computes in this process: explorer\.runner=ray needs"):
-        Scheduler(config, [engine])
-    with pytest.raises(ConfigError, match="TransformersEngine computes in this process"):
-        Scheduler(config, [FakeModel()], [[engine]])
-    with pytest.raises(ConfigError, match=r"ray://here:1.*give HOST:PORT"):
+    for rollout_model, auxiliary_models in (([engine], []), ([FakeModel()], [[engine]])):
+        with pytest.raises(ConfigError, match="TransformersEngine"):
+            Scheduler(config, rollout_model, auxiliary_models)
+    with refuses("explorer.ray_address"):
         Scheduler(ExplorerConfig(runner="ray", ray_address="ray://here:1"), [FakeModel()])
     without_ray(monkeypatch)
     with pytest.raises(ConfigError, match=r"pip install 'trinity-lightning\[ray\]'"):
@@ -381,7 +381,7 @@ def test_an_engine_that_cannot_be_sent_is_refused_at_start(cluster: Cluster) -> 
     model = FakeModel()
     model.lock = threading.Lock()  # type: ignore[attr-defined]
     scheduler = Scheduler(ExplorerConfig(runner="ray", runner_per_model=1), [model])
-    with pytest.raises(ConfigError, match="the engine FakeModel cannot be sent to Ray runners: TypeError"):
+    with refuses("explorer.runner"):
         cluster.wait(scheduler.start())
     cluster.assert_all_runners_work()
 
@@ -389,5 +389,5 @@ def test_an_engine_that_cannot_be_sent_is_refused_at_start(cluster: Cluster) -> 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "127.0.0.1:port"])
 def test_a_cluster_that_is_not_there_is_named_at_once(address: str) -> None:
     scheduler = Scheduler(ExplorerConfig(runner="ray", ray_address=address), [FakeModel()])
-    with pytest.raises(ConfigError, match=f"explorer.ray_address={address}: .*give HOST:PORT"):
+    with refuses("explorer.ray_address"):
         asyncio.run(scheduler.start())

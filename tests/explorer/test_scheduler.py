@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.errors import refuses
 from support.fake_model import (
     FakeModel,
     LeapingLoop,
@@ -25,7 +26,7 @@ from support.places import without_places
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.config.explorer import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
-from trinity_lightning.errors import ConfigError, PromptTooLongError, RewardError
+from trinity_lightning.errors import PromptTooLongError, RewardError
 from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper, workflow_runner
 from trinity_lightning.explorer.batches import enough_of
 from trinity_lightning.explorer.rewards import resolve_rewards, score
@@ -107,7 +108,7 @@ def test_scheduling_nothing_is_a_no_op() -> None:
 def test_other_batch_ids_are_refused(batch_id: Any) -> None:
     async def body(scheduler: Scheduler) -> None:
         for call in (lambda: scheduler.schedule([scripted(succeed)], batch_id), lambda: scheduler.has_step(batch_id)):
-            with pytest.raises(ValueError, match="batch_id must be an int or a string that starts with one"):
+            with pytest.raises(ValueError, match="batch_id"):
                 call()
         with pytest.raises(ValueError, match="batch_id"):
             await scheduler.get_results(batch_id)
@@ -1105,7 +1106,7 @@ def test_of_tasks_that_are_alike_each_engine_has_as_many_runs() -> None:
 
 
 def test_engines_are_needed() -> None:
-    with pytest.raises(ConfigError, match="at least one engine"):
+    with refuses(None):
         Scheduler(ExplorerConfig(), [])
-    with pytest.raises(ConfigError, match="at least one engine"):
+    with refuses(None):
         Scheduler(ExplorerConfig(), [FakeModel()], [[]])

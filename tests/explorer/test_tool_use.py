@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import pytest
+from support.errors import refuses
 from support.fake_model import FakeModel
 
 from trinity_lightning.common.thoughts import Response
@@ -252,28 +253,25 @@ def without_hints(x):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "key"),
     [
-        ({}, "workflow 'tool_use' needs workflow.args.tools"),
-        ({"tools": []}, "at least one"),
-        ({"tools": PATH}, "must be a list"),
-        ({"tools": ["my_tools.search"]}, "tool 'my_tools.search': cannot import"),
-        ({"tools": [f"{PATH.rpartition('.')[0]}.calculat"]}, "Did you mean 'calculate'"),
-        ({"tools": ["math.pi"]}, "cannot be called"),
-        (
-            {"tools": [{"name": PATH}]},
-            r"workflow\.args\.tools has the entry \{'name'.*give a function, or the dotted path",
-        ),
-        ({"tools": [without_hints]}, "needs type hints and a docstring"),
-        ({"tools": [PATH, calculate]}, "two tools are called calculate"),
-        ({"tools": [PATH], "tool_timeout": 0}, "tool_timeout is 0"),
-        ({"tools": [PATH], "max_result_length": 0}, "max_result_length is 0"),
-        ({"tools": [PATH], "tool_parser": "qwen"}, "tool_parser: 'qwen' is not a dotted path"),
-        ({"tools": [PATH], "timeout": 3}, "Did you mean 'tool_timeout'"),
+        ({}, "tools"),
+        ({"tools": []}, "tools"),
+        ({"tools": PATH}, "tools"),
+        ({"tools": ["my_tools.search"]}, "tools"),
+        ({"tools": [f"{PATH.rpartition('.')[0]}.calculat"]}, "tools"),
+        ({"tools": ["math.pi"]}, "tools"),
+        ({"tools": [{"name": PATH}]}, "tools"),
+        ({"tools": [without_hints]}, "tools"),
+        ({"tools": [PATH, calculate]}, "tools"),
+        ({"tools": [PATH], "tool_timeout": 0}, "tool_timeout"),
+        ({"tools": [PATH], "max_result_length": 0}, "max_result_length"),
+        ({"tools": [PATH], "tool_parser": "qwen"}, "tool_parser"),
+        ({"tools": [PATH], "timeout": 3}, "timeout"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], key: str) -> None:
+    with refuses(f"workflow.args.{key}"):
         ToolUseWorkflow.check_args(arguments)
 
 
@@ -307,6 +305,6 @@ def test_the_calculator_refuses_all_else(expression: str) -> None:
 def test_entries_with_tools_of_their_own_are_refused_before_a_run() -> None:
     """They would be described to nobody, and could not be called."""
     entries = [{"prompt": "1+1?", "answer": "2"}, {"prompt": "2+2?", "answer": "4", "tools": [make_tool(PATH).schema]}]
-    with pytest.raises(ConfigError, match="taskset 'sums', entry 1: column 'tools' is not shown by workflow tool_use"):
+    with pytest.raises(ConfigError, match="taskset 'sums', entry 1"):
         TaskSource(Taskset(entries, name="sums"), "tool_use", workflow_args={"tools": [PATH]})
     TaskSource(Taskset(entries, name="sums"), "math")

@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.errors import refuses
 from support.fake_model import FakeModel
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.registry import PARTS
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, UnfinishedClassError
 from trinity_lightning.explorer import RunnerWrapper, TaskWrapper
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import WorkflowRunner
@@ -163,18 +164,18 @@ def test_reset_takes_another_task() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields",
     [
-        ({"repeat_times": 0}, "repeat_times must be an integer of at least 1"),
-        ({"repeat_times": 2.0}, "repeat_times must be an integer"),
-        ({"rollout_args": {"n": 4}}, "must not hold 'n': set repeat_times"),
-        ({"rollout_args": {"seed": 4}}, "must not hold 'seed'"),
-        ({"raw_task": "a prompt"}, "raw_task must be a mapping, not str"),
-        ({"workflow_args": None}, "workflow_args must be a mapping, not NoneType"),
+        {"repeat_times": 0},
+        {"repeat_times": 2.0},
+        {"rollout_args": {"n": 4}},
+        {"rollout_args": {"seed": 4}},
+        {"raw_task": "a prompt"},
+        {"workflow_args": None},
     ],
 )
-def test_wrong_tasks_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_wrong_tasks_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"Task\.{next(iter(fields))}"):
         Task("simple", **fields)
 
 
@@ -287,7 +288,7 @@ def test_a_teacher_that_leaves_tokens_out_fails_the_runs() -> None:
 @pytest.mark.parametrize(("arguments", "name"), [(JudgeArguments, "judge"), (DistillArguments, "teacher")])
 @pytest.mark.parametrize("value", [-1, "umpire"])
 def test_the_model_that_is_asked_goes_by_its_number(arguments: type, name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is {value!r}: give a whole number of 0 or more"):
+    with refuses(f"workflow.args.{name}"):
         arguments(**{name: value})
 
 
@@ -298,16 +299,17 @@ def test_without_an_auxiliary_model_the_task_fails_and_says_so(name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "told"),
+    ("name", "arguments"),
     [
-        ("judge", {"weight": 1}, "Did you mean 'judge_weight'"),
-        ("judge", {"judge_weight": "much"}, "judge_weight is 'much'"),
-        ("judge", {"judge_prompt": "{question}"}, "judge_prompt must contain {response}"),
-        ("on_policy_distill", {"techer": 1}, "Did you mean 'teacher'"),
+        ("judge", {"weight": 1}),
+        ("judge", {"judge_weight": "much"}),
+        ("judge", {"judge_prompt": "{question}"}),
+        ("on_policy_distill", {"techer": 1}),
+        ("simple", {"sytem_prompt": "Be brief."}),
     ],
 )
-def test_wrong_arguments_are_refused(name: str, arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_wrong_arguments_are_refused(name: str, arguments: dict[str, Any]) -> None:
+    with refuses(f"workflow.args.{next(iter(arguments))}"):
         resolve_workflow(name).check_args(arguments)
 
 
@@ -315,5 +317,5 @@ def test_a_workflow_without_its_run_is_refused_before_anything_is_tried() -> Non
     class Unfinished(Workflow):
         pass
 
-    with pytest.raises(ConfigError, match="workflow 'Unfinished' does not define run: see its base class"):
+    with refuses(None, UnfinishedClassError):
         resolve_workflow(Unfinished)

@@ -1,10 +1,9 @@
 """Rollouts: sampling, the explore step, workflows, and the auxiliary models that workflows and operators ask."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
@@ -233,27 +232,6 @@ class WorkflowConfig(Section, key="workflow"):
             )
         if self.name != MISSING:
             one_of("workflow.name", self.name, PARTS["workflow"], with_paths=True)
-
-
-A = TypeVar("A")
-
-
-def arguments_of(workflow: str, kind: type[A], given: Mapping[str, Any]) -> A:
-    """A workflow's arguments as an instance of their dataclass.
-
-    Raises:
-        ConfigError: an unknown argument, a missing one, or a wrong value.
-    """
-    parameters = inspect.signature(kind).parameters
-    for name in given:
-        if name not in parameters:
-            raise ConfigError(
-                unknown_name(f"argument of workflow '{workflow}'", name, parameters), key=f"workflow.args.{name}"
-            )
-    for name, parameter in parameters.items():
-        if parameter.default is parameter.empty and given.get(name) is None:
-            raise ConfigError(f"workflow '{workflow}' needs workflow.args.{name}.", key=f"workflow.args.{name}")
-    return kind(**given)
 
 
 # -- auxiliary models: judges and teachers -----------------------------------------------------------------------------

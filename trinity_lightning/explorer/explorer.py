@@ -217,11 +217,12 @@ class Explorer:
             check_trained_sampling(vars(train.sampling))
         names = [source.name for source in evals]
         if len(set(names)) < len(names):
-            raise ConfigError(f"evaluation tasksets need different names, these are {names}.")
+            raise ConfigError(f"evaluation tasksets need different names, these are {names}.", key="eval_tasksets")
         for model in models:
             if not isinstance(model, Engine):
                 raise ConfigError(
                     f"{type(model).__name__} is no engine that an explorer can load, send weights to and shut down",
+                    key="engine.name",
                     fix=f"make it a subclass of {Engine.__module__}.Engine",
                 )
             check_older_weights(config, type(model).__name__, model.capabilities)

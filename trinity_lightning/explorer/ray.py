@@ -290,9 +290,8 @@ def _pickled(value: object, label: str) -> bytes:
         return cloudpickle.dumps(value)  # pyright: ignore[reportPrivateImportUsage]
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"{label} cannot be sent to Ray runners: {reason}", fix="choose explorer.runner=local"
-        ) from error
+        message = f"{label} cannot be sent to Ray runners: {reason}"
+        raise ConfigError(message, key="explorer.runner", fix="choose explorer.runner=local") from error
 
 
 def _future(reference: Any) -> "asyncio.Future[Any]":
@@ -412,7 +411,9 @@ class RayRunners(Runners):
                 ray.init(**settings, logging_level=logging.ERROR)  # type: ignore[arg-type]
             except Exception as error:
                 failure = "Ray does not start" if self._address is None else f"explorer.ray_address={self._address}"
-                raise ConfigError(f"{failure}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+                key = "explorer.runner" if self._address is None else "explorer.ray_address"
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                raise ConfigError(f"{failure}: {reason}", key=key) from error
             self._connected = True
 
     def _disconnect(self) -> None:

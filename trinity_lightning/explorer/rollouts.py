@@ -125,9 +125,8 @@ class SyncPolicy:
         token_ids = policy.tokenizer.encode(PROBE_TEXT)
         text = policy.tokenizer.decode(token_ids)
         if any(engine.tokenizer and engine.tokenizer.decode(token_ids) != text for engine in engines):
-            raise ConfigError(
-                f"an engine's tokenizer is not that of '{policy.model_name}'", fix="give it that model, too"
-            )
+            message = f"an engine's tokenizer is not that of '{policy.model_name}'"
+            raise ConfigError(message, fix="give it that model, too")
         token_ids = token_ids[: min(engine.max_model_len for engine in engines) - 1]
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),
@@ -267,7 +266,7 @@ class TrainingRollouts(Watcher):
         while explorer.step < target:
             if not await explorer.explore_step():
                 done = f"the taskset is exhausted after {explorer.step} explore steps"
-                raise ConfigError(f"{done}", fix="lower `steps`, or let it repeat")
+                raise ConfigError(done, key="steps", fix="lower `steps`, or let it repeat")
             self.pending.metrics[explorer.step], first = first | explorer.metrics, {}
 
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:

@@ -14,7 +14,7 @@ from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import Reward
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
-from trinity_lightning.explorer.workflows.workflow import SimpleWorkflow
+from trinity_lightning.explorer.workflows.workflow import ARGS, SimpleWorkflow
 
 
 class AskingWorkflow(SimpleWorkflow):
@@ -25,7 +25,7 @@ class AskingWorkflow(SimpleWorkflow):
         if not 0 <= index < len(self.auxiliary_models):
             raise ConfigError(
                 f"workflow '{self.name}' asks auxiliary model {index}, and there are {len(self.auxiliary_models)}",
-                key="workflow",
+                key="auxiliary_models",
                 fix="give the explorer auxiliary models",
             )
         return self.auxiliary_models[index]
@@ -66,9 +66,9 @@ class JudgeArguments:
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
-        check_prompt("judge_prompt", self.judge_prompt)
-        number("judge_weight", self.judge_weight)
-        whole_number("judge", self.judge, least=0)
+        check_prompt(f"{ARGS}.judge_prompt", self.judge_prompt)
+        number(f"{ARGS}.judge_weight", self.judge_weight)
+        whole_number(f"{ARGS}.judge", self.judge, least=0)
 
 
 class JudgeWorkflow(AskingWorkflow):
@@ -113,7 +113,7 @@ class DistillArguments:
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
-        whole_number("teacher", self.teacher, least=0)
+        whole_number(f"{ARGS}.teacher", self.teacher, least=0)
 
 
 class OnPolicyDistillWorkflow(AskingWorkflow):
@@ -135,7 +135,7 @@ class OnPolicyDistillWorkflow(AskingWorkflow):
             raise ConfigError(
                 "workflow 'on_policy_distill' compares log-probabilities at temperature 1, not "
                 f"{task.rollout_args['temperature']}",
-                key="workflow",
+                key="sampling.temperature",
                 fix="set sampling.temperature=1",
             )
         self.teacher = self.auxiliary_model(self.arguments.teacher)
@@ -170,7 +170,7 @@ class EvaluationWorkflow(SimpleWorkflow):
         """Take another task; ConfigError for one to train on."""
         if not task.is_eval:
             raise ConfigError(
-                "workflow 'evaluation' is for evaluation tasks", key="workflow", fix="give it as eval_workflow"
+                "workflow 'evaluation' is for evaluation tasks", key="workflow.name", fix="give it as eval_workflow"
             )
         super().reset(task)
 

@@ -22,7 +22,7 @@ from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutErr
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.rewards.answers import find_last_number
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
-from trinity_lightning.explorer.workflows.workflow import RewardedWorkflow, experience_of
+from trinity_lightning.explorer.workflows.workflow import ARGS, RewardedWorkflow, experience_of
 
 # -- environments ------------------------------------------------------------------------------------------------------
 
@@ -282,6 +282,7 @@ def _truncation(episode: Episode, step: int) -> str | None:
 # -- the workflows -----------------------------------------------------------------------------------------------------
 
 
+ENVIRONMENT = f"{ARGS}.environment"  # a key
 MODES = ("single", "step_wise")
 STEP_REWARDS = ("return", "own")
 
@@ -305,9 +306,9 @@ class EpisodeArguments:
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
-        one_of("mode", self.mode, MODES)
-        one_of("step_reward", self.step_reward, STEP_REWARDS)
-        whole_number("max_turns", self.max_turns, least=1)
+        one_of(f"{ARGS}.mode", self.mode, MODES)
+        one_of(f"{ARGS}.step_reward", self.step_reward, STEP_REWARDS)
+        whole_number(f"{ARGS}.max_turns", self.max_turns, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,26 +325,26 @@ class MultiTurnArguments(EpisodeArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         make = self.make
-        what, part = f"environment {self.environment!r}", cast("Any", make.func)
-        check_arguments(what, part, make.keywords, "workflow.args.environment.args")
+        label, part = f"environment {self.environment!r}", cast("Any", make.func)
+        check_arguments(label, part, make.keywords, f"{ENVIRONMENT}.args")
         for method, name in (("reset", "task"), ("step", "response")) if isinstance(part, type) else ():
             if has_method(part, method):
                 is_bound = isinstance(inspect.getattr_static(part, method), staticmethod | classmethod)
                 names = (name,) if is_bound else ("self", name)
-                check_call(f"{what}: its {method}", getattr(part, method), names, f"{method}({name})")
+                check_call(f"{label}: its {method}", getattr(part, method), names, f"{method}({name})")
             elif not has_method(part, "__getattr__"):  # with it, the class may hand calls on to another environment
-                raise ConfigError(f"{what} has no method {method}({name})", fix="see docs/architecture.md")
+                message = f"{label} has no method {method}({name})"
+                raise ConfigError(message, key=ENVIRONMENT, fix="see docs/architecture.md")
 
     @property
     def make(self) -> partial[Environment]:
         """Constructor of the environment, which needs no further arguments."""
         environment = self.environment if isinstance(self.environment, Mapping) else {"name": self.environment}
-        part = part_config("workflow.args.environment", environment)
+        part = part_config(ENVIRONMENT, environment)
         made_by = ENVIRONMENTS.resolve(part.name)
         if not callable(made_by):
-            raise ConfigError(
-                f"environment {part.name!r} cannot be called", fix="give a class or a function that makes one"
-            )
+            message = f"environment {part.name!r} cannot be called"
+            raise ConfigError(message, key=ENVIRONMENT, fix="give a class or a function that makes one")
         return partial(cast("Callable[..., Environment]", made_by), **part.args)
 
 
@@ -425,7 +426,8 @@ class GuessNumber:
 
     def __post_init__(self) -> None:
         if self.low >= self.high:
-            raise ConfigError(f"guess_number: low is {self.low} and high is {self.high}; low must be less.")
+            message = f"guess_number: low is {self.low} and high is {self.high}; low must be less."
+            raise ConfigError(message, key=f"{ENVIRONMENT}.args.low")
 
     def reset(self, task: Task) -> list[dict[str, Any]]:
         self._guesses, self._known = 0, [self.low, self.high]

@@ -24,6 +24,9 @@ from trinity_lightning.explorer.models.tool_calls import (
 from trinity_lightning.explorer.rewards.puzzles import evaluate
 from trinity_lightning.explorer.tasks.task import Task, messages_of
 from trinity_lightning.explorer.workflows.multi_turn import Environment, EpisodeArguments, EpisodeWorkflow, StepResult
+from trinity_lightning.explorer.workflows.workflow import ARGS
+
+TOOLS = f"{ARGS}.tools"  # a key
 
 # -- tools ------------------------------------------------------------------------------------------------------------
 
@@ -81,16 +84,18 @@ def make_tool(entry: str | Callable[..., Any]) -> Tool:
     try:
         function = import_object(entry) if isinstance(entry, str) else entry
     except ValueError as error:
-        raise ConfigError(f"tool '{entry}': {error}") from error
+        raise ConfigError(f"tool '{entry}': {error}", key=TOOLS) from error
     if not callable(function):
-        raise ConfigError(f"tool {entry!r} cannot be called", fix="give a function, or the dotted path of one")
+        message = f"tool {entry!r} cannot be called"
+        raise ConfigError(message, key=TOOLS, fix="give a function, or the dotted path of one")
     from transformers.utils.chat_template_utils import get_json_schema  # takes seconds: only if needed
 
     try:
         schema = get_json_schema(function)
     except Exception as error:  # its exceptions have no common base of their own
         raise ConfigError(
-            f"tool {entry!r} needs type hints and a docstring with a line for each argument under 'Args:': {error}"
+            f"tool {entry!r} needs type hints and a docstring with a line for each argument under 'Args:': {error}",
+            key=TOOLS,
         ) from error
     schema["function"].pop("return", None)  # OpenAI's API has no place for it
     return Tool(function, schema)
@@ -99,18 +104,19 @@ def make_tool(entry: str | Callable[..., Any]) -> Tool:
 def make_tools(entries: Sequence[str | Callable[..., Any]]) -> dict[str, Tool]:
     """Tools by name; ConfigError: no tool at all, two of one name, or as in `make_tool`."""
     if isinstance(entries, str) or not entries:
-        raise ConfigError("tools must be a list of functions or of their dotted paths, at least one.")
+        raise ConfigError("tools must be a list of functions or of their dotted paths, at least one.", key=TOOLS)
     for entry in entries:
         if not isinstance(entry, str) and not callable(entry):
             raise ConfigError(
-                f"workflow.args.tools has the entry {entry!r}",
-                key="workflow.args.tools",
+                f"{TOOLS} has the entry {entry!r}",
+                key=TOOLS,
                 fix="give a function, or the dotted path of one alone",
             )
     tools = [make_tool(entry) for entry in entries]
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"two tools are called {', '.join(twice)}: the model could not say which it means.")
+        message = f"two tools are called {', '.join(twice)}: the model could not say which it means."
+        raise ConfigError(message, key=TOOLS)
     return dict(zip(names, tools, strict=True))
 
 
@@ -199,9 +205,10 @@ class ToolUseArguments(EpisodeArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole_number("max_result_length", self.max_result_length, least=1)
+        whole_number(f"{ARGS}.max_result_length", self.max_result_length, least=1)
         if not self.tool_timeout > 0:
-            raise ConfigError(f"tool_timeout is {self.tool_timeout}", fix="give seconds, more than 0")
+            key = f"{ARGS}.tool_timeout"
+            raise ConfigError(f"{key} is {self.tool_timeout}", key=key, fix="give seconds, more than 0")
         make_tools(self.tools)
         self.parser()
 
@@ -213,7 +220,8 @@ class ToolUseArguments(EpisodeArguments):
             parser: Any = import_object(self.tool_parser) if isinstance(self.tool_parser, str) else self.tool_parser
             return behind_thoughts(parser)
         except ValueError as error:
-            raise ConfigError(f"tool_parser: {error} It is 'hermes', or the path of a function.") from error
+            message = f"tool_parser: {error} It is 'hermes', or the path of a function."
+            raise ConfigError(message, key=f"{ARGS}.tool_parser") from error
 
 
 class ToolUseWorkflow(EpisodeWorkflow):

@@ -8,13 +8,16 @@ from typing import Any
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
-from trinity_lightning.config.explorer import arguments_of
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.signatures import check_arguments, made, parameters_beside
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
+
+ARGS = "workflow.args"  # the key of the workflow's arguments
+GIVEN: tuple[str, ...] = ("task", "model", "auxiliary_models")  # every workflow is given these beside its arguments
+SYSTEM_PROMPT = "system_prompt"  # an argument that `messages_of` reads
 
 
 class Workflow(ABC):
@@ -152,17 +155,22 @@ class RewardedWorkflow(Workflow):
         if cls.arguments_class is None:
             return None
         of_constructor = constructor_arguments(cls)
-        others = {name: value for name, value in workflow_args.items() if name not in of_constructor}
-        return arguments_of(cls.name, cls.arguments_class, others)
+        settings = {name: value for name, value in workflow_args.items() if name not in of_constructor}
+        parameters = inspect.signature(cls.arguments_class).parameters
+        for name in settings:
+            if name not in parameters:
+                unknown = unknown_name(f"argument of workflow '{cls.name}'", name, parameters)
+                raise ConfigError(unknown, key=f"{ARGS}.{name}")
+        for name, parameter in parameters.items():
+            if parameter.default is parameter.empty and settings.get(name) is None:
+                raise ConfigError(f"workflow '{cls.name}' needs {ARGS}.{name}.", key=f"{ARGS}.{name}")
+        return cls.arguments_class(**settings)
 
 
 # -- workflows by name, and their arguments ----------------------------------------------------------------------------
 
 
-ARGS = "workflow.args"
 WORKFLOWS: Registry[type[Workflow]] = Registry("workflow")
-GIVEN: tuple[str, ...] = ("task", "model", "auxiliary_models")  # every workflow is given these beside its arguments
-SYSTEM_PROMPT = "system_prompt"  # an argument that `messages_of` reads
 
 
 def resolve_workflow(workflow: str | type[Workflow]) -> type[Workflow]:
@@ -238,8 +246,9 @@ class SimpleWorkflow(RewardedWorkflow):
         """See `RewardedWorkflow`. A built-in workflow without settings has one argument; your own may read others."""
         built_in = cls.__module__.startswith(f"{__package__}.")
         for name in workflow_args if built_in and cls.arguments_class is None else ():
-            if name != "system_prompt":
-                raise ConfigError(unknown_name(f"workflow.args of {cls.__name__}:", name, ["system_prompt"]))
+            if name != SYSTEM_PROMPT:
+                unknown = unknown_name(f"{ARGS} of {cls.__name__}:", name, [SYSTEM_PROMPT])
+                raise ConfigError(unknown, key=f"{ARGS}.{name}")
         return super().check_args(workflow_args)
 
     def reset(self, task: Task) -> None:
