@@ -23,7 +23,7 @@ from trinity_lightning.trainer.fsdp import Mesh
 
 
 class Meeting:
-    """Where threads of one process exchange values as ranks do."""
+    """A place for threads of one process to exchange values as ranks do."""
 
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
@@ -54,10 +54,10 @@ def share(tensor: Tensor, rank: int, size: int) -> Tensor:
 
 def checkpoint_of(tensors: list[Tensor], rank: int, size: int) -> dict[str, Any]:
     """A checkpoint with shares of tensors, the first of them under two names, and with other things."""
-    weights = {f"model.{number}": share(each, rank, size) for number, each in enumerate(tensors)}
+    weights = {f"model.{number}": share(tensor, rank, size) for number, tensor in enumerate(tensors)}
     moments = {
-        number: {"step": torch.tensor(3.0), "exp_avg": share(each * 2, rank, size)}
-        for number, each in enumerate(tensors)
+        number: {"step": torch.tensor(3.0), "exp_avg": share(tensor * 2, rank, size)}
+        for number, tensor in enumerate(tensors)
     }
     tied = {"model.tied": weights["model.0"], "model.buffer": torch.arange(3)}
     return {"state_dict": weights | tied, "optimizer_states": [{"state": moments, "betas": (0.9, 0.95)}], "epoch": 2}
@@ -91,31 +91,31 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(
     path = tmp_path_factory.mktemp("shards") / "it.ckpt"
     tensors = [torch.randn(shape) for shape in shapes]
     save(path, tensors, writers)
-    found = contents(path)
-    assert found["state_dict"]["model.tied"] is found["state_dict"]["model.0"]
+    checkpoint = contents(path)
+    assert checkpoint["state_dict"]["model.tied"] is checkpoint["state_dict"]["model.0"]
     for rank in range(readers):
-        empty = checkpoint_of([torch.zeros_like(each) for each in tensors], rank, readers)
+        empty = checkpoint_of([torch.zeros_like(tensor) for tensor in tensors], rank, readers)
         targets = places_of(empty)
         read(path, targets)
         expected = places_of(checkpoint_of(tensors, rank, readers))
-        assert targets.keys() == expected.keys() == places_of(found).keys()
-        for place, each in targets.items():
-            assert torch.equal(each.to_local(), expected[place].to_local()), place  # type: ignore[attr-defined]
+        assert targets.keys() == expected.keys() == places_of(checkpoint).keys()
+        for place, target in targets.items():
+            assert torch.equal(target.to_local(), expected[place].to_local()), place  # type: ignore[attr-defined]
 
 
 def test_one_process_reads_all_of_it_or_a_part(tmp_path: Path) -> None:
     tensors = some_tensors()
     save(tmp_path / "it.ckpt", tensors, 2)
-    found = contents(tmp_path / "it.ckpt")
-    everything = whole(tmp_path / "it.ckpt", found)
-    for number, each in enumerate(tensors):
-        assert torch.equal(everything["state_dict"][f"model.{number}"], each)
-        assert torch.equal(everything["optimizer_states"][0]["state"][number]["exp_avg"], each * 2)
+    checkpoint = contents(tmp_path / "it.ckpt")
+    everything = whole(tmp_path / "it.ckpt", checkpoint)
+    for number, tensor in enumerate(tensors):
+        assert torch.equal(everything["state_dict"][f"model.{number}"], tensor)
+        assert torch.equal(everything["optimizer_states"][0]["state"][number]["exp_avg"], tensor * 2)
     assert everything["state_dict"]["model.buffer"].tolist() == [0, 1, 2]
     assert (everything["optimizer_states"][0]["betas"], everything["epoch"]) == ((0.9, 0.95), 2)
-    weights = whole(tmp_path / "it.ckpt", {"state_dict": found["state_dict"]})["state_dict"]
+    weights = whole(tmp_path / "it.ckpt", {"state_dict": checkpoint["state_dict"]})["state_dict"]
     torch.testing.assert_close(weights["model.1"], tensors[1], rtol=0, atol=0)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["it.ckpt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["it.ckpt"]
     assert str(tmp_path).encode() not in (tmp_path / "it.ckpt" / ".metadata").read_bytes()
 
 
@@ -135,18 +135,18 @@ def test_what_fails_on_the_way_leaves_what_was_there(tmp_path: Path, before: str
     (tmp_path / ".it.ckpt.tmp").write_bytes(b"of a file that a kill left")
     with pytest.raises(OSError, match="disk full"):
         fill_half(target)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ([] if before == "nothing" else ["it.ckpt"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ([] if before == "nothing" else ["it.ckpt"])
     save(target, some_tensors(), 2)
-    assert [each.name for each in tmp_path.iterdir()] == ["it.ckpt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["it.ckpt"]
     assert contents(target)["epoch"] == 2
 
 
 def test_a_folder_that_was_not_written_to_its_end_is_no_checkpoint(tmp_path: Path) -> None:
     for name in ("first", "last"):
         save(tmp_path / f"{name}.ckpt", some_tensors(), 2)
-    assert [each.name for each in checkpoints_in(tmp_path)] == ["first.ckpt", "last.ckpt"]
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["first.ckpt", "last.ckpt"]
     (tmp_path / "last.ckpt" / REST).unlink()
-    assert [each.name for each in checkpoints_in(tmp_path)] == ["first.ckpt"]
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["first.ckpt"]
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_a_kill_while_one_takes_the_place_of_another_leaves_one(
         patch.setattr(cut_short, kill)
         with pytest.raises(KeyboardInterrupt):
             save(path, [torch.ones(3)], 1)
-    [found] = checkpoints_in(tmp_path)
-    assert whole(found, contents(found))["state_dict"]["model.0"].tolist() == [left] * 3
+    [left_there] = checkpoints_in(tmp_path)
+    assert whole(left_there, contents(left_there))["state_dict"]["model.0"].tolist() == [left] * 3
     save(path, [torch.full((3,), 2.0)], 1)
-    assert [each.name for each in tmp_path.iterdir()] == ["it.ckpt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["it.ckpt"]
     assert whole(path, contents(path))["state_dict"]["model.0"].tolist() == [2.0] * 3
 
 
@@ -211,10 +211,10 @@ def test_a_byte_of_the_metadata_that_was_flipped_is_found(tmp_path: Path) -> Non
     path = tmp_path / "it.ckpt"
     save(path, some_tensors(), 2)
     check_whole(path)
-    there, found = (path / METADATA).read_bytes(), contents(path)
-    for at in range(0, len(there), 7):
-        (path / METADATA).write_bytes(there[:at] + bytes([there[at] ^ 1]) + there[at + 1 :])
-        for use in (check_whole, lambda path: whole(path, found)):
+    metadata, checkpoint = (path / METADATA).read_bytes(), contents(path)
+    for at in range(0, len(metadata), 7):
+        (path / METADATA).write_bytes(metadata[:at] + bytes([metadata[at] ^ 1]) + metadata[at + 1 :])
+        for use in (check_whole, lambda path: whole(path, checkpoint)):
             with pytest.raises(ConfigError, match=r"\.metadata"):
                 use(path)
 

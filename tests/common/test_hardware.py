@@ -23,9 +23,9 @@ def version(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     """Control groups of this version in `tmp_path`, of which this process is in /job/step; the names of their files."""
     controller, _, *names = hardware._VERSIONS[request.param]
     monkeypatch.setattr(hardware, "_VERSIONS", [(controller, tmp_path, *names)])
-    own = tmp_path / "own groups"
-    own.write_text("5:cpu,memory:/job/step\n1:name=systemd:/a:b\n" if controller else "1:cpu:/other\n0::/job/step\n")
-    monkeypatch.setattr(hardware, "_OWN_GROUPS", own)
+    groups = tmp_path / "groups"
+    groups.write_text("5:cpu,memory:/job/step\n1:name=systemd:/a:b\n" if controller else "1:cpu:/other\n0::/job/step\n")
+    monkeypatch.setattr(hardware, "_OWN_GROUPS", groups)
     return tuple(names)
 
 
@@ -37,7 +37,7 @@ def set_limit(group: Path, limit: str, version: tuple[str, ...]) -> None:
     (group / "memory.stat").write_text(f"anon {40 * MIB}\n{version[2]} {60 * MIB}\nactive_file 0\n")
 
 
-# A job of Slurm, say, has its limit in a group around that of the process, and a container shows its own as the root.
+# A job of Slurm, say, has its limit in a group around the process's own, and a container shows its group as the root.
 @pytest.mark.parametrize("group", ["job/step", "job", "."])
 def test_a_job_or_a_container_has_less_memory_than_its_machine_and_files_that_it_read_take_none(
     group: str, tmp_path: Path, version: tuple[str, ...]
@@ -55,7 +55,7 @@ def test_the_least_of_the_groups_around_a_process_counts(tmp_path: Path, version
 
 
 def test_without_control_groups_the_machine_counts(tmp_path: Path, version: tuple[str, ...]) -> None:
-    (tmp_path / "own groups").unlink()
+    (tmp_path / "groups").unlink()
     assert free_memory() > 0
     set_limit(tmp_path, str(300 * MIB), version)
     assert free_memory() == 260 * MIB
@@ -171,7 +171,7 @@ def test_what_is_forgotten_takes_no_memory_and_reads_as_zeros() -> None:
     assert tensor[5_000:-5_000].sum() == 0
     tensor[7] = 3.0
     assert tensor[7] == 3.0
-    assert all(bool((each == 1).all()) for each in neighbours)
+    assert all(bool((neighbour == 1).all()) for neighbour in neighbours)
 
 
 # -- GPUs by the names that CUDA gives them ----------------------------------------------------------------------------
@@ -198,5 +198,5 @@ def test_what_is_forgotten_takes_no_memory_and_reads_as_zeros() -> None:
     ],
 )
 def test_a_gpu_is_known_by_its_name(gpu: str, flops: float | None) -> None:
-    found = known_gpu(gpu)
-    assert (found and found.flops) == flops
+    known = known_gpu(gpu)
+    assert (known and known.flops) == flops

@@ -202,7 +202,7 @@ def test_variables_of_the_run_hold_unless_an_entry_has_its_own(tokenizer: Any) -
         (expert,) = AnswerReader(Taskset([entry]), tokenizer, template_variables=variables).read(1)
         example = Example(tokenizer, entry, template_variables=variables).response()
         task = Task("simple", {**entry, "messages": [ASK]}, chat_template_kwargs=variables)
-        prompts: list[Any] = [each.tokens[: each.prompt_length] for each in (expert, example)]
+        prompts: list[Any] = [read.tokens[: read.prompt_length] for read in (expert, example)]
         prompts.append(render_chat(tokenizer, messages_of(task)))
         expected = f"{mood}<user>Name a bird.<|im_end|><assistant>"
         assert [tokenizer.decode(prompt) for prompt in prompts] == [expected] * 3

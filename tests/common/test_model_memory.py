@@ -1,4 +1,4 @@
-"""What `algorithm.max_tokens_per_micro_batch=auto` stands for: by what is free, once a run."""
+"""`algorithm.max_tokens_per_micro_batch=auto` stands for tokens that fit into free memory, chosen once a run."""
 
 from pathlib import Path
 from typing import Any

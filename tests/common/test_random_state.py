@@ -30,9 +30,9 @@ def test_draws_repeat_after_a_state_went_through_a_file():
 
 
 def test_states_of_more_gpus_than_there_are_now(monkeypatch: pytest.MonkeyPatch):
-    before, given = random_state(), []
+    before, restored = random_state(), []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", given.extend)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", restored.extend)
     restore_random_state(before | {"cuda": [torch.tensor([gpu]) for gpu in range(4)]})
-    assert [int(state) for state in given] == [0, 1]
+    assert [int(state) for state in restored] == [0, 1]

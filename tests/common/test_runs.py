@@ -42,9 +42,9 @@ class Lucky(AddStrategy):
     """Writes the experiences of even runs."""
 
     async def add(self, experiences, step):
-        kept = [exp for exp in experiences if exp.eid.run % 2 == 0]
-        await self.writer.write_async(kept)
-        return len(kept), {}
+        even = [exp for exp in experiences if exp.eid.run % 2 == 0]
+        await self.writer.write_async(even)
+        return len(even), {}
 
     @classmethod
     def default_args(cls):
@@ -77,8 +77,8 @@ class More:
         self.left = [make_group(5 + number, 2, rewards=[0.0, 1.0]) for number in range(groups)]
 
     async def __call__(self, tasks):
-        given, self.left = self.left, []
-        return flat(*given)
+        groups, self.left = self.left, []
+        return flat(*groups)
 
 
 def reasons(experiences):

@@ -88,9 +88,9 @@ def test_only_the_end_of_the_prompt_says_whether_it_opens_thoughts(prompt: str, 
 
 
 def test_markers_of_ones_own_replace_the_fields() -> None:
-    own = [Markers("[T]", "[/T]")]
-    assert answer_part(Response("[T]9?[/T]8 <think> 7", own)) == "8 <think> 7"
-    assert answer_part(Response("[T]9?", own)) is None
+    markers = [Markers("[T]", "[/T]")]
+    assert answer_part(Response("[T]9?[/T]8 <think> 7", markers)) == "8 <think> 7"
+    assert answer_part(Response("[T]9?", markers)) is None
 
 
 def test_tokens_named_after_thoughts_are_paired() -> None:
@@ -103,8 +103,8 @@ def test_tokens_named_after_thoughts_are_paired() -> None:
 
 def test_markers_are_found_in_the_tokenizer_and_in_the_chat_template() -> None:
     template = "{{ message['reasoning'] }}<cot:thoughts>{{ thinking }}</cot:thoughts> Here is my thought process: "
-    found = set(markers_of(byte_tokenizer(template, ["[REASON]", "[/REASON]", "[T]", "[/T]"], "<end>"))) - {*MARKERS}
-    assert found == {
+    markers = set(markers_of(byte_tokenizer(template, ["[REASON]", "[/REASON]", "[T]", "[/T]"], "<end>")))
+    assert markers - {*MARKERS} == {
         Markers("[REASON]", "[/REASON]"),
         Markers("<cot:thoughts>", "</cot:thoughts>"),
         Markers("Here is my thought process:", "Here is my response:"),

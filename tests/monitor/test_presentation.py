@@ -1,3 +1,5 @@
+"""Names of metrics, one line for each step and evaluation, and small tables."""
+
 import pytest
 from rich.console import Console
 

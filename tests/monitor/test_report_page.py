@@ -246,7 +246,9 @@ def test_the_first_tile_is_the_held_out_score(tmp_path: Path) -> None:
     row = {"step": 0, "explore_step": 1, "reward/mean": 0.5}
     write_metrics(tmp_path, [row])
     assert tiles(tmp_path)[:2] == ["explore steps", "reward/mean"]
-    held = {f"eval/{name}/{what}": 0.5 for name in ("a", "b/c") for what in ("mean@2", "std@2", "x/mean@2", "seconds")}
+    held = {
+        f"eval/{name}/{metric}": 0.5 for name in ("a", "b/c") for metric in ("mean@2", "std@2", "x/mean@2", "seconds")
+    }
     write_metrics(tmp_path, [row | held | {"eval/a/failed_tasks": 0, "eval/b/c/failed_tasks": 0}])
     assert tiles(tmp_path)[:3] == ["eval/a/mean@2", "eval/b/c/mean@2", "explore steps"]
     write_metrics(tmp_path, [{"step": 0, "explore_step": 1, "eval/loss": 2.0}, {"explore_step": 9, "eval/loss": 1.0}])
@@ -254,14 +256,14 @@ def test_the_first_tile_is_the_held_out_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "criterion"),
     [
         ("name: x", "right at 1"),
         ("reward_solved: {mine/right: 0.5, short: 0.1}", "mine/right at 0.5 and mine/short at 0.1"),
         ("reward_solved: [", "right at 1"),
     ],
 )
-def test_what_counts_as_solved_is_said_beside_its_curve(config: str, said: str, tmp_path: Path) -> None:
+def test_what_counts_as_solved_is_said_beside_its_curve(config: str, criterion: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(config)
     more = {"eval/a/reward/mine/short/mean@1": 0.1} if "short" in config else {}
     part = "eval/a/reward/mine/right/mean@1" if more else "eval/a/reward/right/mean@1"
@@ -270,7 +272,7 @@ def test_what_counts_as_solved_is_said_beside_its_curve(config: str, said: str, 
         for step in (0, 1)
     ]
     write_metrics(tmp_path, rows)
-    assert f'Held-out, solved <span class="unit">{said}</span>' in report_page(read_run(tmp_path))
+    assert f'Held-out, solved <span class="unit">{criterion}</span>' in report_page(read_run(tmp_path))
 
 
 def test_ticks_numbers_and_thinning() -> None:
@@ -333,9 +335,9 @@ def test_a_configuration_that_is_no_yaml_is_not_shown() -> None:
 
 
 def test_the_environment_names_versions_and_no_machine() -> None:
-    told = describe_environment()
-    assert {"trinity-lightning", "Python", "torch", "CPU", "memory", "GPU"} <= told.keys()
-    assert not any(str(Path.home()) in value for value in told.values())
+    environment = describe_environment()
+    assert {"trinity-lightning", "Python", "torch", "CPU", "memory", "GPU"} <= environment.keys()
+    assert not any(str(Path.home()) in value for value in environment.values())
 
 
 def test_steps_that_trained_nothing_are_listed_with_their_reasons(tmp_path: Path) -> None:

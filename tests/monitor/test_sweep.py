@@ -15,7 +15,9 @@ EVIL = "<script>document.title='owned'</script>"
 def job(folder: Path, *overrides: str, scores: tuple[float, ...] = (), log: str = "", **config: str) -> Path:
     """A run of three steps with these overrides, and these scores before the first step and after each."""
     (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {each}\n" for each in ("+recipe=grpo", *overrides)))
+    (folder / ".hydra" / "overrides.yaml").write_text(
+        "".join(f"- {override}\n" for override in ("+recipe=grpo", *overrides))
+    )
     (folder / "config.yaml").write_text("".join(f"{key}: {value}\n" for key, value in ({"steps": 3} | config).items()))
     rows = [f"{step},{step},{score},{score / 2},1" for step, score in enumerate(scores)]
     columns = "step,explore_step,eval/sums/mean@2,reward/mean,eval/sums/failed_tasks"
@@ -29,10 +31,10 @@ def test_runs_are_compared_by_their_held_out_score_the_best_first(tmp_path: Path
     job(tmp_path / "0", "optimizer.lr=1e-5", "seed=1", scores=(0.1, 0.2, 0.3, 0.25))
     job(tmp_path / "1", "optimizer.lr=1e-4", "seed=1", scores=(0.1, 0.4, 0.4, 0.5))
     job(tmp_path / "10", "optimizer.lr=1e-3", "seed=1", scores=(0.1, 0.3, 0.2, 0.1))
-    found = compare(jobs_of(tmp_path))
-    assert found.metric == "eval/sums/mean@2"
-    assert found.head == ["run", "optimizer.lr", "steps", "final", "best"]
-    assert found.rows == [
+    comparison = compare(jobs_of(tmp_path))
+    assert comparison.metric == "eval/sums/mean@2"
+    assert comparison.head == ["run", "optimizer.lr", "steps", "final", "best"]
+    assert comparison.rows == [
         ["1", "1e-4", "3", "0.5", "0.5 (step 3)"],
         ["0", "1e-5", "3", "0.25", "0.3 (step 2)"],
         ["10", "1e-3", "3", "0.1", "0.3 (step 1)"],
@@ -47,15 +49,15 @@ def test_a_run_that_failed_or_goes_on_is_there_and_says_so(tmp_path: Path) -> No
     job(tmp_path / "1", "seed=2", scores=(0.1, 0.6), log=log)
     job(tmp_path / "2", "seed=3", scores=(0.1,))
     job(tmp_path / "3", "seed=4", log=log)
-    found = compare(jobs_of(tmp_path))
-    assert found.head[-1] == "ended by"
-    assert {row[0]: (row[2], row[-1]) for row in found.rows} == {
+    comparison = compare(jobs_of(tmp_path))
+    assert comparison.head[-1] == "ended by"
+    assert {row[0]: (row[2], row[-1]) for row in comparison.rows} == {
         "0": ("3", ""),
         "1": ("1 of 3", "it diverged."),
         "2": ("0 of 3", "not finished"),
         "3": ("0 of 3", "it diverged."),
     }
-    assert [row[0] for row in found.rows] == ["0", "1", "2", "3"]
+    assert [row[0] for row in comparison.rows] == ["0", "1", "2", "3"]
 
 
 def test_an_error_before_a_resume_that_finished_is_forgotten(tmp_path: Path) -> None:
@@ -116,5 +118,5 @@ def test_damaged_files_of_a_run_do_not_stop_the_table(tmp_path: Path) -> None:
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ConfigError, match="is no run's folder, and holds none"):
+        with pytest.raises(ConfigError, match=re.escape(str(folder))):
             write_comparison(folder)

@@ -1,10 +1,15 @@
-"""The history of a run of W&B, read back from its file, and the id by which a resumed run goes on in it."""
+"""The history of a run of W&B, read back from its file, and the id by which a resumed run goes on in it.
 
+W&B records in a process of its own.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import wandb
+from lightning.pytorch.loggers import WandbLogger
 from support.wandb_reader import WandbRun, read_wandb_run
 
 from trinity_lightning.monitor.run_monitor import define_metrics, log_completions
@@ -23,7 +28,7 @@ def recorded(logger: RunLogger, folder: Path) -> WandbRun:
     return read_wandb_run(folder)
 
 
-@pytest.mark.slow  # W&B records in a process of its own
+@pytest.mark.slow
 def test_what_belongs_together_is_one_row(offline: RunLogger, tmp_path: Path) -> None:
     define_metrics(offline.experiment)
     for step in (1, 2, 3):
@@ -94,3 +99,58 @@ def test_an_id_that_the_settings_choose_is_the_one_of_a_resumed_run_too(tmp_path
     for logger in (chosen, other):
         logger.adopt("of the folder")
     assert (chosen.id, other.id) == ("mine", "of the folder")
+
+
+# -- Lightning's own logger, whose axes and tables are the same --------------------------------------------------------
+
+
+LONG_TEXT = "a completion " * 4000  # longer than a block of the file
+
+
+@pytest.fixture(scope="module")
+def lightning_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WandbRun]:
+    """An offline run as a training makes it, read back from its file."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_SILENT", "true")
+        logger = WandbLogger(save_dir=folder, offline=True, log_model=False, project="p", group="sweep", name="seed=1")
+        define_metrics(logger.experiment)
+        logger.log_hyperparams({"seed": 1, "model": {"name": "tiny"}, "notes": LONG_TEXT})
+        for step in range(3):
+            logger.log_metrics({"reward/mean": step / 4, "explore_step": step + 1.0}, step=step)
+            # Unknown to the table of names, and logged without their step: drawn over it all the same.
+            logger.log_metrics({"mine": 1.0, "actor/lr": 0.1}, step=step)
+        rows = [{"step": 3, "completion": "②", "advantage": None}, {"step": 3, "completion": "b", "advantage": 0.5}]
+        log_completions(logger.experiment, rows, explore_step=3)
+        log_completions(logger.experiment, [], explore_step=4)
+        wandb.finish()
+        yield read_wandb_run(folder)
+
+
+@pytest.mark.slow
+def test_the_run_is_read_back(lightning_run: WandbRun) -> None:
+    assert lightning_run.finished
+    assert (lightning_run.group, lightning_run.name) == ("sweep", "seed=1")
+    assert lightning_run.config["model"] == {"name": "tiny"}
+    assert lightning_run.config["notes"] == LONG_TEXT
+    assert lightning_run.summary["reward/mean"] == 0.5
+
+
+@pytest.mark.slow
+def test_every_metric_is_drawn_over_the_explore_step(lightning_run: WandbRun) -> None:
+    assert lightning_run.axes["rollout/*"] == lightning_run.axes["actor/*"] == lightning_run.axes["*"] == "explore_step"
+    assert [row["explore_step"] for row in lightning_run.history if "reward/mean" in row] == [1, 2, 3]
+    assert [row["explore_step"] for row in lightning_run.history if "mine" in row] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_completions_are_one_table(lightning_run: WandbRun) -> None:
+    (table,) = lightning_run.tables["completions"]
+    assert table.columns == ["step", "completion", "advantage"]
+    assert table.data == [[3, "②", None], [3, "b", 0.5]]
+    assert [row["explore_step"] for row in lightning_run.history if "completions" in row] == [3]
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="0"):
+        read_wandb_run(tmp_path)

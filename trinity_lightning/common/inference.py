@@ -49,7 +49,7 @@ Completion.__setattr__ = Completion.__delattr__ = _refuse_writing  # type: ignor
 class InferenceModel(Protocol):
     """A model that generates. Workflows never see which engine it is.
 
-    `sampling` keywords are those of vLLM's SamplingParams: temperature, max_tokens, stop, seed, top_p, ...
+    `sampling` keywords have the names of vLLM's SamplingParams: temperature, max_tokens, stop, seed, top_p, ...
     Cancelling an awaiting call aborts its request in the engine.
     """
 

@@ -78,8 +78,8 @@ class Training:
     """The settings of a run that decide the memory of training."""
 
     width: int  # bytes of a weight in computations: 2 (bfloat16) or 4
-    # Tokens of the longest prompt and response together, in a pair those of both rows: a micro-batch holds at least one
-    # such row. 0: unknown, and taken to be no longer than a micro-batch.
+    # Tokens of the longest prompt and response together, in a pair of both its rows: a micro-batch holds at least one.
+    # 0: unknown, and taken to be no longer than a micro-batch.
     longest_row: int
     tokens: int | None = None  # computed tokens of a micro-batch; None: as many as are useful and fit
     reference: bool = False  # a frozen copy of the policy is kept

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 CALL = "a call"  # the round in which rank 0 calls the others
 PATIENCE = timedelta(days=30)  # wait for rank 0 while it rolls out: should it die, its connections end, and so the wait
 LOOK = timedelta(seconds=0.2)  # a rank that waits for others handles signals this often
-CAUSE_SECONDS = 1.0  # between the end of a connection and that of the process at its other end
+CAUSE_SECONDS = 1.0  # most time between the end of a connection and the end of the process that it led to
 LEAST_SECONDS = 3.0  # the least wait in a round, even if it begins just before the limit set by `within`
 LENGTH_BYTES, FIRST_BYTES = 8, 1 << 10  # in a round: the size of the length of an answer; and the bytes sent at first
 BUCKET_BYTES = 64 << 20  # most bytes of tensors that are added up in one sending
@@ -100,7 +100,7 @@ class Ranks(Alone):
 
     Attributes:
         group, store: the connections between ranks: torch's process group, and its store of keys and values.
-        timeout: how long this rank waits for the others in a round.
+        timeout: longest wait for the others in a round.
         lost: returns the processes of this machine that have died, in words; None: none has.
         terminated: returns True if this process was sent SIGTERM.
         serve: does the work that rank 0 calls for, by name and arguments.
@@ -180,7 +180,7 @@ class Ranks(Alone):
         They are sent many at a time: a model has hundreds, and each sending waits for all ranks.
 
         Args:
-            tensors: of one shape and dtype each on all ranks.
+            tensors: the same number on all ranks, each of the same shape and dtype everywhere.
             at: the round's name, as in `exchange`.
         """
         if not tensors:
@@ -199,15 +199,15 @@ class Ranks(Alone):
                 for tensor, part in zip(bucket, total.split([tensor.numel() for tensor in bucket]), strict=True):
                     tensor.copy_(part.view_as(tensor))
 
-    def send(self, collective: Callable[..., Any], received: Tensor, own: Tensor, options: Any, at: str) -> None:
+    def send(self, collective: Callable[..., Any], received: Tensor, sent: Tensor, options: Any, at: str) -> None:
         """Have a collective of the group fill `received`, after a round: nobody waits for a rank that failed."""
 
         def begin(limit: timedelta) -> Any:
             options.timeout = limit
-            return collective(received, own, options)
+            return collective(received, sent, options)
 
         self.exchange(None, at=at)
-        self.wait(begin, at, own.device)
+        self.wait(begin, at, sent.device)
 
     def _serve_call(self, answers: Sequence[Answer]) -> bool:
         """Serve rank 0's call, unless a failure keeps rank 0 from it; True if there was a call."""

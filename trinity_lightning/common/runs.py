@@ -275,7 +275,7 @@ REASONS = {
         "tasks replaced: `add_strategy=[dapo,grpo] explorer.max_refills=3`.",
     ),
     "zero advantage": (
-        "The run's reward is that of the baseline, so its advantage is 0; the task's other runs are trained on.",
+        "The run's reward equals the baseline, so its advantage is 0; the task's other runs are trained on.",
         "Nothing is wrong.",
     ),
     "filtered by NAME": (

@@ -75,7 +75,7 @@ def criterion_of(metrics: Collection[str], reward_solved: Mapping[str, float] | 
 
 
 def _named(component: str, metrics: Collection[str]) -> list[str]:
-    """The metrics that a component's name means: a function's, else those of parts, else another one or the reward."""
+    """The metrics that a component's name means: a function's, else metrics of parts, else another, or the reward."""
     parts = [name for name in metrics if name.startswith(REWARD) and name.endswith(f"/{component}")]
     if f"{REWARD}{component}" in metrics:
         return [f"{REWARD}{component}"]

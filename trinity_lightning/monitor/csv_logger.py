@@ -150,11 +150,11 @@ class MetricsCSVLogger(Logger):
             return not late and (step is None or "step" not in row or int(row["step"]) < step)
 
         try:
-            kept = list(takewhile(known, rows))
+            known_rows = list(takewhile(known, rows))
         except ValueError as error:
             raise damaged(self.path, error) from error
-        if len(kept) < len(rows):
-            self._write_all(kept, columns)
+        if len(known_rows) < len(rows):
+            self._write_all(known_rows, columns)
 
     def _load(self) -> list[str]:
         """The columns so far; the first call reads the file of an earlier run."""

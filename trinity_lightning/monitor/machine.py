@@ -172,8 +172,8 @@ def _read() -> tuple[float, float, float] | None:
         return None
     busy = sum(int(core[column]) for core in cores for column in BUSY) / os.sysconf("SC_CLK_TCK")
     # User and system time of each process and its ended children: if a process ends just now, its parent has its time.
-    own = _sum_over_processes(lambda process: sum(process.cpu_times()[:4]))
-    return time.perf_counter(), busy, own
+    this_run = _sum_over_processes(lambda process: sum(process.cpu_times()[:4]))
+    return time.perf_counter(), busy, this_run
 
 
 def fitting_threads(others: float, threads: int, cores: int) -> int:
@@ -206,9 +206,9 @@ class CPULoad:
         """End the span, if one has begun."""
         before, self._started = self._started, None
         if before is not None and (now := _read()) is not None:
-            seconds, busy, own = (late - early for late, early in zip(now, before, strict=True))
+            seconds, busy, this_run = (late - early for late, early in zip(now, before, strict=True))
             self._seconds += seconds
-            self._others += busy - own
+            self._others += busy - this_run
 
     def take(self) -> float | None:
         """Cores that others used in the spans since the last call; None if the spans were too short to tell."""

@@ -192,7 +192,7 @@ class RunMonitor(L.Callback):
 
 TABLE_ROWS = 64  # rows of W&B's table: the step's first completions, so that groups stay together
 REWARD_PREFIX = "reward/"
-# Columns of the table; those of `reward/<function>` come after `reward`.
+# Columns of the table; `reward/<function>` come after `reward`.
 _BEFORE_REWARDS = ("step", "prompt", "completion", "reward")
 _AFTER_REWARDS = ("advantage", "length", "truncated")
 _OF_TRAINING = ("trained", "reason")  # only in training rollouts, not in evaluations

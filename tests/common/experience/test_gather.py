@@ -182,14 +182,14 @@ def test_custom_fields_are_attributes_and_keys():
     assert batch.expert_mask is batch["expert_mask"]
     assert batch.expert_mask.tolist() == [False, True]
     assert batch.expert_mask.dtype == torch.bool
-    given = gather_experiences(experiences, 0, custom_fields=[CustomField("weight", "weights", torch.float64)])
-    assert given.weights.tolist() == [0.0, 1.0]
-    assert given.weights.dtype == torch.float64
-    assert copy.deepcopy(given).weights.tolist() == [0.0, 1.0]
+    chosen = gather_experiences(experiences, 0, custom_fields=[CustomField("weight", "weights", torch.float64)])
+    assert chosen.weights.tolist() == [0.0, 1.0]
+    assert chosen.weights.dtype == torch.float64
+    assert copy.deepcopy(chosen).weights.tolist() == [0.0, 1.0]
     with pytest.raises(AttributeError, match=r"'expert_mask'.*'weights'"):
-        _ = given.expert_mask
+        _ = chosen.expert_mask
     with pytest.raises(KeyError, match="expert_mask"):
-        _ = given["expert_mask"]
+        _ = chosen["expert_mask"]
 
 
 def test_preference_pairs_are_split_first():
@@ -290,9 +290,9 @@ def test_a_pair_becomes_two_single_turns():
     assert singles[1].info == pair.info == {"a": 1}
 
 
-@pytest.mark.parametrize(("given", "missing"), [("chosen", "rejected"), ("rejected", "chosen")])
-def test_half_a_pair_cannot_be_split(given, missing):
-    fields: dict[str, Any] = {given: [3]}
+@pytest.mark.parametrize(("name", "missing"), [("chosen", "rejected"), ("rejected", "chosen")])
+def test_half_a_pair_cannot_be_split(name, missing):
+    fields: dict[str, Any] = {name: [3]}
     half = Experience(tokens=[1, 2], **fields)
     with pytest.raises(ExperienceError, match=missing):
         split_dpo_experience_to_single_turn([half])

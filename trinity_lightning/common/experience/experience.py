@@ -334,7 +334,7 @@ def check_weighed(experiences: Sequence[Experience], by: str) -> None:
 
     Args:
         experiences: experiences that an add strategy has returned.
-        by: what the message calls the add strategy.
+        by: the add strategy's name in messages.
 
     Raises:
         ExperienceError: a number is missing or not finite.

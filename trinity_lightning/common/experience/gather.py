@@ -166,7 +166,7 @@ def gather_action_masks(
 def gather_multi_modal_inputs(
     experiences: Sequence[Experience], *, device: Device = None, pin_memory: bool = False
 ) -> dict[str, Tensor]:
-    """The multi-modal tensors by name, those of all experiences concatenated along dimension 0 as processors do.
+    """The multi-modal tensors by name: rows of all experiences, joined along dimension 0 as processors do.
 
     Raises:
         ExperienceError: empty list, an experience without them, names that differ, or tensors that do not fit together.
@@ -428,12 +428,12 @@ def _lengths_of(rows: Sequence[Tensor]) -> np.ndarray:
     return np.fromiter(map(Tensor.numel, rows), np.int64, len(rows))
 
 
-def _check_widths(experiences: Sequence[Experience], lengths: np.ndarray, width: int, what: str) -> None:
-    """Refuse lengths beyond the width; the error names the first such experience, and calls its length `what`."""
+def _check_widths(experiences: Sequence[Experience], lengths: np.ndarray, width: int, name: str) -> None:
+    """Refuse lengths beyond the width; the error names the first such experience, and `name` is the length's name."""
     wrong = np.flatnonzero((lengths < 0) | (lengths > width))
     if len(wrong):
         uid = experiences[wrong[0]].eid.uid
-        raise ExperienceError(f"experience {uid}: expected {what} of at most {width}, got {lengths[wrong[0]]}.")
+        raise ExperienceError(f"experience {uid}: expected {name} of at most {width}, got {lengths[wrong[0]]}.")
 
 
 def _to_device(batch: Tensor, device: Device, pin_memory: bool) -> Tensor:

@@ -304,7 +304,7 @@ class Reader:
             raise ExperienceFormatError(f"tensor {name!r} is longer than its rows together.")
 
     def _next(self, name: str, count: int) -> memoryview:
-        """The bytes of the next items, still those of the payload."""
+        """The bytes of the next items, in the payload's own memory."""
         if name not in self._rest:
             raise ExperienceFormatError(f"metadata: refers to the tensor {name!r}, which is missing.")
         rest, dtype = self._rest[name], _dtype_of(name)
