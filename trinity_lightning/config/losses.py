@@ -22,9 +22,9 @@ class Needs:
         teacher: it needs a teacher's likeliest tokens at each token (operators=teacher_top_k).
         terms: it is a mixture of other losses, whose own needs apply.
         any_policy: it is right for experiences of any policy, so nothing has to correct for older weights.
-        supervised: it needs only log-probabilities of the policy, so a token may have been written by anyone.
+        supervised: it needs nothing but the policy's log-probabilities, so anyone may have written the tokens.
         all_rows: it trains tokens of advantage 0, too.
-        proportional: a weight that multiplies an advantage multiplies the token's loss; or it ignores advantages.
+        proportional: it is proportional to the advantages, so that a weight on them weighs the loss; or ignores them.
     """
 
     ratio: bool = False
@@ -53,7 +53,7 @@ class Loss:
     by_arguments: Callable[[Arguments], dict[str, bool]] | None = None
 
     def needs_with(self, arguments: Arguments) -> Needs:
-        """The needs with these arguments, which are all that the loss has."""
+        """The needs with these arguments: the values of all that the loss has."""
         return self.needs if self.by_arguments is None else replace(self.needs, **self.by_arguments(arguments))
 
 

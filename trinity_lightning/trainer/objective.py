@@ -17,7 +17,7 @@ from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, predicted_mask, trained_mask
 from trinity_lightning.common.words import listed
 from trinity_lightning.config.algorithm import STREAMS, AlgorithmConfig, refuse_uncorrected
-from trinity_lightning.config.losses import LOSSES, Needs
+from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.trainer.layout import CANDIDATES, STREAM, MicroBatch, Part
@@ -55,26 +55,25 @@ class Objective:
         self._policy_loss, terms = with_terms(name, loss, needs)
         self._streams = Streams(terms) if needs.teacher else None
         check_result(name, self._policy_loss)
-        ordered = sorted(terms.values(), key=lambda term: term.tokens != "rollouts")
-        of_rollouts = [term for term in ordered if term.tokens != "expert"]
-        mode = inspect.signature((of_rollouts or ordered)[0].loss).parameters.get("loss_agg_mode")
+        all_terms = sorted(terms.values(), key=lambda term: term.tokens != "rollouts")
+        rollout_terms = [term for term in all_terms if term.tokens != "expert"]
+        mode = inspect.signature((rollout_terms or all_terms)[0].loss).parameters.get("loss_agg_mode")
         self._mode = "token-mean" if mode is None else mode.default  # KL and entropy are averaged as the loss is
 
-        every, rollout_needs = [term.needs for term in ordered], [term.needs for term in of_rollouts]
-        self._ignores_advantages = all(each.all_rows for each in rollout_needs)
-        self._needs_correction = not all(each.any_policy for each in every)
+        self._ignores_advantages = all(term.needs.all_rows for term in rollout_terms)
+        self._needs_correction = not all(term.needs.any_policy for term in all_terms)
         self._has_kl = config.kl.coef != 0
         self._against_engine = config.old_logprobs == "engine"
         self._needs_rollout_logprobs = self._against_engine
-        self.pairs = any(each.pairs for each in every)
+        self.pairs = any(term.needs.pairs for term in all_terms)
         self.needs_entropy = config.entropy_coef != 0
-        all_rows = any(each.all_rows for each in rollout_needs)
+        all_rows = any(term.needs.all_rows for term in rollout_terms)
         self.needs_all_rows = self._has_kl or self.needs_entropy or all_rows or config.critic is not None
         kl_in_reward = config.critic is not None and config.critic.kl_coef != 0
-        self.needs_reference = self._has_kl or any(each.reference for each in every) or kl_in_reward
+        self.needs_reference = self._has_kl or any(term.needs.reference for term in all_terms) or kl_in_reward
         self.needs_old_logprobs = config.optimizer_steps * config.inner_epochs > 1 and not self._against_engine
-        check_settings(config, every, self._ignores_advantages)
-        self.caveats = _caveats(config, rollout_needs)
+        check_settings(config, all_terms, self._ignores_advantages)
+        self.caveats = _caveats(config, rollout_terms)
 
     def expect_older_weights(self) -> None:
         """Prepare for experiences of weights before the present ones; a ConfigError if nothing corrects for them."""
@@ -106,7 +105,7 @@ class Objective:
         """
         mask, config = micro.action_mask, self._config
         logprobs, top_k_logprobs = (logprobs[..., 0], logprobs[..., 1:]) if logprobs.dim() == 3 else (logprobs, None)
-        # By the policy before the step, and by the engine that sampled; the loss is against one of them.
+        # Log-probabilities by the policy before the step, and by the engine that sampled: the ratio is against one.
         old_logprobs = column(micro.columns, "old_logprobs") if self.needs_old_logprobs else logprobs.detach()
         rollout_logprobs = self._rollout_logprobs(micro, old_logprobs)
         against = rollout_logprobs if self._against_engine else old_logprobs
@@ -202,10 +201,10 @@ class Objective:
                 engine's log-probabilities.
         """
         if self.pairs != (batch.unit == 2):
-            found, fit = ("no preference pairs", "another loss") if self.pairs else ("preference pairs", "dpo")
+            kind, loss = ("no preference pairs", "another loss") if self.pairs else ("preference pairs", "dpo")
             raise ExperienceError(
                 f"policy loss '{self._config.policy_loss.name}' does not fit experience {batch.experiences[0].eid}, "
-                f"which is one of {found}: choose algorithm.policy_loss={fit}."
+                f"which is one of {kind}: choose algorithm.policy_loss={loss}."
             )
         if self._needs_rollout_logprobs:
             _check_rollout_logprobs(batch, self._against_engine)
@@ -240,23 +239,23 @@ def _check_rollout_logprobs(batch: OptimizerBatch, against_engine: bool) -> None
 # -- Settings that do not fit the loss ---------------------------------------------------------------------------------
 
 
-def check_settings(config: AlgorithmConfig, needs: Sequence[Needs], ignores_advantages: bool) -> None:
-    """Refuse settings that an objective of these losses has no use for; a ConfigError.
+def check_settings(config: AlgorithmConfig, terms: Sequence[Term], ignores_advantages: bool) -> None:
+    """Refuse settings that an objective of these terms has no use for; a ConfigError.
 
     Args:
         config: the settings.
-        needs: the needs of each loss.
+        terms: the terms.
         ignores_advantages: all tokens are trained, whatever their advantage.
     """
     name = config.policy_loss.name
-    if any(each.pairs for each in needs) and config.kl.coef != 0:
+    if any(term.needs.pairs for term in terms) and config.kl.coef != 0:
         raise ConfigError(
             f"algorithm.kl.coef is {config.kl.coef}, and policy loss '{name}' itself holds the policy near the "
             "reference (or, with reference_free, has none)",
             key="algorithm.kl.coef",
             fix="set algorithm.kl.coef=0",
         )
-    if config.old_logprobs == "engine" and not any(each.ratio for each in needs):
+    if config.old_logprobs == "engine" and not any(term.needs.ratio for term in terms):
         raise ConfigError(
             f"algorithm.old_logprobs=engine, and policy loss '{name}' has no ratio to them",
             key="algorithm.old_logprobs",
@@ -277,19 +276,19 @@ def check_settings(config: AlgorithmConfig, needs: Sequence[Needs], ignores_adva
         )
 
 
-def _caveats(config: AlgorithmConfig, rollout_needs: Sequence[Needs]) -> list[str]:
-    """Warnings about settings that work otherwise than one might think, with losses of these needs on the rollouts."""
+def _caveats(config: AlgorithmConfig, rollout_terms: Sequence[Term]) -> list[str]:
+    """Warnings about settings that may not do what they seem to, with these terms on the rollouts."""
     caveats = []
     if config.kl.coef != 0 and config.kl.name == "k1":
         caveats.append(
             "algorithm.kl.name=k1 does not hold the policy near the reference: as a loss its expected gradient is "
             "0. Choose k2 or k3."
         )
-    weighed = all(each.proportional or each.pairs for each in rollout_needs)
-    if config.rollout_correction.level != "none" and not weighed:
+    proportional = all(term.needs.proportional or term.needs.pairs for term in rollout_terms)
+    if config.rollout_correction.level != "none" and not proportional:
         caveats.append(
             f"algorithm.rollout_correction multiplies advantages by its weights, and policy loss "
-            f"'{config.policy_loss.name}' is not proportional to those: the weights are not its own. Set "
+            f"'{config.policy_loss.name}' is not proportional to advantages: it gets other weights. Set "
             "algorithm.rollout_correction.level=none."
         )
     return caveats
@@ -342,13 +341,13 @@ class Streams:
                 max_response_length=batch.max_response_length,
             )
         if any(term.needs.teacher for term in self._terms.values()):
-            ids = [each.info[TEACHER_TOP_K]["ids"] for each in batch.experiences if TEACHER_TOP_K in each.info]
-            k = ids[0].shape[-1] if ids else 1  # experts alone need none
-            read = [_teacher(experience, k) for experience in batch.experiences]
-            batch.columns[CANDIDATES], batch.columns[TEACHER] = map(list, zip(*read, strict=True))
+            entries = [exp.info[TEACHER_TOP_K] for exp in batch.experiences if TEACHER_TOP_K in exp.info]
+            k = entries[0]["ids"].shape[-1] if entries else 1  # experts alone need none
+            rows = [_teacher(experience, k) for experience in batch.experiences]
+            batch.columns[CANDIDATES], batch.columns[TEACHER] = map(list, zip(*rows, strict=True))
 
     def extras(self, micro: MicroBatch, batch: OptimizerBatch) -> dict[str, Any]:
-        """The arguments of the loss that these columns are."""
+        """The arguments of the loss that the columns of the micro-batch are given as."""
         weights = {name: micro.columns[STREAM + name] for name in self._terms}
         return {"stream_weights": weights, "stream_totals": batch.stream_totals, TEACHER: micro.columns.get(TEACHER)}
 

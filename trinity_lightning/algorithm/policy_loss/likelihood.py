@@ -81,14 +81,14 @@ def teacher_kl(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """KL of policy and teacher over the teacher's top k and the rest: reverse sum p log(p/q), forward sum q log(q/p).
 
-    p is the policy and q the teacher, at every token of the responses; the sum is over the teacher's k likeliest tokens
-    and, as one more, all others together: p_rest = 1 - sum p, q_rest = 1 - sum q. It is at most the KL over the whole
-    vocabulary (what is added up cannot tell more), and is that KL if k is its size; without the rest, a policy would
-    lose nothing by moving its mass out of the top k. Reverse and forward KL on the policy's own responses: GKD (arXiv
+    p is the policy and q the teacher, at every token of the responses. The sum is over the teacher's k likeliest tokens
+    and, as one more, all others together: p_rest = 1 - sum p, q_rest = 1 - sum q. The result is a lower bound of the KL
+    over the whole vocabulary, and equals it if k is the size of the vocabulary. Without the rest, a policy would lose
+    nothing by moving its mass out of the top k. Reverse and forward KL on the policy's own responses: GKD (arXiv
     2306.13649); the rest as one more token: arXiv 2503.16870. Advantages are ignored.
 
     Args:
-        teacher_top_k_logprobs: log q of those tokens [b, r, k].
+        teacher_top_k_logprobs: log q of the teacher's k likeliest tokens [b, r, k].
         top_k_logprobs: log p of the same tokens, with gradient [b, r, k].
         direction: "reverse", which falls as the policy leaves out what the teacher would not say; or "forward", which
             falls as it covers all that the teacher might say.
@@ -99,8 +99,8 @@ def teacher_kl(
     """
     one_of("algorithm.policy_loss.args.direction", direction, DIRECTIONS)
     policy, teacher = with_rest(top_k_logprobs), with_rest(teacher_top_k_logprobs)
-    p, q = (policy, teacher) if direction == "reverse" else (teacher, policy)
-    loss = aggregate((p.exp() * (p - q)).sum(-1), action_mask, loss_agg_mode, **totals)
+    a, b = (policy, teacher) if direction == "reverse" else (teacher, policy)
+    loss = aggregate((a.exp() * (a - b)).sum(-1), action_mask, loss_agg_mode, **totals)  # KL(a || b)
     return loss, {"pg_loss": loss.detach()}
 
 
