@@ -179,7 +179,7 @@ def test_a_loss_of_ones_own_in_a_mixture_has_its_reference_and_old_log_probabili
 
 @pytest.mark.parametrize("loss", [NEAR, f"{__name__}.advised"])
 def test_observations_are_for_losses_that_need_no_policy(loss: str) -> None:
-    with refuses("algorithm.policy_loss.args.streams.tools"):
+    with refuses("algorithm.policy_loss.args.streams.tools.loss"):
         make_policy(**streams(rl={}, tools={"loss": loss, "tokens": "observations"}))
     make_policy(**streams(rl={}, tools={"loss": PRAISE, "tokens": "observations"}))
 

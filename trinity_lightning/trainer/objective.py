@@ -288,7 +288,7 @@ def _caveats(config: AlgorithmConfig, rollout_terms: Sequence[Term]) -> list[str
     if config.rollout_correction.level != "none" and not proportional:
         caveats.append(
             f"algorithm.rollout_correction multiplies advantages by its weights, and policy loss "
-            f"'{config.policy_loss.name}' is not proportional to advantages: it gets other weights. Set "
+            f"'{config.policy_loss.name}' is not proportional to advantages: this does not correct it. Set "
             "algorithm.rollout_correction.level=none."
         )
     return caveats
@@ -318,7 +318,7 @@ class Streams:
                 raise ConfigError(
                     f"{STREAMS}.{name}: loss {term.name} uses advantages, or log-probabilities of the policy "
                     "that sampled or of the reference, and observations have none",
-                    key=f"{STREAMS}.{name}",
+                    key=f"{STREAMS}.{name}.loss",
                     fix="use sft",
                 )
 

@@ -142,8 +142,8 @@ def test_a_weight_multiplies_a_tokens_loss_and_not_its_count(loss: str, mode: st
         ({"rl": {}, "kl": {}}, ".kl"),
         ({"rl": {"tokens": "experts"}}, ".rl.tokens"),
         ({"rl": {"weight": float("nan")}}, ".rl.weight"),
-        ({"tools": {"tokens": "observations"}}, ".tools"),
-        ({"expert": {"loss": "teacher_kl", "tokens": "expert"}}, ".expert"),
+        ({"tools": {"tokens": "observations"}}, ".tools.loss"),
+        ({"expert": {"loss": "teacher_kl", "tokens": "expert"}}, ".expert.loss"),
     ],
 )
 def test_wrong_streams_are_refused(streams: dict[str, Any], key: str) -> None:
