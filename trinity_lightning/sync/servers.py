@@ -1,8 +1,8 @@
 """Weights to vLLM servers without a file: the base of the ways that there are, which are found by name (SENDERS)."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
@@ -11,7 +11,33 @@ from trinity_lightning.config.registry import Registry
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.stream import Sender, Shape, check_shapes
 
-Server = Any  # a `VLLMServerEngine`, which lives in a package that imports this one
+
+class Server(Protocol):
+    """A server as senders need it: a `VLLMServerEngine`."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def weight_shapes(self) -> Mapping[str, Shape]: ...
+
+    async def load(self) -> None:
+        """Start the server, if it does not run."""
+        ...
+
+    async def workers(self) -> int:
+        """Number of the server's processes that hold weights."""
+        ...
+
+    async def join_group(self, invitation: Mapping[str, Any]) -> None:
+        """Have the workers join the group that the trainer invites to; ValueError or RolloutError: they did not."""
+        ...
+
+    async def receive_weights(
+        self, updates: AsyncIterator[dict[str, Any]], version: int, resend: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Take over weights part by part; see `VLLMServerEngine.receive_weights`."""
+        ...
 
 
 class ToServers(Sender):
@@ -42,7 +68,7 @@ class ToServers(Sender):
                 key="synchronizer",
             )
         check_device(device, self.method)
-        self._servers: list[Server] = list(models)
+        self._servers = cast("list[Server]", list(models))
         self._device = device
 
     async def form(self, shapes: Mapping[str, Shape]) -> None:
