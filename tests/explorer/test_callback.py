@@ -45,7 +45,7 @@ SYNCS_BEFORE_TRAINING = 2  # the drill's, and the true weights
 
 
 class Recorder(lightning.Callback):
-    """What the explorer measured, epoch by epoch."""
+    """Keeps the explorer's metrics, epoch by epoch."""
 
     def __init__(self, explorer_callback: ExplorerCallback) -> None:
         self.explorer_callback = explorer_callback

@@ -180,7 +180,7 @@ def test_many_coroutines_share_the_steps(driver: Driver, engine: CountingEngine)
 def test_requests_of_the_same_moment_share_the_first_step_whichever_thread_is_quicker(
     driver: Driver, engine: CountingEngine
 ) -> None:
-    """What is computed together rounds together: the same seed gives the same bits."""
+    """Requests of one step round together: the same seed gives the same bits."""
 
     async def ask(after: int) -> None:
         for _ in range(after):
@@ -533,7 +533,7 @@ def test_a_thread_that_computes_does_not_keep_the_interpreter_from_the_main_thre
 
 @pytest.fixture
 def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """What blocks the loop waits for this; it is set at the end of the test at the latest. The wait for it is short."""
+    """Event that a blocked loop waits for, set at the end of the test at the latest. The driver waits shortly."""
     monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.3)
     monkeypatch.setattr(driver_module, "SIGNAL_CHECK_SECONDS", 0.05)
     event = threading.Event()

@@ -82,7 +82,7 @@ def running(
     weights: dict[str, torch.Tensor] = WEIGHTS,
     watcher: Watcher = NOBODY,
 ) -> Any:
-    """What `body` gives while the explorer is prepared."""
+    """Run `body` while the explorer is prepared."""
 
     async def main() -> Any:
         await explorer.prepare(sink or Sink(), lambda: WeightStream.of(weights.items()), watcher)
@@ -218,7 +218,7 @@ def test_sampling_settings_reach_the_model() -> None:
 
 
 class Notes(Watcher):
-    """What a watcher was shown."""
+    """Keeps all that a watcher is shown."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, str | None]] = []
@@ -727,7 +727,7 @@ def test_a_step_without_refills_asks_for_no_more_tasks() -> None:
 
 
 class Source:
-    """So many tasks, and a taskset that learns nothing of them."""
+    """A source with this number of tasks, and a taskset that learns nothing of them."""
 
     def __init__(self, tasks: int) -> None:
         self.left = tasks

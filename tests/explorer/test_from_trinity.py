@@ -1,4 +1,4 @@
-"""What the page for those who come from Trinity-RFT shows is run: its workflow, its commands."""
+"""Runs the workflow and the commands of the page for people who come from Trinity-RFT."""
 
 import asyncio
 import re

@@ -41,7 +41,7 @@ def running(
     loop: Callable[[], asyncio.AbstractEventLoop] = LeapingLoop,
     **config: Any,
 ) -> Any:
-    """What `body` makes of a started scheduler (2 runners a model, no retries, attempts of at most 5 s)."""
+    """Run `body` with a started scheduler (2 runners a model, no retries, attempts of at most 5 s)."""
     settings: dict[str, Any] = {"runner_per_model": 2, "max_retry_times": 0, "max_timeout": 5.0} | config
 
     async def main() -> Any:
@@ -363,7 +363,7 @@ def test_a_reward_that_raises_everywhere_is_told_once_with_its_traceback_and_not
 
 
 class ServerError(Exception):
-    """As the clients of servers have them: of no kind that Python knows."""
+    """An error of a server's client, of no kind that Python knows."""
 
 
 def test_what_the_log_has_had_is_remembered_for_a_while_only() -> None:
@@ -376,7 +376,7 @@ def test_what_the_log_has_had_is_remembered_for_a_while_only() -> None:
 
 @pytest.mark.parametrize(("tasks", "error"), [(1, KeyError), (8, ConnectionRefusedError), (8, ServerError)])
 def test_a_reward_that_raises_is_tried_again_while_it_may_pass(tasks: int, error: type[Exception]) -> None:
-    """As one of a single task may, and one whose server does not answer."""
+    """The error of a single task may pass, and so may the error of a server that does not answer."""
     attempts: Counter[int] = Counter()
 
     async def body(workflow: Any) -> list[Experience]:
@@ -512,7 +512,7 @@ def test_a_task_that_needed_all_attempts_is_there_at_the_default_time_out(min_nu
 def test_the_default_time_out_waits_for_runners_that_answer_late(
     min_num: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Ray's are that replace a worker which does not answer."""
+    """Ray's runners are such: they replace a worker that does not answer."""
 
     async def late(runner: WorkflowRunner, task: Task, runs: Any, limit: float | None = None) -> Attempt:
         await asyncio.sleep((limit or 0) + 15.0)

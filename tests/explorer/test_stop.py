@@ -54,7 +54,7 @@ def even(response: str, task: Any) -> float:
 
 
 class TornError(OSError):
-    """What ends a run in these tests."""
+    """Ends a run in these tests."""
 
 
 class Elsewhere(Engine):

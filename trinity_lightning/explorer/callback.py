@@ -40,10 +40,10 @@ class ExplorerCallback(StopCheckpoint):
 
     Args:
         explorer: the explorer to run.
-        synchronizer: how weights reach the engines, and how that is checked; a mapping of its values, too.
+        synchronizer: settings of the weight syncs and their checks; a mapping of its values, too.
         folder, command: see `StopCheckpoint`.
         watcher: is shown the run while it goes on.
-        offload: whether masters and moments are in the host's memory while the engines generate.
+        offload: True: masters and moments are in the host's memory while the engines generate.
 
     Attributes:
         metrics: the metrics measured since the epoch began.
@@ -109,7 +109,7 @@ class ExplorerCallback(StopCheckpoint):
         Raises:
             ModelLoadError, ConfigError: the policy cannot be trained; raised before an engine is loaded.
         """
-        # vLLM's process group of one makes Lightning believe in several devices, and advise what they would need.
+        # vLLM's process group of one makes Lightning believe in several devices, and give advice for these.
         warnings.filterwarnings("ignore", ".*sync_dist=True.*")
         policy, data = policy_of(pl_module), data_of(trainer)
         policy.check_trainable()

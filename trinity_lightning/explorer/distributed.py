@@ -28,7 +28,7 @@ from trinity_lightning.sync.stream import Sender, Shape, WeightStream, parameter
 logger = logging.getLogger(__name__)
 
 ENGINES, TAKE, WEIGHT, TAKEN = "engines", "take_weights", "a weight for engines", "weights in all engines"
-LOOK_SECONDS = 0.005  # how often a waiting rank checks whether rank 0 has arrived or has requests
+LOOK_SECONDS = 0.005  # between two looks of a waiting rank for rank 0, which may have arrived or have requests
 
 # -- ranks other than 0 ------------------------------------------------------------------------------------------------
 

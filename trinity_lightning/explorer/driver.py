@@ -67,7 +67,7 @@ class Driver:
             engine.attach(self._wake.set)
 
     def limit_blocking(self, seconds: float, warn_after: float = WARN_SECONDS) -> None:
-        """Have a block of the loop logged after `warn_after` seconds, and let `wait` refuse it after `seconds`."""
+        """Log a loop that is blocked for `warn_after` seconds, and let `wait` raise after `seconds`."""
         self._watch.fail_after, self._watch.warn_after = seconds, warn_after
 
     def hurry(self) -> None:
@@ -77,22 +77,22 @@ class Driver:
             self.limit_blocking(BLOCKED_SECONDS)
 
     def call_later(self, function: Callable[[], None]) -> None:
-        """Have the main thread call this function when its present or next wait has a result; any thread may ask.
+        """Have the main thread call this function once its present or next wait has a result; any thread may ask.
 
-        `close` makes the calls that are left. So an error of such a call never hides another error.
+        `close` makes the calls that are left. No call is made while another error is on its way, so that none hides it.
         """
         self._later.append(function)
 
     def run(self, coroutine: Coroutine[Any, Any, T], interruptible: bool = True) -> T:
         """Run a coroutine and return its result; its exception is raised here.
 
-        Ctrl-C and `interrupted` cancel the coroutine and let it clean up: its requests are aborted in their engines.
-        Then they are raised. If the coroutine finished all the same, the next run raises what `interrupted` returns.
+        Ctrl-C, or an exception of `interrupted`, cancels the coroutine, lets it clean up (its requests are aborted in
+        their engines), and is then raised. If the coroutine finished all the same, the next run raises that exception.
         """
         return self.wait(self.start(coroutine), interruptible)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> "LoopTask[T]":
-        """Start a coroutine that runs while the main thread does something else; it must not need an engine here."""
+        """Start a coroutine that runs beside the main thread's own work; it must not need an in-process engine."""
         return LoopTask(self._loop, coroutine, self._wake.set)
 
     def wait(self, task: "LoopTask[T]", interruptible: bool = True, limit: float = math.inf) -> T:

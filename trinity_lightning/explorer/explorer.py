@@ -126,7 +126,7 @@ class StepRollouts:
         return []
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of what the step scheduled, lost and got, refills included."""
+        """Metrics of the step, refills included; see `rollout_metrics`."""
         refill_tasks = {"rollout/refill_tasks": float(max(self._tried - self.tasks, 0))}
         return rollout_metrics(self._statuses, self._unshaped, self._tried, self._seconds) | refill_tasks
 
@@ -186,7 +186,7 @@ class Explorer:
     """Runs the policy on tasks and hands the experiences to a sink.
 
     Args:
-        config: how many tasks, runners, retries; when to sync and to evaluate; a mapping of its values, too.
+        config: numbers of tasks, runners and retries, and when to sync and to evaluate; a mapping of its values, too.
         models: engines that hold the policy; tasks are spread over them.
         train: tasks to train on, `config.repeat_times` times each; None if there are only evaluations.
         evals: tasks to evaluate on.
@@ -247,7 +247,7 @@ class Explorer:
     async def prepare(
         self, sink: Sink | None = None, weights: Callable[[], WeightStream] | None = None, watcher: Watcher = NOBODY
     ) -> None:
-        """Load or start the engines, ask whether endpoints are there, and start the runners.
+        """Load or start the engines, ask endpoints for an answer, and start the runners.
 
         The needs of the runners are checked first: that takes seconds, and an engine may take minutes.
 

@@ -27,7 +27,7 @@ FILE = "interrupted.ckpt"
 class BeforeItem:
     """The run's state before the present item: it goes back to this state if the item is not trained on whole."""
 
-    optimizer_steps: int = 0  # how many had begun
+    optimizer_steps: int = 0  # that had begun
     loader_states: list[tuple[Any, Any]] = field(default_factory=list)  # loaders that cannot rewind, with their states
     random_state: dict[str, Any] | None = None  # when the item began; None: no item is under way
 
@@ -58,7 +58,7 @@ def _states_of_loaders(trainer: Any) -> list[tuple[Any, Any]]:
 
 
 class StopCheckpoint(L.Callback):
-    """Writes a checkpoint when training ends by an error, by Ctrl-C or by SIGTERM, and says how to resume.
+    """Writes a checkpoint when an error, Ctrl-C or SIGTERM ends training, and logs the command that resumes the run.
 
     The checkpoint holds whole items (optimizer batches) only. If the present item was not trained on, the resumed run
     gets it again, with the random states that it began with. For that a loader goes back to the item by `rewind`, or
@@ -223,7 +223,7 @@ def _resume(path: Path, command: str | None) -> str:
 
 
 def _earlier(path: Path, command: str | None) -> str:
-    """Sentences that say how to resume from the previous checkpoint; empty if there is none."""
+    """Advice to resume from the previous checkpoint; empty if there is none."""
     checkpoints = checkpoints_in(path.parent)
     return f"The previous checkpoint is intact. {_resume(checkpoints[-1], command)}" if checkpoints else ""
 

@@ -83,7 +83,14 @@ def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
 def rollout_metrics(
     statuses: Sequence[Status], experiences: Sequence[Experience], tasks: int, seconds: float
 ) -> dict[str, float]:
-    """Metrics of what an explore step scheduled, lost and got."""
+    """Metrics of an explore step: tasks scheduled and failed, experiences and their metrics, tokens and times.
+
+    Args:
+        statuses: statuses of the tasks that ended.
+        experiences: all experiences, before operators change their rewards.
+        tasks: number of tasks scheduled.
+        seconds: duration of the rollouts.
+    """
     tokens = sum(map(written_tokens, experiences))
     return {
         **spread_of_each((status.metric for status in statuses), "rollout"),

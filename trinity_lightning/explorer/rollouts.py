@@ -46,7 +46,7 @@ class WeightVersions:
     drill_scale: float | None = None  # the scale of the drill's noise that was enough; None before the drill
 
     def begin_step(self, global_step: int) -> None:
-        """Count the explore step before, if it changed the weights, because the next one begins to be trained on."""
+        """Count the explore step before, if it changed the weights; called when training on the next one begins."""
         self.counted, self.counted_at = self.at(global_step), global_step
 
     def at(self, global_step: int) -> int:
@@ -56,12 +56,12 @@ class WeightVersions:
 
 @dataclass(eq=False)
 class SyncPolicy:
-    """Decides by state alone when the engines are sent weights: the weights that they have, and the step these are for.
+    """Decides when the engines are sent weights, by state alone: the weights that they have, and the present step.
 
     Attributes:
         explorer: has the engines, and says when a sync is due.
         policy: the policy that is trained.
-        config: how weights reach the engines, and how that is checked.
+        config: settings of the weight syncs and their checks.
         versions: versions of the trainer's weights.
         run: runs a coroutine to its end; if its second argument is False, Ctrl-C waits until then.
     """
@@ -179,7 +179,7 @@ class TrainingRollouts(Watcher):
     Attributes:
         explorer: rolls out.
         pending: explore steps under way, kept from one `Trainer.fit` to the next.
-        synchronizer: how weights reach the engines, and how that is checked.
+        synchronizer: settings of the weight syncs and their checks.
         policy: the policy that is trained.
         versions: versions of its weights, kept from one `Trainer.fit` to the next.
         host_memory: masters and moments that leave the device while engines generate; None: they stay.

@@ -198,9 +198,9 @@ class Scheduler:
         self._changed = asyncio.Event()
 
     async def prepare(self) -> None:
-        """Look for what the runners need, and start reward workers: in seconds, before an engine is loaded.
+        """Check the needs of the runners, and start reward workers: that takes seconds, and loading an engine minutes.
 
-        Errors as in `Runners` and `RewardWorkers`.
+        Errors are those of the kind of runners, and of `RewardWorkers`.
         """
         await self._group.prepare()
         if self._reward_workers is not None:
@@ -209,7 +209,7 @@ class Scheduler:
     async def start(self) -> None:
         """Begin to run scheduled tasks; nothing happens if the scheduler runs already.
 
-        Errors as in `Runners` and `RewardWorkers`.
+        Errors as in `prepare`.
         """
         await self.prepare()
         await self._group.start()

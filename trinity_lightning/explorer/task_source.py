@@ -25,7 +25,7 @@ class TaskSource:
         taskset: the raw tasks.
         workflow: registered name, dotted path, or class.
         reward_fn: as `Task.reward_fn`.
-        sampling: how rollouts are drawn; a mapping of its values, too.
+        sampling: sampling settings of the rollouts; a mapping of its values, too.
         workflow_args: the workflow's settings.
         repeat_times: rollouts a task; an `Explorer` trains with its `explorer.repeat_times` instead.
         reward_solved: as `Task.reward_solved`, for pass@k and for the order `by_difficulty`.

@@ -1,4 +1,4 @@
-"""Runs the workflows of a task, and says in words how its runs failed."""
+"""Runs the workflows of a task, and words their failures."""
 
 import asyncio
 import inspect
@@ -38,12 +38,12 @@ _REWARD_FAILURE = re.compile(rf"{_REWARD_ERROR}reward function '.+?' (?:raised \
 
 @dataclass
 class Status:
-    """How a task ended.
+    """The end of a task.
 
     Attributes:
         ok: True if every run succeeded.
         metric: means of the experiences' metrics, and times in seconds.
-        message: how many of how many runs failed, and why; None if ok.
+        message: number of failed runs and of all runs, and the reasons; None if ok.
         errors: one text for each failed run.
         task_id: number of the task in its batch.
         num_runs: runs tried.
@@ -299,9 +299,9 @@ async def _end(instances: list[asyncio.Task[Attempt]]) -> None:
 
 
 class Runners:
-    """Makes the runners of a scheduler, and starts and stops what they share.
+    """Makes the runners of a scheduler, and starts and stops them; base of the kinds of `explorer.runner`.
 
-    The runners of this class run workflows in this process, and share nothing.
+    Runners of this class run workflows in this process, and need neither start nor stop.
 
     Args:
         config: the explorer's configuration.
@@ -318,7 +318,7 @@ class Runners:
         return WorkflowRunner(self.config, model, auxiliary_models, runner_id)
 
     async def prepare(self) -> None:
-        """Look in seconds for what the runners need, before an engine is loaded."""
+        """Check the needs of the runners, which takes seconds, before an engine is loaded."""
 
     async def start(self) -> None:
         """Start the runners that were made; nothing happens if they run already."""
@@ -370,7 +370,7 @@ def kind_of(error: str) -> str:
 
 
 def failure_message(errors: Sequence[str], num_runs: int) -> str:
-    """How many of how many runs of a task failed, and why."""
+    """Sentence with the numbers of failed runs and of all runs of a task, and the reasons."""
     kinds: dict[str, list[str]] = {}
     for text in errors:
         kinds.setdefault(kind_of(text), []).append(text)
@@ -384,7 +384,7 @@ def _cause(texts: Sequence[str]) -> str:
 
 @dataclass
 class Outcomes:
-    """How the attempts of all runners ended since the start, and what was logged of it.
+    """Outcomes of the attempts of all runners since the start, and the messages logged of them.
 
     Attributes:
         succeeded: True once any attempt has given an experience.
@@ -397,7 +397,7 @@ class Outcomes:
     logged: set[Any] = field(default_factory=set)
 
     def note(self, task: Task, number: int, attempt: Attempt) -> bool:
-        """Note how an attempt at a task ended, and log new errors, with the traceback of the user's own code.
+        """Note the outcome of an attempt at a task, and log new errors, with the traceback of the user's own code.
 
         Returns:
             True if further attempts would fail, too: a reward function has raised the same error at every answer, to
@@ -421,7 +421,7 @@ class Outcomes:
         return len(tasks) > 1 and len(reasons) == 1 and None not in reasons
 
     def report(self, task: Task, status: Status) -> None:
-        """Log how a task failed, if it did; of tasks of a batch that failed alike, only the first."""
+        """Log the failure of a task, if it failed; of tasks of a batch that failed alike, only the first."""
         if not status.ok and self.is_new((task.batch_id, status.kind)):
             logger.warning("task %s/%s: %s", task.batch_id, task.task_id, status.message)
 

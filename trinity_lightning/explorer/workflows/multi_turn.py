@@ -273,7 +273,7 @@ def step_experiences(episode: Episode, own_rewards: bool) -> list[Experience]:
 
 
 def _truncation(episode: Episode, step: int) -> str | None:
-    """The truncate_status of a step: whether its response, or the episode after it, was cut off."""
+    """The truncate_status of a step, whose response, or the episode after it, may have been cut off."""
     cut = episode.turns[step].completion.finish_reason == "length"
     ended = episode.overflowed and step == len(episode.turns) - 1
     return "response_truncated" if cut or ended else None
@@ -408,7 +408,7 @@ class MultiTurnWorkflow(EpisodeWorkflow):
 
 @dataclass
 class GuessNumber:
-    """Find a number; after each guess the game says whether it is higher or lower.
+    """Find a number; after each guess the game says "Higher." or "Lower.".
 
     The reward is decay**(t - 1) if guess t (from 1) finds it, and 0 otherwise. The number is `raw_task["secret"]`, or
     else drawn from the seed and the task's place in its taskset: all runs of a task look for the same number.

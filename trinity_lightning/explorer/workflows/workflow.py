@@ -84,7 +84,7 @@ class Workflow(ABC):
 def experience_of(
     completion: Completion, asked: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | None = None, **fields: Any
 ) -> Experience:
-    """An Experience of a response: its exact tokens and log-probabilities, and whether the token limit cut it off.
+    """An Experience of a response: its exact tokens and log-probabilities, and a mark if the token limit cut it off.
 
     Args:
         completion: the response.
