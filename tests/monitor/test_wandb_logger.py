@@ -149,8 +149,3 @@ def test_completions_are_one_table(lightning_run: WandbRun) -> None:
     assert table.columns == ["step", "completion", "advantage"]
     assert table.data == [[3, "②", None], [3, "b", 0.5]]
     assert [row["explore_step"] for row in lightning_run.history if "completions" in row] == [3]
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="0"):
-        read_wandb_run(tmp_path)

@@ -65,7 +65,7 @@ class HeapBound:
         self._is_first, self._least = True, math.inf
 
     def check(self) -> None:
-        """Measure the process's memory; call it at the same point of every step."""
+        """Trim the heap if the process has grown by a tenth; call it at the same point of every step."""
         if self._is_first:
             self._is_first = False
             return
@@ -77,7 +77,7 @@ class HeapBound:
 
 
 def forget(tensor: Tensor) -> None:
-    """Give the whole pages of a tensor's storage back to the system; they read as zeros then. On Linux alone.
+    """Give the whole pages of a tensor's storage back to the system; they read as zeros then. Linux only.
 
     Args:
         tensor: on the CPU, in memory that torch allocated itself (no file, nothing shared between processes).
@@ -167,7 +167,7 @@ def check_caches(caches: Mapping[str, float]) -> None:
 
 
 def compute_on_one_thread() -> None:
-    """Let this thread compute with torch alone from now on, without OpenMP's threads; other threads keep theirs.
+    """Let torch use none of OpenMP's threads for this thread's computations from now on; other threads keep theirs.
 
     libgomp counts the threads of all its pools. With a second pool there are more threads than cores, and from then on
     none of them spins at a barrier: each sleeps, and has to be woken for nearly every operation.

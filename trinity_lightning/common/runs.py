@@ -133,7 +133,7 @@ class Criterion:
             shaped it, see `raw_reward`; the add strategy decides whether earlier steps may have other rewards.
 
     Attributes:
-        metric: as above.
+        metric: name of the metric; None: the reward.
         seen: true once an experience has had the metric, in this training run or before it was resumed.
 
     Raises:
@@ -224,7 +224,7 @@ class Untrained:
             self._reasons.setdefault(experience.eid.uid, noted.get(experience.eid.tid, reason))
 
     def weigh(self, written: Sequence[Experience]) -> int:
-        """Note which of the experiences that the trainer is given have no gradient; the number of the others."""
+        """Note which of the trainer's experiences have no gradient, and return the number of the others."""
         trained = 0
         for group in group_by(written, "task").values():
             equal = _equal(group)
@@ -237,7 +237,7 @@ class Untrained:
         return trained
 
     def note(self, experiences: Iterable[Experience]) -> Counter[str]:
-        """Mark the experiences that are not trained on; the number of them for each reason."""
+        """Mark the experiences that are not trained on, and return their number for each reason."""
         counts: Counter[str] = Counter()
         for experience in experiences:
             if (reason := self._reasons.get(experience.eid.uid)) is not None:

@@ -137,7 +137,7 @@ class MetricsCSVLogger(Logger):
 
         Args:
             explore_step: the last explore step that the checkpoint knows of.
-            step: the trainer step that comes next; None: rows are told by their explore step alone.
+            step: the trainer step that comes next; None: only explore steps are compared.
 
         Raises:
             StorageFormatError: the file is damaged.

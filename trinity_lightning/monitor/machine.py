@@ -36,7 +36,7 @@ def resident_gb() -> float:
 
 
 def _sum_over_processes(read: Callable[[psutil.Process], float]) -> float:
-    """The sum over this process and its children; one that ends meanwhile counts as nothing."""
+    """The sum of `read` over this process and its children; one that ends meanwhile counts as nothing."""
     this, total = psutil.Process(), 0.0
     for process in (this, *this.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):

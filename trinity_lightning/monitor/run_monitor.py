@@ -205,8 +205,8 @@ def write_completions(
 
     There is one JSON object for each completion, with step, task, run, prompt, completion, reward, `reward/<function>`
     for each reward among the experience's metrics, advantage (of the first response token), length (tokens that the
-    policy wrote) and truncated. In training there are also trained, and the reason why it is not trained on (null if it
-    is). Numbers that are not finite, which JSON cannot hold, are null.
+    policy wrote) and truncated. In training it also has `trained`, and the `reason` why it is not trained on (null if
+    it is). Numbers that are not finite are null: JSON cannot hold them.
 
     Args:
         folder: folder of the files, made with the first one.
