@@ -169,7 +169,7 @@ class ExplorerConfig(Section, key="explorer"):
     max_timeout: float = checked(1800.0, number, above=0)
     max_retry_times: int = checked(2, whole_number, least=0)
     max_repeat_times_per_runner: int | None = checked(None, whole_number, least=1, optional=True)
-    runner: str = checked("local", one_of, names=("local", "ray"))
+    runner: str = checked("local", one_of, names=tuple(PARTS["runner"]))
     ray_address: str | None = None
     reward_workers: int = checked(0, whole_number, least=0)
     reward_timeout: float = checked(60.0, number, above=0, only_with="reward_workers")

@@ -32,7 +32,6 @@ from trinity_lightning.explorer.workflow_runner import (
 
 logger = logging.getLogger(__name__)
 
-
 TaskWrapper = Chunk  # its name in Trinity
 _FINAL_ERRORS = (ConfigError, PromptTooLongError)  # the same task would fail in the same way again
 _CHARACTERS = 4  # of a token, about

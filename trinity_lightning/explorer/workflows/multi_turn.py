@@ -34,7 +34,7 @@ StepResult = tuple[Observation, float, bool, Mapping[str, Any]]
 
 
 class Environment(Protocol):
-    """Opponent of a policy in one episode, to which an instance belongs.
+    """The policy's opponent, an instance of its own for each episode.
 
     Methods may be `async def` or plain. Plain ones run in a thread, never two of an instance at once. An instance is
     made on the event loop: its constructor must be quick.
@@ -124,7 +124,7 @@ class Turn:
 
 @dataclass
 class Episode:
-    """Turns of an episode, and the reason for its end."""
+    """The turns of an episode, and a mark if the full context ended it."""
 
     tools: list[dict[str, Any]] | None = None  # functions on offer
     turns: list[Turn] = field(default_factory=list)
