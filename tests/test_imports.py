@@ -6,8 +6,9 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from support.runs import environment
@@ -76,7 +77,10 @@ MAY_USE_LIGHTNING = {
     *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "ddp", "fsdp", "checkpoint", "optim")),
 }
 
+# Programs: they refuse a wrong command before they import what a run needs.
+ENTRY_POINTS = {f"{PACKAGE}.{name}" for name in ("train", "evaluate", "report", "plan.__main__")}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+IMPORTS_BY_PATH = {"import_object", "import_module", "__import__"}
 
 MAX_FILE_LINES = 600  # cut by idea, not by length
 MAX_FUNCTION_LINES = 50  # lines of code: signatures with their types and docstrings may be as long as they need
@@ -156,6 +160,121 @@ def test_configuration_is_read_without_heavy_imports(module: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
+
+
+# -- circles and late imports ------------------------------------------------------------------------------------------
+
+
+class Import(NamedTuple):
+    """An import of a module of the package.
+
+    Attributes:
+        target: the module.
+        line: its line.
+        is_late: True within a function, where it runs at the first call.
+    """
+
+    target: str
+    line: int
+    is_late: bool
+
+
+def own_imports(source: str) -> list[Import]:
+    """The imports of the package's modules, without those that only type checkers see."""
+    tree = parsed(source)
+    for_types = {id(node) for branch in ast.walk(tree) if is_for_types(branch) for node in ast.walk(branch)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
+    in_functions = {id(node) for function in functions for node in ast.walk(function)}
+    return [
+        Import(target, node.lineno, id(node) in in_functions)
+        for node in ast.walk(tree)
+        if id(node) not in for_types and isinstance(node, ast.Import | ast.ImportFrom | ast.Call)
+        for target in targets_of(node)
+    ]
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def targets_of(node: ast.Import | ast.ImportFrom | ast.Call) -> set[str]:
+    """The modules of the package that a statement imports, or that a call imports by a path written out in it."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    else:
+        names = [path] if (path := path_in(node)) else []
+    return {module_of(name) for name in names if name.split(".")[0] == PACKAGE}
+
+
+def path_in(call: ast.Call) -> str | None:
+    """The path that `import_object("trinity_lightning...")`, `import_module(...)` and the like are given."""
+    function = getattr(call.func, "attr", getattr(call.func, "id", None))
+    path = call.args[0] if call.args else None
+    if function not in IMPORTS_BY_PATH or path is None:
+        return None
+    first = path.values[0] if isinstance(path, ast.JoinedStr) and path.values else path
+    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else None
+
+
+def module_of(name: str) -> str:
+    """The module that has this name: itself, or the longest one that it begins with."""
+    while name not in MODULES and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of modules, each of which reaches every other one by its imports."""
+    reached = {name: reached_from(name, arrows) for name in arrows}
+    groups = {
+        frozenset(other for other in reached[name] if name in reached[other])
+        for name in arrows
+        if name in reached[name]
+    }
+    return sorted(map(sorted, groups))
+
+
+def reached_from(name: str, arrows: Mapping[str, set[str]]) -> set[str]:
+    found, todo = set[str](), [name]
+    while todo:
+        new = arrows[todo.pop()] - found
+        found |= new
+        todo += new
+    return found
+
+
+def test_no_circle_of_imports() -> None:
+    """Imports within functions count, too."""
+    arrows = {
+        module: {each.target for each in own_imports(path.read_text())} - {module} for module, path in MODULES.items()
+    }
+    assert circles(arrows) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from trinity_lightning.common import files",
+        "from trinity_lightning.common.files import write_atomically",
+        "import trinity_lightning.common.files as f",
+        "write = import_object('trinity_lightning.common.files.write_atomically')",
+        "importlib.import_module('trinity_lightning.common.files')",
+        "import_object(f'trinity_lightning.common.files.{name}')",
+    ],
+)
+def test_a_late_import_is_found(statement: str) -> None:
+    [late] = own_imports(f"def f(name):\n    if name:\n        {statement}")
+    assert (late.target, late.line, late.is_late) == (f"{PACKAGE}.common.files", 3, True)
+
+
+def test_imports_for_type_checkers_count_neither_as_late_nor_as_a_circle() -> None:
+    assert own_imports("def f():\n    if TYPE_CHECKING:\n        from trinity_lightning.common import files") == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
 
 
 # -- what there is to read ---------------------------------------------------------------------------------------------
