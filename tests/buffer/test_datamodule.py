@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.buffer import filled, make_group, names, through_a_file
+from support.errors import refuses
 
 from trinity_lightning.algorithm.add_strategy import AddStrategy
 from trinity_lightning.buffer.datamodule import ExperienceDataModule, ExperienceLoader, MemoryStorage
 from trinity_lightning.common.experience import ExperienceFormatError, gather_response_attrs
-from trinity_lightning.errors import ConfigError
 
 WEIGHED = [0.0, 1.0, 1.0, 1.0]
 
@@ -294,9 +294,9 @@ def test_a_new_explore_step_starts_at_its_first_item():
 
 @pytest.mark.parametrize("arguments", [{"optimizer_steps": 0}, {"inner_epochs": -1}])
 def test_numbers_below_one_are_refused(arguments):
-    with pytest.raises(ConfigError, match=next(iter(arguments))):
+    with refuses(next(iter(arguments))):
         ExperienceLoader(MemoryStorage(), **arguments)
-    with pytest.raises(ConfigError, match=next(iter(arguments))):
+    with refuses(next(iter(arguments))):
         ExperienceDataModule(**arguments)
 
 

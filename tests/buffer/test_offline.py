@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from support.buffer import make_group, names, through_a_file
+from support.errors import refuses
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.offline import ExpertData, OfflineExperienceDataModule, OfflineLoader, marked
@@ -15,7 +16,7 @@ from trinity_lightning.buffer.sql import ReplayReader, SqlStorage
 from trinity_lightning.buffer.step_files import StepReader, keep_step, read_experiences
 from trinity_lightning.common.experience import CustomField
 from trinity_lightning.common.optimizer_batch import is_expert
-from trinity_lightning.errors import ConfigError, StorageError
+from trinity_lightning.errors import StorageError
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_data_that_end_are_an_error_that_names_what_helps(folder):
 
 @pytest.mark.parametrize("arguments", [{"batch_size": 0}, {"steps_per_epoch": 0}, {"wait": -1.0}])
 def test_numbers_that_cannot_work_are_refused(arguments):
-    with pytest.raises(ConfigError, match=next(iter(arguments))):
+    with refuses(next(iter(arguments))):
         OfflineLoader(MemoryReader([]), **({"batch_size": 1, "steps_per_epoch": 1} | arguments))
 
 
@@ -234,7 +235,7 @@ def test_data_that_end_and_numbers_that_cannot_be_are_refused():
     experts.commit()
     with pytest.raises(StorageError, match="have ended"):
         experts.read(2)
-    with pytest.raises(ConfigError, match="per_step is 0: give a whole number of 1 or more"):
+    with refuses("per_step"):
         ExpertData(MemoryReader([]), 0)
 
 

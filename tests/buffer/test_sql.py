@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.buffer import make_group, through_a_file
 from support.crashes import count_up, processes  # noqa: F401  # a fixture
+from support.errors import refuses
 from support.postgres import postgres_url  # noqa: F401  # a fixture
 
 from trinity_lightning.buffer import sql
@@ -329,12 +330,9 @@ def test_a_damaged_row_is_an_error_that_names_it(tmp_path):
             reader.read(1)
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [("sqlite://", "in memory"), ("://", "give one such as"), ("nonsense://host/name", "nonsense")],
-)
-def test_urls_that_cannot_work_are_refused(url, message):
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("url", ["sqlite://", "://", "nonsense://host/name"])
+def test_urls_that_cannot_work_are_refused(url):
+    with refuses("buffer.url"):
         SqlStorage(url)
 
 
@@ -348,7 +346,7 @@ def test_passwords_stay_out_of_messages(monkeypatch):
 
 @pytest.mark.parametrize("arguments", [{"order": "newest"}, {"reuse_limit": 0}, {"decay": 0.0}, {"use_decay": 1.5}])
 def test_arguments_out_of_range_are_refused(tmp_path, arguments):
-    with pytest.raises(ConfigError, match=next(iter(arguments))):
+    with refuses(next(iter(arguments))):
         ReplayReader(tmp_path / "buffer.db", **arguments)
 
 

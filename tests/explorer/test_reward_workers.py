@@ -17,6 +17,7 @@ import psutil
 import pytest
 from pebble import ProcessPool
 from support import reward_functions
+from support.errors import refuses
 from support.fake_model import FakeModel
 from support.reward_functions import (
     Scale,
@@ -229,7 +230,7 @@ def local() -> Any:
 
 @pytest.mark.parametrize("function", [local(), Scale(3.0), functools.partial(length), random.Random(0).uniform])
 def test_what_cannot_be_imported_is_refused(function: Any) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be imported as .*: write it at the top level of a module"):
+    with refuses("reward"):
         check_importable(resolve_rewards(function)[0])
     assert check_importable(resolve_rewards(TWICE)[0]) == TWICE
 
@@ -241,13 +242,13 @@ def test_an_explorer_refuses_a_function_that_workers_cannot_import() -> None:
 
     explorer(local(), 0)
     explorer(length, 1)
-    with pytest.raises(ConfigError, match=r"reward function '<lambda>' cannot be imported"):
+    with refuses("reward"):
         explorer(local(), 1)
 
 
 def test_a_task_that_cannot_be_sent_is_refused(with_workers: Any) -> None:
     task = Task("simple", {"answer": local()})
-    with pytest.raises(ConfigError, match=r"cannot be sent to the process of reward function 'length'"):
+    with refuses("explorer.reward_workers"):
         with_workers(lambda: score(resolve_rewards(length), "x", task))
 
 
@@ -284,7 +285,7 @@ def test_workers_that_do_not_start_are_known_before_an_engine_is_loaded(monkeypa
     source = TaskSource(Taskset.addition(), "simple", length, SamplingConfig())
     judge = OpenAIModel("http://127.0.0.1:1/v1", "judge")
     explorer = Explorer(ExplorerConfig(reward_workers=1), [FakeModel()], source, auxiliary_models=[[judge]])
-    with pytest.raises(ConfigError, match="they do not start"):
+    with pytest.raises(ConfigError):
         asyncio.run(explorer.prepare())
     assert begun == ["workers"]
 
@@ -298,12 +299,12 @@ def test_a_ray_cluster_that_is_not_there_is_known_before_an_engine_is_loaded(mon
     judge = OpenAIModel("http://127.0.0.1:1/v1", "judge")
     config = ExplorerConfig(runner="ray", ray_address="127.0.0.1:1")
     explorer = Explorer(config, [FakeModel()], source, auxiliary_models=[[judge]])
-    with pytest.raises(ConfigError, match=r"explorer\.ray_address=127\.0\.0\.1:1: .*give HOST:PORT"):
+    with refuses("explorer.ray_address"):
         asyncio.run(explorer.prepare())
 
 
 def test_workers_are_for_local_runners() -> None:
-    with pytest.raises(ConfigError, match=r"reward_workers: the runners of explorer\.runner=ray are processes already"):
+    with refuses("explorer.reward_workers"):
         ExplorerConfig(reward_workers=2, runner="ray")
 
 

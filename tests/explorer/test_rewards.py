@@ -871,6 +871,6 @@ def test_the_traceback_of_a_library_that_cannot_be_imported_stays(
 ) -> None:
     (tmp_path / "broken_library.py").write_text("import numpyy\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("trinity_lightning.config.own_code.LIBRARIES", [tmp_path])
     with pytest.raises(ModuleNotFoundError, match="numpyy"):
         resolve_rewards("broken_library.judge")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.errors import refuses
 
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks import Taskset
@@ -35,7 +36,7 @@ def test_easy_to_hard_follows_the_field_in_every_epoch() -> None:
 
 @pytest.mark.parametrize("field", [None, "missing", "prompt"])
 def test_a_difficulty_that_is_no_number_is_refused(field: str | None) -> None:
-    with pytest.raises(ConfigError, match=r"difficulty_field|expected a finite number"):
+    with refuses("taskset.difficulty_field"):
         numbered(4, order="easy_to_hard", difficulty_field=field)
 
 
@@ -114,15 +115,15 @@ def test_a_mixture_goes_on_where_it_was_saved() -> None:
     one.next_batch(5)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert one.next_batch(9) == other.next_batch(9)
-    with pytest.raises(ConfigError, match="point at other tasks"):
+    with refuses("tasksets"):
         TasksetMixture(list(mixture().tasksets.values()), [1.0, 1.0]).load_state_dict(one.state_dict())
 
 
 def test_what_cannot_be_mixed() -> None:
-    with pytest.raises(ConfigError, match="different names"):
+    with pytest.raises(ConfigError):
         TasksetMixture([numbered(3), numbered(3)], [1, 1])
     for weights in ([1.0], [1.0, 0.0], [1.0, float("nan")]):
-        with pytest.raises(ConfigError, match="above 0"):
+        with pytest.raises(ConfigError):
             TasksetMixture([numbered(3, "a"), numbered(3, "b")], weights)
-    with pytest.raises(ConfigError, match="1 or more"):
+    with pytest.raises(ConfigError):
         mixture().next_batch(0)

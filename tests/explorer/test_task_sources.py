@@ -183,7 +183,7 @@ def test_only_the_first_of_generated_entries_is_made_at_the_start(monkeypatch):
 def test_entries_that_changed_since_are_refused():
     taskset = made("Sums")
     taskset.next_batch(4)
-    with pytest.raises(ConfigError, match="4 have changed"):
+    with refuses("taskset"):
         made("Sums", args={"terms": 3}).load_state_dict(saved(taskset))
 
 
@@ -217,11 +217,11 @@ def test_a_stream_with_a_state_makes_no_entry_again(monkeypatch):
 def test_a_resumed_stream_is_the_same_one():
     taskset = made("endless")
     taskset.next_batch(3)
-    with pytest.raises(ConfigError, match="3 have changed"):
+    with refuses("taskset"):
         made("endless", args={"start": 1}).load_state_dict(saved(taskset))
     taskset = made("Stateful", args={"step": 2})
     taskset.next_batch(3)
-    with pytest.raises(ConfigError, match="'step': 2"):
+    with refuses("taskset.source"):
         made("Stateful").load_state_dict(saved(taskset))
 
 
@@ -302,5 +302,5 @@ def test_an_error_of_the_source_is_told_with_its_line():
 
 def test_an_entry_is_a_mapping(monkeypatch):
     monkeypatch.setattr(f"{HERE}.texts", lambda: ["1 + 1 = ?"], raising=False)
-    with pytest.raises(ConfigError, match=r"entry 0: .*str"):
+    with refuses("taskset"):
         made("texts")

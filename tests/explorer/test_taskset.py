@@ -13,6 +13,7 @@ import pytest
 import reasoning_gym
 from hypothesis import given
 from hypothesis import strategies as st
+from support.errors import refuses
 
 from trinity_lightning.config.taskset import TasksetConfig
 from trinity_lightning.errors import ConfigError
@@ -101,19 +102,19 @@ def test_a_restored_cursor_goes_on_where_the_saved_one_stood(size, before, n):
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    "other",
     [
-        (numbered(6), "size 5 -> 6"),
-        (numbered(5, seed=1), "seed 0 -> 1"),
-        (numbered(5, name="b"), "name 'taskset' -> 'b'"),
-        (numbered(5, order="sequential"), "order 'shuffled' -> 'sequential'"),
-        (Taskset([{"prompt": f"q{index}"} for index in range(5)]), "of the entries that were tried 3 have changed"),
+        numbered(6),
+        numbered(5, seed=1),
+        numbered(5, name="b"),
+        numbered(5, order="sequential"),
+        Taskset([{"prompt": f"q{index}"} for index in range(5)]),
     ],
 )
-def test_the_state_of_another_taskset_is_refused(other, message):
+def test_the_state_of_another_taskset_is_refused(other):
     taskset = numbered(5)
     taskset.next_batch(3)
-    with pytest.raises(ConfigError, match=message):
+    with refuses("taskset"):
         other.load_state_dict(taskset.state_dict())
     assert other.state_dict()["position"] == 0
 
@@ -134,7 +135,7 @@ def test_a_change_of_any_entry_that_was_tried_is_noticed_and_others_may_change(s
     resumed = write_rows(tmp_path / f"tasks.{suffix}", suffix, changed=untried)
     resumed.load_state_dict(state)
     assert indices(resumed.next_batch(3)) == indices(saved.next_batch(3))
-    with pytest.raises(ConfigError, match=r"of the entries that were tried 1 have changed"):
+    with refuses("taskset"):
         write_rows(tmp_path / f"tasks.{suffix}", suffix, changed={tried[17]}).load_state_dict(state)
 
 
@@ -143,7 +144,7 @@ def test_an_entry_that_gave_nothing_may_be_repaired(tmp_path):
     bad, good, *_ = indices(saved.next_batch(8))
     saved.forget(bad)
     write_rows(tmp_path / "tasks.jsonl", "jsonl", changed={bad}).load_state_dict(saved.state_dict())
-    with pytest.raises(ConfigError, match="1 have changed"):
+    with refuses("taskset"):
         write_rows(tmp_path / "tasks.jsonl", "jsonl", changed={bad, good}).load_state_dict(saved.state_dict())
 
 
@@ -157,7 +158,7 @@ def test_a_checkpoint_that_does_not_say_what_was_tried_is_gone_on_with_and_warne
 
 
 def test_what_is_no_state_is_refused():
-    with pytest.raises(ConfigError, match="not the state of a taskset"):
+    with pytest.raises(ConfigError):
         numbered(5).load_state_dict({"cursor": 3})
 
 
@@ -466,7 +467,7 @@ def test_a_dataset_whose_entries_follow_the_hash_seed_is_known_by_its_arguments(
     of_other_arguments = reasoning_gym_taskset("ransom_note", size=3, max_note_length=8)
     another = reasoning_gym_taskset("word_ladder", size=3, name="ransom_note")
     for each in (of_other_arguments, another):
-        with pytest.raises(ConfigError, match="2 have changed"):
+        with refuses("taskset"):
             each.load_state_dict(state)
 
 
@@ -476,7 +477,7 @@ def test_any_other_dataset_is_known_by_its_entries(other_entries):
     state = saved.state_dict()
     reasoning_gym_taskset("chain_sum", size=3).load_state_dict(state)
     other_entries()
-    with pytest.raises(ConfigError, match="2 have changed"):
+    with refuses("taskset"):
         reasoning_gym_taskset("chain_sum", size=3).load_state_dict(state)
 
 
@@ -636,15 +637,15 @@ def test_a_line_without_a_prompt_is_refused_when_the_file_is_opened(tmp_path, wr
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "key"),
     [
-        ({"source": "adition"}, "Did you mean 'addition'"),
-        ({"source": "adition", "args": {"high": 3}}, "Did you mean 'addition'"),
-        ({"args": {"hihg": 3}}, "Did you mean 'high'"),
-        ({"source": "dataset"}, "taskset.path of .* is not given"),
-        ({"source": "reasoning_gym", "path": "chain_sum"}, "taskset.size of .* is not given"),
+        ({"source": "adition"}, "taskset.source"),
+        ({"source": "adition", "args": {"high": 3}}, "taskset.source"),
+        ({"args": {"hihg": 3}}, "taskset.args.hihg"),
+        ({"source": "dataset"}, "taskset.path"),
+        ({"source": "reasoning_gym", "path": "chain_sum"}, "taskset.size"),
     ],
 )
-def test_a_wrong_configuration_names_the_key(config, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_wrong_configuration_names_the_key(config, key):
+    with refuses(key):
         Taskset.from_config(TasksetConfig(name="t", **config))

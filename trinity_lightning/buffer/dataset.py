@@ -1,7 +1,7 @@
 """Examples of a dataset as experiences, without rollouts: preference pairs, and texts and conversations to imitate.
 
-The formats are TRL's, and what is prompt and what is trained on is as there. Some examples may be held out: the loss on
-them is measured while a run goes on.
+The formats are TRL's, with the same prompts and the same trained tokens. Some examples may be held out: a run measures
+the loss on them.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
 logger = logging.getLogger(__name__)
 
 Entry = Mapping[str, Any]
-RENDERING = 2  # how conversations become tokens; raised when they become others, for checkpoints of earlier versions
+RENDERING = 2  # version of the rendering of conversations as tokens, for checkpoints of earlier versions
 JOINED_WORDS = (
     "the prompt's last token goes on in the response, so that rollouts have another prompt: begin responses with the "
     "space, instead of ending prompts with it"
@@ -51,7 +51,7 @@ JOINED_WORDS = (
 # -- one entry ---------------------------------------------------------------------------------------------------------
 
 _LISTS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")  # some of them may be text
-_FORMS = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))  # of responses; the first counts
+_FORMS = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))  # of responses; the first one counts
 
 
 class Example:
@@ -59,10 +59,10 @@ class Example:
 
     Args:
         tokenizer: the policy's.
-        entry: columns that are None count as absent, as a dataset has them for entries of several kinds.
-        template_variables: of the chat template; those of the entry (`chat_template_kwargs`) win.
+        entry: its columns; one that is None counts as absent, as in a dataset with entries of several kinds.
+        template_variables: of the chat template; the entry's own (`chat_template_kwargs`) come before them.
         generation_config: the policy's, for its end tokens.
-        report: is told what makes the trained tokens other than was given, or than rollouts have.
+        report: called with a sentence if the trained tokens differ from the text, or from those of rollouts.
 
     Raises:
         ConfigError: the entry has pictures, or its conversations, tools or `chat_template_kwargs` cannot be read.
@@ -93,12 +93,12 @@ class Example:
     def pair(self) -> Experience:
         """The preference pair of prompt, chosen and rejected.
 
-        Without a prompt, it is the common beginning of chosen and rejected; also where the prompt is text and they
-        are conversations, which repeat it. If one is a prefix of the other, its last turn (or character) counts as its
-        answer, as in TRL.
+        If there is no prompt, the common beginning of chosen and rejected is the prompt. It is also the prompt if the
+        column `prompt` is text and the others are conversations, which repeat it. If one is a prefix of the other, its
+        last turn (or character) counts as its answer, as in TRL.
 
         Raises:
-            ConfigError: there is none, chosen and rejected are the same, chosen is empty, or rejected adds nothing.
+            ConfigError: there is no prompt, chosen and rejected are the same, or one of them is empty.
         """
         if not {"chosen", "rejected"} <= self._fields.keys():
             raise ConfigError(
@@ -110,10 +110,10 @@ class Example:
         prompt = self._fields.get("prompt")
         if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
             shorter, length = min(chosen, rejected, key=len), common_length(chosen, rejected)
-            if shorter and length == len(shorter):  # what the other begins with, too
+            if shorter and length == len(shorter):  # the other one begins with it
                 length -= isinstance(shorter, str) or shorter[-1].get("role") == "assistant"
             elif isinstance(chosen, str) and chosen[length - 1 : length] == " ":
-                length -= 1  # words have their space before them
+                length -= 1  # the space before a word is part of it
             if length == 0:
                 raise ConfigError(
                     "there is no prompt, and nothing before their answers that both chosen and rejected begin with",
@@ -130,18 +130,19 @@ class Example:
         return Experience(tokens=good[:begin], chosen=good[begin:], rejected=bad[begin:])
 
     def response(self) -> Experience:
-        """What is imitated: the completion of a prompt, the assistant's turns of a conversation, or a whole text.
+        """The response to imitate: a prompt's completion, the assistant's turns of a conversation, or a whole text.
 
         Raises:
-            ConfigError: none of these, nothing to learn, or it cannot be seen in the conversation who wrote what.
+            ConfigError: there is none of these, or nothing to learn in it; or the rendered conversation does not show
+                which tokens are the assistant's.
         """
         fields = self._fields
         if {"prompt", "completion"} <= fields.keys():
             self._check_learned("completion", fields["completion"])
             begin, tokens = self._rendered(fields["prompt"], fields["completion"])
             return Experience(tokens=tokens, prompt_length=begin)
-        if named := next((name for name in ("messages", "conversations") if name in fields), None):
-            self._check_learned(named, messages := self._column(named, list))
+        if column := next((name for name in ("messages", "conversations") if name in fields), None):
+            self._check_learned(column, messages := self._column(column, list))
             tokens, mask = self._imitation.marked(messages) or self._imitation.conversation(messages)
             if True not in mask:
                 roles = ", ".join(sorted({str(message["role"]) for message in messages})) or "none"
@@ -163,8 +164,8 @@ class Example:
             raise ConfigError(f"{name} is empty: there is nothing to learn", fix="leave the entry out")
         messages: list[dict[str, Any]] = value if isinstance(value, list) else []
         for turn, message in enumerate(messages):
-            said = [content for key, content in message.items() if key not in ("role", "name")]
-            if message.get("role") == "assistant" and not any(said):
+            contents = [content for key, content in message.items() if key not in ("role", "name")]
+            if message.get("role") == "assistant" and not any(contents):
                 raise ConfigError(
                     f"turn {turn} of {name} is empty: there is nothing to learn", fix="leave the entry out"
                 )
@@ -181,9 +182,9 @@ class Example:
         return ", ".join([*sorted(self._fields), *absent]) or "nothing"
 
     def _rendered(self, prompt: Any, response: Any) -> tuple[int, list[int]]:
-        """The index at which the response begins, and the tokens of prompt and response together, to their end token.
+        """The index of the response's first token, and the tokens of prompt and response up to their end token.
 
-        It begins at the first token that differs from those of the prompt alone.
+        The response begins at the first token that differs from those of the prompt alone.
         """
         if isinstance(prompt, str) and isinstance(response, str):
             alone, both = encode_text(self._tokenizer, prompt), self._imitation.text(prompt + response)
@@ -213,14 +214,14 @@ def read_examples(
     """The examples of all entries, none longer than `most` tokens.
 
     Args:
-        entries, where: the dataset, and what messages call it.
+        entries, where: the dataset, and its name in messages.
         example: makes an example of an entry.
         most: longest example, in tokens.
-        overlong: `refuse`, `drop` or `truncate` a longer one; how many is logged.
+        overlong: `refuse`, `drop` or `truncate` a longer one; their number is logged.
 
     Raises:
-        ConfigError: entries are no examples, or too long (the message names the first five, and counts them); or none
-            is left.
+        ConfigError: entries are no examples, or too long (the message names the first five, and counts them); or no
+            example is left.
     """
     examples: list[Experience] = []
     longer = 0
@@ -254,12 +255,12 @@ def read_examples(
 
 
 def _length(example: Experience) -> int:
-    responses = [each for each in (example.chosen, example.rejected) if each is not None]
+    responses = [response for response in (example.chosen, example.rejected) if response is not None]
     return len(example.tokens) + max(map(len, responses), default=0)
 
 
 def _cut(example: Experience, most: int) -> bool:
-    """Cut off what is beyond `most` tokens; whether something is left to train on, of a pair something that differs."""
+    """Cut an example to `most` tokens; False if nothing is left to train on, or a pair's answers are the same then."""
     if example.chosen is not None and example.rejected is not None:
         rest = max(most - len(example.tokens), 0)
         example.chosen, example.rejected = example.chosen[:rest], example.rejected[:rest]
@@ -276,7 +277,7 @@ class ExampleReader(CursorReader):
     Args:
         examples: at least one.
         where: the dataset in words, for messages.
-        seed: of the order; None: as they come.
+        seed: of the order; None: the given order.
         repeat: begin again at the end.
     """
 
@@ -284,15 +285,15 @@ class ExampleReader(CursorReader):
         self, examples: Sequence[Experience], where: str, seed: int | None = None, repeat: bool = True
     ) -> None:
         digest = hashlib.sha256(str(seed).encode())
-        for each in examples:
-            digest.update(_content_of(each))
+        for example in examples:
+            digest.update(_content_of(example))
         super().__init__(f"{RENDERING}-{digest.hexdigest()[:16]}", where)
         self._examples, self._repeat = examples, repeat
         self._order = Order(len(examples), seed)
 
     @classmethod
     def of_run(cls, config: TrainConfig, examples: Sequence[Experience]) -> "ExampleReader":
-        """Reads these examples as a run trains on them; a ConfigError if, read once, they end before it."""
+        """A reader of these examples for a run. ConfigError: each is read once, and they end before the run."""
         buffer = config.buffer
         enough_for = math.ceil(len(examples) / buffer.batch_size)
         if not buffer.repeat and config.steps > enough_for:
@@ -307,13 +308,13 @@ class ExampleReader(CursorReader):
         return cls(examples, f"dataset '{buffer.path}'", config.seed if buffer.dataset.shuffle else None, buffer.repeat)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; a warning if an earlier version made other tokens of the entries.
+        """Go on where `state_dict` was taken, with a warning if an earlier version made other tokens of the entries.
 
         Raises:
             ForeignPositionError: the state is of other examples.
         """
         source = str(state["source"])
-        if "-" not in source:  # of a version that did not say how it rendered
+        if "-" not in source:  # of an earlier version, which did not number its rendering
             if source != self._source.split("-")[1]:
                 logger.warning(
                     "%s: the checkpoint is of an earlier version, whose examples had other tokens (turns end with an "
@@ -332,7 +333,7 @@ class ExampleReader(CursorReader):
 
 
 def examples_of(config: TrainConfig, path: str, split: str, pairs: bool) -> list[Experience]:
-    """The examples of a dataset for a run's model, `pairs` or responses; errors as `read_examples`."""
+    """The examples of a dataset for a run's model, preference `pairs` or responses; errors as `read_examples`."""
     buffer, tokenizer = config.buffer, load_tokenizer(config.model.name)
     kind = Example.pair if pairs else Example.response
     entries: Any = dataset_entries(path, split, buffer.dataset.subset, as_text=True)
@@ -360,8 +361,8 @@ def examples_of(config: TrainConfig, path: str, split: str, pairs: bool) -> list
 
 
 def _warn_of_unused(entries: Sequence[Entry], where: str) -> None:
-    """Warn of columns that could be learned from, too, but are not, since others of the entry come before them."""
-    if len(entries) == 0 or len(_forms(dict.fromkeys(entries[0], ""))) < 2:  # every entry has every column
+    """Warn of columns that have no effect, since others of the entry are learned from."""
+    if len(entries) == 0 or len(_forms(dict.fromkeys(entries[0], ""))) < 2:  # every entry has all columns
         return
     used, *unused = next((forms for forms in map(_forms, entries) if len(forms) > 1), [()])
     if unused:
@@ -374,30 +375,30 @@ def _forms(entry: Entry) -> list[tuple[str, ...]]:
 
 
 def _content_of(example: Experience) -> bytes:
-    """What tells an example from others: its tokens, and which of them are trained on."""
+    """The tokens of an example and its mask, as bytes: they tell it from others."""
     parts = (example.tokens, example.action_mask, example.chosen, example.rejected)
     return b"|".join([b"%d" % example.prompt_length, *(b"" if p is None else p.numpy().tobytes() for p in parts)])
 
 
 # -- examples that are not trained on ----------------------------------------------------------------------------------
 
-# What the loss measures, and what it is called of examples that are not trained on.
+# Names of metrics of the loss, and their names for examples that are not trained on.
 NAMES = {"actor/rewards/accuracies": "eval/accuracy", "actor/rewards/margins": "eval/margin"}
 
 
 def held_out_of_run(
     config: TrainConfig, examples: list[Experience], pairs: bool
 ) -> tuple[list[Experience], list[Experience]]:
-    """The examples of `buffer.path` that are trained on, and those that `buffer.dataset.held_out` asks for.
+    """The examples to train on, and the held-out ones (`buffer.dataset.held_out`).
 
-    Held-out examples that are trained on all the same, as of overlapping slices, are warned of.
+    A warning counts held-out examples that are trained on, too, as from overlapping slices.
 
     Raises:
         ConfigError: nothing would be left on one of the sides; or as `read_examples`.
     """
     settings = config.buffer.dataset.held_out
     if settings.share is None:
-        # A slice is of the dataset that is trained on; another is measured whole.
+        # Without a split of its own, another dataset is measured whole, in the splits that are trained on.
         split = settings.split or "+".join(names_of(config.buffer.dataset.split))
         path = settings.path or str(config.buffer.path)
         trained, held_out = examples, examples_of(config, path, split, pairs)
@@ -410,26 +411,26 @@ def held_out_of_run(
                 fix="leave some on both sides",
             )
         chosen = set(np.random.default_rng([config.seed, count]).permutation(len(examples))[:count].tolist())
-        trained = [each for index, each in enumerate(examples) if index not in chosen]
+        trained = [example for index, example in enumerate(examples) if index not in chosen]
         held_out = [examples[index] for index in sorted(chosen)]
-    contents = {hash(_content_of(each)) for each in trained}
-    if both := sum(hash(_content_of(each)) in contents for each in held_out):
+    contents = {hash(_content_of(example)) for example in trained}
+    if both := sum(hash(_content_of(example)) in contents for example in held_out):
         logger.warning("%d of %d held-out examples (buffer.dataset.held_out) are trained on, too: eval/loss is not of "
                        "unseen examples alone.", both, len(held_out))  # fmt: skip
     return trained, held_out
 
 
 class HeldOutLoss(L.Callback):
-    """Logs `eval/loss`, of preference pairs `eval/accuracy` and `eval/margin` too, every so many steps and at the end.
+    """Logs `eval/loss`, and for preference pairs `eval/accuracy` and `eval/margin`, at an interval and at the end.
 
-    Of several ranks each computes a share; rank 0 has read the examples, and logs.
+    If there are several ranks, each computes a share; rank 0 has read the examples, and logs.
 
     Args:
-        examples: what it is of, all together one optimizer batch; on ranks other than 0 nothing.
-        interval: optimizer steps, of which a step without rollouts is one, from one measurement to the next.
-        total_steps: explore steps of the run.
-        show: is given what was measured, or nothing, before the step's line is printed.
-        max_response_length: as for the batches that are trained on.
+        examples: measured as one optimizer batch; empty on ranks other than 0.
+        interval: steps from one measurement to the next.
+        total_steps: steps of the run.
+        show: called with the measured metrics, perhaps none, before the step's line is printed.
+        max_response_length: see `OptimizerBatch`.
     """
 
     def __init__(
@@ -449,7 +450,7 @@ class HeldOutLoss(L.Callback):
         self._batch = OptimizerBatch.of(data.everywhere(lambda: self._examples), 0, self._max_response_length)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measure, if it is time to."""
+        """Measure, if a measurement is due."""
         step = step_of(trainer)
         due = step % self._interval == 0 or step == self._total_steps
         measured = loss_of(pl_module, self._batch) if due else {}
@@ -461,11 +462,11 @@ class HeldOutLoss(L.Callback):
 
 
 def loss_of(policy: Any, batch: OptimizerBatch) -> dict[str, float]:
-    """What training on the batch would minimise, without dropout, by the names of `HeldOutLoss`.
+    """The loss and the metrics of a batch, without dropout, by the names of `HeldOutLoss`.
 
     Args:
         policy: a PolicyModule within a fit.
-        batch: its column of the reference is computed the first time.
+        batch: gets the column of the reference model the first time.
     """
     policy.policy.eval()
     try:

@@ -1,4 +1,4 @@
-"""Training on experiences out of a reader: without an explorer (SFT, DPO, offline RL), or beside its rollouts."""
+"""Training on experiences of a reader: without an explorer (SFT, DPO, offline RL), or beside its rollouts."""
 
 import copy
 import logging
@@ -13,6 +13,7 @@ import lightning as L
 import torch
 
 from trinity_lightning.buffer.datamodule import UnmovedDataModule
+from trinity_lightning.buffer.dataset import ExampleReader, HeldOutLoss, examples_of, held_out_of_run
 from trinity_lightning.buffer.reader import BufferReader, create_reader
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.messages import Conversation, check_roles, warn_of_unread
@@ -28,6 +29,7 @@ from trinity_lightning.explorer.models.imitation import Imitation
 from trinity_lightning.explorer.models.turns import common_length, turn_end
 from trinity_lightning.explorer.tasks.task import Task, conversation_of, prompt_text_of
 from trinity_lightning.explorer.tasks.taskset import Taskset
+from trinity_lightning.resume import check_resumed_data
 
 if TYPE_CHECKING:
     from trinity_lightning.monitor.run_monitor import RunMonitor
@@ -40,17 +42,17 @@ logger = logging.getLogger(__name__)
 class OfflineLoader:
     """Yields `steps_per_epoch` optimizer batches an epoch, each one read.
 
-    Its state is the position in the epoch; the reader's is the data module's.
+    Its state is the position in the epoch. The reader's state is in that of the data module.
 
     Attributes:
-        reader: where experiences come from.
-        batch_size: experiences a batch: at most, or with whole groups, unless one group alone is larger.
+        reader: gives the experiences.
+        batch_size: most experiences a batch; more only if one whole group alone is larger.
         steps_per_epoch: batches an epoch.
         whole_groups: never part the experiences of a task.
-        wait: seconds to wait for a batch that another process is still to write.
+        wait: seconds to wait for a batch that another process has yet to write.
         max_response_length: longest response that the data allow, in tokens; None: unknown, see `OptimizerBatch`.
-        everywhere: where several ranks train, lets rank 0 read, and gives what it has read to all.
-        pause: as the reader's `read` has it, for a run that may end while it waits.
+        everywhere: if several ranks train, has rank 0 read, and gives the experiences to all ranks.
+        pause: see `BufferReader.read`; for a run that may end during the wait.
 
     Raises:
         ConfigError: a number below 1, or a wait below 0.
@@ -67,7 +69,7 @@ class OfflineLoader:
     pause: Callable[[float], None] = time.sleep
     _epoch: int = field(default=1, init=False)
     _position: int = field(default=0, init=False)
-    _before: dict[str, Any] = field(default_factory=dict, init=False)  # where the reader stood before the last batch
+    _before: dict[str, Any] = field(default_factory=dict, init=False)  # the reader's state before the last batch
 
     def __post_init__(self) -> None:
         whole_number("batch_size", self.batch_size, least=1)
@@ -89,7 +91,7 @@ class OfflineLoader:
                     f"nothing left to read for step {index + 1} of {len(self)} in epoch {self._epoch} (waited "
                     f"{self.wait:g} s). Give {' or '.join(fixes)}."
                 )
-            # Counted before it is handed out: a checkpoint after its training step then resumes with the next one.
+            # Counted before the yield: a checkpoint after its training step then resumes with the next one.
             self._position = index + 1
             yield OptimizerBatch.of(experiences, self._epoch, self.max_response_length)
 
@@ -97,7 +99,7 @@ class OfflineLoader:
         return self.reader.read(self.batch_size, whole_groups=self.whole_groups, wait=self.wait, pause=self.pause)
 
     def rewind(self, position: int) -> None:
-        """Go back to batch `position`: the one after it was handed out but not trained on, and is read again."""
+        """Go back to batch `position`. The batch after it was handed out but not trained on, and is read again."""
         if self._position > position:
             self.reader.load_state_dict(self._before)
             self._position = position
@@ -110,18 +112,18 @@ class OfflineLoader:
 
 
 class OfflineExperienceDataModule(UnmovedDataModule):
-    """Experiences out of a reader, without an explorer: SFT, DPO, offline RL.
+    """Experiences of a reader, without an explorer: SFT, DPO, offline RL.
 
     An epoch is `steps_per_epoch` reads, each of which becomes one optimizer batch. The positions of reader and loader
     are in the checkpoint.
 
     Args:
-        reader: where experiences come from.
-        batch_size, steps_per_epoch, whole_groups, wait, max_response_length: as `OfflineLoader`.
+        reader: gives the experiences.
+        batch_size, steps_per_epoch, whole_groups, wait, max_response_length: see `OfflineLoader`.
         held_out: examples to measure the loss on.
 
     Attributes:
-        older_weights: they were sampled by other weights than the present ones, which PolicyModule looks at.
+        older_weights: True, for PolicyModule: other weights than the present ones sampled the experiences.
 
     Raises:
         ConfigError: a number below 1.
@@ -155,35 +157,39 @@ class OfflineExperienceDataModule(UnmovedDataModule):
         )
 
     def _pause(self, seconds: float) -> None:
-        """Sleep while there is nothing to read yet: no item is under way, and a `StopCheckpoint` may end the run."""
+        """Sleep until there may be something to read. No item is under way: a `StopCheckpoint` may end the run."""
         trainer: Any = self.trainer
-        for each in getattr(trainer, "callbacks", ()):
-            if isinstance(each, StopCheckpoint) and each.wanted and (reason := each.reason(trainer)) is not None:
+        for callback in getattr(trainer, "callbacks", ()):
+            wanted = isinstance(callback, StopCheckpoint) and callback.wanted
+            if wanted and (reason := callback.reason(trainer)) is not None:
                 raise reason
         time.sleep(seconds)
 
     def train_dataloader(self) -> OfflineLoader:
-        """One sized, lazy, stateful loader for the whole run."""
+        """A sized, lazy, stateful loader for the whole run."""
         return self._loader
 
     def state_dict(self) -> dict[str, Any]:
         return {"reader": self.reader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on reading where the checkpoint was taken. ForeignPositionError: the checkpoint is of another buffer."""
+        """Go on where the checkpoint was taken. ForeignPositionError: the checkpoint belongs to another buffer."""
         self.reader.load_state_dict(state_dict["reader"])
 
 
 def offline_data_module(
     config: TrainConfig, pairs: bool, follower: bool, max_response_length: int
 ) -> OfflineExperienceDataModule:
-    """What another run left, or the examples of a dataset; errors as those that read them.
+    """The data module of a run without rollouts: over the experiences of another run, or the examples of a dataset.
 
     Args:
         config: of the run.
-        pairs: whether the loss is of preference pairs.
-        follower: whether rank 0 reads for this one.
-        max_response_length: that the run which left something allowed, in tokens.
+        pairs: True if the loss is of preference pairs.
+        follower: True if rank 0 reads for this rank.
+        max_response_length: longest response that the other run allowed, in tokens.
+
+    Raises:
+        ConfigError, StorageError: as the readers.
     """
     dataset = config.buffer.storage == "dataset"
     reader: BufferReader
@@ -191,8 +197,6 @@ def offline_data_module(
     if follower:
         reader = UnreadReader()
     elif dataset:
-        from trinity_lightning.buffer.dataset import ExampleReader, examples_of, held_out_of_run
-
         settings = config.buffer.dataset
         examples = examples_of(config, str(config.buffer.path), settings.split, pairs)
         if settings.held_out.given:
@@ -200,7 +204,7 @@ def offline_data_module(
         reader = ExampleReader.of_run(config, examples)
     else:
         reader = create_reader(config.buffer, config.seed)
-        if config.buffer.order == "fifo":  # in other orders a read is logged
+        if config.buffer.order == "fifo":  # other orders log each read
             _check_first(reader, pairs)
     return OfflineExperienceDataModule(
         reader,
@@ -220,21 +224,20 @@ def offline_parts(
     max_response_length: int,
     follower: bool,
 ) -> tuple[OfflineExperienceDataModule, list[L.Callback]]:
-    """What a run without rollouts reads, and what watches it.
+    """The data module and the callbacks of a run without rollouts.
 
-    That is the loss on held-out examples, if there are some, and on rank 0 the monitor and what saves a run that is
-    stopped. A ConfigError if the checkpoint to resume from is of other data; others as of `offline_data_module`.
+    The callbacks are the loss on held-out examples, if there are some, and on rank 0 the monitor and the saving of a
+    run that is stopped.
+
+    Raises:
+        ConfigError: the checkpoint to resume from belongs to other data; or as `offline_data_module`.
     """
     data = offline_data_module(config, policy.objective.pairs, follower, max_response_length)
     if checkpoint is not None:
-        from trinity_lightning.resume import check_resumed_data
-
         check_resumed_data(data, checkpoint, config.buffer, folder)
     callbacks: list[L.Callback] = []
     dataset = config.buffer.dataset
     if config.buffer.storage == "dataset" and dataset.held_out.given:
-        from trinity_lightning.buffer.dataset import HeldOutLoss
-
         interval, longest = dataset.held_out.interval, dataset.max_length
         callbacks.append(HeldOutLoss(data.held_out, interval, config.steps, monitor.keep_metrics, longest))
     if not follower:
@@ -243,7 +246,7 @@ def offline_parts(
 
 
 def summary(config: TrainConfig) -> list[tuple[str, str]]:
-    """What such a run is about to do, for the table at its start."""
+    """Rows about a run without rollouts, for the table at its start."""
     return [
         ("experiences", f"{config.buffer.storage} {config.buffer.path or config.buffer.url}, no rollouts"),
         ("training", f"{config.steps} optimizer steps x {config.buffer.batch_size} experiences"),
@@ -252,7 +255,7 @@ def summary(config: TrainConfig) -> list[tuple[str, str]]:
 
 
 def _check_first(reader: BufferReader, pairs: bool) -> None:
-    """Refuse stored data whose first experience does not fit the loss: a pair for an ordinary one, or the reverse."""
+    """Refuse stored data whose first experience does not fit the loss: only `dpo` learns from pairs."""
     start = reader.state_dict()
     first = reader.read(1)
     reader.load_state_dict(start)
@@ -264,7 +267,7 @@ def _check_first(reader: BufferReader, pairs: bool) -> None:
 
 
 class UnreadReader(BufferReader):
-    """In the place of a reader on ranks other than 0, which are given what rank 0 has read."""
+    """Stands in for the reader on the ranks that get their experiences from rank 0."""
 
     def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
         return []
@@ -273,17 +276,17 @@ class UnreadReader(BufferReader):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: rank 0 goes on reading."""
+        """Do nothing: rank 0 goes on reading."""
 
 
 class ExpertData:
-    """So many expert experiences for every explore step, out of a reader that does not end.
+    """Expert experiences for every explore step, from a reader that does not end.
 
-    What was read counts as read when `commit` says that the explore step has taken it: a step cut short reads the same
-    again, so that the state always is that of the last whole step.
+    Experiences count as read after `commit`, when the explore step has taken them. A step that is cut short reads the
+    same ones again: the state is always that after the last whole step.
 
     Args:
-        reader: where they come from, in its order; for data that end a `RepeatingReader`.
+        reader: gives the experiences; for data that end a `RepeatingReader`.
         per_step: expert experiences an explore step.
 
     Raises:
@@ -294,10 +297,10 @@ class ExpertData:
         whole_number("per_step", per_step, least=1)
         self._reader, self._per_step = reader, per_step
         self._taken = reader.state_dict()
-        self._ahead = False  # whether the reader stands behind what no step has taken
+        self._ahead = False  # True if the reader has passed experiences that no step has taken
 
     def read(self, step: int) -> list[Experience]:
-        """Those of explore step `step`: marked as an expert's, without advantage, identities within the step.
+        """The expert experiences of explore step `step`, marked as such, with an advantage of 0 and ids of the step.
 
         Raises:
             StorageError: the reader has nothing more to give.
@@ -314,15 +317,19 @@ class ExpertData:
         return [_joining(experience, step, number) for number, experience in enumerate(experiences)]
 
     def commit(self) -> None:
-        """The explore step has taken what was read last."""
+        """Note that the explore step has taken the experiences that were read last."""
         self._taken, self._ahead = self._reader.state_dict(), False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the reader stood after the last step that has taken its share."""
+        """The reader's state after the last step that has taken its share."""
         return self._taken
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; errors as the reader's, and a ConfigError if that is of another kind."""
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            ConfigError: the state belongs to another storage; or as the reader.
+        """
         if ("reader" in state) != ("reader" in self._taken):
             raise ConfigError(
                 "buffer.expert.storage: the checkpoint's expert data are of another storage",
@@ -334,10 +341,9 @@ class ExpertData:
 
 
 def _joining(experience: Experience, step: int, number: int) -> Experience:
-    """A copy fit to stand among rollouts.
+    """A copy that can stand among rollouts.
 
-    Its log-probabilities, if it has some, are of another policy: they say nothing of this run's engine, and would
-    raise the alarm that watches it.
+    It has no log-probabilities: they would be another policy's, and raise the alarm that watches this run's engine.
     """
     joining = marked(experience, expert=True)
     joining.eid = EID(batch=step, task=f"expert-{number}", suffix=experience.eid.suffix)
@@ -348,15 +354,15 @@ def _joining(experience: Experience, step: int, number: int) -> Experience:
 
 
 def expert_data(config: TrainConfig) -> ExpertData:
-    """What joins the rollouts of every explore step of a run with expert data.
+    """The expert data that join the rollouts of every explore step.
 
     Raises:
-        ConfigError: a dataset, field or file is missing; or as the dataset's source says.
+        ConfigError: a dataset, field or file is missing; or as the task source.
         StorageError: the stored experiences cannot be opened.
     """
     expert = config.buffer.expert
     if expert.storage == "dataset":
-        taskset = Taskset.from_config(expert.dataset, answered=True)
+        taskset = Taskset.from_config(expert.dataset, answered=True, key="buffer.expert.dataset")
         reader: BufferReader = AnswerReader(
             taskset,
             load_tokenizer(config.model.name),
@@ -370,18 +376,18 @@ def expert_data(config: TrainConfig) -> ExpertData:
 
 
 class AnswerReader(BufferReader):
-    """A dataset's answers as the responses of an expert, in the taskset's order, without end.
+    """Reads the answers of a taskset as the responses of an expert, in the taskset's order, again and again.
 
-    The prompt is rendered as single-turn workflows render it. The response is the last message of a conversation that
-    ends with the assistant, or else the entry's answer, as the chat template shows it; its last token ends it, for the
-    policy to learn where to stop.
+    The prompt is rendered as in single-turn workflows. The response is the last message of a conversation that ends
+    with the assistant, or else the entry's answer, as the chat template shows it. It ends with the end token, so that
+    the policy learns where to stop.
 
     Args:
         taskset: the entries and their order.
         tokenizer: the policy's.
         workflow_args: of the run's workflow, for its system prompt.
         generation_config: the policy's, for its end tokens.
-        template_variables: of the chat template; those of an entry win.
+        template_variables: of the chat template; an entry's own come before them.
 
     Raises:
         ConfigError: entries have no answer; the message names the first five.
@@ -400,7 +406,7 @@ class AnswerReader(BufferReader):
         self._workflow_args = dict(workflow_args or {})
         self._template_variables = dict(template_variables or {})
         self._variables: set[str] = set()
-        taskset.check_entries(self._check)  # what is wrong shows now, not in the middle of a run
+        taskset.check_entries(self._check)  # a bad entry is refused now, not in the middle of a run
         warn_of_unread(self._variables, tokenizer.chat_template)
 
     def _check(self, raw: dict[str, Any]) -> None:
@@ -420,7 +426,7 @@ class AnswerReader(BufferReader):
         return [self._experience(raw) for raw in self._taskset.next_batch(count)]
 
     def _conversation(self, raw: dict[str, Any]) -> tuple[Conversation, dict[str, Any]]:
-        """The prompt, and the assistant's message, whose content is empty if there is none."""
+        """The prompt, and the assistant's message with empty content if there is none."""
         arguments, variables = self._workflow_args, self._template_variables
         conversation = conversation_of(Task("simple", raw, workflow_args=arguments, chat_template_kwargs=variables))
         if conversation[-1]["role"] == "assistant":
@@ -452,7 +458,7 @@ class AnswerReader(BufferReader):
         return self._taskset.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; a ConfigError if that was of other data."""
+        """Go on where `state_dict` was taken. ConfigError: the state belongs to other data."""
         cursor = {name: value for name, value in state.items() if name != "source"}  # which earlier versions had
         closing = turn_end(self._tokenizer, self._generation_config).closing
         if cursor != state and closing != (self._tokenizer.eos_token_id,):
@@ -468,7 +474,7 @@ class AnswerReader(BufferReader):
 
 
 def marked(experience: Experience, expert: bool) -> Experience:
-    """A copy that says whether it is an expert's."""
+    """A copy with the mark of an expert's experience, or without it."""
     copied = copy.copy(experience)
     copied.info = {**experience.info, IS_EXPERT.source_field: expert}
     others = [f for f in experience.custom_fields if f.destination_field != IS_EXPERT.destination_field]

@@ -1,22 +1,20 @@
-"""What happens to the experiences of an explore step before the trainer sees them."""
+"""The way of an explore step's experiences to the trainer: operators, a refill, and add strategies."""
 
 import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from trinity_lightning.algorithm.add_strategy import ComposedAddStrategy
 from trinity_lightning.algorithm.add_strategy.add_strategy import ListWriter
+from trinity_lightning.buffer.operators.experience_operator import AuxiliaryModels, OperatorChain
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.runs import Untrained, forget_notes
+from trinity_lightning.common.runs import Criterion, Untrained, forget_notes, warn_of_idle_step
+from trinity_lightning.config.buffer import OperatorConfig
 
-if TYPE_CHECKING:
-    from trinity_lightning.buffer.operators import AuxiliaryModels
-    from trinity_lightning.buffer.operators.experience_operator import OperatorChain
-    from trinity_lightning.common.runs import Criterion
-    from trinity_lightning.config.buffer import OperatorConfig
+logger = logging.getLogger(__name__)
 
 StrategySpec = str | Sequence[tuple[str, Mapping[str, Any]]]
 
@@ -25,11 +23,12 @@ class ExperiencePipeline:
     """Runs operators on a whole explore step (groups must be complete), and weighs what is left.
 
     Args:
-        add_strategy: how rewards become advantages: a registered name or dotted path, or several that follow each
-            other, with arguments: [("grpo", {"epsilon": 1e-6})].
+        add_strategy: makes advantages of rewards: a registered name or dotted path, or several that follow each other,
+            with arguments: [("grpo", {"epsilon": 1e-6})].
         operators: run before the add strategy, in order.
         auxiliary_models: clients of other models, for operators that ask them.
-        folder: the run's folder: where a failing operator leaves its step, `rejected/step_<n>.trxp`; None: nowhere.
+        folder: the run's folder, to which a failing operator's step is written (`rejected/step_<n>.trxp`); None: such
+            steps are not written.
 
     Attributes:
         chain: the operators, if there are any.
@@ -42,28 +41,23 @@ class ExperiencePipeline:
     def __init__(
         self,
         add_strategy: StrategySpec,
-        operators: "Sequence[OperatorConfig]" = (),
+        operators: Sequence[OperatorConfig] = (),
         *,
-        auxiliary_models: "AuxiliaryModels | None" = None,
+        auxiliary_models: AuxiliaryModels | None = None,
         folder: str | Path | None = None,
     ) -> None:
         specs = [(add_strategy, {})] if isinstance(add_strategy, str) else add_strategy
         self._written = ListWriter()
         self._strategy = ComposedAddStrategy(specs, self._written)
-        self.chain: OperatorChain | None = None
-        if operators:
-            from trinity_lightning.buffer.operators import experience_operator  # an option
-
-            self.chain = experience_operator.OperatorChain(operators, auxiliary_models, folder)
-        self._explained: set[str] = set()  # reasons for untrained steps for which it was logged what helps
+        self.chain = OperatorChain(operators, auxiliary_models, folder) if operators else None
+        self._explained: set[str] = set()  # reasons for untrained steps whose remedy was logged already
 
     @property
-    def criteria(self) -> "list[Criterion]":
-        """What its filters judge by."""
-        from trinity_lightning.common.runs import Criterion
-
+    def criteria(self) -> list[Criterion]:
+        """The criteria of its filters."""
         parts = [*self._strategy.strategies, *(self.chain.operators if self.chain is not None else ())]
-        return [found for part in parts if isinstance(found := getattr(part, "criterion", None), Criterion)]
+        criteria = [getattr(part, "criterion", None) for part in parts]
+        return [criterion for criterion in criteria if isinstance(criterion, Criterion)]
 
     async def prepare(self) -> None:
         if self.chain is not None:
@@ -72,66 +66,67 @@ class ExperiencePipeline:
     async def process(
         self, experiences: list[Experience], step: int, more: "MoreRollouts | None" = None, *, all_rows: bool = False
     ) -> tuple[list[Experience], dict[str, float]]:
-        """Tidy and weigh an explore step: what the trainer is to be given, and the metrics of every stage.
+        """Tidy and weigh an explore step.
 
-        Experiences that are not trained on get the reason in their info (`UNTRAINED`); a step of which none is trained
-        on is logged with the reasons, and once with what helps against the most frequent.
+        Experiences that are not trained on get the reason in their info (`UNTRAINED`). If none is trained on, the step
+        is logged with the reasons, and once with a remedy for the most frequent one.
 
         Args:
-            experiences, step: of the step, and its number.
+            experiences, step: of the explore step, and its number.
             more: asked for further tasks if a strategy that wants the step full (`dapo`) leaves it short.
-            all_rows: whether experiences without an advantage are trained on too (`Objective.needs_all_rows`).
+            all_rows: train on experiences without an advantage, too (`Objective.needs_all_rows`).
+
+        Returns:
+            The experiences for the trainer, and the metrics of every stage.
 
         Raises:
-            OperatorError: an operator failed, and is not to be skipped; what the step received so far is saved.
-            ExperienceError: an experience that the add strategy cannot weigh.
+            OperatorError: an operator failed, and is not to be skipped; the experiences so far are saved.
+            ExperienceError: the add strategy cannot weigh an experience.
         """
-        all_of_them: list[Experience] = []
-        tidy_ones: list[Experience] = []
+        received: list[Experience] = []
+        tidied: list[Experience] = []
         copies: list[Experience] = []
         untrained = Untrained(all_rows)
 
         async def tidy(some: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-            all_of_them.extend(some)
+            received.extend(some)
             for experience in some:
                 forget_notes(experience)
             metrics: dict[str, float] = {}
             if self.chain is not None:
                 some, metrics = await self.chain.process(some, step, copies, untrained)
-            tidy_ones.extend(some)
+            tidied.extend(some)
             return some, metrics
 
         await self.prepare()
         experiences, metrics = await tidy(experiences)
         if more is not None and self._strategy.refills:
             experiences, metrics = await refill(experiences, metrics, step, more, tidy, self._strategy.survivors)
-            untrained.leave_out(tidy_ones, experiences, "surplus")
+            untrained.leave_out(tidied, experiences, "surplus")
         start = time.perf_counter()
         self._written.calls = []
         count, added = await self._strategy.add(experiences, step)
         metrics |= {**added, "experience_pipeline/written": float(count)}
         metrics["time/add_strategy"] = time.perf_counter() - start
-        metrics |= self._note_untrained(untrained, all_of_them, experiences, step)
+        metrics |= self._note_untrained(untrained, received, experiences, step)
         return self._written.experiences, metrics
 
     def _note_untrained(
         self, untrained: Untrained, received: list[Experience], weighed: list[Experience], step: int
     ) -> dict[str, float]:
-        """Mark which of the received experiences are not trained on; how many there are, by reason."""
+        """Note on the received experiences why they are not trained on; returns their numbers by reason, as metrics."""
         for name, written in self._strategy.stages.items():
             untrained.leave_out(weighed, written, f"filtered by {name}")
             weighed = written
         trained = untrained.weigh(weighed)
         reasons = untrained.note(received)
         if received and not trained:
-            from trinity_lightning.common.runs import warn_of_idle_step
-
             warn_of_idle_step(step, len(received), reasons, self._explained)
         counts = {f"experience_pipeline/untrained/{r.replace(' ', '_')}": float(n) for r, n in reasons.items()}
         return {"experience_pipeline/trained": float(trained), **counts}
 
 
-logger = logging.getLogger(__name__)
+# -- a refill: further tasks for a step that filters have left short ---------------------------------------------------
 
 
 class MoreRollouts(Protocol):
@@ -139,24 +134,24 @@ class MoreRollouts(Protocol):
 
     @property
     def tasks(self) -> int:
-        """How many a step is meant to have."""
+        """Number of tasks that a step is meant to have."""
         ...
 
     async def __call__(self, tasks: int) -> list[Experience]:
-        """The experiences of that many new tasks; nothing once no more are to be had.
+        """The experiences of so many new tasks; none once there are no more tasks.
 
-        Tasks that all failed are replaced in turn, as long as the limit of such requests allows.
+        If all of the tasks failed, others take their place, as long as the limit of such requests allows.
         """
         ...
 
 
-# Tidies the experiences of some tasks, as it does those of a whole step: what is left, and metrics.
+# Runs the operators on the experiences of some tasks; returns the experiences that are left, and metrics.
 Tidy = Callable[[list[Experience]], Awaitable[tuple[list[Experience], dict[str, float]]]]
 
-# Those of some experiences' groups that would be trained on, by task.
+# Returns the groups, among some experiences, that would be trained on, by task.
 Survivors = Callable[[list[Experience]], dict[str, list[Experience]]]
 
-# Assume that at least this share of new tasks survives, however few did so far, so that one request stays bounded.
+# At least this share of new tasks is assumed to survive, however few did so far, so that one request stays bounded.
 _MIN_RATE = 0.25
 
 
@@ -168,18 +163,25 @@ async def refill(
     tidy: Tidy,
     survivors: Survivors,
 ) -> tuple[list[Experience], dict[str, float]]:
-    """Ask for more tasks until as many groups survive as the step is meant to have, or no more are to be had.
+    """Ask for more tasks until as many groups survive as the step is meant to have, or there are no more tasks.
 
-    Only `tidy` and the filter see the new groups apart; what weighs a whole step sees it once it is full. Groups
-    beyond that number are dropped and counted: the earliest are kept.
+    Only `tidy` and the filter see the new groups alone; strategies that weigh a whole step see it once it is full.
+    Groups beyond that number are dropped and counted: the earliest stay.
 
-    The `experiences` and `metrics` are those of the tidied step. Returned are all experiences, filtered ones too,
-    without surplus groups, and the metrics of all rounds.
+    Args:
+        experiences, metrics: of the tidied step.
+        step: its number.
+        more: rolls out further tasks.
+        tidy: runs the operators on them.
+        survivors: groups the experiences that would be trained on.
+
+    Returns:
+        All experiences, filtered ones too, without surplus groups; and the metrics of all rounds.
     """
-    kept, asked = survivors(experiences), more.tasks
+    surviving, asked = survivors(experiences), more.tasks
     filled, rounds, dropped = list(experiences), [metrics], 0
-    while (missing := more.tasks - len(kept)) > 0:
-        rate = max(len(kept) / asked, _MIN_RATE)
+    while (missing := more.tasks - len(surviving)) > 0:
+        rate = max(len(surviving) / asked, _MIN_RATE)
         tasks = min(math.ceil(missing / rate), more.tasks)
         if not (added := await more(tasks)):
             break
@@ -190,7 +192,7 @@ async def refill(
         surplus = set(list(new)[missing:])
         dropped += len(surplus)
         filled += [e for e in added if e.eid.tid not in surplus]
-        kept |= {task: group for task, group in new.items() if task not in surplus}
+        surviving |= {task: group for task, group in new.items() if task not in surplus}
     if missing > 0:
         logger.warning(
             "step %d: %d of its %d tasks are missing after filters left out the others and %d more tasks were tried: "
@@ -205,8 +207,8 @@ async def refill(
 
 
 def merged(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of several rounds as those of one step: counts and times add up, anything else is averaged."""
+    """Metrics of several rounds as one step's: counts and times add up, others are averaged."""
     names = dict.fromkeys(name for part in parts for name in part)
     values = {name: [part[name] for part in parts if name in part] for name in names}
     adds_up = {name: "count" in name or "dropped" in name or name.startswith("time/") for name in names}
-    return {name: sum(each) if adds_up[name] else sum(each) / len(each) for name, each in values.items()}
+    return {name: sum(of_name) if adds_up[name] else sum(of_name) / len(of_name) for name, of_name in values.items()}

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from support.errors import refuses
 from support.fake_model import FakeModel
 from support.judge_server import judge_server
 from support.operators import make, rewards
@@ -359,11 +360,11 @@ def test_what_cannot_work_is_refused() -> None:
     operator.set_auxiliary_model({"teacher": []})
     with pytest.raises(ConfigError, match="teacher_top_k: unknown auxiliary model 'tutor'"):
         asyncio.run(operator.prepare())
-    with pytest.raises(ConfigError, match="k is 0"):
+    with refuses("k"):
         TeacherTopK(k=0)
-    with pytest.raises(ConfigError, match="timeout is 0"):
+    with refuses("timeout"):
         TeacherTopK(timeout=0)
-    with pytest.raises(ConfigError, match="max_retries is -1"):
+    with refuses("max_retries"):
         TeacherTopK(max_retries=-1)
 
 

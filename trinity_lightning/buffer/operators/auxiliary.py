@@ -29,7 +29,7 @@ T = TypeVar("T")
 MAX_CONCURRENT = 64  # requests in flight at once
 MAX_REASONS = 5  # of failures, logged for an explore step
 BACKOFF_SECONDS = 0.5  # before the second attempt, doubled before each further one
-# What a degenerate answer can raise: numbers of thousands of digits, nesting without end, a body that is no answer.
+# Errors of degenerate answers: numbers of thousands of digits, endless nesting, a body that is no answer.
 _DEGENERATE = (ValueError, ArithmeticError, RecursionError, AttributeError)
 
 
@@ -48,17 +48,17 @@ class AskingOperator(ExperienceOperatorV1):
         self.max_retries = whole_number("max_retries", max_retries, least=0)
 
     def clients(self, operator: str) -> Sequence[Any]:
-        """Those of the auxiliary model. ConfigError: there is none of that key."""
+        """The clients of the auxiliary model. ConfigError: there is no model of that key."""
         if clients := self.auxiliary_models.get(self.model):
             return clients
         known = map(str, self.auxiliary_models)
         raise ConfigError(f"{operator}: {unknown_name('auxiliary model', str(self.model), known)}")
 
     async def answer_to(self, ask: Callable[[], Coroutine[Any, Any, T]], slots: asyncio.Semaphore) -> T:
-        """What `ask` returns, tried again if it fails or takes too long.
+        """The result of `ask`, which is tried again if it fails or takes too long.
 
         Raises:
-            RolloutError: why the last attempt failed.
+            RolloutError: all attempts failed; the message is the last one's reason.
         """
         from openai import OpenAIError
 
@@ -79,8 +79,8 @@ class AskingOperator(ExperienceOperatorV1):
 
 
 async def _all_of(requests: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Make all requests; if one fails, the others are not left running."""
-    tasks = [asyncio.ensure_future(each) for each in requests]
+    """Make all requests; if one fails, cancel the others."""
+    tasks = [asyncio.ensure_future(request) for request in requests]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -95,11 +95,11 @@ class JudgeOperator(AskingOperator):
     """Asks a model for a score of each response, from 0 to 1, and adds weight * score to the reward.
 
     The model is to answer with JSON, {"score": <0..1>}, alone or within other text. `info["judge_score"]` is set; an
-    experience without a reward gets weight * score as its reward. A failed item (no answer in time, an error of the
-    server, no valid score), after all attempts, keeps its reward and is counted and logged.
+    experience without a reward gets weight * score as its reward. If all attempts fail (no answer in time, an error of
+    the server, no valid score), the experience keeps its reward, and is counted and logged.
 
     Args:
-        model, timeout, max_retries: as `AskingOperator`.
+        model, timeout, max_retries: see `AskingOperator`.
         prompt: template; {prompt}, {response} and {answer} (from `info["answer"]`) are filled in, other braces stay.
         weight: of the score in the reward.
         sampling: further arguments of the request; temperature 0 unless it says otherwise.
@@ -124,18 +124,18 @@ class JudgeOperator(AskingOperator):
         self._names: dict[int, str] = {}
 
     async def prepare(self) -> None:
-        """Find the judge and what its servers call it.
+        """Find the judge, and its name on its servers.
 
         Raises:
-            ConfigError: no auxiliary model of that key, or its server has several models and none of that name.
+            ConfigError: there is no auxiliary model of that key; or its server has several models, none of that name.
         """
         self._names = {id(client): await self._name_on(client) for client in self.clients("judge")}
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """All experiences; metrics: `score/mean` of those judged, `failed_count` of the others.
+        """All experiences; metrics: `score/mean` of the judged ones, and `failed_count`, the number of the others.
 
         Raises:
-            ExperienceError: the template wants the answer or the response, and an experience has none.
+            ExperienceError: the template has a place for the answer or the response, and an experience has none.
             ConfigError: as `prepare`.
         """
         clients = self.auxiliary_models.get(self.model, [])
@@ -163,7 +163,7 @@ class JudgeOperator(AskingOperator):
         return exps, {**mean, "failed_count": failures.total()}
 
     async def _name_on(self, client: "AsyncOpenAI") -> str:
-        """What to send as `model`: the client's `model_path` if it has one, else what the server has."""
+        """The name to send as `model`: the client's `model_path`, or else a name that the server lists."""
         if (path := getattr(client, "model_path", None)) is not None:
             return str(path)
         from openai import OpenAIError
@@ -199,7 +199,7 @@ class JudgeOperator(AskingOperator):
         if not response.choices:
             raise VerdictError("the judge's answer has no choices")
         choice = response.choices[0]
-        # A model of the run says what stands behind its thoughts: the text cannot tell that its prompt opened them.
+        # A model of the run gives its answer apart: the text does not show that its prompt opened thoughts.
         if getattr(choice, "answer", "") is None:
             raise VerdictError("the judge was cut off in its thoughts: give it more max_tokens")
         return read_score(choice.message.content or "")
@@ -213,13 +213,13 @@ class TeacherTopK(AskingOperator):
 
     The teacher is a vLLM server that reads the policy's own token ids (`prompt_logprobs` of its completions API): an
     auxiliary model that the run starts, or a url. It must have the same vocabulary, and a context longer than the
-    policy's by a token; its log-probabilities are those of temperature 1. Every token of a response is read, what the
-    environment wrote too; experiences of which nothing is trained on are not.
+    policy's by a token. Its log-probabilities are those of temperature 1. Every token of a response is read, also the
+    environment's; experiences without a trained token are not read.
 
     Args:
-        model, timeout, max_retries: as `AskingOperator`.
-        k: number of tokens kept at each place. All others count as one more: a small k is enough for a teacher that is
-            sure.
+        model, timeout, max_retries: see `AskingOperator`.
+        k: number of tokens kept at each place. All others count as one more token: a small k is enough for a teacher
+            that is sure.
     """
 
     advice = (
@@ -232,7 +232,7 @@ class TeacherTopK(AskingOperator):
         self.k = whole_number("k", k, least=1)
 
     async def prepare(self) -> None:
-        """Ask a teacher that is an endpoint about two tokens; one that the run starts can answer, but is not up yet.
+        """Ask a teacher that is an endpoint about two tokens. One that the run starts is not up yet.
 
         Raises:
             ConfigError: there is no teacher of that name, or it does not give its likeliest tokens.
@@ -243,17 +243,17 @@ class TeacherTopK(AskingOperator):
 
     async def _check(self, client: Any, url: str) -> None:
         try:
-            said = await self._said(client, [0, 0], 1, asyncio.Semaphore())
+            likeliest = await self._likeliest_tokens(client, [0, 0], 1, asyncio.Semaphore())
         except RolloutError as error:
             raise ConfigError(
                 f"teacher_top_k: {url} does not give the log-probabilities of its {self.k} likeliest tokens ({error}): "
                 f"it must be a vLLM server of that model, started with --max-logprobs {self.k} or more."
             ) from error
-        if said["ids"].shape != (1, self.k):
-            raise ConfigError(f"teacher_top_k: {url} knows {said['ids'].shape[1]} tokens, fewer than k={self.k}.")
+        if likeliest["ids"].shape != (1, self.k):
+            raise ConfigError(f"teacher_top_k: {url} knows {likeliest['ids'].shape[1]} tokens, fewer than k={self.k}.")
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """All experiences; the metric `mass/mean` is how much of the teacher's probability its top k have, on average.
+        """All experiences; the metric `mass/mean` is the mean probability that the teacher gives to its top k tokens.
 
         Raises:
             RolloutError: the teacher did not answer, or gave something else than it was asked for.
@@ -261,18 +261,19 @@ class TeacherTopK(AskingOperator):
         clients, slots = cycle(self.auxiliary_models[self.model]), asyncio.Semaphore(MAX_CONCURRENT)
 
         async def read(client: Any, experience: Experience) -> None:
-            said = await self._said(client, experience.tokens.tolist(), experience.prompt_length, slots)
-            experience.info = experience.info | {"teacher_top_k": said}
+            tokens, start = experience.tokens.tolist(), experience.prompt_length
+            likeliest = await self._likeliest_tokens(client, tokens, start, slots)
+            experience.info = experience.info | {"teacher_top_k": likeliest}
 
-        trained = [each for each in exps if each.action_mask is not None and each.action_mask.any()]
+        trained = [exp for exp in exps if exp.action_mask is not None and exp.action_mask.any()]
         await _all_of(read(*pair) for pair in zip(clients, trained, strict=False))
-        mass = [float(each.info["teacher_top_k"]["logprobs"].exp().sum(-1).mean()) for each in trained]
+        mass = [float(exp.info["teacher_top_k"]["logprobs"].exp().sum(-1).mean()) for exp in trained]
         return exps, {"mass/mean": statistics.fmean(mass)} if mass else {}
 
-    async def _said(
+    async def _likeliest_tokens(
         self, client: Any, tokens: list[int], start: int, slots: asyncio.Semaphore
     ) -> dict[str, torch.Tensor]:
-        """What the teacher finds likeliest at the tokens from `start` on."""
+        """The teacher's likeliest tokens at the places from `start` on, with their log-probabilities."""
         try:
             return await self.answer_to(lambda: self._ask(client, tokens, start), slots)
         except RolloutError as error:
@@ -299,7 +300,7 @@ class TeacherTopK(AskingOperator):
 
     def _likeliest(self, entry: Mapping[str, Any] | None) -> tuple[list[int], list[float]]:
         """Ids and log-probabilities of the first k; vLLM adds the token itself if it is not among them."""
-        if entry is None:  # of the first token of all, which is not trained
+        if entry is None:  # at the first token, which is not trained
             return [0] * self.k, [-math.log(self.k)] * self.k
         first = sorted(entry.items(), key=lambda item: item[1]["rank"])[: self.k]
-        return [int(token) for token, _ in first], [float(said["logprob"]) for _, said in first]
+        return [int(token) for token, _ in first], [float(values["logprob"]) for _, values in first]

@@ -1,4 +1,4 @@
-"""What an experience operator is, how configurations become operators, and how those run one after the other."""
+"""Experience operators: their base classes, their making from configurations, and their chain."""
 
 import asyncio
 import contextlib
@@ -34,21 +34,19 @@ logger = logging.getLogger(__name__)
 # Clients of other models (judges, say), several for one model to share its load.
 AuxiliaryModels = Mapping[str | int, "list[AsyncOpenAI]"]
 
-# Under this key an operator's metrics hold {taskset_id: {"indices": [...], "values": [...]}} for a task selector: they
-# are not logged.
+# Key of an operator's metrics for a task selector, {taskset_id: {"indices": [...], "values": [...]}}: not logged.
 SELECTOR_METRIC = "selector_metric"
 
-# Seconds to wait for the loop that operators live on, if it runs in another thread; and after an error, which may be
-# that nothing else can run there.
+# Seconds to wait for the operators' loop, if it runs in another thread; and after an error, which may have stopped it.
 WAIT_SECONDS, CLOSE_SECONDS = 60.0, 5.0
 
 
 class ExperienceOperator(ABC):
-    """The older, synchronous kind: process and close."""
+    """An operator of the older, synchronous kind."""
 
     @abstractmethod
     def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """The experiences of an explore step after the operator, and metrics. There may be none."""
+        """The experiences of an explore step after the operator, perhaps none, and metrics."""
 
     def close(self) -> None:  # noqa: B027  # most operators hold nothing
         """Free what the operator holds."""
@@ -59,11 +57,11 @@ class ExperienceOperatorV1(ABC):
 
     Attributes:
         auxiliary_models: clients by the name or number of their model; empty before `set_auxiliary_model`.
-        advice: what to do after it has failed and ended the run, in a sentence of the error message.
+        advice: sentence of the error message that says how to go on after the operator has failed.
     """
 
     advice = "Set its on_error to skip to go on without it."
-    # An empty mapping that nobody can write into: operators need not call this class's constructor.
+    # Read-only, since it is shared: operators need not call this class's constructor.
     auxiliary_models: AuxiliaryModels = MappingProxyType({})
 
     async def prepare(self) -> None:  # noqa: B027  # most operators have nothing to prepare
@@ -71,7 +69,7 @@ class ExperienceOperatorV1(ABC):
 
     @abstractmethod
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """The experiences of an explore step after the operator, and metrics. There may be none.
+        """The experiences of an explore step after the operator, perhaps none, and metrics.
 
         The list is the operator's own; the experiences may be changed in place. Every real number among the metrics is
         logged as `experience_pipeline/<operator>/<metric>`.
@@ -93,7 +91,7 @@ class LegacyOperator(ExperienceOperatorV1):
     """An operator of the older kind as one of the newer.
 
     Args:
-        operator: what to wrap; it gets the auxiliary models if it has `set_auxiliary_model`.
+        operator: gets the auxiliary models if it has `set_auxiliary_model`.
     """
 
     def __init__(self, operator: ExperienceOperator) -> None:
@@ -137,19 +135,19 @@ def create_operators(
 
 def operator_class(name: str) -> OperatorClass:
     """The operator class of that name, or at that dotted path; errors as `create_operators`."""
-    found = EXPERIENCE_OPERATORS.resolve(name)
-    if not (isinstance(found, type) and issubclass(found, ExperienceOperator | ExperienceOperatorV1)):
+    operator = EXPERIENCE_OPERATORS.resolve(name)
+    if not (isinstance(operator, type) and issubclass(operator, ExperienceOperator | ExperienceOperatorV1)):
         raise TypeError(
-            f"'{name}' is no experience operator, but {found!r}: give a class derived from ExperienceOperatorV1."
+            f"'{name}' is no experience operator, but {operator!r}: give a class derived from ExperienceOperatorV1."
         )
-    for method in ("prepare", "process", "close") if issubclass(found, ExperienceOperatorV1) else ():
-        defined = getattr(found, method)
-        if not any(map(inspect.iscoroutinefunction, (defined, inspect.unwrap(defined)))):  # which a decorator may hide
+    for method in ("prepare", "process", "close") if issubclass(operator, ExperienceOperatorV1) else ():
+        function = getattr(operator, method)
+        if not any(map(inspect.iscoroutinefunction, (function, inspect.unwrap(function)))):  # one may be decorated
             returns = ", which returns (list of experiences, dict of metrics)" if method == "process" else ""
             raise TypeError(
                 f"operator '{name}': write `async def {method}`{returns}, as an ExperienceOperatorV1 has it."
             )
-    return found
+    return operator
 
 
 def _create(cls: OperatorClass, config: OperatorConfig) -> ExperienceOperator | ExperienceOperatorV1:
@@ -161,7 +159,7 @@ def _create(cls: OperatorClass, config: OperatorConfig) -> ExperienceOperator | 
         raise ConfigError(f"operator '{config.name}': {error}") from error
 
 
-# -- one after the other -----------------------------------------------------------------------------------------------
+# -- the chain ---------------------------------------------------------------------------------------------------------
 
 
 class _Stage(NamedTuple):
@@ -176,8 +174,8 @@ class OperatorChain:
     """Runs operators in order on the experiences of an explore step.
 
     Args:
-        configs, auxiliary_models: as `create_operators`, errors too.
-        folder: where `rejected/step_<n>.trxp` is written when an operator fails; None: nowhere.
+        configs, auxiliary_models: see `create_operators`, also for the errors.
+        folder: `rejected/step_<n>.trxp` is written here when an operator fails; None: it is not written.
     """
 
     def __init__(
@@ -199,10 +197,10 @@ class OperatorChain:
         return [stage.operator for stage in self._stages]
 
     async def prepare(self) -> None:
-        """Prepare the operators that are not; if one fails, those that were are closed again. Twice is allowed.
+        """Prepare the operators that are not prepared yet; if one fails, the others are closed again.
 
         Raises:
-            OperatorError: the one that failed.
+            OperatorError: an operator failed; the message names it.
         """
         self._loop = asyncio.get_running_loop()
         for stage in self._stages[len(self._prepared) :]:
@@ -212,15 +210,15 @@ class OperatorChain:
                 try:
                     await self.close()
                 except OperatorError as another:
-                    logger.warning("%s", another)  # the first failure is the one to act on
+                    logger.warning("%s", another)  # the first failure is raised
                 raise OperatorError(f"{stage.title} could not be prepared: {described(error)}") from error
             self._prepared.append(stage)
 
     async def close(self) -> None:
-        """Close all operators, in reverse order, also when one of them fails. Twice is allowed.
+        """Close all prepared operators, in reverse order, also when one of them fails.
 
         Raises:
-            OperatorError: naming those that failed.
+            OperatorError: some failed; the message names them.
         """
         failures = []
         while self._prepared:
@@ -234,9 +232,10 @@ class OperatorChain:
             raise OperatorError(causes) from failures[0][1]
 
     def end(self, after_error: bool = False) -> None:
-        """`close` from any thread, on the loop that the operators were prepared on as long as that runs.
+        """Close the operators, from any thread, on the loop that they were prepared on, as long as it runs.
 
-        `after_error`: another one is on its way to the user, and an error of closing is only logged.
+        Args:
+            after_error: True if another error will reach the user: one of closing is only logged then.
         """
         try:
             if self._prepared:
@@ -247,12 +246,12 @@ class OperatorChain:
             logger.warning("%s", error)
 
     def _close_within(self, seconds: float) -> None:
-        """`close` on their loop if that runs in another thread, else on a loop of its own."""
-        own = None
-        with contextlib.suppress(RuntimeError):  # there is none
-            own = asyncio.get_running_loop()
-        if self._loop is None or not self._loop.is_running() or self._loop is own:
-            with ThreadPoolExecutor(max_workers=1) as pool:  # this thread may have a running loop: a notebook's has
+        """Close the operators on their loop if it runs in another thread, else on a new loop."""
+        running = None
+        with contextlib.suppress(RuntimeError):  # no loop runs in this thread
+            running = asyncio.get_running_loop()
+        if self._loop is None or not self._loop.is_running() or self._loop is running:
+            with ThreadPoolExecutor(max_workers=1) as pool:  # this thread may have a running loop, as in a notebook
                 return pool.submit(lambda: asyncio.run(self.close())).result()
         try:
             return asyncio.run_coroutine_threadsafe(self.close(), self._loop).result(seconds)
@@ -262,16 +261,19 @@ class OperatorChain:
     async def process(
         self, experiences: list[Experience], step: int, received: list[Experience], untrained: Untrained
     ) -> tuple[list[Experience], dict[str, float]]:
-        """What the operators make of explore step `step`, and their metrics.
+        """Run the operators on the experiences of explore step `step`.
 
         Args:
             experiences: of the step, or of a refill of it.
             step: its number.
-            received: copies of the step's experiences so far, before any operator; those of these are added.
-            untrained: takes note of what each operator leaves out.
+            received: copies of the step's experiences so far, before any operator; copies of these are added.
+            untrained: notes which experiences each operator leaves out.
+
+        Returns:
+            The experiences that are left, and the operators' metrics.
 
         Raises:
-            OperatorError: an operator failed whose on_error is `stop`; what the step received is saved.
+            OperatorError: an operator failed whose on_error is `stop`; the received experiences are saved.
         """
         began, metrics = time.perf_counter(), dict[str, float]()
         if self._folder is not None:
@@ -279,26 +281,27 @@ class OperatorChain:
         for stage in self._stages:
             for experience in experiences:
                 if RAW_REWARD not in experience.metrics and is_valid_reward(experience.reward):
-                    experience.metrics = experience.metrics | {RAW_REWARD: experience.reward}  # they may share a dict
-            given = experiences
+                    # A new dict, since experiences may share one.
+                    experience.metrics = experience.metrics | {RAW_REWARD: experience.reward}
+            entered = experiences
             before = snapshot(experiences) if stage.on_error is OnError.skip else None
             start = time.perf_counter()
             try:
-                # A list of its own: the caller's keeps what it has.
+                # The operator gets a list of its own: the caller's list does not change.
                 experiences, values = _checked(await stage.operator.process(list(experiences)))
             except Exception as error:
                 if before is None:
                     raise self._failure(stage, error, step, received) from error
                 logger.warning("%s failed at explore step %d and is skipped.", stage.title, step, exc_info=error)
-                for experience, copied in zip(given, before, strict=True):  # in place: observers hold them too
+                for experience, copied in zip(entered, before, strict=True):  # in place: others hold the objects too
                     experience.__dict__ = vars(copied)
-                experiences, values = given, {}
+                experiences, values = entered, {}
             finally:
                 metrics[stage.time_key] = time.perf_counter() - start
-            untrained.leave_out(given, experiences, f"filtered by {stage.label}")
+            untrained.leave_out(entered, experiences, f"filtered by {stage.label}")
             metrics |= self._numbers(stage, values)
             if before is not None:
-                metrics[f"experience_pipeline/{stage.label}/failed"] = float(experiences is given)
+                metrics[f"experience_pipeline/{stage.label}/failed"] = float(experiences is entered)
         return experiences, metrics | {"time/operators": time.perf_counter() - began}
 
     def _numbers(self, stage: _Stage, values: Mapping[str, Any]) -> dict[str, float]:
@@ -315,7 +318,7 @@ class OperatorChain:
         return metrics
 
     def _failure(self, stage: _Stage, error: Exception, step: int, received: list[Experience]) -> OperatorError:
-        """The error that ends the run; the experiences are written to `rejected/` first, whole or not at all."""
+        """The error that ends the run; the experiences are first written to `rejected/`, all or none of them."""
         fate = "The step's experiences are lost: no folder was given to save them in."
         if self._folder is not None:
             path = self._folder / "rejected" / f"step_{step}.trxp"
@@ -331,9 +334,10 @@ class OperatorChain:
 
 
 def snapshot(experiences: Sequence[Experience]) -> list[Experience]:
-    """Copies that nothing done to the originals in place reaches; what originals share, the copies share too.
+    """Copies that share nothing with the originals; a tensor that two originals share, their copies share too.
 
-    ExperienceError: a field holds what cannot be copied, such as a lock in info.
+    Raises:
+        ExperienceError: a field cannot be copied, such as a lock in info.
     """
     memo: dict[int, Any] = {}
     return [_copy_experience(experience, memo) for experience in experiences]
@@ -349,14 +353,14 @@ def _copy_experience(experience: Experience, memo: dict[int, Any]) -> Experience
         elif isinstance(value, dict | list):
             try:
                 setattr(copied, name, copy.deepcopy(value, memo) if value else type(value)())
-            except Exception as error:  # whatever a user's object raises
+            except Exception as error:  # a user's object may raise anything
                 raise ExperienceError(f"experience {experience.eid}: {name} cannot be copied: {error}") from error
     copied.eid = copy.copy(experience.eid)
     return copied
 
 
 def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:
-    """What an operator returned; TypeError or ExperienceError if that is not what it has to return."""
+    """The experiences and metrics that an operator returned. TypeError, ExperienceError: it returned something else."""
     if isinstance(result, tuple) and len(result) == 2:
         experiences, metrics = result
         of_experiences = isinstance(experiences, Sequence) and all(isinstance(e, Experience) for e in experiences)
@@ -368,8 +372,8 @@ def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:
 
 
 def _kind(result: Any) -> str:
-    """The types of what an operator returned, which may be long."""
+    """The types in an operator's result, which itself may be long."""
     if isinstance(result, tuple):
         return f"({', '.join(map(_kind, result))})"
-    others = [each for each in result if not isinstance(each, Experience)] if isinstance(result, list) else []
+    others = [item for item in result if not isinstance(item, Experience)] if isinstance(result, list) else []
     return f"list with {type(others[0]).__name__}" if others else type(result).__name__

@@ -1,4 +1,4 @@
-"""Filters by reward: of an experience, and of the spread or the share of right ones within its group."""
+"""Filters by reward: of one experience, or by the spread or the share of right answers within its group."""
 
 import logging
 import statistics
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class RewardFilter(ExperienceOperatorV1):
-    """Keeps experiences whose reward is at least `threshold`; a missing reward or NaN is not."""
+    """Keeps experiences whose reward is at least `threshold`, and is neither missing nor NaN."""
 
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = number("threshold", threshold)
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """What is kept; `filtered_count` is the number of the others."""
+        """The experiences that stay; `filtered_count` is the number of the others."""
         kept = [exp for exp in exps if exp.reward is not None and exp.reward >= self.threshold]
         return kept, {"filtered_count": len(exps) - len(kept)}
 
@@ -37,21 +37,20 @@ class InvalidRewardFilter(ExperienceOperatorV1):
     """Drops experiences whose reward is missing, NaN or infinite."""
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """What is kept; `filtered_count` is the number of the others."""
+        """The experiences that stay; `filtered_count` is the number of the others."""
         kept = [exp for exp in exps if is_valid_reward(exp.reward)]
         return kept, {"filtered_count": len(exps) - len(kept)}
 
 
 class RewardSTDFilter(ExperienceOperatorV1):
-    """Keeps task groups of at least two runs whose rewards, as they were before operators, differ enough.
+    """Keeps task groups of at least two runs whose rewards, before any operator, differ enough.
 
-    Rewards that are equal up to rounding do not differ, by the rule that the add strategies share. A group with a
-    reward that is no finite number is dropped whole: its spread is not known.
+    Rewards that are equal up to rounding do not differ, as for the add strategies. A group with a reward that is no
+    finite number is dropped whole: its spread is not known.
 
     Args:
         threshold: the population standard deviation that a group must exceed.
-        metric: what to judge by in place of the reward: the name of a reward function, another metric, or an entry of
-            info.
+        metric: judged in place of the reward: the name of a reward function, another metric, or an entry of info.
     """
 
     def __init__(self, threshold: float = 0.0, metric: str | None = None) -> None:
@@ -59,7 +58,7 @@ class RewardSTDFilter(ExperienceOperatorV1):
         self.criterion = Criterion(metric)
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """What is kept, in its order; `filtered_count` is the number of the other experiences.
+        """The experiences that stay, in their order; `filtered_count` is the number of the others.
 
         Raises:
             ExperienceError: no experience has such a metric, or the rewards of a run's steps differ.
@@ -79,9 +78,9 @@ class RewardSTDFilter(ExperienceOperatorV1):
 class DAPODynamicSampling(ExperienceOperatorV1):
     """Keeps task groups with 0 < correct < G, of G runs (DAPO, arXiv 2503.14476, equation 11).
 
-    A run is correct when its metric is above the threshold, or, if it has no such metric, its reward as it was before
-    operators: a penalty for length makes no answer wrong. A group with a value that is no finite number is dropped
-    whole and logged, and is neither all correct nor all wrong.
+    A run is correct if its metric is above the threshold. A run without the metric is judged by its reward before any
+    operator: a penalty for length makes no answer wrong. A group with a value that is no finite number is dropped whole
+    and logged, and counts neither as all correct nor as all wrong.
 
     Args:
         metric_key: a metric of the experiences, the name of a reward function ("accuracy" is also
@@ -94,7 +93,7 @@ class DAPODynamicSampling(ExperienceOperatorV1):
         self.correct_threshold = number("correct_threshold", correct_threshold)
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """What is kept, in its order; the metrics count the experiences dropped.
+        """The experiences that stay, in their order; the metrics count those that are dropped.
 
         Raises:
             ExperienceError: an experience has neither the metric nor a reward.

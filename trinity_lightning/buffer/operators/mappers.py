@@ -1,4 +1,4 @@
-"""Operators that keep all experiences: rewards shaped, long responses masked or charged for, pass rates measured."""
+"""Operators that keep all experiences: they shape rewards, mask or charge for long responses, measure pass rates."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from trinity_lightning.common.runs import (
 from trinity_lightning.config.values import as_float, number, unknown_name, whole_number
 from trinity_lightning.errors import ConfigError
 
-# How a reward and a weighted number become the new reward.
+# Functions of a reward and a weighted number that give the new reward.
 OPERATIONS: dict[str, Callable[[float, float], float]] = {"ADD": add, "SUB": sub, "MUL": mul, "DIV": truediv}
 KEYS = ("stats_key", "op_type", "weight")
 
@@ -48,7 +48,7 @@ class _Rule:
         return cls(config["stats_key"], op_type, number(f"{where}: weight", config.get("weight", 1.0)))
 
     def apply(self, exp: Experience, reward: float) -> float | None:
-        """The new reward, or None if the rule does not apply: no such entry, or a division by zero."""
+        """The new reward; None if the rule does not apply: info has no such entry, or it would divide by zero."""
         value = exp.info.get(self.stats_key)
         if value is None:
             return None
@@ -63,9 +63,9 @@ class _Rule:
 class RewardShapingMapper(ExperienceOperatorV1):
     """Shapes rewards by numbers of `Experience.info`, one rule after the other.
 
-    A rule makes `reward <op> (weight * info[stats_key])` of the reward, with one of ADD, SUB, MUL and DIV (in any
-    case). An experience whose info lacks the entry, or whose reward would be divided by zero, is left as it was; so is
-    one without a reward.
+    A rule replaces the reward by `reward <op> (weight * info[stats_key])`, with ADD, SUB, MUL or DIV (in any case). An
+    experience stays as it is if its info lacks the entry, if its reward would be divided by zero, or if it has no
+    reward.
 
     Args:
         reward_shaping_configs: rules {stats_key, op_type: "ADD", weight: 1.0}, in order.
@@ -80,8 +80,8 @@ class RewardShapingMapper(ExperienceOperatorV1):
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """All experiences.
 
-        Metrics: `reward_diff/{mean,min,max}`, new minus old reward of those that have one; `skipped_count`, the
-        experiences that some rule did not apply to.
+        Metrics: `reward_diff/{mean,min,max}`, new minus old reward; `skipped_count`, the number of experiences to which
+        some rule did not apply.
 
         Raises:
             ExperienceError: an entry of info is no number.
@@ -103,13 +103,15 @@ class RewardShapingMapper(ExperienceOperatorV1):
 
 
 class MaskResponseTruncated(ExperienceOperatorV1):
-    """Trains on no token of a response that was cut off (overlong filtering: DAPO, arXiv 2503.14476, section 3.4).
+    """Masks responses that were cut off, so that no token of them is trained on.
+
+    This is the overlong filtering of DAPO (arXiv 2503.14476, section 3.4).
 
     Such an experience stays in its group: its reward counts for the others' advantages.
     """
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        """All experiences; `masked_truncated_count` is the number of those with an action mask of zeros now."""
+        """All experiences; `masked_truncated_count` is the number of those that were masked."""
         masked = 0
         for exp in exps:
             if exp.truncate_status == "response_truncated" and exp.action_mask is not None:
@@ -124,12 +126,12 @@ class OverlongPenalty(ExperienceOperatorV1):
     """Adds a penalty for length to the reward (soft overlong punishment: DAPO, arXiv 2503.14476, equation 13).
 
     For a response of L tokens: 0 up to max_length - cache_length, from there on
-    ((max_length - cache_length) - L) / cache_length, and -1 from max_length on. In several turns L is what the policy
-    wrote in all of them. A missing reward stays missing.
+    ((max_length - cache_length) - L) / cache_length, and -1 from max_length on. With several turns, L counts the tokens
+    that the policy wrote in all of them. A missing reward stays missing.
 
     Args:
         max_length: length from which on the penalty is -1, in tokens.
-        cache_length: over how many tokens before it the penalty grows; above 0 and below max_length.
+        cache_length: number of tokens before max_length over which the penalty grows; above 0 and below max_length.
     """
 
     def __init__(self, max_length: int, cache_length: int) -> None:
@@ -151,13 +153,12 @@ class OverlongPenalty(ExperienceOperatorV1):
 
 
 class PassRateCalculator(ExperienceOperatorV1):
-    """Mean reward of each task of the taskset, by `info["task_index"]` {taskset_id, index}.
+    """Measures the mean reward of each task, by `info["task_index"]` {taskset_id, index}, before any operator.
 
-    The rewards are those before operators. Only measured here: the explorer itself reports them to a taskset in the
-    order `by_difficulty`, of all rollouts and before any operator has filtered them.
+    It only measures: a taskset in the order `by_difficulty` gets the rewards of all rollouts from the explorer itself.
 
     A run of several steps counts once, with its last step's reward. Rewards that are no finite numbers do not count; a
-    task that has no other is not reported.
+    task without any other is not reported.
     """
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
@@ -165,7 +166,7 @@ class PassRateCalculator(ExperienceOperatorV1):
 
         Metrics: `selector_metric`, {taskset_id: {"indices": [...], "values": [...]}}, which is no number and is not
         logged; `selection/pass_rate/{mean,min,max}` over tasks, `selection/task_count`, and
-        `selection/skipped_count`, the experiences without a valid reward.
+        `selection/skipped_count`, the number of experiences without a valid reward.
 
         Raises:
             ExperienceError: an experience has no info["task_index"], or a misshapen one.
@@ -193,10 +194,10 @@ class PassRateCalculator(ExperienceOperatorV1):
 
 
 def _task_index(exp: Experience) -> tuple[Any, Any]:
-    found = exp.info.get("task_index")
-    if not isinstance(found, dict) or not {"taskset_id", "index"} <= found.keys():
+    task_index = exp.info.get("task_index")
+    if not isinstance(task_index, dict) or not {"taskset_id", "index"} <= task_index.keys():
         raise ExperienceError(
             f"experience {exp.eid}: info['task_index'] must be {{taskset_id, index}} for pass_rate_calculator, not "
-            f"{found!r:.80}. Tasksets of this library give it; a workflow of your own has to pass it on."
+            f"{task_index!r:.80}. Tasksets of this library give it; a workflow of your own has to pass it on."
         )
-    return found["taskset_id"], found["index"]
+    return task_index["taskset_id"], task_index["index"]

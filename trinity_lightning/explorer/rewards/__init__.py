@@ -1,4 +1,4 @@
-"""What it was worth: reward functions `(response, task) -> float | dict[str, float]`, sync or async, and their sum."""
+"""Reward functions `(response, task) -> float | dict[str, float]`, sync or async, and their weighted sum."""
 
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,17 +29,17 @@ REWARDS: Registry[RewardFunction] = Registry("reward function")
 class Reward:
     """A reward function of a task."""
 
-    name: str  # which its metrics carry
+    name: str  # in metrics
     function: RewardFunction
     weight: float = 1.0
-    # What stands for the function in the configuration, or the function itself; None for one that belongs in this
+    # The function's name or path in the configuration, or the function itself; None if it can only be called in this
     # process, such as a judge that asks the run's models.
     given: Any = None
-    source: Any = None  # the class or function that `function` is made of, if it has arguments
-    args: Mapping[str, Any] = field(default_factory=dict)  # those arguments
+    source: Any = None  # the class or function from which `function` is made, if it has arguments
+    args: Mapping[str, Any] = field(default_factory=dict)  # these arguments
 
 
-# The processes that call the reward functions of the rollouts in this context; None: this one does.
+# The processes that call the reward functions of the rollouts in this context; None: this process does.
 SCORER: "ContextVar[RewardWorkers | None]" = ContextVar("SCORER", default=None)
 
 
@@ -48,12 +48,12 @@ def resolve_rewards(reward_fn: Any) -> list[Reward]:
 
     Args:
         reward_fn: None, a registered name, a dotted path, a function, a list of these (or of [function, weight] pairs),
-            or a mapping from them to weights. Without a weight it is 1. One with arguments is {name, args, weight},
-            alone or in a list; in a mapping from names it is {args, weight}.
+            or a mapping from them to weights. A weight is 1 if it is left out. A function with arguments is {name,
+            args, weight}, alone or in a list; in a mapping from names it is {args, weight}.
 
     Raises:
-        ConfigError: an unknown name, what cannot be called as a reward, an argument that it does not have or lacks, a
-            weight that is no number, or two of one name.
+        ConfigError: an unknown name, an object that cannot be called as a reward, an argument that a function does not
+            have or lacks, a weight that is no number, or two functions of one name.
     """
     if reward_fn is None:
         return []
@@ -74,13 +74,13 @@ def resolve_rewards(reward_fn: Any) -> list[Reward]:
 
 
 async def score(rewards: Sequence[Reward], response: str, task: Task) -> tuple[float | None, dict[str, float]]:
-    """The weighted sum of the rewards of a response (None without reward functions), and the metrics of each.
+    """The weighted sum of the rewards of a response (None without reward functions), and their metrics.
 
-    A function that returns a dict of parts is worth their sum; the metrics are "reward/<name>" and, of such a function,
-    "reward/<name>/<part>": before weighting.
+    If a function returns a dict of parts, its reward is their sum. The metrics are "reward/<name>", and for such parts
+    "reward/<name>/<part>", before weighting.
 
     Raises:
-        RewardError: a function raised, or returned what is no finite number of float32; the message names it.
+        RewardError: a function raised, or returned no finite number of float32; the message names it.
     """
     if not rewards:
         return None, {}
@@ -94,8 +94,8 @@ async def score(rewards: Sequence[Reward], response: str, task: Task) -> tuple[f
 
 
 async def worth_here(reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
-    """What a response is worth by one reward function, called in this process; see `worth`."""
-    try:  # in a thread: a slow verifier must not hold up the other rollouts, nor one that hangs the time-out
+    """The reward of a response by one function, called in this process, and its metrics; see `worth`."""
+    try:  # in a thread: a slow verifier must not hold up the other rollouts, and one that hangs not the time-out
         returned = await call(reward.function, response, task)
     except (Exception, SystemExit) as error:  # a reward that executes code may meet exit()
         raise reward_error(reward.name, error) from error
@@ -117,10 +117,10 @@ def reward_error(name: str, error: BaseException) -> RewardError:
 
 
 def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
-    """What a response is worth by what the function returned, before weighting, and its metrics.
+    """The reward in a function's result, before weighting, and its metrics.
 
     Raises:
-        RewardError: it is no finite number, nor a dict of at least one.
+        RewardError: the result is neither a finite number nor a dict of finite numbers.
     """
     metrics = {}
     if isinstance(returned, Mapping):
@@ -134,8 +134,8 @@ def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
 
 
 def _number(reward: Reward, part: str, value: Any) -> float:
-    if (found := as_float(value)) is not None and abs(found) <= FLOAT32_MOST:
-        return found
+    if (number := as_float(value)) is not None and abs(number) <= FLOAT32_MOST:
+        return number
     raise RewardError(
         f"reward function '{reward.name}' returned {part}{value!r}, expected a finite number (in float32)"
     )
@@ -160,10 +160,10 @@ def _reward(entry: Any, weight: Any) -> Reward:
 
 
 def with_arguments(entry: Any, source: Any, args: Mapping[str, Any]) -> RewardFunction:
-    """The reward function that a class is of these arguments, or a function with them.
+    """The reward function that a class or a function gives with these arguments.
 
     Raises:
-        ConfigError: it cannot be called as (response, task), or has other arguments.
+        ConfigError: it cannot be called as (response, task), or does not have these arguments.
     """
     what = f"reward function {entry if isinstance(entry, str) else getattr(source, '__name__', source)!r}"
     if isinstance(source, type):
@@ -178,7 +178,7 @@ def with_arguments(entry: Any, source: Any, args: Mapping[str, Any]) -> RewardFu
     function: Any = partial(source, **args) if args else source
     if args:
         check_arguments(what, partial(source, "response", "task"), args, "reward.args")
-        # Its marks, such as `reads_answer`, are the function's.
+        # The function's marks, such as `reads_answer`, stay.
         vars(function).update({name: value for name, value in vars(source).items() if name != "__wrapped__"})
     return function
 

@@ -1,4 +1,4 @@
-"""The answer in a response against the task's, by value; rewards that read the response as plain text are in `text`."""
+"""Rewards that compare the answer in a response with the task's, by value. (Those for plain text are in `text`.)"""
 
 import json
 import math
@@ -18,13 +18,12 @@ from trinity_lightning.explorer.rewards.numerals import as_number
 from trinity_lightning.explorer.rewards.spelling import bare, written
 from trinity_lightning.explorer.tasks.task import Task
 
-# -- Numbers in a text, and the task's answer ------------------------------------------------------------------------
-
+# -- marks of reward functions, the task's answer, and numbers in a text -----------------------------------------------
 
 F = TypeVar("F")
 Entry = Mapping[str, Any]
 
-# A minus that follows a digit, a letter or a closing bracket is a subtraction ("7-3"), any other is a sign.
+# A minus after a digit, a letter or a closing bracket is a subtraction ("7-3"); any other is a sign.
 _NUMBER_IN_TEXT = re.compile(
     r"(?:(?<![\w)\]])[-−])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?!\w))?"
@@ -34,7 +33,7 @@ _NESTED = ("ground_truth", "answer", "value", "solution", "target")
 
 
 def checked_by(check: Callable[[Entry], object]) -> Callable[[F], F]:
-    """Mark a reward function with a check of each entry, made before a run; it raises a ConfigError for a bad one."""
+    """Mark a reward function with a check of the entries before a run, which raises a ConfigError for a bad one."""
 
     def mark(function: F) -> F:
         function.check_task = check  # type: ignore[attr-defined]
@@ -44,9 +43,9 @@ def checked_by(check: Callable[[Entry], object]) -> Callable[[F], F]:
 
 
 def judges_answer(function: Callable[[str, Task], float]) -> Callable[[str, Task], float]:
-    """Have a reward function judge what stands behind a response's thoughts; one cut off in them is worth 0.
+    """Have a reward function judge the answer behind a response's thoughts, which `answer_part` finds.
 
-    For plain functions: what is judged is `answer_part` of `common.thoughts`.
+    A response that was cut off in its thoughts is worth 0. For plain functions, not for coroutine functions.
     """
 
     @wraps(function)
@@ -68,21 +67,21 @@ def reads_answer(check: Callable[[Entry], object]) -> Callable[[F], F]:
 
 
 def accepted_answers(entry: Entry) -> list[str]:
-    """The entry's answer as text, or several: any answer of a list is right.
+    """The entry's answers as text; any of them is right.
 
     Raises:
-        ConfigError: there is none, or one is no text or number: a mapping, NaN, an empty list, blank text.
+        ConfigError: there is no answer, or it is no text or number: a mapping, NaN, an empty list, blank text.
     """
     return [str(text) for text, *_ in map(_spellings, _answers(entry))]
 
 
 def exact_answers(entry: Entry) -> set[str]:
-    """All spellings of the accepted answers: a float has several, 5.0 and 5, or 1e-05 and 0.00001."""
+    """All spellings of the accepted answers; a float has several, such as 5.0 and 5, or 1e-05 and 0.00001."""
     return {spelling.strip() for answer in _answers(entry) for spelling in _spellings(answer)}
 
 
 def nested_answer(entry: Entry) -> str | None:
-    """The dotted name of a field within a field that answers usually have: verl's `reward_model.ground_truth`."""
+    """The dotted name of a field within a field that usually has the answer, such as `reward_model.ground_truth`."""
     mappings = ((field, value) for field, value in entry.items() if isinstance(value, Mapping) and field != "answer")
     return next((f"{field}.{name}" for field, value in mappings for name in _NESTED if name in value), None)
 
@@ -108,7 +107,7 @@ def _answers(entry: Entry) -> list[Any]:
 
 
 def _spellings(answer: Any) -> list[str]:
-    """A text or a number as people write it, the usual spelling first."""
+    """Spellings of a text or a number, the usual one first."""
     if isinstance(answer, str):
         if not answer.strip():
             raise ConfigError(f"the task's answer {answer!r} is empty")
@@ -134,7 +133,7 @@ def find_last_number(text: str) -> Decimal | None:
     return next(reversed(find_numbers(text)), None)
 
 
-# -- A reward for mathematics: the answer in the last \boxed{...}s, or else the last number, compared by value ---------
+# -- the reward `math`: the answer in the last \boxed{...}s, or else the last number -----------------------------------
 
 
 # A backslash may be doubled, as in JSON.
@@ -148,7 +147,8 @@ _UNBRACED = re.compile(
     rf"|[-+−]?\\[a-zA-Z]+(?:{_ARGUMENT}|\s*\d)*"
     r"|[a-zA-Z](?!\w|\s+[a-zA-Z]))"
 )
-# What joins two boxes to one answer, as in "$x = \boxed{2}$ and $y = \boxed{3}$"; spaces, dollar signs and bold aside.
+# Text that joins two boxes to one answer, as in "$x = \boxed{2}$ and $y = \boxed{3}$", with spaces, dollar signs and
+# bold type around it.
 _SPACE = r"(?:[\s$*~]|\\[()\[\],;:! ]|\\q?quad(?![a-zA-Z]))*+"
 _AND_WORDS = r"(?:and(?:\s++also)?+|or|as\s++well\s++as)"
 _AND = rf"(?:{_AND_WORDS}\b|&|\\(?:text|mathrm)\{{\s*+{_AND_WORDS}\s*+\}}|\\(?:land|lor)(?![a-zA-Z]))"
@@ -156,7 +156,7 @@ _NAME = r"(?:[a-zA-Z](?:_\{?\w+\}?)?\s*+=)?+"
 _BETWEEN = re.compile(rf"{_SPACE}(?:[,;]{_SPACE}{_AND}?+|{_AND}){_SPACE}{_NAME}{_SPACE}")
 
 
-# What GSM8K, and MetaMath, have before the answer of a solution.
+# Marks before the answer of a solution in GSM8K and MetaMath.
 _BEFORE_ANSWER = re.compile(r"####|\b(?:the|final)\s+answer\s*(?:is\b\s*:?|:)", re.IGNORECASE)
 
 
@@ -167,11 +167,11 @@ class _Box(NamedTuple):
 
 
 def find_boxed(text: str) -> str | None:
-    r"""What stands in the last complete `\boxed{...}` of a text, braces in it balanced; None if there is none.
+    r"""The content of the last complete `\boxed{...}` of a text, braces in it balanced; None if there is none.
 
-    `\fbox{...}` is a box, too, and so is `\boxed 5`, without braces. Boxes before it belong to the answer if only a
-    comma, "and (also)", "as well as" or "or" joins them (and a name, as in y = \boxed{3}): their answers follow each
-    other then, with commas between, equal ones once. Other boxes are steps on the way, or answers that were given up.
+    `\fbox{...}` is a box, too, and so is `\boxed 5`, without braces. Boxes before the last one belong to the answer if
+    only a comma, "and (also)", "as well as" or "or" joins them (and a name, as in y = \boxed{3}). Their contents are
+    then listed with commas, equal ones once. Other boxes are steps on the way, or answers that were given up.
     """
     boxes = _boxes(text)
     joined = boxes[-1:]
@@ -189,7 +189,7 @@ def find_boxed(text: str) -> str | None:
 
 
 def expected_answers(entry: Entry) -> list[str]:
-    """The entry's accepted answers, each out of the solution around it.
+    """The entry's accepted answers, each without the solution around it.
 
     Raises:
         ConfigError: see `accepted_answers`.
@@ -200,13 +200,13 @@ def expected_answers(entry: Entry) -> list[str]:
 @reads_answer(expected_answers)
 @judges_answer
 def math_boxed_or_last(response: str, task: Task) -> float:
-    r"""1 when the response's last `\boxed{...}`, or if it has none its last number, is the task's answer, else 0.
+    r"""1 if the response's last `\boxed{...}`, or its last number if it has no box, is the task's answer, else 0.
 
     `\fbox{...}` is a box, too, and so is `\boxed 5`. Boxes that a comma, "and (also)", "as well as" or "or" joins to
-    the last one are one answer together: `x = \boxed{2}, y = \boxed{3}` is "2, 3"; of others the last counts, as a
-    correction of those before. Only what stands behind the thoughts counts, and a response that was cut off in them
-    is worth 0. The task's answer may be the bare answer, a solution that ends in such boxes, in "#### answer" or in
-    "The answer is: answer", or a list of these, any of which is right.
+    the last one are one answer together: `x = \boxed{2}, y = \boxed{3}` is "2, 3". Otherwise the last box counts, as a
+    correction of those before. Only text behind the thoughts counts, and a response that was cut off in them is worth
+    0. The task's answer may be the bare answer, a solution that ends in such boxes, in "#### answer" or in "The answer
+    is: answer", or a list of these, any of which is right.
 
     Raises:
         ConfigError: the task has no answer, or one that is neither text nor number.
@@ -225,7 +225,7 @@ def is_any(given: str, expected: Iterable[str]) -> bool:
 
 
 def _boxes(text: str) -> list[_Box]:
-    """The complete boxes of a text, by where they begin; of one within another only the inner one."""
+    """The complete boxes of a text, in order; if one lies within another, only the inner one."""
     boxes: list[_Box] = []
     opened: list[re.Match[str]] = []
     first = min((place for box in (r"\boxed", r"\fbox") if (place := text.find(box)) >= 0), default=len(text))
@@ -243,18 +243,18 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def _listed(answer: str) -> list[str]:
-    """A JSON list of texts, as which Skywork-OR1 has answers, and each text of it; any other answer alone."""
+    """An answer alone; or, of a JSON list of texts, as in Skywork-OR1, the list and each of its texts."""
     if not answer.startswith('["'):
         return [answer]
     try:
-        return [answer, *map(str, json.loads(answer))]  # the list, too: of code it may be what is printed
+        return [answer, *map(str, json.loads(answer))]  # the list too, which may be the output of code
     except ValueError:
         return [answer]
 
 
 @lru_cache(maxsize=4096)
 def _expected(reference: str) -> str:
-    """The answer in a reference, out of the solution around it."""
+    """The answer in a reference, without the solution around it."""
     expected = find_boxed(reference)
     if expected is None:
         expected = _BEFORE_ANSWER.split(reference)[-1]

@@ -1,17 +1,18 @@
-r"""True if two answers are equal: numbers by value, words as words, all else by math-verify.
+r"""Equality of two answers: numbers by value, words as words, all else by math-verify.
 
-For `math` and `accuracy`, where graders differ, or math-verify takes different answers for the same:
+Rules of `math` and `accuracy` where graders differ, or where math-verify takes different answers for the same:
 
 - A number is its value: 1/2 is 0.5, 101_2 is 5, and 0.333 is not 1/3. Groups of three digits may be apart by commas or
   spaces; a comma is no decimal point. Against what has no exact value (`\sqrt{2}`) a decimal counts to six digits.
-- What the question says may be left out: the unit, the currency, the name of what is counted, the base (the digits are
-  then the same), "x =". If both answers have one, it counts: 5 cm is 0.05 m and not 5 m. 50% is 50 as well as 0.5.
+- An answer may leave out the unit, the currency, the name of the counted things, the base (the digits are then the
+  same) and "x =", which the question says. If both answers have one, it counts: 5 cm is 0.05 m and not 5 m. 50% is 50
+  as well as 0.5.
 - "About" and "exactly" say nothing of the value; "at least", "not" and "or more" do: those are other answers.
 - Brackets count: (1,2), [1,2] and {1,2} differ, and so do (1,2) and (2,1). A list without brackets has no order.
-- One letter alone is a variable, large or small, unless something marks it as a choice: (A), A), "Option A". A choice
-  may be followed by its text, and then either is the answer.
+- One letter alone is a variable, large or small, unless something marks it as a choice: (A), A), "Option A". If the
+  text of a choice follows its letter, either is the answer.
 - Words are the same in small and large letters, in quotes and bold type, with and without a plural s.
-- Dates, versions and ranges (2023-01-05, 1.2.3, 3-5) are compared part by part, and what has a digit right behind a
+- Dates, versions and ranges (2023-01-05, 1.2.3, 3-5) are compared part by part, and names with a digit right behind a
   letter (H2O, B12) letter by letter: algebra would work them out, and take factors in any order.
 - (1, 2) is x = 1, y = 2.
 - An answer of more than 1,000 characters is compared as text.
@@ -45,7 +46,7 @@ def same_answer(given: str, expected: str) -> bool:
     return _same_words(given, expected) or _same_mathematics(given, expected)
 
 
-# Each function knows one kind of answers, and returns None for others.
+# Each function compares one kind of answers, and returns None for others.
 
 
 def _same_number(given: str, expected: str) -> bool | None:
@@ -54,7 +55,7 @@ def _same_number(given: str, expected: str) -> bool | None:
 
 
 def _same_based(given: str, expected: str) -> bool | None:
-    """Numbers of which one at least names its base: by value, or by its digits if the other names none."""
+    """Compare numbers, one of which names its base: by value, or by its digits if the other has no base."""
     based, expected_based = as_based(given), as_based(expected)
     if based and expected_based:
         return based[1] == expected_based[1]
@@ -71,7 +72,7 @@ _SUBSCRIPT = re.compile(r"_\{?(\w+)\}?")
 
 
 def _same_code(given: str, expected: str) -> bool | None:
-    """Dates, versions and ranges by their parts, names with digits by their letters; subscripts are as good as none."""
+    """Compare dates, versions and ranges by their parts, and names with digits by their letters, without subscripts."""
     given, expected = given.replace("–", "-"), expected.replace("–", "-")
     if _RANGE.fullmatch(expected) or any(map(_PARTED.fullmatch, (given, expected))):
         parts = (re.split(r"[-/.]", answer) for answer in (given, expected))
@@ -97,7 +98,7 @@ _CHOICE = re.compile(
 
 
 def _same_choice(given: str, expected: str) -> bool | None:
-    """Choices by their letter, or by the text behind it."""
+    """Compare choices by their letter, or by the text behind it."""
     choice, expected_choice = _CHOICE.fullmatch(given), _CHOICE.fullmatch(expected)
     if choice and expected_choice:
         texts = choice["text"], expected_choice["text"]
@@ -135,7 +136,7 @@ _VARIABLE = re.compile(r"[a-zA-Z](?:_\{?\w+\}?)?\s*(?=\\(?:[lg][et]|ne)|[<>])")
 
 
 def _same_relation(given: str, expected: str) -> bool | None:
-    """Answers such as "at least 5", "not 5" and "> 5", of which one names no variable."""
+    """Compare answers such as "at least 5", "not 5" and "> 5", one of which names no variable."""
     if _relation(given) is None and _relation(expected) is None:
         return None
     bounds = [_relation(_VARIABLE.sub("", answer, count=1)) for answer in (given, expected)]
@@ -150,7 +151,7 @@ def _same_relation(given: str, expected: str) -> bool | None:
 
 
 def _relation(answer: str) -> tuple[str, str] | None:
-    """The relation and the bound of "at least 5" or "5 or more"; None of a plain answer, or of several relations."""
+    """The relation and the bound of "at least 5" or "5 or more"; None if an answer has no relation, or several."""
     for words, relation in _BEFORE.items():
         if match := words.match(answer):
             bound = answer[match.end() :]
@@ -169,7 +170,7 @@ _SEPARATOR = re.compile(r"[()\[\]{}]|;|,(?!\d{3}(?!\d))|(?<![a-zA-Z\\])(?:and|or
 
 
 def _same_quantity(given: str, expected: str) -> bool | None:
-    """Numbers with units or names of things: what only one of them has is left out."""
+    """Compare numbers with units or names of things, which do not count if only one answer has them."""
     given, expected = with_digits(given), with_digits(expected)
     one, other = quantity_of(given, is_expected=False), quantity_of(expected)
     if one.is_plain and other.is_plain:
@@ -188,7 +189,7 @@ def _same_quantity(given: str, expected: str) -> bool | None:
 
 
 def _same_amount(given: str, expected: str, factor: Fraction) -> bool:
-    """True if so many times one amount is the other."""
+    """True if `factor` times the first amount is the second one."""
     if factor == 1:
         return same_answer(given, expected)
     number, expected_number = as_number(given.strip()), as_number(expected.strip())
@@ -198,7 +199,7 @@ def _same_amount(given: str, expected: str, factor: Fraction) -> bool:
 
 
 def _same_list(given: str, expected: str) -> bool | None:
-    """Lists in which something has a unit: element by element, in any order. A point and the values of variables."""
+    """Compare lists with units, in any order; and a point with the values of variables."""
     elements, others = _elements(given), _elements(expected)
     if _bracket(expected) == "(" and (point := _point(elements)) is not None:
         return _same_mathematics(point, expected)
@@ -229,7 +230,7 @@ def _elements(answer: str) -> list[str]:
 
 
 def _point(elements: list[str]) -> str | None:
-    """(1, 2) of y = 2, x = 1; None of anything else."""
+    """The point (1, 2) of the elements y = 2, x = 1; None for other elements."""
     values = {match[1]: match[2] for element in elements if (match := _ASSIGNMENT.fullmatch(element))}
     if len(values) < 2 or len(values) < len(elements):
         return None
@@ -239,7 +240,7 @@ def _point(elements: list[str]) -> str | None:
 # -- words and mathematics ---------------------------------------------------------------------------------------------
 
 
-# Algebra would take a word for a product of letters, and "on" for the same as "no".
+# Algebra would take a word for a product of letters, so that "on" were "no".
 _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s,.'’-]+[^\W\d_]+)*")
 _NO_SOLUTION = {r"\emptyset", "no solution", "empty set", "the empty set"}
 
@@ -250,7 +251,7 @@ def _same_words(given: str, expected: str) -> bool:
 
 
 def _plain_words(answer: str) -> str:
-    """Words in small letters, without punctuation and plural; all else without idle space."""
+    """The words in small letters, without punctuation and plural; any other answer without idle space."""
     if not _WORDS.fullmatch(answer):
         return IDLE_SPACE.sub("", answer)
     return " ".join(map(singular, re.findall(r"[^\W_]+", answer.casefold().replace(".", "").replace("'", ""))))

@@ -1,10 +1,10 @@
 """Mathematics read and compared by math-verify, in processes that can be ended.
 
-What a model writes can keep SymPy busy without end (10^{10^{10}}), deep in C code that no thread can interrupt. So this
-file is also run as a script, `python -P math_verifier.py <CPU seconds a request> <bytes of memory>`, which answers a
-line of JSON for each line of JSON and which the kernel ends when it is past its time. It imports nothing of this
-package, to start quickly. A pool of multiprocessing, as in `workers.py`, would not do: its processes run the user's
-script again, begin all at once, cannot have a seed of Python's hashes of their own, and are lost in a fork.
+A response can keep SymPy busy without end (10^{10^{10}}), deep in C code that no thread can interrupt. So this file is
+also run as a script, `python -P math_verifier.py <CPU seconds a request> <bytes of memory>`. The script answers each
+line of JSON with a line of JSON, and the kernel ends it when it is past its time. It imports nothing of this package,
+to start quickly. A pool of multiprocessing, as in `workers.py`, would not do: its processes run the user's script
+again, begin all at once, cannot have a hash seed of their own, and are lost in a fork.
 """
 
 import atexit
@@ -25,27 +25,27 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
-# Of CPU time, not of the clock: what a busy machine still compares, a free one does too.
+# CPU time, not time of the clock: a busy machine decides as a free one.
 CPU_SECONDS = 5.0
 MEMORY = 2 << 30  # bytes: an expression that unfolds into more is no answer
 DECIMALS = 6  # to which numbers without an exact form are compared
 MAX_PROCESSES = min(os.cpu_count() or 1, 8)
-# How a process ends that went past its time, or whose arithmetic in C met the end of its memory.
+# Return codes of a process that was past its time, or whose arithmetic in C ran out of memory.
 _BY_ITS_LIMITS = (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)
 
 
 class MathVerifier:
     """Finds answers in texts and compares them, in processes that are started as they are needed.
 
-    For threads: a call blocks until a process is free and has answered. What takes longer than its time, or more than
-    2 GiB, counts as no answer. The processes end with this one.
+    It is for threads: a call blocks until a process is free and has answered. A request that takes longer than its
+    time, or more than 2 GiB, counts as no answer. The processes end with this one.
 
     Args:
-        max_processes: how many at once.
+        max_processes: most processes at once.
         cpu_seconds: CPU time that one call may take.
 
     Raises:
-        RuntimeError: (by a call) its process ended, and not by its limits.
+        RuntimeError: (by a call) its process ended for another reason than its limits.
     """
 
     def __init__(self, max_processes: int = MAX_PROCESSES, cpu_seconds: float = CPU_SECONDS) -> None:
@@ -60,11 +60,11 @@ class MathVerifier:
         return cast("str | None", self._ask({"text": text}))
 
     def same(self, expected: str, given: str) -> bool:
-        """Whether two answers are the same mathematics: expressions, equations, sets, intervals, matrices."""
+        """True if two answers are the same mathematics: expressions, equations, sets, intervals, matrices."""
         return bool(self._ask({"expected": expected, "given": given}))
 
     def close(self) -> None:
-        """End the processes, and what they are at; the next call starts new ones."""
+        """End the processes, in the middle of a request, too; the next call starts new ones."""
         for process in list(self._started):
             process.kill()
         while self._idle:
@@ -78,7 +78,7 @@ class MathVerifier:
                 process = self._start()
             try:
                 reply = _reply(process, json.dumps(request))
-            except BaseException:  # interrupted, say: the reply that is still to come must not be the next one's
+            except BaseException:  # such as an interrupt: the next request must not get this one's reply
                 _end(process)
                 raise
             if reply is not None:
@@ -91,7 +91,7 @@ class MathVerifier:
             process.communicate()
         if process.returncode not in _BY_ITS_LIMITS:
             raise RuntimeError(
-                f"the process that compares answers ended with exit code {process.returncode}; what it wrote is above"
+                f"the process that compares answers ended with exit code {process.returncode}; its output is above"
             )
         logger.warning("An answer that takes too much time or memory counts as wrong: %.300s", request)
         return None
@@ -108,7 +108,7 @@ class MathVerifier:
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONHASHSEED": "0"},  # SymPy's ways through sets are the same each time
-            start_new_session=True,  # Ctrl-C is for the run, which closes what it started
+            start_new_session=True,  # Ctrl-C is for the run, which closes its processes
         )
         self._started.add(process)
         return process
@@ -134,20 +134,20 @@ def _end(process: "subprocess.Popen[str]") -> None:
 VERIFIER = MathVerifier()  # of this process: all rewards share its processes
 
 
-# -- in such a process: math-verify is imported late throughout, for what it prints then to be no reply either -------
+# -- in such a process: math-verify is imported late, since its output must not become a reply -------------------------
 
 
 def find(text: str) -> str | None:
-    found = _parse(text, *_extraction())
-    return str(found[-1]) if found else None
+    parsed = _parse(text, *_extraction())
+    return str(parsed[-1]) if parsed else None
 
 
 def same(expected: str, given: str) -> bool:
     from math_verify import verify
 
-    found = [_parse(rf"\boxed{{{text}}}", _extraction()[0]) for text in (expected, given)]
-    return bool(all(found)) and verify(
-        *found, float_rounding=_decimals(found[0]), timeout_seconds=0, allow_set_relation_comp=True
+    parsed = [_parse(rf"\boxed{{{text}}}", _extraction()[0]) for text in (expected, given)]
+    return bool(all(parsed)) and verify(
+        *parsed, float_rounding=_decimals(parsed[0]), timeout_seconds=0, allow_set_relation_comp=True
     )
 
 
@@ -175,7 +175,7 @@ def _parse(text: str, *extraction: Any) -> list[Any]:
 
 
 def _decimals(expected: list[Any]) -> int:
-    """Decimal places for as many digits of a small number as of one of about 1."""
+    """Decimal places that give a small number as many digits as a number of about 1."""
     import sympy
 
     try:
@@ -186,10 +186,13 @@ def _decimals(expected: list[Any]) -> int:
 
 
 def main(cpu_seconds: float, memory: int) -> None:
-    """Answer requests, the arguments of `same` or of `find`, with [result, whether to start another] until they end."""
+    """Answer requests until the input ends.
+
+    A request has the arguments of `same` or `find`; a reply is [result, True if another process must be started].
+    """
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no reply
-    logging.disable()  # nor is it worth a line that a response is no mathematics
+    os.dup2(2, 1)  # output of a library is no reply
+    logging.disable()  # that a response is no mathematics is not logged
     _limit_memory(memory)
     _extraction()  # loads math-verify: not in the first request's time
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent may have ignored or blocked it
@@ -200,7 +203,7 @@ def main(cpu_seconds: float, memory: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF, unhandled, ends the process
         result = find(**request) if "text" in request else same(**request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        # Out of memory, math-verify finds no answer: a process whose caches have grown is not used for the next one.
+        # Out of memory, math-verify finds no answer: a process whose caches have grown gets no further request.
         replies.write(json.dumps([result, process.memory_info().rss > memory / 2]) + "\n")
         replies.flush()
 

@@ -1,11 +1,11 @@
-"""Numbers as people and models write them, exactly: decimals, ratios, other bases, words."""
+"""Exact values of numbers as people and models write them: decimals, ratios, other bases, words."""
 
 import re
 from fractions import Fraction
 
 LONGEST_ANSWER = 1000  # characters
 
-# An exponent of three digits at most: larger numbers are no answers, and take long.
+# An exponent has at most three digits: larger numbers are no answers, and take long.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?![\d/ ])|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
 _NUMBER = re.compile(rf"([-+]?)\s*(?:(\d+)\s+(?=.*/))?([-+]?{_DECIMAL})(?:\s*/\s*([-+]?{_DECIMAL}))?")
@@ -35,7 +35,7 @@ _FIRST_WORD = re.compile(
 
 
 def as_number(answer: str) -> Fraction | None:
-    r"""The value of 5, 1,000, -2.5e3, 1/2, \frac{1}{2}, 1 1/2 and 2.5 \times 10^{3}; None of anything else."""
+    r"""The value of 5, 1,000, -2.5e3, 1/2, \frac{1}{2}, 1 1/2 and 2.5 \times 10^{3}; None for anything else."""
     if len(answer) > LONGEST_ANSWER:
         return None
     if power := _POWER_OF_TEN.search(answer):
@@ -64,7 +64,7 @@ def _repeating(answer: str) -> Fraction | None:
 
 
 def as_based(answer: str) -> tuple[str, int] | None:
-    """The digits and the value of a number that names its base, such as 101_2, 1F_{16} or 0x1F."""
+    """The digits and the value of a number that names its base, such as 101_2, 1F_{16} or 0x1F; else None."""
     match = _BASED.fullmatch(answer)
     if match is None:
         return None
@@ -77,7 +77,7 @@ def as_based(answer: str) -> tuple[str, int] | None:
 
 
 def with_digits(answer: str) -> str:
-    """An answer whose first word is a number below a hundred with that in digits."""
+    """The answer with digits in place of its first word, if that is a number below a hundred."""
     word = _FIRST_WORD.match(answer)
     if word is None:
         return answer

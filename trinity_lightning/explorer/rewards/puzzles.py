@@ -1,4 +1,4 @@
-"""Rewards of puzzles: Countdown and reasoning-gym's, and the arithmetic that they need."""
+"""Rewards for puzzles: Countdown and those of reasoning-gym; and the arithmetic that Countdown needs."""
 
 import ast
 import functools
@@ -17,7 +17,7 @@ from trinity_lightning.explorer.rewards.answers import checked_by, judges_answer
 from trinity_lightning.explorer.rewards.text import find_last_answer
 from trinity_lightning.explorer.tasks.task import Task
 
-# -- arithmetic that a model wrote, worked out exactly and without running it as code ---------------------------
+# -- arithmetic of a model, computed exactly and without running it as code --------------------------------------------
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -30,14 +30,14 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _ALLOWED = re.compile(r"[\d\s.+\-*/%()eE]*")  # all else is refused before Python's parser can warn of it
 _HUGE = re.compile(r"[eE][-+]?\d{4}")
-_LONGEST = 200  # characters: nesting and numbers stay small enough to be worked out at once
+_LONGEST = 200  # characters, so that the computation takes no time
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[Fraction]]:
-    """The value of numbers with + - * / // % and brackets, and the numbers that stand in it, in order.
+    """The value of an expression of numbers, + - * / // % and brackets; and its numbers, in order.
 
     Raises:
-        ValueError: it is longer than 200 characters, or holds anything else.
+        ValueError: the expression is longer than 200 characters, or has other parts.
         SyntaxError: it is no expression.
         ZeroDivisionError: it divides by zero.
     """
@@ -67,7 +67,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[Fraction]]:
 # -- countdown --------------------------------------------------------------------------------------------------------
 
 
-# What TinyZero (github.com/Jiayi-Pan/TinyZero) gives for an answer that is there and is not right.
+# The reward of TinyZero (github.com/Jiayi-Pan/TinyZero) for a wrong answer in the right form.
 _ATTEMPT = 0.1
 _WRITTEN = {"×": "*", "·": "*", r"\times": "*", r"\cdot": "*", "÷": "/", r"\div": "/", "−": "-", "–": "-"}
 _OTHER_OPERATORS = re.compile(r"//|%")  # the game has four
@@ -115,7 +115,7 @@ def countdown(response: str, task: Task) -> float:
 
 
 def _plain(answer: str) -> str:
-    """On one line, out of bold type and dollar signs, with the operators of a keyboard."""
+    """The answer on one line, without bold type and dollar signs, with the operators of a keyboard."""
     for written, meant in _WRITTEN.items():
         answer = answer.replace(written, meant)
     return " ".join(answer.split()).strip("*`$ ")
@@ -125,7 +125,7 @@ def _plain(answer: str) -> str:
 
 
 def _source(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The name, configuration and entry of the dataset that an entry comes from."""
+    """The name, configuration and entry of the reasoning-gym dataset of a task's entry."""
     source = entry.get("reasoning_gym")
     if not source:
         raise ConfigError("the task is no reasoning-gym entry: this reward needs a taskset with source 'reasoning_gym'")
@@ -135,9 +135,9 @@ def _source(entry: Mapping[str, Any]) -> Mapping[str, Any]:
 @checked_by(_source)
 @judges_answer
 def reasoning_gym(response: str, task: Task) -> float:
-    """What the verifier of the entry's reasoning-gym dataset gives, from 0 to 1.
+    """The score from 0 to 1 that the verifier of the entry's reasoning-gym dataset gives.
 
-    Judged is what stands in the last `<answer>...</answer>` of the response, or else the whole of it.
+    It judges the content of the last `<answer>...</answer>` of the response, or else the whole response.
 
     Raises:
         ConfigError: the task does not come from a reasoning-gym taskset.
@@ -150,8 +150,8 @@ def reasoning_gym(response: str, task: Task) -> float:
 
 @functools.cache
 def _verifier(name: str, config: str) -> Callable[[str, dict[str, Any]], float]:
-    """The verifier of a dataset as it was configured: some judge by the configuration (a number of decimal places)."""
-    import reasoning_gym  # takes a second: only when it is needed
+    """The verifier of a dataset with its configuration, which some judge by (a number of decimal places)."""
+    import reasoning_gym  # takes a second
 
     verifier: Callable[..., float] = reasoning_gym.create_dataset(name, **json.loads(config)).score_answer
     return verifier

@@ -1,4 +1,4 @@
-"""An answer's number and its unit, currency, or the name of what is counted."""
+"""The parts of an answer: its number, and its unit, currency, or the name of the counted things."""
 
 import re
 from fractions import Fraction
@@ -19,7 +19,7 @@ _HAS_NUMBER = re.compile(r"\d|\\pi")
 _FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _FACTOR = re.compile(rf"({'|'.join(_FACTORS)})s?(?![a-z])\s*", re.IGNORECASE)
 _PART = re.compile(r"(\d[\d,]*(?:\.\d+)?(?:/\d+)?)\s*([a-zA-Z]+|[¢])\.?(?:\s*,\s*|\s+|$)(?:and\s+)?")
-# What no name of a thing holds: what joins, denies or is mathematics.
+# Words that are in no name of a thing: they join, deny, or are mathematics.
 _NO_NAMES = re.compile(
     r"\b(?:or|and|to|than|is|are|not|no|never|wrong|incorrect|sin|cos|tan|log|ln|exp|sqrt|mod|choose|[b-zB-Z])\b"
 )
@@ -31,9 +31,9 @@ class Quantity(NamedTuple):
     """The parts of an answer; a plain one has an amount alone."""
 
     amount: str
-    factor: Fraction = Fraction(1)  # of "million"
+    factor: Fraction = Fraction(1)  # as of "million"
     units: tuple[Unit, ...] = ()
-    names: frozenset[str] = frozenset()  # of what is counted, if that is no unit
+    names: frozenset[str] = frozenset()  # words for the counted things, if they are no unit
 
     @property
     def is_plain(self) -> bool:
@@ -41,9 +41,10 @@ class Quantity(NamedTuple):
 
 
 def quantity_of(answer: str, is_expected: bool = True) -> Quantity:
-    """The number of an answer, and what follows it or, as a currency does, precedes it.
+    """The number of an answer, and the unit or name behind it, or the currency before it.
 
-    One letter right behind a number, as in 5m, is a variable in the task's answer: there units are apart from numbers.
+    In the task's answer (`is_expected`), one letter right behind a number is a variable, as in 5m: its units are apart
+    from numbers.
     """
     if quantity := _sum_of_parts(answer):
         return quantity
@@ -82,7 +83,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _sum_of_parts(answer: str) -> Quantity | None:
-    """The sum of 3 hours 30 minutes, in hours; None of anything else."""
+    """The sum of an answer such as 3 hours 30 minutes, in its first unit; None for anything else."""
     parts, end = [], 0
     while match := _PART.match(answer, end):
         parts.append((as_number(match[1]), read_unit(match[2])))

@@ -60,13 +60,13 @@ _USUAL = [
 
 
 def bare(answer: str) -> str:
-    """An answer without what is around it in a sentence: bold type, a full stop."""
+    """An answer without bold type and a full stop around it."""
     answer = answer.replace("−", "-").strip(_AROUND)
     return _PUNCTUATION.sub("", answer).strip(_AROUND)
 
 
 def written(answer: str) -> str:
-    r"""A bare answer in its usual spelling; `\text{cm}` behind a number is apart from it then, as a unit is."""
+    r"""A bare answer in its usual spelling; `\text{cm}` behind a number becomes a unit apart from it."""
     if not answer.isascii():
         answer = unicodedata.normalize("NFKC", _DASH.sub("-", _ROOT.sub(r"\\sqrt{\1}", answer)).translate(_SYMBOLS))
     answer = _THOUSANDS.sub(",", _DELIMITERS.sub(r"\2", answer))

@@ -1,4 +1,4 @@
-"""Rewards that read a response as text: its last number, its form, and the answer in words or in tags (accuracy)."""
+"""Rewards that read a response as text: its last number, its form, and its answer in words or in tags (accuracy)."""
 
 import re
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _THINK_ANSWER = re.compile(rf"\s*+(?:<think>)?({_UNTAGGED})</think>\s*+<answer>(
 
 
 def find_last_answer(text: str) -> str | None:
-    """What stands in the last `<answer>...</answer>` of a text, without the space around; None if there is none."""
+    """The content of the last `<answer>...</answer>` of a text, without space around it; None if there is none."""
     answers: list[str] = _ANSWER.findall(text)
     return answers[-1].strip() if answers else None
 
@@ -46,9 +46,9 @@ def _expected_numbers(entry: Entry) -> list[Decimal]:
 @reads_answer(_expected_numbers)
 @judges_answer
 def last_number(response: str, task: Task) -> float:
-    """1 when the last number in the response equals the task's answer (the last number in it), else 0.
+    """1 if the last number in the response is the last number in the task's answer, else 0.
 
-    Of a list of answers any is right.
+    If the answer is a list, any of them is right.
 
     Raises:
         ConfigError: the task's answer holds no number.
@@ -59,7 +59,9 @@ def last_number(response: str, task: Task) -> float:
 @reads_answer(exact_answers)
 @judges_answer
 def exact_match(response: str, task: Task) -> float:
-    """1 when the response is the task's answer, but for space around either, else 0; of a list any answer is right.
+    """1 if the response is the task's answer, without regard to space around either, else 0.
+
+    If the answer is a list, any of them is right.
 
     Raises:
         ConfigError: the task has no answer, or one that is neither text nor number.
@@ -68,9 +70,10 @@ def exact_match(response: str, task: Task) -> float:
 
 
 def think_answer_format(response: str, task: Task) -> float:
-    """1 when the response is `<think>thoughts</think> <answer>answer</answer>` and nothing else, else 0.
+    """1 if the response is `<think>thoughts</think> <answer>answer</answer>` and nothing else, else 0.
 
-    Each tag once and neither part empty; the opening `<think>` may be missing, if the chat template writes it.
+    Each tag stands there once, and neither part is empty. The opening `<think>` may be missing, since some chat
+    templates write it.
     """
     parts = _THINK_ANSWER.fullmatch(response)
     return float(parts is not None and all(part.strip() for part in parts.groups()))
@@ -85,7 +88,7 @@ def contains_digits(response: str, task: Task) -> float:
 
 
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2}")  # and no command of LaTeX
-# What introduces the answer, what ends it, what denies it, a formula, and the exponent of a unit (m^2).
+# An introduction of the answer, its end, a denial, a formula, and the exponent of a unit (m^2).
 _INTRODUCTION = re.compile(
     r"\b(?:(?:answer|result|solution)s?|(?:correct|right|best)\s+(?:option|choice))\b"
     r"[^.,;:\n]{0,100}?(?:\b(?:is|are|equals)\b|[=:])",
@@ -96,14 +99,15 @@ _CLAUSE_END = re.compile(r"[;:(!\n].*|[.,](?!\d).*|\s+(?:because|since|as|so|whi
 _DENIAL = re.compile(r"\b(?:not|nor|neither|never)\b|n['’]t\b", re.IGNORECASE)
 _FORMULA = re.compile(r"\$([^$]+)\$")
 _EXPONENT = re.compile(r"(?<=[a-zA-Z])\^\{?-?\d+\}?")
-# Of a longer term: a number behind an operand and an operator, or before an operator and an operand, or before x.
+# Surroundings of a number in a longer term: an operand and an operator before it, an operator and an operand, or x,
+# behind it.
 _OPERATOR = r"[ \t]*(?:[-+*/^×·÷]|\\(?:times|cdot|div|pm)(?![a-zA-Z]))[ \t]*"
 _TERM_BEFORE = re.compile(rf"(?:(?<![a-zA-Z\\])[a-zA-Z]|[\d)\]}}]){_OPERATOR}$")
 _TERM_AFTER = re.compile(
     rf"[ \t]?[xyz](?![a-zA-Z])|{_OPERATOR}(?:[a-zA-Z](?!\s*[a-zA-Z])|[\d(\[{{\\])"
     r"|\s+(?:times|plus|minus|divided\s+by)\s+[$\\(]*\d"
 )
-# Around a number: what makes it another answer, what makes it one of several, a currency, and a unit or base.
+# Surroundings of a number that make it another answer, or one of several; a currency, and a unit or base.
 _QUALIFIER = re.compile(
     r"(?:\b((?:at\s+(?:least|most)|(?:no\s+|not\s+)?(?:more|less|fewer|greater)\s+than|over|under|above|below|up\s+to)"
     r"|not|nearly|almost)(?:\s+(?:be|exactly|equal(?:\s+to)?))?|(n['’]t)|([<>≤≥]|\\[lg]eq?(?![a-zA-Z])))[\s$(\\*]*$",
@@ -123,16 +127,16 @@ _MENTION = re.compile(r"\b(?:final )?answer\b", re.IGNORECASE)
 @reads_answer(expected_answers)
 @judges_answer
 def accuracy(response: str, task: Task) -> float:
-    """1 when the response's answer is the task's, else 0; for responses whose answer need be in no box.
+    """1 if the response's answer is the task's, else 0; for responses whose answer need not be in a box.
 
-    Read is what stands in the last `<answer>...</answer>`, or else all of the response. The answer is what its last
-    boxes hold, or else all that stands between the tags or in a response of one short line, or what follows "the
-    answer is" (or "result", "solution"), or else, among words, the mathematics that math-verify finds: behind the
-    last mentions of an answer, or else the last in the response. A number is read with its unit, and "at least" or
-    "not" before it make it another answer. A number within a longer term, as in "the answer is x + 3", and one of
-    two, as in "12 or 13", is no answer. Between tags it must be the only number or formula behind "the answer is"
-    (without such words, the only one at all), and nothing denied: "not 12, but 13" is no answer. Boxes, thoughts
-    and the task's answer as for `math`.
+    The content of the last `<answer>...</answer>` is read, or else the whole response. The answer is the content of its
+    last boxes; or else all of the text, if it stood between the tags or is one short line; or the words behind "the
+    answer is" (or "result", "solution"). Among other words it is the mathematics that math-verify finds behind the last
+    mentions of an answer, or else the last in the response. A number is read with its unit, and "at least" or "not"
+    before it makes it another answer. A number within a longer term, as in "the answer is x + 3", is no answer, and
+    neither is one of two, as in "12 or 13". Between tags it must be the only number or formula behind "the answer is"
+    (without such words, the only one at all), and nothing may be denied: "not 12, but 13" is no answer. Boxes, thoughts
+    and the task's answer are read as by `math`.
 
     Raises:
         ConfigError: the task has no answer, or one that is neither text nor number.
@@ -150,7 +154,7 @@ def accuracy(response: str, task: Task) -> float:
         return 0.0
     introduced = _introduced(text)
     if introduced is not None:
-        if any(is_any(said, expected) for said in ([introduced] if tagged else _phrases(introduced))):
+        if any(is_any(phrase, expected) for phrase in ([introduced] if tagged else _phrases(introduced))):
             return 1.0
         if tagged:
             text = introduced
@@ -177,27 +181,27 @@ def _phrases(introduced: str) -> list[str]:
 
 
 def _hedges(text: str, found: str) -> bool:
-    """True if a text denies something, or has other numbers or formulas than what was found in it."""
+    """True if a text denies something, or has numbers or formulas beside the answer that was found in it."""
     others = set(find_numbers(_EXPONENT.sub("", text))).difference(find_numbers(found))
     formulas = {IDLE_SPACE.sub("", formula) for formula in _FORMULA.findall(text)}
     return bool(_DENIAL.search(text) or others or len(formulas) > 1)
 
 
 def _in_context(text: str, found: str) -> str | None:
-    """The number that was found in a text, with what qualifies it there; an expression, as it is.
+    """The number that was found in a text, with its qualifier, currency and unit there; an expression as it is.
 
-    None if it is part of a longer term, or one of several.
+    None if the number is part of a longer term, or one of several.
     """
     if as_number(found) is None:
         return found
     introduced = _introduced(text)
-    said = text if introduced is None else introduced
-    places = list(re.finditer(rf"(?<![\d.]){re.escape(found.lstrip('+-'))}(?!\d)", said))
+    sentence = text if introduced is None else introduced
+    places = list(re.finditer(rf"(?<![\d.]){re.escape(found.lstrip('+-'))}(?!\d)", sentence))
     if not places:
         return found
     place = places[-1] if introduced is None else places[0]
-    before, after = said[: place.start()].removesuffix("-"), said[place.end() :]
-    if _TERM_BEFORE.search(said[: place.start()]) or _TERM_AFTER.match(after):
+    before, after = sentence[: place.start()].removesuffix("-"), sentence[place.end() :]
+    if _TERM_BEFORE.search(sentence[: place.start()]) or _TERM_AFTER.match(after):
         return None
     if _OR_BEFORE.search(before) or _OR_AFTER.match(after):
         return None
@@ -214,7 +218,7 @@ def _word_of(qualifier: re.Match[str] | None) -> str:
 
 
 def _unit_of(after: str) -> str:
-    """The unit, or the base, that follows a number; the word "in" is none."""
+    """The unit or the base that follows a number; the word "in" is no unit."""
     match = _UNIT.match(after)
     if match is None or not match.group()[-1].isalpha():
         return match.group() if match else ""
@@ -224,9 +228,9 @@ def _unit_of(after: str) -> str:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Parts of a text for math-verify to read, one after the other until it finds something: never too much at once.
+    """Parts of a text, none too long, for math-verify to read one after the other until it finds something.
 
-    First the end, with excerpts from where the answer is spoken of before; then what stands before, from its end.
+    First comes the end, with excerpts around earlier mentions of an answer; then the text before it, backwards.
     """
     text = text.replace("−", "-")  # the minus that math-verify knows
     begin = _word_begin(text, len(text) - _PART)

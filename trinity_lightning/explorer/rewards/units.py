@@ -1,4 +1,4 @@
-"""Units of an answer: lengths, times, money, percent, as far as answers are given in them."""
+"""Units that answers are given in: lengths, times, money, percent."""
 
 import re
 from fractions import Fraction
@@ -42,7 +42,7 @@ _PREFIXES = {
     ("n", "nano"): "0.000000001",
 }
 _VOLUMES = {"liter": "0.001", "gallon": "0.003785411784"}  # in cubic meters
-# By base unit: other names, and their size in it. A name in several lines, such as pound, is of several units.
+# By base unit: other names, and their size in it. A name in several lines, such as pound, has several units.
 _OTHERS = {
     "meter": {"in": "0.0254", "inch": "0.0254", "ft": "0.3048", "foot": "0.3048", "feet": "0.3048", "yd": "0.9144",
               "yard": "0.9144", "mi": "1609.344", "mile": "1609.344"},
@@ -71,7 +71,7 @@ _ONE = Unit(frozenset(), Fraction(1))
 
 
 def _units() -> dict[str, tuple[Unit, ...]]:
-    """The units of each name."""
+    """The units by name."""
     sizes = [(base, name, size) for base, names in _OTHERS.items() for name, size in names.items()]
     for base, kinds in _METRIC.items():
         for prefixes, size in _PREFIXES.items():
@@ -101,13 +101,13 @@ def read_unit(text: str) -> tuple[Unit, ...]:
 
 
 def ratio(units: tuple[Unit, ...], others: tuple[Unit, ...]) -> Fraction | None:
-    """How many of the other unit make one; None if they measure different things."""
+    """The size of one unit in the other; None if they measure different things."""
     sizes = (unit.size / other.size for unit in units for other in others if unit.powers == other.powers)
     return next(sizes, None)
 
 
 def _product(words: list[str]) -> tuple[Unit, ...]:
-    """The units of words behind each other: "square" goes before its unit, "squared" behind it."""
+    """The units of several words: "square" goes before its unit, "squared" behind it."""
     units: tuple[Unit, ...] = ()
     power = 1
     for word in words:
@@ -128,7 +128,7 @@ def _product(words: list[str]) -> tuple[Unit, ...]:
 
 
 def _named(word: str) -> tuple[Unit, ...]:
-    """The units of one word; a symbol of one or two letters is written in one way alone."""
+    """The units of one word; a symbol of one or two letters has one spelling only."""
     names = [word, word.lower()] if len(word) > 2 else [word]
     names += [name[:-suffix] for name in names if len(name) > 2 for suffix in (1, 2) if name.endswith("es"[-suffix:])]
     return next((_UNITS[name] for name in names if name in _UNITS), ())

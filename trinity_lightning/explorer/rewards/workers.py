@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own, with time-outs: pebble's pool, and the far side of it."""
+"""Reward functions in processes of their own, with time-outs: pebble's pool, and the code in its workers."""
 
 import asyncio
 import atexit
@@ -40,10 +40,10 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class RewardWorkers:
-    """Processes that call reward functions: pure Python there takes no time from torch in this process.
+    """Processes that call reward functions, so that pure Python takes no time from torch in this process.
 
-    They are spawned, not forked (this process has threads that hold locks), and import what a reward names; those past
-    their time are ended, and others started. They end with this process, also if it is killed.
+    They are spawned, not forked, since threads of this process hold locks, and import the reward functions. A process
+    past its time is ended, and another one started. They end with this process, also if it is killed.
 
     Args:
         count: processes.
@@ -57,7 +57,7 @@ class RewardWorkers:
         self._pool: ProcessPool | None = None
 
     async def start(self) -> None:
-        """Start the processes; nothing happens when they run already.
+        """Start the processes, if they do not run yet.
 
         Raises:
             ConfigError: they end at once, because the user's script starts a run when they import it.
@@ -65,8 +65,8 @@ class RewardWorkers:
         if self._started:
             return
         self._started = True
-        self._repairing = asyncio.Lock()  # another one at each start: it belongs to the loop of that time
-        atexit.register(self._end)  # before multiprocessing's own, which waits for each process, idle ones too
+        self._repairing = asyncio.Lock()  # a new one at each start, since it belongs to the loop of that time
+        atexit.register(self._end)  # runs before multiprocessing's own, which waits for each process, idle ones too
         pool = await self._running()
         try:
             await asyncio.wrap_future(pool.schedule(os.getpid, timeout=START_SECONDS))
@@ -75,17 +75,18 @@ class RewardWorkers:
             raise ConfigError(
                 f"the processes of explorer.reward_workers do not start ({type(error).__name__}: {error}; what they "
                 "wrote is above). They import your script: what starts the run belongs under "
-                "`if __name__ == '__main__':`."
+                "`if __name__ == '__main__':`.",
+                key="explorer.reward_workers",
             ) from error
 
     async def stop(self) -> None:
-        """End the processes, and what they are at; rollouts that wait for them must have been cancelled before."""
+        """End the processes, in the middle of a call, too; rollouts that wait for them must be cancelled before."""
         self._started = False
         atexit.unregister(self._end)
         await run_in_thread(self._end)
 
     async def worth(self, reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
-        """What a response is worth by one reward function, before weighting, and its metrics; see `check_importable`.
+        """The reward of a response by one function, before weighting, and its metrics; see `check_importable`.
 
         Raises:
             ConfigError: the function cannot be imported, or the task cannot be sent.
@@ -114,7 +115,7 @@ class RewardWorkers:
             raise RolloutError(f"reward function '{reward.name}' was not called: the processes ended") from error
 
     async def _running(self) -> ProcessPool:
-        """The pool; another one if it broke, as pebble's does when a process ends that has nothing to do."""
+        """The pool; a new one if it broke, as pebble's does when an idle process ends."""
         if not self._started:
             raise RolloutError("the processes of explorer.reward_workers do not run")
         async with self._repairing:
@@ -127,7 +128,7 @@ class RewardWorkers:
             return self._pool
 
     def _end(self) -> None:
-        """End the pool and wait until it is: its thread may be replacing a process, which would then be left over."""
+        """End the pool and wait for it: its thread may be replacing a process, which would be left over otherwise."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.stop()
@@ -135,20 +136,21 @@ class RewardWorkers:
 
 
 def _lost(message: str) -> RewardError:
-    """What a call failed with whose process was ended: it may have been slow to start, or short of memory."""
+    """The error of a call whose process was ended; it may pass another time, with more time or memory."""
     error = RewardError(message)
     error.may_pass = True
     return error
 
 
 def _sendable(reward: Reward, task: Task) -> bytes:
-    """A pickle of what a reward judges by; functions and classes in the other fields may exist in this process only."""
+    """A pickle of the task for a reward, without the fields whose functions may exist in this process only."""
     try:
         return pickle.dumps(replace(task, workflow="", reward_fn=None))
     except Exception as error:
         raise ConfigError(
             f"task {task.batch_id}/{task.task_id} cannot be sent to the process of reward function '{reward.name}': "
             f"{type(error).__name__}: {error}",
+            key="explorer.reward_workers",
             fix="set explorer.reward_workers=0",
         ) from error
 
@@ -161,24 +163,27 @@ def check_all_importable(given: Iterable[Any]) -> None:
 
 
 def check_importable(reward: Reward) -> str | None:
-    """The dotted path at which other processes find the function; a ConfigError if they do not find it there.
+    """The dotted path at which other processes find a reward function.
 
-    None for one that belongs in this process: a judge that asks the run's models, or a coroutine function, which waits
-    on the event loop.
+    None if it is called in this process: a judge that asks the run's models, or a coroutine function, which waits on
+    the event loop.
+
+    Raises:
+        ConfigError: other processes do not find the function.
     """
     given, function = reward.given, reward.source or reward.function
     if given is None or is_async(reward.function):
         return None
     named: Any = function if hasattr(function, "__qualname__") else type(function)
-    path = f"{named.__module__}.{named.__qualname__}"  # of a lambda, say, where it should be
+    path = f"{named.__module__}.{named.__qualname__}"  # a lambda, say, is not found there
     if isinstance(given, str) and given not in REWARDS:
         path = given
     try:
-        found = import_object(path) is function
+        is_there = import_object(path) is function
     except ValueError:
-        found = False
+        is_there = False
     in_a_notebook = path.startswith("__main__.") and not hasattr(sys.modules["__main__"], "__file__")
-    if not found or in_a_notebook:
+    if not is_there or in_a_notebook:
         raise ConfigError(
             f"reward function '{reward.name}' cannot be imported as '{path}', which explorer.reward_workers needs",
             key="reward",
@@ -191,7 +196,7 @@ def check_importable(reward: Reward) -> str | None:
 
 
 def _prepare() -> None:
-    """Let the kernel end this process with the one that started it, also if that was killed."""
+    """Have the kernel end this process with its parent, also if the parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -209,11 +214,11 @@ def _call(name: str, path: str, args: bytes | None, response: str, task: bytes) 
 
 @functools.cache
 def _made(path: str, args: bytes) -> Any:
-    """The function that a class or function gives with these arguments (a pickle of them): one for all calls."""
+    """The function that a class or function gives with these arguments (pickled), the same for all calls."""
     return with_arguments(path, import_object(path), pickle.loads(args))  # noqa: S301 - as the task
 
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """One for all calls: what a reward keeps between them (an HTTP client) belongs to it."""
+    """The event loop of all calls, since an HTTP client that a reward keeps belongs to one loop."""
     return asyncio.new_event_loop()

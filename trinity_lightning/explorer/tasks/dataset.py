@@ -25,14 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 def dataset_entries(path: str, split: str = "train", subset: str | None = None, as_text: bool = False) -> Entries:
-    """One split of a file, of a folder, or of a dataset on the hub.
+    """The entries of a split of a file, a folder, or a dataset on the hub.
 
     Args:
         path: a .jsonl, .json, .parquet or .csv file, a folder of such files, a folder made by `save_to_disk`, or a
             hub name.
-        split: name of the split, or a slice of it ("train[:100]"); a file has one: train. What was saved has no slices.
+        split: name of the split, or a slice of it ("train[:100]"). A file has one split, train; a folder made by
+            `save_to_disk` has no slices.
         subset: name of the dataset's configuration on the hub ("main" of gsm8k).
-        as_text: leave every cell of CSV text, as in examples to imitate, which are text.
+        as_text: leave every cell of CSV text, for examples to imitate.
 
     Raises:
         ConfigError: nothing there, an unknown format, split or subset, or content that cannot be read.
@@ -179,14 +180,14 @@ def _names_in(folder: Path, subset: str | None) -> dict[str, list[str]]:
 
 
 def _check_one_format(folder: Path) -> None:
-    """Refuse files of several formats, of which `datasets` reads one; its README.md may say which (`configs`)."""
+    """Refuse files of several formats, since `datasets` reads one of them, unless README.md decides (`configs`)."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     readme = folder / "README.md"
     if readme.is_file() and "\nconfigs:" in readme.read_text(encoding="utf-8"):
         return
     files = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
-    paths = [Path(each) for of_split in files.values() for each in of_split]
+    paths = [Path(file) for of_split in files.values() for file in of_split]
     kinds = {FILE_FORMATS[path.suffix]: path.name for path in paths if path.suffix in FILE_FORMATS}
     if len(kinds) > 1:
         raise ConfigError(
@@ -206,17 +207,17 @@ def _rows_of(files: dict[str, list[Path]], split: str, as_text: bool) -> FileEnt
     sizes = {name: sum(itertools.islice(counts, len(paths))) for name, paths in used.items()}
     starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
     parts = ReadInstruction.from_spec(split).to_absolute(dict.fromkeys(files, 0) | sizes)
-    return entries.chosen([slice(starts[one.splitname] + one.from_, starts[one.splitname] + one.to) for one in parts])
+    return entries.chosen([slice(*(starts[part.splitname] + at for at in (part.from_, part.to))) for part in parts])
 
 
 @functools.lru_cache(maxsize=4)
 def _read(files: tuple[tuple[Path, int, int], ...], as_text: bool) -> FileEntries:
-    """The rows of files, by path, size and time of their last change: read once for the check and for the run."""
+    """The rows of files, given by path, size and time of the last change: read once for the check and for the run."""
     return FileEntries([file for file, _, _ in files], as_text)
 
 
 def names_of(split: str) -> list[str]:
-    """The names of splits in a slice, or in a sum of several, in order, each once."""
+    """The names of the splits in a slice, or in a sum of slices, in order, each once."""
     return list(dict.fromkeys(name.partition("[")[0].strip() for name in split.split("+")))
 
 
@@ -227,14 +228,14 @@ def _split_of(splits: Any, split: str) -> Entries:
 
 
 def warn_of_trained_entries(trained: Iterable[TasksetConfig], evaluated: Iterable[TasksetConfig]) -> None:
-    """Warn of entries of datasets that are both trained on and evaluated on, as of overlapping slices of one split."""
+    """Warn of entries of datasets that are both trained on and evaluated on, as from overlapping slices."""
     size = functools.cache(lambda path, split, subset: len(dataset_entries(path, split, subset)))
-    for own, other in itertools.product(evaluated, trained):
-        if own.source == other.source == "dataset" and _place(own) == _place(other):
-            rows, others = _rows(own, size), _rows(other, size)
-            if both := sum(int((mine & others[name]).sum()) for name, mine in rows.items() if name in others):
+    for test, train in itertools.product(evaluated, trained):
+        if test.source == train.source == "dataset" and _place(test) == _place(train):
+            rows, others = _rows(test, size), _rows(train, size)
+            if both := sum(int((of_split & others[name]).sum()) for name, of_split in rows.items() if name in others):
                 logger.warning("%d of %d tasks of eval_tasksets '%s' (split %s) are trained on, too (split %s).",
-                               both, sum(map(np.sum, rows.values())), own.name, own.split, other.split)  # fmt: skip
+                               both, sum(map(np.sum, rows.values())), test.name, test.split, train.split)  # fmt: skip
 
 
 def _place(taskset: TasksetConfig) -> tuple[str, str | None]:
@@ -243,11 +244,11 @@ def _place(taskset: TasksetConfig) -> tuple[str, str | None]:
 
 
 def _rows(taskset: TasksetConfig, size: Callable[[str, str, str | None], int]) -> dict[str, np.ndarray]:
-    """Which entries of each split, whose size is asked for, a taskset has: all of them, or slices."""
+    """By split, a mask of the entries that a taskset has; `size` gives the number of entries of a split."""
     from datasets import ReadInstruction
 
     sizes = {name: size(str(taskset.path), name, taskset.args.get("subset")) for name in names_of(taskset.split)}
     rows = {name: np.zeros(count, bool) for name, count in sizes.items()}
-    for each in ReadInstruction.from_spec(taskset.split).to_absolute(sizes):
-        rows[each.splitname][each.from_ : each.to] = True
+    for part in ReadInstruction.from_spec(taskset.split).to_absolute(sizes):
+        rows[part.splitname][part.from_ : part.to] = True
     return rows

@@ -1,4 +1,4 @@
-"""Which fields of an entry are the prompt, the answer and the conversation of a task."""
+"""The fields of an entry that are a task's prompt, answer and conversation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,25 +15,25 @@ from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, PROMPT
 
-CONVERSATIONS = "conversations"  # what some datasets call messages
+CONVERSATIONS = "conversations"  # another usual name for messages
 
 
 @dataclass(frozen=True)
 class Formatter:
-    """Turns an entry into a raw task: its other fields as they are, and these three.
+    """Turns an entry into a raw task. These three fields are set, the others stay as they are.
 
     - `prompt`: the text, if the entry has one.
     - `messages`: the conversation, a list of {"role", "content"}, if the entry has one or a system prompt is set.
     - `answer`: the reference answer, if there is one.
 
-    A field named here (other than by the default) has to be there; `reward_model.ground_truth` is one within a field.
-    Where neither the prompt's nor the messages' field is named, `prompt` is taken before `messages`, and this before
-    `conversations`. A prompt that is a list, or JSON text of one, is a conversation.
+    A field that is named, other than by the default, has to be there; `reward_model.ground_truth` is a field within a
+    field. If neither the field of the prompt nor that of the messages is named, `prompt` is taken before `messages`,
+    and `messages` before `conversations`. A prompt that is a list, or JSON text of a list, is a conversation.
 
     Attributes:
         prompt_field, answer_field, messages_field: names of an entry's fields.
         system_prompt: first message of every conversation, in place of the entry's own; None changes nothing.
-        answered: whether a conversation may end with the assistant, as one of an expert does.
+        answered: True if a conversation may end with the assistant, as an expert's does.
     """
 
     prompt_field: str = PROMPT
@@ -68,7 +68,7 @@ class Formatter:
         return task
 
     def _conversation(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """`prompt` if it is text, `messages` if it is not or a system prompt comes before it."""
+        """The fields `prompt`, if the prompt is text, and `messages`, if it is not or has a system prompt before it."""
         field = self._conversation_field(entry)
         conversation = read_messages(field, entry[field])
         task: dict[str, Any] = {}
@@ -84,7 +84,7 @@ class Formatter:
         return task | {MESSAGES: conversation}
 
     def _check(self, field: str, conversation: object) -> None:
-        """Refuse what is no conversation, and one that does not end where the policy goes on."""
+        """Refuse a value that is no conversation, and a conversation that the policy cannot go on with."""
         if not isinstance(conversation, list):
             raise ConfigError(
                 f"field '{field}' holds {type(conversation).__name__}: a prompt is text, or a list of "
@@ -121,7 +121,7 @@ class Formatter:
 
 
 def _nested_field(entry: Mapping[str, Any], name: str, key: str) -> Any:
-    """The value of a field within a field, as in `reward_model.ground_truth`; a ConfigError for `key` without one."""
+    """The value of a field within a field, as in `reward_model.ground_truth`. ConfigError: there is none, for `key`."""
     value: Any = entry
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:

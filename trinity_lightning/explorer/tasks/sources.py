@@ -38,13 +38,13 @@ GIVEN = ("path", "split", "size", "seed")  # keys of a taskset that a source has
 class Entries(Protocol):
     """Entries by their index: a list of dicts, a Hugging Face dataset, or a class that makes entry i when asked for it.
 
-    An entry is a mapping; which of its fields are prompt and answer says a `Formatter`. Entry i is the same each time,
-    in another process too: a run that is resumed compares the entries that it was trained on.
+    An entry is a mapping; a `Formatter` knows which of its fields are prompt and answer. Entry i is the same each time,
+    in another process too: a resumed run compares the entries that it was trained on.
 
     A class may have besides:
         generated = True: entries are made when they are asked for. Only the first is looked at before a run begins.
-        checksum(index): a checksum of what makes an entry, if entries are others in another process.
-        place(index): where an entry is, for messages, in place of "entry 3".
+        checksum(index): a checksum of an entry's settings, if the entry itself differs between processes.
+        place(index): the place of an entry, for messages, instead of "entry 3".
     """
 
     def __len__(self) -> int: ...
@@ -148,7 +148,7 @@ class EntryStream:
 
 
 def place_of(entries: Any, index: int) -> str:
-    """Where an entry is, for messages: its line if it is of a file with lines, from 1; otherwise its number, from 0."""
+    """The place of an entry, for messages: the line of its file, from 1, or else its number, from 0."""
     return entries.place(index) if hasattr(entries, "place") else f"entry {index}"
 
 
@@ -222,7 +222,7 @@ def check_source(config: TasksetConfig, key: str = "taskset") -> Callable[..., A
 
 
 def _made(source: Callable[..., Any], config: TasksetConfig, key: str) -> Any:
-    """What a source gives for a taskset's arguments, and for those of `GIVEN` that are set."""
+    """The entries, or the stream, that a source makes of a taskset's arguments and its settings in `GIVEN`."""
     values = {name: value for name in GIVEN if (value := getattr(config, name)) is not None}
     if isinstance(source, type):
         return made(f"task source '{config.source}'", source, config.args, f"{key}.args", values)
@@ -255,9 +255,9 @@ def addition(split: str = "train", low: int = 0, high: int = 20, heldout: int = 
 
 # -- reasoning_gym: tasks with verifiers of their own ------------------------------------------------------------------
 
-# What reasoning-gym raises for arguments that do not fit: its validation is made of assert statements.
+# Errors of reasoning-gym for arguments that do not fit: it validates by assert statements.
 _REFUSALS = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError)
-# Its datasets whose entries follow from the order of a set of texts, which is another in every process.
+# Datasets of it whose entries depend on the order of a set of texts, which differs between processes.
 BY_HASH_SEED = (
     "intermediate_integration", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note",
     "word_ladder",
@@ -275,9 +275,9 @@ def reasoning_gym(path: str, size: int, seed: int = 0, **arguments: Any) -> "Rea
 class ReasoningGymEntries:
     """Entries of a reasoning-gym dataset, each generated when it is asked for: entry i depends on seed + i only.
 
-    Those of BY_HASH_SEED also depend on Python's hash seed, which each process draws unless PYTHONHASHSEED is set.
-    Each is {"prompt", "answer", "metadata", "reasoning_gym": {"name", "config", "entry"}}: name and config make the
-    dataset whose `score_answer(answer, entry)` is the verifier.
+    Entries of datasets in BY_HASH_SEED also depend on Python's hash seed, which each process draws unless
+    PYTHONHASHSEED is set. An entry is {"prompt", "answer", "metadata", "reasoning_gym": {"name", "config", "entry"}};
+    name and config make the dataset whose `score_answer(answer, entry)` is the verifier.
 
     Raises:
         ConfigError: an unknown dataset, or a size or argument that it refuses.

@@ -1,4 +1,4 @@
-"""What to try: one entry of a taskset, and how it is to be tried and judged."""
+"""A task: an entry of a taskset, with the settings by which it is tried and judged."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ if TYPE_CHECKING:
 
 # Fields of a raw task.
 PROMPT, ANSWER, MESSAGES = "prompt", "answer", "messages"
-# Names that belong to the group and to the run, not to how tokens are sampled.
+# Sampling settings that the group and the run decide.
 _RESERVED_SAMPLING = {"n": "set repeat_times instead", "seed": "the seed of a rollout follows from explorer.seed"}
 
 
 @dataclass
 class Task:
-    """One thing to try, `repeat_times` times.
+    """A task that is tried `repeat_times` times.
 
     Attributes:
         workflow: registered name, dotted path, or Workflow class.
-        raw_task: the taskset's entry: "prompt" or "messages", "answer" if there is one, and whatever else.
-        repeat_times: runs, the size of the group.
-        is_eval: whether it is evaluated on: its experiences are measured, never trained on.
+        raw_task: the taskset's entry: "prompt" or "messages", "answer" if there is one, and other fields.
+        repeat_times: number of runs, the size of the group.
+        is_eval: True for an evaluation: its experiences are measured, never trained on.
         rollout_args: sampling settings of the rollout model, by vLLM's names (temperature, max_tokens, ...); None
             values leave the engine's default.
         workflow_args: settings of the workflow.
         reward_fn: None (the workflow's own reward), a registered name, a dotted path, a function, a list of these, or a
             mapping from them to weights.
-        reward_solved: which components of the reward say that a rollout solved the task, and what they have to reach;
-            None: see `common.solved.criterion_of`.
+        reward_solved: least values of the reward's components at which a rollout has solved the task; None: see
+            `common.solved.criterion_of`.
         batch_id: the explore step ("<step>/<taskset>" in an evaluation); set by the scheduler.
         task_id: position in the batch; set by the scheduler.
         chat_template_kwargs: variables of the chat template; those of the entry (a field of the same name) win.
 
     Raises:
-        ConfigError: repeat_times below 1, arguments that are no mappings, or a sampling setting that is not the task's.
+        ConfigError: repeat_times below 1, arguments that are no mappings, or a sampling setting that a task cannot
+            have.
     """
 
     workflow: str | type[Workflow]
@@ -88,7 +89,7 @@ def messages_of(task: Task) -> Conversation:
 
 
 def conversation_of(task: Task) -> Conversation:
-    """As `messages_of`, of an entry that may end with the assistant's answer."""
+    """Same as `messages_of`, for an entry that may end with the assistant's answer."""
     conversation = read_messages(MESSAGES, task.raw_task.get(MESSAGES)) or read_messages(
         PROMPT, task.raw_task.get(PROMPT)
     )
@@ -111,7 +112,7 @@ def template_variables_of(task: Task) -> dict[str, Any]:
 
 
 def prompt_text_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A conversation as people read it: a lone message's content, else one "role: content" a line."""
+    """A conversation for people: the content of a lone message, else a line "role: content" for each message."""
     if len(messages) == 1:
         return str(messages[0].get("content", ""))
     return "\n".join(f"{message.get('role')}: {message.get('content', '')}" for message in messages)

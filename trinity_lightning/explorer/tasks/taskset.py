@@ -100,7 +100,7 @@ class Order:
         return [self._at(*divmod(position, self._size)) for position in range(begin, end)]
 
     def _at(self, epoch: int, offset: int) -> int:
-        return offset if self._seed is None else int(_permutation(self._size, self._seed, epoch)[offset])
+        return offset if self._seed is None else int(_permutation(self._size or 0, self._seed, epoch)[offset])
 
     def update(self, pass_rates: Mapping[int, tuple[float, int]]) -> None:
         """Take note of the mean reward and the number of rollouts of entries; only `by_difficulty` uses it."""
@@ -459,18 +459,18 @@ NAME_OF_EARLIER_VERSIONS = "addition"
 _COMPARED = ("name", "size", "seed", "order")  # of a taskset's state
 
 
-def check_state(name: str, state: Mapping[str, Any], own: Mapping[str, Any], key: str = "taskset") -> None:
-    """Refuse a saved state of another taskset than the one whose `own` state is given; `key` is for messages.
+def check_state(name: str, state: Mapping[str, Any], current: Mapping[str, Any], key: str = "taskset") -> None:
+    """Refuse a saved state of another taskset than the one whose `current` state is given; `key` is for messages.
 
     Raises:
         ConfigError: the message says what differs.
     """
     if state.get("name") == NAME_OF_EARLIER_VERSIONS:
-        state = {**state, "name": own["name"]}
-    expected = own.keys() - {"seen"}  # which earlier versions lack: they had a checksum of everything, `content`
+        state = {**state, "name": current["name"]}
+    expected = current.keys() - {"seen"}  # which earlier versions lack: they had a checksum of everything, `content`
     if state.keys() - {"seen", "content"} != expected:
-        raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(own)}.")
-    different = [f"{key} {state[key]!r} -> {own[key]!r}" for key in _COMPARED if state[key] != own[key]]
+        raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(current)}.")
+    different = [f"{key} {state[key]!r} -> {current[key]!r}" for key in _COMPARED if state[key] != current[key]]
     if different:
         raise ConfigError(
             f"taskset '{name}' is not the one that was saved ({', '.join(different)}): its cursor would point "
