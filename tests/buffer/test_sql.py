@@ -16,7 +16,7 @@ from support.postgres import postgres_url  # noqa: F401  # a fixture
 from trinity_lightning.buffer import sql
 from trinity_lightning.buffer.sql import ReplayReader, SqlReader, SqlStorage, keep_step
 from trinity_lightning.common.experience import ExperienceError
-from trinity_lightning.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
+from trinity_lightning.errors import StorageError, StorageFormatError, StorageLockedError
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
