@@ -8,7 +8,9 @@ from trinity_lightning.errors import ConfigError
 MOST_NAMED = 5  # rows that a message names
 
 
-def check_rows(where: str, count: int, check: Callable[[int], object], place: Callable[[int], str]) -> None:
+def check_rows(
+    where: str, count: int, check: Callable[[int], object], place: Callable[[int], str], key: str | None = None
+) -> None:
     """Check every row, and refuse the bad ones in one message.
 
     Args:
@@ -16,6 +18,7 @@ def check_rows(where: str, count: int, check: Callable[[int], object], place: Ca
         count: number of rows.
         check: raises a ConfigError for the index of a bad row.
         place: the place of the row with an index, for messages.
+        key: the dotted key of the data.
 
     Raises:
         ConfigError: some rows are bad; the message names the first five by place and reason, and counts them.
@@ -34,6 +37,6 @@ def check_rows(where: str, count: int, check: Callable[[int], object], place: Ca
     named = " ".join(f"{', '.join(which)}: {reason}" for reason, which in places.items())
     first = next(iter(errors.values()))
     if len(errors) == 1:
-        raise ConfigError(f"{where}, {named}") from first
+        raise ConfigError(f"{where}, {named}", key=first.key or key) from first
     more = f" And {len(errors) - MOST_NAMED} more." if len(errors) > MOST_NAMED else ""
-    raise ConfigError(f"{where}: {len(errors)} of {count} entries are refused. {named}{more}") from first
+    raise ConfigError(f"{where}: {len(errors)} of {count} entries are refused. {named}{more}", key=key) from first

@@ -353,7 +353,7 @@ class Taskset(TaskSelection):
             ConfigError: entries that the formatter or the check refuses, all of them in one message.
         """
         count = 1 if getattr(self._entries, "generated", False) else len(self)
-        check_rows(f"taskset '{self.name}'", count, lambda index: check(self._raw_task(index)), self.place)
+        check_rows(f"taskset '{self.name}'", count, lambda index: check(self._raw_task(index)), self.place, self._key)
 
     def _checksum(self, index: int) -> int:
         """Checksum of an entry: the source's, if it has a method for it, else that of the values which are not null.
