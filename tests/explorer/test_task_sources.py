@@ -210,6 +210,7 @@ def test_a_stream_with_a_state_makes_no_entry_again(monkeypatch):
     state = saved(taskset)
     monkeypatch.setattr(Stateful, "made", 0)
     resumed.load_state_dict(state)
+    assert saved(resumed) == state
     assert answers(resumed.next_batch(2)) == ["1000", "1001"]
     assert Stateful.made < 10
 

@@ -112,16 +112,17 @@ def _has_options(config: Any) -> bool:
     return any(getattr(config, name) != getattr(usual, name) for name in options)
 
 
-_HUB_FILE = re.compile(r"hf://datasets/[^@]+@(?P<revision>[^/]+)/(?P<name>.+)")
+_HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<revision>[^/]+)/(?P<name>.+)")
 
 
 def _downloaded(path: str, urls: Mapping[str, Sequence[str]]) -> dict[str, list[Path]]:
-    """The files of these URLs, of a repository of the hub; empty if some are of another place."""
+    """The files of these URLs in a repository of the hub; empty if some are elsewhere."""
     from huggingface_hub import snapshot_download
 
     files = {split: [_HUB_FILE.fullmatch(url) for url in of_split] for split, of_split in urls.items()}
     matches = [match for of_split in files.values() for match in of_split if match]
-    if not matches or len(matches) < sum(map(len, urls.values())):
+    is_one = {match["repository"] for match in matches} == {path}
+    if not is_one or len(matches) < sum(map(len, urls.values())):
         return {}
     names = [glob.escape(match["name"]) for match in matches]
     folder = snapshot_download(path, repo_type="dataset", revision=matches[0]["revision"], allow_patterns=names)

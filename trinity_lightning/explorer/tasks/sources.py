@@ -1,8 +1,8 @@
-"""Where tasks come from: task sources by name, and those of your own by their dotted path.
+"""Task sources, which give the entries of tasksets: the built-in ones by name, your own by their dotted path.
 
-A task source is a class or a function that gives entries: by their index (`Entries`), or one after the other without
-end (`EntryStream`). Its arguments are `taskset.args`. If it has parameters called `path`, `split`, `size` or `seed`, it
-is given these settings of the taskset, too.
+A task source is a class or a function. It gives entries by their index (`Entries`), or one after the other without a
+length (`EntryStream`). Its arguments are `taskset.args`. If it has parameters called `path`, `split`, `size` or `seed`,
+it gets these settings of the taskset, too.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ from trinity_lightning.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 TASK_SOURCES: Registry[Callable[..., Any]] = Registry("task source")
-GIVEN = ("path", "split", "size", "seed")  # keys of a taskset that a source has if it has such parameters
+GIVEN = ("path", "split", "size", "seed")  # settings of a taskset that a source gets as parameters of these names
 
-# -- what a source gives -----------------------------------------------------------------------------------------------
+# -- entries -----------------------------------------------------------------------------------------------------------
 
 
 class Entries(Protocol):
@@ -62,7 +62,7 @@ class EntryStream:
     Args:
         make: makes the source, an iterable.
         settings: of the source, as plain values.
-        what, key: the source and its dotted key, for messages.
+        what, key: name of the source in messages, and its dotted key.
 
     Raises:
         ConfigError: the source does not go on where its state was taken.
@@ -104,12 +104,12 @@ class EntryStream:
         return True
 
     def state_dict(self, position: int) -> dict[str, Any]:
-        """The settings, and the source's state with entry `position` as its next one."""
+        """The settings, and the state of the source from which entry `position` comes next."""
         if not self.has_state:
             return {}
         if position < self._next:
             self._restart()
-        if position:
+        if position > self._next:
             self.reaches(position - 1)
         return {"settings": self._settings, "source": self._source.state_dict()}
 
@@ -117,7 +117,7 @@ class EntryStream:
         """Go on with entry `position`, before which `state` was taken.
 
         Raises:
-            ConfigError: the settings were others.
+            ConfigError: the source had other settings.
         """
         if not self.has_state:
             return
@@ -163,7 +163,7 @@ def entries_of(config: TasksetConfig, key: str = "taskset") -> Entries | EntrySt
         key: the dotted key that it stands under, for messages.
 
     Raises:
-        ConfigError: as `check_source`; the source gives something else than entries, or refuses its arguments.
+        ConfigError: as `check_source`; or the source gives no entries, or refuses its arguments.
     """
     what = f"task source '{config.source}'"
     make = functools.partial(_made, check_source(config, key), config, key)
@@ -189,8 +189,7 @@ def check_source(config: TasksetConfig, key: str = "taskset") -> Callable[..., A
     """The function or class that a taskset's source names, before it makes anything.
 
     Raises:
-        ConfigError: there is no such source, or it has not the arguments that it is given, or lacks one; the message
-            names the key.
+        ConfigError: there is no such source, it does not have the arguments that it is given, or it lacks one.
     """
     what = f"task source '{config.source}'"
     try:
@@ -205,7 +204,7 @@ def check_source(config: TasksetConfig, key: str = "taskset") -> Callable[..., A
     for name in GIVEN:
         value = getattr(config, name)
         if name not in parameters:
-            if name != "seed" and value != getattr(TasksetConfig, name):  # a seed is that of the order, too
+            if name != "seed" and value != getattr(TasksetConfig, name):  # the order has the seed, too
                 raise ConfigError(
                     f"{key}.{name} is {value}, and {what} has no parameter {name}",
                     key=f"{key}.{name}",

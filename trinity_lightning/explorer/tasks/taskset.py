@@ -38,7 +38,7 @@ MOST_CHECKED = 64  # of generated entries that are made again when a run is resu
 
 Format = Callable[[Mapping[str, Any]], dict[str, Any]]  # from an entry to a raw task
 
-# -- what the explorer asks for ---------------------------------------------------------------------------------------
+# -- the interface for the explorer ------------------------------------------------------------------------------------
 
 
 class TaskSelection(ABC):
@@ -221,10 +221,10 @@ class Taskset(TaskSelection):
         name: of the taskset in metrics and in `task_index`.
         formatter: makes a raw task of an entry; None: a `Formatter` of the usual fields.
         order: `sequential`; `shuffled`: a permutation of each epoch that depends on size, seed and epoch alone;
-            `easy_to_hard`: by the number in `difficulty_field`, lowest first; or `by_difficulty`: those that are
-            solved half of the time, as `update` was given it (see `DifficultySelector`).
+            `easy_to_hard`: by the number in `difficulty_field`, lowest first; or `by_difficulty`: tasks that are solved
+            half of the time, by the rates that `update` gets (see `DifficultySelector`).
         seed: of the order.
-        epochs: how often the entries are handed out; None: again and again.
+        epochs: number of times that the entries are handed out; None: without end.
         difficulty_field: an entry's field with a number, for `easy_to_hard`.
         key: the dotted key that the taskset stands under, for messages.
 
@@ -286,8 +286,8 @@ class Taskset(TaskSelection):
     ) -> Taskset:
         """The sums a + b of all low <= a, b <= high, as questions; `heldout` of them are never in the train split.
 
-        Which sums are held out depends on low, high and heldout alone; `seed` is that of the order, and `options` are
-        those of `Taskset`.
+        The held-out sums depend on low, high and heldout alone. `seed` is the order's seed, and `options` are further
+        arguments of `Taskset`.
 
         Raises:
             ConfigError: an unknown split, low > high, or no sum left in the split.
@@ -302,7 +302,7 @@ class Taskset(TaskSelection):
 
         Args:
             config: of the taskset.
-            epochs: how often the entries are handed out; None: again and again.
+            epochs: number of times that the entries are handed out; None: without end.
             answered: True if conversations may end with the assistant's answer; see `Formatter`.
             key: the dotted key that the configuration stands under, for messages.
 
@@ -350,7 +350,7 @@ class Taskset(TaskSelection):
             check: raises a ConfigError for a raw task that cannot be used.
 
         Raises:
-            ConfigError: entries that the formatter or the check refuses, all of them in one message.
+            ConfigError: the formatter or the check refuses entries; one message counts all of them.
         """
         count = 1 if getattr(self._entries, "generated", False) else len(self)
         check_rows(f"taskset '{self.name}'", count, lambda index: check(self._raw_task(index)), self.place, self._key)
@@ -382,7 +382,7 @@ class Taskset(TaskSelection):
             )
 
     def place(self, index: int) -> str:
-        """Where entry `index` is, for messages; see `place_of`."""
+        """The place of entry `index`, for messages; see `place_of`."""
         return place_of(self._entries, index)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -409,7 +409,7 @@ class Taskset(TaskSelection):
         return batch
 
     def forget(self, index: int) -> None:
-        """Forget that an entry was handed out, as it gave nothing: a resumed run may have it repaired."""
+        """Forget that an entry was handed out: it gave nothing, and may be repaired before the run is resumed."""
         self._seen.pop(index, None)
 
     def update(self, pass_rates: Mapping[str, Mapping[int, tuple[float, int]]]) -> None:
@@ -432,7 +432,7 @@ class Taskset(TaskSelection):
         """Go on where the saved taskset stood. Entries that were not handed out, or gave nothing, may have changed.
 
         Raises:
-            ConfigError: the state is that of another taskset; the message says what differs.
+            ConfigError: the state belongs to another taskset; the message says what differs.
         """
         check_state(self.name, state, self.state_dict(), self._key)
         if self._stream:
@@ -456,7 +456,7 @@ class Taskset(TaskSelection):
 NAME_OF_EARLIER_VERSIONS = "addition"
 
 
-_COMPARED = ("name", "size", "seed", "order")  # of a taskset's state
+_COMPARED = ("name", "size", "seed", "order")  # parts of a state that must not change
 
 
 def check_state(name: str, state: Mapping[str, Any], current: Mapping[str, Any], key: str = "taskset") -> None:
@@ -549,7 +549,7 @@ class TasksetMixture(TaskSelection):
         """Go on where the saved mixture stood.
 
         Raises:
-            ConfigError: the state is that of other tasksets or weights.
+            ConfigError: the state belongs to other tasksets or weights.
         """
         if state.get("weights") != self._weights:
             raise ConfigError(
