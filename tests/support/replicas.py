@@ -494,7 +494,7 @@ def start(
         processes.append(run_train.start(folder / str(rank), str(file), program=program, **own))
     try:
         for rank, process in enumerate(processes):
-            assert process.wait(240) == 0, (folder / str(rank) / "stdout").read_text()[-4000:]
+            assert process.wait() == 0, (folder / str(rank) / "stdout").read_text()[-4000:]
     finally:
         for process in processes:
             process.kill()
