@@ -7,7 +7,7 @@ Throughout:
 - `old_logprobs` are the trainer's log-probabilities before the step's first update;
 - `rollout_logprobs` are the engine's;
 - `action_mask` is True for trained tokens;
-- `num_tokens` are the trained tokens of the whole optimizer batch; None: those of these tensors.
+- `num_tokens` are the trained tokens of the whole optimizer batch; None: they are counted in these tensors.
 """
 
 from torch import Tensor

@@ -68,7 +68,7 @@ def value_loss(
         returns: R [b, r].
         action_mask: True for trained tokens, bool [b, r].
         clip_range: how far V may move from the old value; None: V is not clipped.
-        num_tokens: trained tokens of the whole optimizer batch; None: those of these tensors.
+        num_tokens: trained tokens of the whole optimizer batch; None: they are counted in these tensors.
 
     Returns:
         The loss, and metrics: value_loss, and clipfrac, the share of tokens that the clipped term decides.

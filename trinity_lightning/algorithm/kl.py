@@ -2,7 +2,7 @@
 
 With d = ref - lp, both log-probabilities of a token sampled from pi (Schulman, "Approximating KL divergence", 2020):
 k1 = -d is unbiased and noisy, k2 = d^2 / 2 biased and calm, k3 = exp(d) - d - 1 unbiased and never negative.
-Log-ratios are clamped to +-20 before any exp: values and gradients stay finite whatever the models say.
+Log-ratios are clamped to +-20 before any exp, so that values and gradients stay finite for any log-probabilities.
 """
 
 from collections.abc import Callable

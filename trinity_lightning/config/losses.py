@@ -1,4 +1,4 @@
-"""The built-in policy losses and what each needs: one line per loss, which is read before torch is imported.
+"""The built-in policy losses and their needs: one line per loss, which is read before torch is imported.
 
 A loss of your own has no line here: its needs are found by trying it on four tokens, and it may declare them by
 `trinity_lightning.algorithm.policy_loss.declares`.
@@ -13,7 +13,7 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Needs:
-    """What a policy loss needs, and what it is right for.
+    """The needs of a policy loss, and the experiences that it is right for.
 
     Attributes:
         ratio: it compares the policy with another one, by `old_logprobs`.
@@ -44,7 +44,7 @@ class Loss:
 
     Attributes:
         path: module and name of its function, within `trinity_lightning.algorithm.policy_loss`.
-        needs: its needs, whatever its arguments are.
+        needs: its needs, with any arguments.
         by_arguments: makes those needs that depend on its arguments.
     """
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Objective:
-    """The loss that is minimised, and what it needs to be computed.
+    """The loss that is minimised, and the inputs that it needs.
 
     Attributes:
         needs_old_logprobs: log-probabilities from before the step's first update are needed, because several optimizer
@@ -98,7 +98,7 @@ class Objective:
             entropy: their entropies [B, R], with gradient.
             micro, batch: the micro-batch, and the whole, whose totals normalise the loss.
             computed_tokens: trained tokens that were not skipped, over all micro-batches; normalises measurements.
-            sampled_tokens: those of them that an engine sampled; normalises the comparison of engine and trainer.
+            sampled_tokens: computed tokens that an engine sampled; normalises the comparison of engine and trainer.
 
         Raises:
             ConfigError: the experiences lack advantages, or columns of `PolicyModule.prepare_step`.
@@ -220,7 +220,7 @@ def column(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _check_rollout_logprobs(batch: OptimizerBatch, against_engine: bool) -> None:
-    """ExperienceError if an experience that an engine sampled has no log-probabilities of it."""
+    """ExperienceError if an experience that an engine sampled lacks the engine's log-probabilities."""
     if against_engine:
         need = "algorithm.old_logprobs=engine needs: choose algorithm.old_logprobs=trainer."
     else:

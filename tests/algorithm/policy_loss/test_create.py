@@ -1,4 +1,4 @@
-"""What losses need: the declarations of built-in losses hold, and those of the user's are checked."""
+"""The needs of losses: declarations of built-in losses hold, and declarations of the user's are checked."""
 
 import inspect
 from dataclasses import replace

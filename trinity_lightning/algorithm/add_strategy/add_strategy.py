@@ -200,7 +200,7 @@ class AddStrategy(ABC):
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """The arguments that have a default, with their defaults: those of the constructor, unless a subclass says."""
+        """The arguments that have a default, by name: those of the constructor, unless a subclass overrides this."""
         parameters = inspect.signature(cls).parameters
         return {
             name: parameters[name].default
@@ -208,13 +208,13 @@ class AddStrategy(ABC):
             if parameters[name].default is not inspect.Parameter.empty
         }
 
-    # True: new tasks fill up a step of which `survivors` leaves too few groups.
+    # True: if `survivors` leaves too few groups, new tasks fill up the step.
     refills = False
     # Groups whose rewards have a standard deviation not above this are not written; None: all are.
     std_threshold: float | None = None
 
     def kept_groups(self, groups: Sequence[Sequence[Run]]) -> list[bool]:
-        """True for each group, given as its runs, whose rewards before operators spread beyond `std_threshold`."""
+        """For each group of runs, True if its rewards, before operators, have a std above `std_threshold`."""
         if self.std_threshold is None or not groups:
             return [True] * len(groups)
         rewards = torch.tensor([raw_reward(last_step(run)) for runs in groups for run in runs], dtype=torch.float64)
@@ -244,15 +244,22 @@ class AddStrategy(ABC):
 
 
 def is_own(strategy: AddStrategy) -> bool:
-    """True for a strategy of the user's, whose returned values are checked."""
+    """True for a strategy of the user's; its results are checked."""
     return type(strategy).__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
 def check_returned(strategy: AddStrategy, method: str, returned: Any, first: type, meaning: str) -> None:
-    """Refuse what a method of the user's strategy returned, unless it is a pair of `first` and a mapping.
+    """Refuse a result of the user's strategy that is no pair of the right types.
+
+    Args:
+        strategy: the strategy; one of this package is not checked.
+        method: name of the method that returned.
+        returned: the result.
+        first: type of the first member; the second is a mapping.
+        meaning: the two members in words, for the message.
 
     Raises:
-        ConfigError: names the strategy, and says what the method must return.
+        ConfigError: names the strategy and the method.
     """
     if not is_own(strategy):
         return
@@ -305,9 +312,9 @@ class GroupAdvantageStrategy(AddStrategy):
 class TaskAdvantageStrategy(GroupAdvantageStrategy):
     """Groups by task, and gives every run one score, a function of the rewards of the explore step.
 
-    A run of several steps has one reward, that of each of its experiences, and counts once; its score goes to all of
-    them. A run whose steps have different rewards is refused: `step_wise_grpo` and `gigpo` are for those. All groups
-    are scored in one tensor operation, unless a subclass defines `calculate_group_advantage` itself.
+    A run of several steps counts once: all of its experiences have the same reward, and get the same score. A run whose
+    steps have different rewards is refused; `step_wise_grpo` and `gigpo` take it. All groups are scored in one tensor
+    operation, unless a subclass defines `calculate_group_advantage` itself.
     """
 
     def group_experiences(self, exps: list[Experience]) -> Groups:

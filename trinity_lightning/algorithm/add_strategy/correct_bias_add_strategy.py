@@ -1,4 +1,4 @@
-"""CorrectBias: GRPO that rewards what the policy found unlikely, against its bias towards the already likely."""
+"""CorrectBias: GRPO that favours unlikely responses, against the policy's bias towards likely ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
     """GRPO on r' = r * (1 - rank / n * rank_penalty) (unlikeliness reward, arXiv 2506.02355).
 
     Within a task, the run with the lowest mean log-probability of its trained tokens (of all its tokens, if none is
-    trained) has rank 0; equal ones share their average rank. The metrics reward_mean and reward_std are those of r'.
+    trained) has rank 0; equal ones share their average rank. The metrics are reward_mean and reward_std of r'.
 
     Args:
         epsilon: added to the standard deviation.
@@ -48,7 +48,7 @@ class CorrectBiasAddStrategy(GRPOAddStrategy):
                 number.
         """
         lone = (groups.bincount() == 1)[groups].tolist()
-        # A lone run has rank 0 whatever its log-probabilities, and may do without them.
+        # A lone run has rank 0 in any case, and needs no log-probabilities.
         likelihoods = [0.0 if alone else _mean_logprob(run) for run, alone in zip(runs, lone, strict=True)]
         penalised = functional.rank_penalised_rewards(
             rewards, groups, torch.tensor(likelihoods, dtype=torch.float64), self.rank_penalty

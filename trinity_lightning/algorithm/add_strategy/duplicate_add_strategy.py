@@ -66,15 +66,8 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
 
 
 def _copy_group(group: list[Experience], taken: set[str]) -> list[Experience]:
-    """A copy of a group under a task that is not taken: a further number for an int, else `<task>-copy-<n>`."""
-    task_before = group[0].eid.task
-    numbers = [int(name) for name in taken if name.isdecimal()]
-    names = (
-        count(max(numbers, default=-1) + 1)
-        if isinstance(task_before, int)
-        else (f"{task_before}-copy-{n}" for n in count(1))
-    )
-    task = next(name for name in names if str(name) not in taken)
+    """A copy of a group, under a task of its own that joins those that are taken."""
+    task = _free_task(group[0].eid.task, taken)
     taken.add(str(task))
     copies = []
     for row, exp in enumerate(group):
@@ -86,3 +79,10 @@ def _copy_group(group: list[Experience], taken: set[str]) -> list[Experience]:
         copied.info, copied.metrics = dict(exp.info), dict(exp.metrics)
         copies.append(copied)
     return copies
+
+
+def _free_task(task: int | str, taken: set[str]) -> int | str:
+    """A task that is not taken: the next number for an int, else `<task>-copy-<n>`."""
+    if isinstance(task, int):
+        return max((int(name) for name in taken if name.isdecimal()), default=-1) + 1
+    return next(name for n in count(1) if (name := f"{task}-copy-{n}") not in taken)

@@ -1,4 +1,4 @@
-"""Add strategies for runs of several steps: they compare the rewards of runs, and `gigpo` those of steps as well."""
+"""Add strategies for runs of several steps: they compare runs, and `gigpo` compares single steps, too."""
 
 import math
 from abc import abstractmethod
@@ -31,8 +31,8 @@ from trinity_lightning.config.values import flag, number, numbered, one_of, text
 class RunAdvantageStrategy(AddStrategy):
     """An add strategy that groups by task and then by run (`runs_of`), and writes one run at a time.
 
-    Each experience is weighed as a step of its run, whatever rewards the other steps have. A task is left out, as by
-    `GroupAdvantageStrategy`, if one of the rewards that `rewarded` names is no finite number.
+    Each experience is weighed as a step of its run; the steps of a run may have different rewards. A task is left out,
+    as by `GroupAdvantageStrategy`, if an experience that `rewarded` returns has a reward that is no finite number.
     """
 
     @abstractmethod
@@ -40,7 +40,7 @@ class RunAdvantageStrategy(AddStrategy):
         """Set `advantages` and `returns` [response] of every task's runs, given by id: the metrics of each task."""
 
     def rewarded(self, runs: Groups) -> list[Experience]:
-        """The experiences of a task whose rewards must be finite numbers: the last step of every run."""
+        """The experiences of a task that must have a finite reward: the last step of every run."""
         return [last_step(exps) for exps in runs.values()]
 
     async def add(  # pyright: ignore[reportIncompatibleMethodOverride]  # `exps` is the name its users know
@@ -72,8 +72,8 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
 
     Args:
         epsilon: added to the standard deviation.
-        enable_step_norm: divide the score by the number of the run's steps, for long runs to weigh no more than short.
-        std_level, std_threshold: see `GRPOAddStrategy`; the rewards are those of the runs' last steps.
+        enable_step_norm: divide the score by the number of the run's steps, so that long runs weigh no more than short.
+        std_level, std_threshold: see `GRPOAddStrategy`; here they apply to the rewards of the last steps.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class StepWiseGRPOStrategy(RunAdvantageStrategy):
         return scores[0], metrics[0]
 
     def broadcast_advantages(self, run_exps: Groups, scores: dict[str, float]) -> Groups:
-        """Set `advantages` and `returns` of every step of each run from its score, both by run id: the runs."""
+        """Give every step of a run the run's score as `advantages` and `returns`; runs and scores are by run id."""
         for run_id, exps in run_exps.items():
             score = scores[run_id] / len(exps) if self.enable_step_norm else scores[run_id]
             set_advantages(exps, [score] * len(exps))
@@ -236,7 +236,7 @@ def _reward(exp: Experience) -> float:
 
 
 def _hashable(value: Any) -> Hashable:
-    """A key that is equal for equal values. TypeError: a value that is compared by its identity, or not hashable."""
+    """A key that is equal for equal values. TypeError: a value is compared by its identity, or is not hashable."""
     if isinstance(value, list | tuple):
         return tuple(map(_hashable, value))
     if isinstance(value, dict):

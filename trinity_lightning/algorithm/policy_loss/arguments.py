@@ -1,4 +1,4 @@
-"""Arguments of a policy loss: the trainer's tensors by their names, and those of the configuration."""
+"""Arguments of a policy loss: tensors from the trainer, by their names, and settings from the configuration."""
 
 import functools
 import inspect
@@ -30,10 +30,10 @@ LOSS = f"loss({', '.join(TENSORS)}, **totals)"  # how a loss is called, for mess
 
 
 def with_arguments(name: str, loss: Any, args: Mapping[str, Any]) -> PolicyLossFn:
-    """A loss with these arguments: a function's own, or those of a class's constructor and of its call.
+    """A loss with its arguments set. A class takes them in its constructor, or in its call.
 
     Args:
-        name: name of the loss. If the loss is not built in, its parameters are looked at (`in_our_terms`).
+        name: name of the loss; a loss that is not built in may name its tensors in other ways (`in_our_terms`).
         loss: a function, a class or an object.
         args: the arguments of the configuration.
 
@@ -153,10 +153,10 @@ _ENGINES = rf"(rollout|inference|infer|sampling|sampler|vllm)_((per_token|policy
 
 
 def in_our_terms(name: str, loss: Callable[..., Any], args: Mapping[str, Any]) -> PolicyLossFn:
-    """A user's loss, made callable as `PolicyLossFn`, whatever it calls its tensors and in whatever order.
+    """A user's loss, made callable as `PolicyLossFn`; its tensors may have other names and another order.
 
-    It is called by position, unless the names of its parameters say otherwise: then by these names, among which the
-    names of other frameworks are known. It may leave out tensors that it has no use for.
+    It is called by position, if the names of its parameters allow that, and else by these names, among which the names
+    of other frameworks are known. It may leave out tensors that it has no use for.
 
     Args:
         name: name of the loss, for messages.

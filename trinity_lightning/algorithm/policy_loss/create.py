@@ -1,4 +1,4 @@
-"""Policy losses by name: made with their arguments, and what they need, as declared or found by trying them."""
+"""Policy losses by name, with their arguments set; and their needs, declared or found by trying them."""
 
 import functools
 import inspect
@@ -28,7 +28,7 @@ def create_policy_loss(name: str, /, **args: Any) -> PolicyLossFn:
     that TRL, verl or OpenRLHF give them, in any order.
 
     Raises:
-        ConfigError: unknown name, the message lists the known ones; or names of tensors that do not say what they are.
+        ConfigError: unknown name, the message lists the known ones; or tensors whose names have no clear meaning.
         ArgumentError: unknown argument, the message lists the valid ones; or one that is missing, or of the wrong type.
     """
     loss = POLICY_LOSS_FN.resolve(name)
@@ -48,11 +48,11 @@ def accepted(fn: PolicyLossFn, extras: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def declares(**needs: bool) -> Callable[[L], L]:
-    """Declare what a loss of your own needs, by the attributes of `Needs`: `@declares(ratio=True)`.
+    """Declare the needs of a loss of your own, by the attributes of `Needs`: `@declares(ratio=True)`.
 
-    A loss without a declaration needs what is found by trying it, and is taken to be right for experiences of any
-    policy. With one, the trial checks the declaration, and experiences of older weights need a correction unless it
-    says `any_policy=True`.
+    Without a declaration the needs are found by trying the loss, and it counts as right for experiences of any policy.
+    With a declaration the trial only checks it, and experiences of older weights need a correction unless it says
+    `any_policy=True`.
     """
 
     def decorator(loss: L) -> L:
@@ -63,10 +63,10 @@ def declares(**needs: bool) -> Callable[[L], L]:
 
 
 def needs_of(name: str, loss: PolicyLossFn) -> Needs:
-    """The needs of a loss whose arguments are set: as declared, or found by trying a loss of the user's.
+    """The needs of a loss whose arguments are set: declared, or found by trying it if it is the user's.
 
     Raises:
-        ConfigError: a loss of the user's that cannot be used (see `check_result`), or whose declaration is wrong.
+        ConfigError: the user's loss cannot be used (see `check_result`), or its declaration is wrong.
     """
     if name in LOSSES:
         parameters = inspect.signature(loss).parameters
@@ -108,10 +108,10 @@ def _needs_by_trial(name: str, loss: PolicyLossFn) -> Needs:
 
 
 def check_result(name: str, loss: PolicyLossFn) -> None:
-    """Call a loss on four tokens, and refuse one that cannot be called, or returns something else than a loss.
+    """Try a loss on four tokens.
 
     Raises:
-        ConfigError: so, or an argument of the loss is out of its range.
+        ConfigError: it cannot be called, does not return (loss, metrics), or has an argument that is out of its range.
     """
     try:
         with raised_by(f"policy loss '{name}'", ConfigError):
@@ -154,7 +154,7 @@ def _is_supervised(loss: PolicyLossFn) -> bool:
 
 
 def _is_proportional(loss: PolicyLossFn) -> bool:
-    """True if twice the advantage is twice the loss; or the same loss, as of one that ignores advantages."""
+    """True if twice the advantage gives twice the loss, or the same loss, which then ignores advantages."""
     for sign in (1.0, -1.0):
         single, double = (_try(loss, sign * scale, old=0.1)[0] for scale in (1.0, 2.0))
         if not (torch.allclose(double, 2 * single) or torch.equal(double, single)):
@@ -176,7 +176,7 @@ def _try(loss: PolicyLossFn, advantage: float, old: float = 0.0, ref: float = 0.
 def _call(
     loss: PolicyLossFn, advantage: float, old: float = 0.0, ref: float = 0.3
 ) -> tuple[tuple[Tensor, dict[str, Tensor]], Tensor]:
-    """What a loss returns for four tokens of two responses, and their log-probabilities [2, 2].
+    """The result of a loss for four tokens of two responses, and the tokens' log-probabilities [2, 2].
 
     Args:
         loss: the loss, its arguments set.

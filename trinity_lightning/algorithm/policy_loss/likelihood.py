@@ -90,8 +90,8 @@ def teacher_kl(
     Args:
         teacher_top_k_logprobs: log q of the teacher's k likeliest tokens [b, r, k].
         top_k_logprobs: log p of the same tokens, with gradient [b, r, k].
-        direction: "reverse", which falls as the policy leaves out what the teacher would not say; or "forward", which
-            falls as it covers all that the teacher might say.
+        direction: "reverse" lets the policy leave out tokens, and punishes tokens that the teacher would not choose;
+            "forward" punishes leaving out tokens that the teacher might choose.
         loss_agg_mode: see `aggregate`.
 
     Returns:
@@ -105,7 +105,7 @@ def teacher_kl(
 
 
 def with_rest(logprobs: Tensor) -> Tensor:
-    """Log-probabilities of some tokens [..., k], with that of all other tokens together as one more [..., k + 1]."""
+    """Log-probabilities of k tokens, and as one more of all other tokens together: [..., k] becomes [..., k + 1]."""
     rest = 1 - logprobs.exp().sum(-1, keepdim=True)
     return torch.cat([logprobs, rest.clamp(min=LEAST_REST).log()], -1)
 

@@ -135,8 +135,8 @@ def rec(
 
     Args:
         clip_mode: the tokens that count. "none": all; "two-side": 1 - low <= r <= 1 + high; "one-side": r <= 1 + high
-            for A >= 0 and r >= 1 - low for A <= 0, as under PPO's clip; "ring": those of "two-side", and also
-            r <= 1 - low' for A >= 0 and r >= 1 + high' for A <= 0.
+            for A >= 0 and r >= 1 - low for A <= 0, as under PPO's clip; "ring": as "two-side", and also r <= 1 - low'
+            for A >= 0 and r >= 1 + high' for A <= 0.
         epsilon_low, epsilon_high: low, at most 1, and high.
         epsilon_low_prime, epsilon_high_prime: low', at most 1, and high'.
         weight: w without gradient. "none": 1; "importance_sampling": r; "advantage": exp(A / temp).

@@ -59,7 +59,7 @@ class PolicyLossFn(Protocol):
 
 
 class BatchTotals(TypedDict, total=False):
-    """Totals of the *whole optimizer batch*, on all ranks. None, or left out: those of the tensors at hand.
+    """Totals of the *whole optimizer batch*, on all ranks. One that is None is counted in the tensors at hand.
 
     Keys:
         num_tokens: trained tokens, N.

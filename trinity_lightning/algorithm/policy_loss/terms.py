@@ -107,8 +107,8 @@ def streams(
     Args:
         stream_weights: by stream, the weight of each token, 0 for tokens that are not in it [b, r]; None: all tokens
             are of rollouts, and in every stream but an expert's.
-        stream_totals: by stream, its totals; None: those of the tensors at hand.
-        terms: the streams with their losses, by `with_terms`; None: those of `streams`, made for this call.
+        stream_totals: by stream, its totals; None: they are counted in the tensors at hand.
+        terms: the streams with their losses, by `with_terms`; None: they are made from `streams`, for this call.
         streams: {name: {loss, tokens, weight, args}}, see `StreamConfig`; null: `ppo` on rollouts.
         loss_agg_mode: average of all streams, see `aggregate`; None: each stream has its loss's default. The `args` of
             a stream may have another one.
@@ -168,8 +168,8 @@ def mix(
 
     Args:
         expert_mask: True for an expert's rows, bool [b]; None: there are none.
-        num_expert_tokens, num_expert_sequences: the expert's share of `num_tokens` and `num_sequences`; None: that in
-            the tensors at hand.
+        num_expert_tokens, num_expert_sequences: the expert's share of `num_tokens` and `num_sequences`; None: it is
+            counted in the tensors at hand.
         terms: as in `streams`; None: made of the arguments below.
         mu: weight of the expert data, from 0 to 1.
         usual: name of the loss of the rollouts, or the dotted path of your own.
