@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.buffer import make_group, through_a_file
+from support.errors import refuses
 
 from trinity_lightning.buffer.reader import MemoryReader, RepeatingReader, create_reader
 from trinity_lightning.buffer.sql import ReplayReader, SqlStorage
 from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.config.buffer import BufferConfig
-from trinity_lightning.errors import ConfigError
 
 
 def groups_of(sizes):
@@ -150,35 +150,29 @@ def test_a_run_of_an_earlier_version_goes_on_under_its_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "key"),
     [
-        ({"storage": "fiel"}, "Did you mean 'file'"),
-        ({"storage": "file"}, "buffer.path=PLACE"),
-        ({"storage": "file", "path": ".", "url": "b"}, "buffer.storage=file has no buffer.url"),
-        ({"storage": "sql"}, "buffer.path=PLACE"),
-        ({"storage": "sql", "path": ".", "url": "b"}, "buffer.path or buffer.url, not both"),
-        ({"storage": "sql", "path": "nowhere"}, "no file or folder 'nowhere'"),
-        ({"storage": "sql", "path": ".", "order": "newest"}, "buffer.order 'newest'"),
-        ({"storage": "file", "path": ".", "order": "priority"}, "buffer.order=priority needs buffer.storage=sql"),
-        (
-            {"storage": "file", "path": ".", "reuse_limit": 3},
-            "reuse_limit has no effect .*order=priority or random",
-        ),
-        ({"storage": "sql", "path": ".", "order": "random", "decay": 0.5}, "decay has no effect .*order=priority: set"),
-        ({"storage": "sql", "url": "b"}, "buffer.url: 'b' is no database URL: give one such as .*buffer.path"),
-        ({"keep": "sqll"}, "buffer.keep is 'sqll': give true, false or sql"),
-        ({"keep": "yes"}, "buffer.keep is 'yes': give true, false or sql"),
-        ({"keep": 1}, "buffer.keep is 1: give true, false or sql"),
-        ({"keep": "sql", "url": "foo"}, "buffer.url: 'foo' is no database URL"),
-        ({"keep": "sql", "path": "a.db", "url": "sqlite:///b.db"}, "buffer.path or buffer.url, not both"),
-        (
-            {"keep": True, "storage": "file", "path": "."},
-            "buffer.keep .*buffer.storage=file has none",
-        ),
+        ({"storage": "fiel"}, "buffer.storage"),
+        ({"storage": "file"}, "buffer.storage"),
+        ({"storage": "file", "path": ".", "url": "b"}, "buffer.storage"),
+        ({"storage": "sql"}, "buffer.storage"),
+        ({"storage": "sql", "path": ".", "url": "b"}, "buffer"),
+        ({"storage": "sql", "path": "nowhere"}, "buffer.path"),
+        ({"storage": "sql", "path": ".", "order": "newest"}, "buffer.order"),
+        ({"storage": "file", "path": ".", "order": "priority"}, "buffer.order"),
+        ({"storage": "file", "path": ".", "reuse_limit": 3}, "buffer.reuse_limit"),
+        ({"storage": "sql", "path": ".", "order": "random", "decay": 0.5}, "buffer.decay"),
+        ({"storage": "sql", "url": "b"}, "buffer.url"),
+        ({"keep": "sqll"}, "buffer.keep"),
+        ({"keep": "yes"}, "buffer.keep"),
+        ({"keep": 1}, "buffer.keep"),
+        ({"keep": "sql", "url": "foo"}, "buffer.url"),
+        ({"keep": "sql", "path": "a.db", "url": "sqlite:///b.db"}, "buffer"),
+        ({"keep": True, "storage": "file", "path": "."}, "buffer.keep"),
     ],
 )
-def test_what_cannot_be_read_or_kept_is_refused_by_its_key(settings, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_read_or_kept_is_refused_by_its_key(settings, key):
+    with refuses(key):
         BufferConfig(**settings)
 
 

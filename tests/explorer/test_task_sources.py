@@ -121,7 +121,8 @@ def breaks(seed: int) -> list[Any]:
 
 
 def settings(source: str, **values: Any) -> TasksetConfig:
-    return TasksetConfig(name="mine", source=f"{HERE}.{source}", **{"order": "sequential", "seed": 5, **values})
+    usual = {"name": "mine", "order": "sequential", "seed": 5}
+    return TasksetConfig(source=f"{HERE}.{source}", **usual | values)
 
 
 def made(source: str, **values: Any) -> Taskset:
@@ -249,10 +250,7 @@ def test_a_stream_has_one_order_and_cannot_be_evaluated_on():
 
 def test_sources_of_all_kinds_are_mixed():
     def mixture() -> TasksetMixture:
-        tasksets = [Taskset.from_config(settings(source)) for source in ("endless", "Sums")]
-        for taskset in tasksets:
-            taskset.name = type(taskset._entries).__name__
-        return TasksetMixture(tasksets, [1.0, 1.0])
+        return TasksetMixture([made(source, name=source) for source in ("endless", "Sums")], [1.0, 1.0])
 
     mixed, resumed = mixture(), mixture()
     mixed.next_batch(5)

@@ -499,12 +499,13 @@ def test_entries_by_hash_seed_are_the_same_in_processes_that_have_one():
         "for name in BY_HASH_SEED: print([ReasoningGymEntries(name, 30, 1, {})[index] for index in (1, 24)])"
     )
 
-    def entries(seed: str) -> list[str]:
+    def start(seed: str) -> subprocess.Popen[str]:
         environment = os.environ | {"PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-        return done.stdout.splitlines()
+        return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
 
-    first, second, other = entries("0"), entries("0"), entries("1")
+    processes = [start(seed) for seed in ("0", "0", "1")]
+    first, second, other = (process.communicate()[0].splitlines() for process in processes)
+    assert {process.returncode for process in processes} == {0}
     assert first == second
     assert len(first) == len(BY_HASH_SEED)
     assert all(one != another for one, another in zip(first, other, strict=True))
