@@ -253,6 +253,17 @@ def test_no_circle_of_imports() -> None:
     assert circles(arrows) == []
 
 
+def test_modules_of_the_package_are_imported_at_the_top() -> None:
+    late = [
+        f"{module}, line {each.line}: {each.target}"
+        for module, path in MODULES.items()
+        if module not in ENTRY_POINTS
+        for each in own_imports(path.read_text())
+        if each.is_late
+    ]
+    assert not late, "\n".join(late)
+
+
 @pytest.mark.parametrize(
     "statement",
     [
