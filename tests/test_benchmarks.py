@@ -31,9 +31,9 @@ def run_benchmark(run_train: RunTrain, tmp_path: Path) -> RunBenchmark:
 
 
 def test_faults_lose_nothing(run_benchmark: RunBenchmark) -> None:
-    found = run_benchmark("faults.py", "200")
-    assert found["failed"] == {"raise": 20, "hang": 10, "cancel": 4}
-    assert (found["succeeded"], found["lost"]) == (166, 0)
+    found = run_benchmark("faults.py", "100")
+    assert found["failed"] == {"raise": 10, "hang": 5, "cancel": 2}
+    assert (found["succeeded"], found["lost"]) == (83, 0)
 
 
 def test_killed_ray_workers_lose_nothing(run_benchmark: RunBenchmark) -> None:

@@ -4,10 +4,10 @@ import pytest
 from lightning.pytorch.loggers import WandbLogger
 from omegaconf import OmegaConf
 from support.compose import composed
+from support.errors import refuses
 
 from trinity_lightning.build import eval_sources, finish, logging_to, train_source
 from trinity_lightning.config.run import typed_config
-from trinity_lightning.errors import ConfigError
 
 
 class FullDisk(WandbLogger):
@@ -61,5 +61,5 @@ def test_variables_of_the_chat_template_go_to_every_task(caplog: pytest.LogCaptu
 
 
 def test_a_variable_that_is_an_argument_of_rendering_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs has tokenize"):
+    with refuses("model.chat_template_kwargs"):
         typed_config(composed("+recipe=grpo", "model=tiny", "+model.chat_template_kwargs.tokenize=false"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.compose import composed
+from support.errors import refuses
 from support.runs import TRAINERS, Commands, RunTrain, alike, finished, rows, same_model
 
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule, offline_data_module
@@ -148,14 +149,15 @@ def test_a_resume_with_other_data_is_refused_by_the_key_before_anything_is_loade
     checkpoint, key = str(tmp_path / "it.ckpt"), type(before).__qualname__
     torch.save({key: before.state_dict()}, checkpoint)
     check_resumed_data(before, checkpoint, runs[0].buffer, tmp_path)
-    with pytest.raises(ConfigError, match=r"buffer\.path=.*new\.jsonl holds other data than .* resume reads\. Give"):
+    with refuses("buffer.path"):
         check_resumed_data(after, checkpoint, runs[1].buffer, tmp_path)
     (tmp_path / "config.yaml").write_text("model: {name: tiny}\nbuffer: {path: old.jsonl}")
-    with pytest.raises(ConfigError, match=r"run to resume reads: that has buffer\.path=old\.jsonl\. Give those"):
+    with refuses("buffer.path") as refused:
         check_resumed_data(after, checkpoint, runs[1].buffer, tmp_path)
+    assert "buffer.path=old.jsonl" in str(refused.value)
     runs[0].buffer.dataset.shuffle = False
     unshuffled = offline_data_module(runs[0], False, False, 64)
-    with pytest.raises(ConfigError, match=r"read as that run does \(seed; buffer\.dataset: .*shuffle"):
+    with refuses("buffer.path"):
         check_resumed_data(unshuffled, checkpoint, runs[0].buffer, tmp_path)
 
 
@@ -200,10 +202,9 @@ def test_a_batch_larger_than_the_dataset_is_warned_of(
 
 def test_examples_that_are_read_once_and_end_before_the_run_are_refused(tmp_path: Path) -> None:
     once = (write(tmp_path / "sums.jsonl", sums()), *TINY, "buffer.repeat=false")
-    with pytest.raises(
-        ConfigError, match=r"steps is 3, and 10 examples.*for 2 of 8 .*set buffer.repeat=true, or steps=2"
-    ):
+    with refuses("steps") as refused:
         offline_data_module(typed_config(composed("+recipe=sft", *once, "steps=3")), False, False, 64)
+    assert "steps=2" in str(refused.value.fix)
     data = offline_data_module(typed_config(composed("+recipe=sft", *once, "steps=2")), False, False, 64)
     assert [len(data.reader.read(8)) for _ in range(3)] == [8, 2, 0]
 
@@ -267,20 +268,20 @@ def test_a_held_out_file_is_read_whole_whatever_slice_is_trained_on(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "key"),
     [
-        (["share=0.2", "split=test"], "give a share of the examples, or a path or split of others, not both"),
-        (["share=1.0"], "held_out.share is 1.0: give a number above 0, at most 0.9"),
-        (["split=train"], "which is trained on: give another"),
-        (["path=no.jsonl"], "held_out.path: there is no file or folder 'no.jsonl'"),
-        (["interval=5"], "held_out.interval has no effect"),
-        (["share=0.01"], "which is 0 of 10 examples"),
-        (["split='train[:2]'"], r"split is train\[:2\], which is trained on"),
-        (["split=test"], "cannot load split 'test'.*Unknown split"),
+        (["share=0.2", "split=test"], "buffer.dataset.held_out"),
+        (["share=1.0"], "buffer.dataset.held_out.share"),
+        (["split=train"], "buffer.dataset.held_out.split"),
+        (["path=no.jsonl"], "buffer.dataset.held_out.path"),
+        (["interval=5"], "buffer.dataset.held_out.interval"),
+        (["share=0.01"], "buffer.dataset.held_out.share"),
+        (["split='train[:2]'"], "buffer.dataset.held_out.split"),
+        (["split=test"], None),
     ],
 )
-def test_held_out_examples_that_are_none_are_refused(overrides: list[str], words: str, tmp_path: Path) -> None:
+def test_held_out_examples_that_are_none_are_refused(overrides: list[str], key: str | None, tmp_path: Path) -> None:
     path = write(tmp_path / "sums.jsonl", sums())
-    overrides = [f"buffer.dataset.held_out.{each}" for each in overrides]
-    with pytest.raises(ConfigError, match=words):
+    overrides = [f"buffer.dataset.held_out.{override}" for override in overrides]
+    with refuses(key):
         offline_data_module(typed_config(composed("+recipe=sft", path, *overrides, *TINY)), False, False, 64)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.compose import composed
+from support.errors import refuses
 from support.runs import SMALL, RunTrain
 
 from trinity_lightning.buffer.offline import AnswerReader, expert_data
@@ -137,35 +138,35 @@ def test_the_place_among_other_expert_data_is_refused(tmp_path: Path) -> None:
         experts.read(1)
         experts.commit()
     saved.load_state_dict(saved.state_dict())
-    with pytest.raises(ConfigError, match=r"^buffer\.expert\.dataset: taskset 'expert' .* have changed"):
+    with refuses("buffer.expert.dataset"):
         other.load_state_dict(saved.state_dict())
     with pytest.raises(StorageError, match=r"belongs to another buffer .* Give the path it was saved with"):
         elsewhere.load_state_dict(stored.state_dict())
-    with pytest.raises(ConfigError, match=r"^buffer\.expert\.storage: .* of another storage"):
+    with refuses("buffer.expert.storage"):
         stored.load_state_dict(saved.state_dict())
-    with pytest.raises(ConfigError, match=r"^buffer\.expert\.storage: .* of another storage"):
+    with refuses("buffer.expert.storage"):
         saved.load_state_dict(stored.state_dict())
     earlier = {name: value for name, value in saved.state_dict().items() if name != "source"}
     saved.load_state_dict(earlier)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "key"),
     [
-        (("buffer.expert.per_step=0",), "policy_loss=mix needs expert data"),
-        (("algorithm.policy_loss=ppo",), "learns nothing from expert data"),
-        (("buffer.expert.per_step=-1",), "buffer.expert.per_step is -1"),
-        (("buffer.expert.storage=fille",), "Did you mean 'file'"),
-        (("buffer.expert.storage=file",), "give buffer.expert.path"),
-        (("buffer.expert.storage=sql", "buffer.expert.path=missing.db"), "no file or folder 'missing.db'"),
-        (("buffer.expert.dataset.source=dataset",), "buffer.expert.dataset: give source=dataset and path=FILE"),
-        (("buffer.expert.dataset.path=only.jsonl",), "give source=dataset and path=FILE"),
-        (of_dataset(Path("no.jsonl")), "no file or folder 'no.jsonl'"),
-        (("buffer=file", "buffer.path=."), "buffer.expert joins rollouts"),
+        (("buffer.expert.per_step=0",), "algorithm.policy_loss"),
+        (("algorithm.policy_loss=ppo",), "buffer.expert.per_step"),
+        (("buffer.expert.per_step=-1",), "buffer.expert.per_step"),
+        (("buffer.expert.storage=fille",), "buffer.expert.storage"),
+        (("buffer.expert.storage=file",), "buffer.expert.storage"),
+        (("buffer.expert.storage=sql", "buffer.expert.path=missing.db"), "buffer.expert.path"),
+        (("buffer.expert.dataset.source=dataset",), "buffer.expert.dataset"),
+        (("buffer.expert.dataset.path=only.jsonl",), "buffer.expert.dataset.path"),
+        (of_dataset(Path("no.jsonl")), "buffer.expert.dataset.path"),
+        (("buffer=file", "buffer.path=."), "buffer.expert"),
     ],
 )
-def test_what_cannot_work_is_refused(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_work_is_refused(arguments: tuple[str, ...], key: str) -> None:
+    with refuses(key):
         config_of(*arguments)
 
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from my_engine import PlainEngine
 from support.compose import composed
+from support.errors import refuses
 from support.runs import ROOT, SMALL, RunTrain
 
 from trinity_lightning.config.engine import Capabilities, capabilities_of
 from trinity_lightning.config.run import validate
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import UnfinishedClassError
 from trinity_lightning.explorer.models.engine import Engine
 
 PLAIN = "my_engine.PlainEngine"
@@ -48,44 +49,33 @@ def test_an_engine_that_keeps_its_first_weights_stops_the_run(run_train: RunTrai
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "key"),
     [
-        (("engine.name=vllmm",), "unknown engine 'vllmm'. Did you mean 'vllm'"),
-        (("engine.name=my_engine.Plain",), "engine.name: cannot import 'my_engine.Plain'"),
-        (("engine.name=no_such_module.Mine",), "engine.name: .*there is no module 'no_such_module'"),
-        (
-            ("engine.name=support.tiny_model.tiny_model",),
-            "'support.tiny_model.tiny_model' is no engine: give a subclass",
-        ),
-        (
-            ("engine.name=test_own_engine.HalfEngine",),
-            "does not define _logprobs, dtype, shutdown, tokenizer, weight_shapes",
-        ),
-        (
-            (OWN, "engine.kv_cache_gb=1"),
-            "engine.kv_cache_gb belongs to vLLM, and engine=my_engine",
-        ),
-        (
-            (OWN, "explorer.sync_offset=1"),
-            f"engine={PLAIN} cannot generate while the trainer trains",
-        ),
-        ((OWN, "explorer.runner=ray"), f"engine={PLAIN} computes in this process"),
-        (
-            (OWN, "synchronizer=nccl"),
-            f"engine={PLAIN} by memory",
-        ),
+        (("engine.name=vllmm",), "engine"),
+        (("engine.name=my_engine.Plain",), "engine.name"),
+        (("engine.name=no_such_module.Mine",), "engine.name"),
+        (("engine.name=support.tiny_model.tiny_model",), "engine.name"),
+        ((OWN, "engine.kv_cache_gb=1"), "engine.kv_cache_gb"),
+        ((OWN, "explorer.sync_offset=1"), "explorer.sync_offset"),
+        ((OWN, "explorer.runner=ray"), None),
+        ((OWN, "synchronizer=nccl"), "synchronizer.method"),
     ],
 )
-def test_what_an_engine_says_that_it_cannot_do_is_refused(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_an_engine_says_that_it_cannot_do_is_refused(arguments: tuple[str, ...], key: str | None) -> None:
+    with refuses(key):
         validate(composed("+recipe=grpo", "model=tiny", *arguments))
+
+
+def test_an_engine_without_all_of_its_methods_is_refused_by_their_names() -> None:
+    with pytest.raises(UnfinishedClassError, match="_logprobs, dtype, shutdown, tokenizer, weight_shapes"):
+        validate(composed("+recipe=grpo", "model=tiny", "engine.name=test_own_engine.HalfEngine"))
 
 
 def test_an_engine_that_takes_weights_by_nccl_wants_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainEngine, "capabilities", Capabilities(sync_methods=("nccl",)))
     config = composed("+recipe=grpo", "model=tiny", OWN, "synchronizer=nccl")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=r"synchronizer=nccl .*this process sees none"):
+    with refuses("synchronizer"):
         validate(config)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     validate(config)

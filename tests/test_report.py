@@ -13,7 +13,7 @@ from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.build import checkpoint_of
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.run import TrainConfig
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import TakenFolderError
 from trinity_lightning.report import main, write_report
 
 QUICK = ("+recipe=grpo", *SMALL, "engine=transformers", "steps=2", "buffer.keep=true")
@@ -45,7 +45,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(run_train: RunTra
 
 def test_a_folder_whose_run_left_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="holds a run already: give another folder, or delete this one"):
+    with pytest.raises(TakenFolderError, match="delete this one"):
         checkpoint_of(TrainConfig(), tmp_path)
 
 

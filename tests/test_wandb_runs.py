@@ -7,7 +7,7 @@ import pytest
 from support.runs import SMALL, Commands, only, rows, wait_for
 from support.wandb_reader import WandbRun, read_wandb_run
 
-STEPS = 20
+STEPS = 8
 RUN = ("+recipe=grpo", "optimizer.lr=1e-4", f"steps={STEPS}", *SMALL[:-1], "engine=transformers", "ckpt_path=auto")
 RUN += ("output_dir=run", "callbacks.checkpoint.every_n_epochs=1")
 
@@ -17,7 +17,7 @@ def resumed(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """The folder of a run that was terminated, and then resumed by the same command."""
     folder = tmp_path_factory.mktemp("resumed")
     process = run_train.start(folder, *RUN)
-    wait_for((folder / "run" / "completions" / "step_4.jsonl").is_file, process)
+    wait_for((folder / "run" / "completions" / "step_2.jsonl").is_file, process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 143
     done = run_train(folder, *RUN)

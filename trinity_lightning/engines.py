@@ -91,7 +91,7 @@ def _check_model(key: str, name: str, engine: EngineConfig, follows: bool) -> No
         context = f"the context of model '{name}' is {longest} tokens"
         fix = f"give engine.max_model_len={longest - 1}, a teacher has one more" if follows else "give that, or less"
         raise ConfigError(
-            f"{key}.max_model_len is {engine.max_model_len}, and {context}: {fix}.", key=f"{key}.max_model_len"
+            f"{key}.max_model_len is {engine.max_model_len}, and {context}", key=f"{key}.max_model_len", fix=fix
         )
 
 

@@ -87,7 +87,8 @@ def check_model(asked: str, before: str, may_have_moved: bool = False) -> None:
             return
         raise ConfigError(
             f"model.name is {asked}, and the checkpoint's run trains {before}, which is not here to compare: put it "
-            "back there, or link it" + (", or say where it is now: model.name=FOLDER." if may_have_moved else ".")
+            "back there, or link it" + (", or say where it is now: model.name=FOLDER." if may_have_moved else "."),
+            key="model.name",
         ) from error
     if not is_same:
         raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.compose import composed
+from support.errors import refuses
 from support.runs import ROOT, RunTrain
 
 from trinity_lightning.common.hardware import GIB
@@ -209,7 +210,7 @@ def test_a_70b_model_on_paper(folder: Any) -> None:
     assert plan(shape, training, None, device, 0).left > 0
     with pytest.raises(ConfigError, match=r"policy 32\.9, Adam's moments 65\.7, gradients 32\.9, gathered layers"):
         plan(shape, replace(training, shards=8), None, device, 0)
-    with pytest.raises(ConfigError, match=r"an engine on 1 x 78\.0 GiB has no room"):
+    with refuses("engine.gpus"):
         engine_alone(shape, rollouts, device)
     two, four = (engine_alone(shape, replace(rollouts, gpus=gpus), device) for gpus in (2, 4))
     assert two.training[ENGINE_WEIGHTS] == 2 * four.training[ENGINE_WEIGHTS] == shape.parameters
@@ -400,44 +401,35 @@ def test_the_table_shows_every_part_and_what_is_assumed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "key"),
     [
-        (("plan.device=H100",), "unknown plan.device 'H100'. Did you mean 'H100-80GB'.*Known: A10, "),
-        (("plan=L4",), "plan is 'L4', and has keys: give plan.device=L4"),
-        (("plan.device=L4", "plan.memory_gb=1000"), "plan.memory_gb is 1000, and L4 has 22 GiB"),
-        (("plan.device=L4", "trainer=cpu"), "plan.device is L4, and trainer.accelerator is cpu: leave one of them out"),
-        (("plan.training_share=2",), "plan.training_share is 2"),
-        (("plan.device=H200", "trainer=ddp", "trainer.devices=two"), "trainer.devices is two: give how many train"),
+        (("plan.device=H100",), "plan.device"),
+        (("plan=L4",), "plan"),
+        (("plan.device=L4", "plan.memory_gb=1000"), "plan.memory_gb"),
+        (("plan.device=L4", "trainer=cpu"), "plan.device"),
+        (("plan.training_share=2",), "plan.training_share"),
+        (("plan.device=H200", "trainer=ddp", "trainer.devices=two"), "trainer.devices"),
         (
             ("plan.device=H200", "trainer=ddp", "trainer.devices=4", "engine=vllm_server", "engine.gpus=[3]"),
-            r"engine\.gpus is \[3\], and trainer\.devices=4 trains on the first 4 GPUs.*engine\.gpus=\[4\]",
+            "engine.gpus",
         ),
-        (("plan.device=H200", "trainer=ddp"), "trainer.devices is auto, and H200 is planned for: give a number"),
-        (("plan.prompt_tokens=250",), "prompts of 250 tokens .* do not fit into engine.max_model_len=256"),
-        (
-            ("plan.device=H200", "engine=vllm_server", "engine.gpus=[1,2,3]", "engine.servers=2"),
-            r"engine.gpus \(3 of them\) cannot be shared out evenly among engine.servers \(2\)",
-        ),
-        (
-            ("plan.device=H200", "engine=vllm_server", "engine.gpus=[1,2,3,4]"),
-            "the 9 heads of smollm2 cannot be split over 4",
-        ),
-        (("plan.device=H200", "+engine.args.tensor_parallel_size=2"), "choose engine=vllm_server"),
-        (
-            ("plan.memory_gb=2", "plan.tflops=0.87", "plan.bandwidth_gb=29", "trainer=cpu"),
-            r"does not fit into the 2\.0 GiB.*a device of \d\.\d GiB has room",
-        ),
+        (("plan.device=H200", "trainer=ddp"), "trainer.devices"),
+        (("plan.prompt_tokens=250",), None),  # nor do the responses fit
+        (("plan.device=H200", "engine=vllm_server", "engine.gpus=[1,2,3]", "engine.servers=2"), "engine.gpus"),
+        (("plan.device=H200", "engine=vllm_server", "engine.gpus=[1,2,3,4]"), "engine.gpus"),  # 9 heads
+        (("plan.device=H200", "+engine.args.tensor_parallel_size=2"), "engine.args.tensor_parallel_size"),
+        (("plan.memory_gb=2", "plan.tflops=0.87", "plan.bandwidth_gb=29", "trainer=cpu"), None),  # does not fit
     ],
 )
-def test_what_cannot_be_planned_is_refused_in_a_sentence(overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_planned_is_refused(overrides: tuple[str, ...], key: str | None) -> None:
+    with refuses(key):
         planned(*overrides)
 
 
 def test_a_model_without_a_config_is_refused(tmp_path: Path, folder: Any) -> None:
-    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+    with refuses("model"):
         planned(f"model.name={tmp_path}")
-    with pytest.raises(ConfigError, match="has no config that transformers can read"):
+    with refuses("model.name"):
         planned(f"model.name={folder({'model_type': 'unheard_of'})}", "plan.device=H200")
 
 

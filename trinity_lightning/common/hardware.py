@@ -159,6 +159,7 @@ def check_caches(caches: Mapping[str, float]) -> None:
         raise ConfigError(
             f"{' and '.join(f'{key}.kv_cache_gb' for key in caches)}: {sum(caches.values()):g} GiB in all, and "
             f"{free / GIB:.1f} GiB of memory are free",
+            key=f"{next(iter(caches))}.kv_cache_gb" if len(caches) == 1 else None,
             fix="give less, or null",
         )
 
