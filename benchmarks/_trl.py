@@ -43,7 +43,7 @@ def train(trainer: FedTrainer, groups: Sequence[Sequence[Rollout]]) -> None:
 
 
 def feed(groups: Sequence[Sequence[Rollout]]) -> dict[str, torch.Tensor]:
-    """What TRL makes of its completions: prompts padded on the left, completions on the right, to the longest each."""
+    """The batch that TRL makes: prompts padded on the left, completions on the right, each to its longest."""
     rows = [row for group in groups for row in group]
     prompts = _padded([row.prompt for row in rows], left=True)
     completions = _padded([row.response for row in rows], left=False)

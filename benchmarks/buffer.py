@@ -1,4 +1,4 @@
-"""What it costs to hold experiences outside the process: groups a second written (each on the disk) and read back.
+"""The cost of experiences outside the process: groups a second written (each on the disk) and read back.
 
     python benchmarks/buffer.py [--groups 200] [--size 8] [--tokens 512] [--folder FOLDER] [--url postgresql://...]
 

@@ -66,7 +66,7 @@ def start(model: str, rows: int, setting: dict[str, str]) -> Side:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """That many single-threaded processes that compute all the time."""
+    """Start `count` single-threaded processes that compute all the time."""
     processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""What the scheduler costs, and what it loses when rollouts fail: one JSON line.
+"""The cost of the scheduler, and the tasks that it loses when rollouts fail: one JSON line.
 
 python benchmarks/faults.py [tasks]
 

@@ -1,4 +1,4 @@
-"""How the time of a training step grows with the number of rollouts and with their length.
+"""The growth of a training step's time with the number of rollouts and with their length.
 
     python benchmarks/growth.py [--model smollm2] [--rounds 2]
 

@@ -1,4 +1,4 @@
-"""What recipes learn, seed by seed: curves at the start and the end of a run of the tiny model, and its seconds.
+"""The learning of recipes, seed by seed: curves at the start and the end of a run of the tiny model, and its seconds.
 
     python benchmarks/learning.py [--recipes grpo lora ...] [--seeds 1 2 3]
 
@@ -28,7 +28,7 @@ REWARD = ("reward/mean",)
 
 
 class Recipe(NamedTuple):
-    """What a recipe is run with besides TINY, and the curves that show what it learns.
+    """The arguments of a recipe besides TINY, and the curves that show its learning.
 
     {name} in an argument is the path of that entry of Needs.
     """

@@ -1,4 +1,4 @@
-"""What the memory of a training run is made of: its parts are loaded one after the other, then it trains.
+"""The parts of a training run's memory: they are loaded one after the other, then the run trains.
 
     python benchmarks/memory.py [--model smollm2] [--tokens 512] [--steps 6] [--lora RANK] [--optimizer adamw]
 
@@ -85,7 +85,7 @@ class Parts(L.Callback):
         self.tensors["gradients"] = _gb(p.grad for p in pl_module.policy.parameters() if p.grad is not None)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """What the optimizer keeps, and what is kept of it all."""
+        """The optimizer's state, and the memory of all that stays."""
         self.meter.stop()
         with tempfile.TemporaryDirectory() as folder:
             trainer.save_checkpoint(file := Path(folder) / "it.ckpt", weights_only=False)

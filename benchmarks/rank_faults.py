@@ -1,4 +1,4 @@
-"""What a run on two processes loses when one of its processes is killed: one JSON line.
+"""The losses of a run on two processes, one of which is killed: one JSON line.
 
 python benchmarks/rank_faults.py [--kills 20] [--only FROM:TO] [--steps 6]
 
@@ -41,7 +41,7 @@ STEP_SECONDS = 0.5  # within which the moment of a step is drawn
 
 @dataclass(frozen=True)
 class Kill:
-    """Which process of a run is ended, and when."""
+    """The process of a run that is ended, and the moment."""
 
     trainer: str
     victim: str
@@ -50,7 +50,7 @@ class Kill:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What the run is started with."""
+        """The arguments of the run."""
         return (f"trainer={self.trainer}", *(ON_RAY if self.victim == "Ray worker" else ()))
 
 
@@ -86,7 +86,7 @@ def process_of(kill: Kill, commands: Commands, run: Forked) -> psutil.Process | 
 
 
 def outcome(commands: Commands, folder: Path, kill: Kill, steps: int, expected: dict[str, torch.Tensor]) -> str:
-    """What came of a run that was disturbed, and resumed unless it went on; a RuntimeError if anything is lost."""
+    """Disturb a run, resume it unless it goes on, and return its results; a RuntimeError if anything is lost."""
     folder.mkdir()
     run = commands.start(folder, *RUN, *kill.arguments, f"steps={steps}")
     try:
@@ -132,7 +132,7 @@ def judged(
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    """Whether two models have the same bits."""
+    """True if two models have the same bits."""
     return found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
 
 

@@ -1,4 +1,4 @@
-"""What is lost when rollouts kill their Ray workers: one JSON line.
+"""The losses when rollouts kill their Ray workers: one JSON line.
 
 python benchmarks/ray_faults.py [tasks]
 
@@ -42,7 +42,7 @@ class Deadly(Trivial):
 
 
 def first_time(mark: str) -> bool:
-    """Whether nobody came here before; leaves a file behind."""
+    """True if this is the first call for the file, which is made here."""
     try:
         Path(mark).touch(exist_ok=False)
     except FileExistsError:

@@ -42,7 +42,7 @@ ENGINE = "autograd::engine::evaluate_function"
 
 
 def kind_of(event: Any) -> str:
-    """What kind of work an event's own time is."""
+    """The kind of work of an event's own time."""
     if event.name in PRODUCTS:
         return "products"
     names = [each.name for each in lineage(event)]
@@ -61,7 +61,7 @@ def lineage(event: Any) -> Iterator[Any]:
 
 
 def is_for_accumulation(copy: Any) -> bool:
-    """Whether autograd's engine itself called for this cast: to the dtype that gradients are kept in."""
+    """True if autograd's engine made this cast: to the dtype that gradients are kept in."""
     outermost = next(each for each in lineage(copy) if each.cpu_parent is None or ENGINE in each.cpu_parent.name)
     return outermost.name == "aten::to" and outermost.cpu_parent is not None
 
@@ -107,7 +107,7 @@ def summary(events: Sequence[Any], sizes: set[int], seconds: float, peak: float)
 
 
 def measure(model: str, case: str, dtype: str, vocabulary: int, tokens: int | str, compile_layers: bool) -> Any:
-    """What is printed of a case."""
+    """The printed results of a case."""
     import lightning as L
     from _training import batch_of, fit
     from torch.profiler import ProfilerActivity, profile

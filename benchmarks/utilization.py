@@ -1,4 +1,4 @@
-"""Which share of the hardware's speed a training step reaches, for each of the cases of `vs_trl.py`.
+"""The share of the hardware's speed that a training step reaches, for each case of `vs_trl.py`.
 
     python benchmarks/utilization.py [--model smollm2] [--rounds 2] [--compile]
 
@@ -26,7 +26,7 @@ GROUPS, GROUP_SIZE = 8, 8
 def measure(
     model: str, case: str, rounds: int, dtype: str, vocabulary: int, compile_layers: bool
 ) -> list[dict[str, float]]:
-    """Of each step but the first: seconds, and shares of the peak."""
+    """The seconds and the share of the peak of each step but the first."""
     import lightning as L
     from _training import batch_of, fit
 

@@ -173,7 +173,7 @@ def start(spec: dict[str, Any]) -> Side:
 
 
 def compare(spec: dict[str, Any], dtypes: dict[str, str], seconds: float, rounds: int) -> dict[str, Any]:
-    """What is printed of a case."""
+    """The printed results of a case."""
     sides = {name: start(spec | {"side": name, "dtype": dtype}) for name, dtype in dtypes.items()}
     try:
         for side in sides.values():

@@ -96,7 +96,7 @@ def install(extras: set[str]) -> None:
 
 
 def broken_packages(python: Path | str, names: Iterable[str]) -> list[str]:
-    """Those of the named packages that this Python has and cannot import."""
+    """The named packages that are installed in this Python and cannot be imported."""
     code = "import importlib.util as util, sys; name = sys.argv[1]; util.find_spec(name) and __import__(name)"
     return [
         name

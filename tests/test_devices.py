@@ -91,7 +91,7 @@ def together(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> C
 
 
 def evaluated(run_train: Commands, run: Path) -> list[str]:
-    """What the last checkpoint of a run answers to held-out tasks."""
+    """The answers of a run's last checkpoint to held-out tasks."""
     given = ("+recipe=grpo", *SMALL, "engine=transformers", f"ckpt_path={run}", "hydra.run.dir=evaluation")
     tasks = ("eval_sampling.max_tokens=16", "+eval_tasksets.addition_heldout.args.heldout=16")
     done = run_train(run, *given, *tasks, program="trinity_lightning.evaluate")

@@ -1,4 +1,4 @@
-"""What `auto` stands for: the faster dtype here, what a checkpoint was trained in, what the trainer computes in."""
+"""The dtype that `auto` stands for: the faster one here, the checkpoint's, or the trainer's."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_the_engine_computes_in_what_the_trainer_computes_in(
 
 
 def save_checkpoint(path: Path, dtype: torch.dtype) -> Path:
-    """What a run whose weights are held in `dtype` has of them in its checkpoints."""
+    """Write a checkpoint of a run whose weights have `dtype`, as far as it is looked into."""
     processed = {"epoch_progress": {"current": {"processed": 3}}}
     weights = {"model.norm": torch.ones(2), "model.lm_head": torch.ones(2, dtype=dtype)}
     settings = {"optimizer": {"name": "adamw"}}

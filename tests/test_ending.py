@@ -1,4 +1,4 @@
-"""How a run ends: weights first, and whatever fails, all else is done and said."""
+"""The end of a run: weights first, and if something fails, everything else is done and reported."""
 
 import json
 import shutil

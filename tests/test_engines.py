@@ -1,4 +1,4 @@
-"""What engines of a run may use of the machine: memory, cores and threads."""
+"""The share of the machine that engines of a run may use: memory, cores and threads."""
 
 import asyncio
 import os

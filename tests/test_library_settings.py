@@ -1,4 +1,4 @@
-"""What libraries read from the environment when they are loaded is set before."""
+"""Environment variables that libraries read when they are loaded are set before."""
 
 import os
 import subprocess

@@ -52,7 +52,7 @@ def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
 
 
 def shown(notebook: NotebookNode) -> dict[str, list[Any]]:
-    """What each code cell shows, by its position: all of a text, of a picture only that there is one."""
+    """The output of each code cell, by its position: all of a text, and of a picture only that there is one."""
     code = {f"cell {i}": cell for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"}
     return {name: _shown(cell.outputs) for name, cell in code.items()}
 

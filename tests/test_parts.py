@@ -1,4 +1,4 @@
-"""What is built from a configuration, apart from whole runs."""
+"""Parts that are built from a configuration, apart from whole runs."""
 
 import errno
 import logging

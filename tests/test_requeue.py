@@ -141,7 +141,7 @@ with sole_writer(Path(sys.argv[1])):
 
 
 def refused(folder: Path) -> bool:
-    """Whether another process is refused in the folder."""
+    """True if another process is refused in the folder."""
     done = subprocess.run([sys.executable, "-c", ASK, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0 or REFUSED in done.stderr, done.stderr
     return done.returncode != 0

@@ -1,4 +1,4 @@
-"""What a run refuses to go on from, before anything is loaded."""
+"""Checkpoints that a run refuses to go on from, before anything is loaded."""
 
 import sqlite3
 from pathlib import Path
@@ -105,7 +105,7 @@ def database(folder: Path) -> Path:
 
 
 def check(reader: Any, saved: Any, buffer: BufferConfig, folder: Path) -> None:
-    """Of a run that reads with one reader, resumed from one that read with the other."""
+    """Check a run that reads with `reader`, resumed from one that read with `saved`."""
     file = str(folder / "it.ckpt")
     torch.save({OFFLINE: {"reader": saved.state_dict()}} if saved else {}, file)
     data = OfflineExperienceDataModule(reader, batch_size=2, steps_per_epoch=1)

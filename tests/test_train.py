@@ -158,7 +158,7 @@ def test_a_saved_model_is_trained_on(sweep: Path, run_train: RunTrain, tmp_path:
 
 
 def resumable(folder: Path, steps: int) -> bool:
-    """Whether a checkpoint exists and step `steps` is under way."""
+    """True if a checkpoint exists and step `steps` is under way."""
     return steps_done(folder, "grpo") >= steps and any(folder.glob("outputs/grpo/*/checkpoints/*.ckpt"))
 
 

@@ -1,4 +1,4 @@
-"""What a memory plan makes of a run's configuration."""
+"""A run's configuration with the values of the memory plan."""
 
 from dataclasses import replace
 from pathlib import Path

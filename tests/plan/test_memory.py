@@ -89,7 +89,7 @@ def test_what_autograd_saves_is_counted(dtype: torch.dtype, lean: bool, attentio
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_what_adapters_have_is_counted(dropout: float, tmp_path: Path) -> None:
-    """Of activations a little more than there is: norms save less if their weights are frozen."""
+    """Activations are counted a little too large: norms save less if their weights are frozen."""
     model: Any = LlamaForCausalLM(LlamaConfig(**SMALL))  # pyright: ignore[reportCallIssue]
     model.config.save_pretrained(tmp_path)
     config = typed_config(composed("+recipe=lora", f"model.name={tmp_path}", f"model.lora.dropout={dropout}"))

@@ -165,7 +165,7 @@ def test_a_7b_model_fits_if_8_gpus_share_it(folder: Any) -> None:
 
 @pytest.mark.slow
 def test_a_7b_model_fits_one_gpu_by_adapters(folder: Any) -> None:
-    """Of rank 4, which is sent; vLLM makes room for rank 8."""
+    """Rank 4 is sent; vLLM makes room for rank 8."""
     given = (f"model.name={folder(QWEN_7B)}", "plan.device=H100-80GB")
     with pytest.raises(ConfigError, match=r"has room"):
         planned(*given)

@@ -1,1 +1,1 @@
-"""What several test modules share: data, doubles, servers, processes."""
+"""Helpers of several test modules: data, doubles, servers, processes."""

@@ -1,4 +1,4 @@
-"""What the tests of the buffer share."""
+"""Helpers of the buffer's tests."""
 
 import io
 
@@ -44,5 +44,5 @@ def through_a_file(state):
 
 
 def names(batch):
-    """What an optimizer batch holds, in order."""
+    """The experiences of an optimizer batch, in order."""
     return [experience.eid.uid for experience in batch.experiences]

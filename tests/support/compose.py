@@ -23,7 +23,7 @@ register = compose.register  # which the warm process replaces by what follows
 
 @cache
 def register_once(within: str | None = "") -> None:
-    """What a command registers: it takes a third of the time of composing.
+    """Register what a command registers, once: it takes a third of the time of composing.
 
     A test that changes the table of parts registers them itself.
     """

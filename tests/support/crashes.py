@@ -1,4 +1,4 @@
-"""What other processes do in the tests: write and acknowledge, or read and keep what was read with the cursor."""
+"""Work of other processes in tests: write and acknowledge, or read and store the read experiences with the cursor."""
 
 import json
 import multiprocessing
@@ -59,7 +59,7 @@ READERS = {"file": StepReader, "sqlite": SqlReader, "postgresql": SqlReader}
 
 
 def name(experience):
-    """Which life of the writer, which of its writes, which experience of that."""
+    """The writer's life, its write, and the experience within that, as text."""
     return f"{experience.eid.batch}/{experience.eid.task}/{experience.eid.run}"
 
 
@@ -72,7 +72,7 @@ def make(life, number, run, generator):
 
 
 def intact(experience):
-    """Whether an experience holds what it says."""
+    """True if the tokens of an experience have the sum that it names."""
     return int(experience.tokens.sum()) == experience.info["sum"]
 
 

@@ -27,7 +27,7 @@ BUDGETS = (1, 24, 4096)  # tokens: a row at a time, a row or two, and all rows a
 
 
 class Way(NamedTuple):
-    """How the rows of each step are computed; `order` is a seed, and None is the order in which they were made."""
+    """A way to compute the rows of each step; `order` is a seed, None the order in which the rows were made."""
 
     layout: str = "padded"
     tokens: int = 4096

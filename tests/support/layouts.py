@@ -67,7 +67,7 @@ def segments(draw):
 
 
 def visible(layout: Segments) -> torch.Tensor:
-    """Which token sees which, bool [T, T], written out by hand."""
+    """The attention mask, bool [T, T], written out by hand: a row is True at the tokens that its token sees."""
     starts = layout.starts()
     mask = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
     for start, end in pairwise(starts):

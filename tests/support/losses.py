@@ -16,7 +16,7 @@ def batch(seed: int = 0, b: int = 5, r: int = 7, spread: float = 0.5) -> tuple[T
 
 
 def totals_of(mask: Tensor) -> dict[str, int]:
-    """What the trainer tells a loss of the whole optimizer batch."""
+    """The numbers of the whole optimizer batch that the trainer gives a loss."""
     return {"num_tokens": int(mask.sum()), "num_sequences": len(mask), "max_response_length": mask.shape[1]}
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the operators share; also operators of users' own, found by dotted path."""
+"""Helpers of the operators' tests, and users' operators, found by dotted path."""
 
 import asyncio
 
@@ -32,7 +32,7 @@ def step_of(*groups):
 
 
 def run(name, exps, auxiliary_models=None, **args):
-    """What the operator of that name returns."""
+    """The result of the operator of that name."""
     (operator,) = create_operators([OperatorConfig(name, args)], auxiliary_models)
     return asyncio.run(operator.process(exps))
 
@@ -80,7 +80,7 @@ class AddOne(ExperienceOperatorV1):
 
 
 class Old(ExperienceOperator):
-    """Of the older kind: keeps every second."""
+    """An operator of the older kind: keeps every second experience."""
 
     closed = False
 

@@ -1,4 +1,4 @@
-"""What the tests of PolicyModule share: ragged experiences, a loader of optimizer batches, a naive GRPO, a Trainer."""
+"""Helpers of PolicyModule's tests: ragged experiences, a loader of optimizer batches, a naive GRPO, a Trainer."""
 
 import warnings
 from typing import Any
@@ -108,7 +108,7 @@ def whole(model: Any, tensor: Any) -> torch.Tensor:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """What of it lies in this process."""
+    """The part of the tensor that lies in this process."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

@@ -127,7 +127,7 @@ def assert_same(together: dict[str, Any], one: dict[str, Any]) -> None:
 
 
 def held(model: nn.Module) -> int:
-    """How many numbers of the model this process has."""
+    """The number of elements of the model in this process."""
     return sum(local(each).numel() for each in model.parameters())
 
 
@@ -216,7 +216,7 @@ class Draws(L.Callback):
 
 
 def noise(stops: bool, strategy: ReplicaStrategy, **trainer: Any) -> dict[str, Any]:
-    """What dropout would draw after each item of two epochs from the same state; `stops`: it is resumed once."""
+    """The numbers that dropout would draw after each item of two epochs from the same state; `stops`: resume once."""
     torch.manual_seed(3)
     drawn, file = Draws(), Path("noise.ckpt")
     for epochs in (1, 2) if stops else (2,):
@@ -358,7 +358,7 @@ class Lacks(L.Callback):
 
 
 def failed(folder: Path, fails: L.Callback, **trainer: Any) -> dict[str, Any]:
-    """What this process raises if a rank fails so, and what it has of the policy then; rank 0 saves."""
+    """The error of this process if a rank fails in this way, and its part of the policy then; rank 0 saves."""
     saves = [] if os.environ["RANK"] != "0" else [StopCheckpoint(folder)]
     policy = make_policy(optimizer=SMOOTH)
     try:
@@ -369,7 +369,7 @@ def failed(folder: Path, fails: L.Callback, **trainer: Any) -> dict[str, Any]:
 
 
 def gathers(checkpointing: bool, **trainer: Any) -> dict[str, int]:
-    """How often the weights of a layer, or of what is in none, are put together for one pass; and the layers."""
+    """The number of times that weights are gathered for one pass, of a layer and outside the layers; and the layers."""
     count, gather = 0, fsdp.Gather.__call__
 
     def counted(*arguments: Any, **settings: Any) -> None:
@@ -416,7 +416,7 @@ class Asks(L.Callback):
 
 
 def faulty(module: Any) -> dict[str, Any]:
-    """What is found of a gradient whose last row, which the last rank holds, is infinite; and what clipping leaves."""
+    """The results for a gradient whose last row, held by the last rank, is infinite: norm, faulty weights, clipping."""
     placement, named = module.placement, dict(module.policy.named_parameters())
     names = list(named)
     for name, parameter in named.items():
@@ -433,7 +433,7 @@ def faulty(module: Any) -> dict[str, Any]:
 
 
 def asked(kind: str, **trainer: Any) -> dict[str, Any]:
-    """What rank 0 is answered."""
+    """The answers that rank 0 receives."""
     asks, is_tiny = Asks(), kind in KINDS
     with nullcontext("tiny") if is_tiny else saved(Qwen3MoeConfig, EXPERTS) as name:
         policy = make_policy(name=name, **(KINDS[kind] if is_tiny else {}))
@@ -467,13 +467,13 @@ def write(file: Path, way: str, kind: str = "fp32", before: Path | None = None, 
 
 
 def write_first(folder: Path, way: str) -> None:
-    """What a way to train writes by itself."""
+    """Write checkpoints of a way to train that resumes none."""
     for kind in KINDS:
         write(folder / f"{way}-{kind}.ckpt", way, kind)
 
 
 def write_again(folder: Path, way: str) -> None:
-    """What it writes when it has read what another way has written, and when it has gone on from there."""
+    """Write what a way to train has after it resumed other ways' checkpoints, at once and after further training."""
     for before in (each for each, reader in PAIRS if reader == way):
         for kind in KINDS:
             write(folder / f"{before}-{kind}-{way}.ckpt", way, kind, before=folder / f"{before}-{kind}.ckpt")
@@ -483,7 +483,7 @@ def write_again(folder: Path, way: str) -> None:
 def start(
     folder: Path, run_train: Commands, ranks: int = RANKS, program: str = "support.replicas"
 ) -> list[dict[str, dict[str, dict[str, Any]]]]:
-    """What every rank has found of all cases by strategy, by rank, each in a process of its own."""
+    """The results of all cases by strategy and by rank, each rank in a process of its own."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=1))
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
     shared |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": str(ranks)}

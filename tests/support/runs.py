@@ -61,7 +61,7 @@ class Commands:
     def __call__(
         self, folder: Path, *arguments: str, program: str = TRAIN, timeout: float = 420
     ) -> subprocess.CompletedProcess[str]:
-        """What `python -m PROGRAM ARGUMENTS` does in a folder; stdout and stderr are captured together."""
+        """Run `python -m PROGRAM ARGUMENTS` in a folder; stdout and stderr are captured together."""
         with tempfile.NamedTemporaryFile("w+") as output:
             process = Forked(self.address, [program, *arguments], folder, environment(), output)
             try:
@@ -109,7 +109,7 @@ class Commands:
         return [each for each, leads in self._forked() if leads]
 
     def _forked(self) -> list[tuple[psutil.Process, bool]]:
-        """Those forked off, and whether they lead a session; between each and the warm process is one that waits."""
+        """The forked processes, each with True if it leads a session; between it and the warm process one waits."""
         found = []
         for parent in [] if self._warm is None else psutil.Process(self._warm.pid).children():
             with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has ended since it was listed
@@ -178,7 +178,7 @@ CUT = ("actor/micro_batches", "perf/computed_tokens", "perf/padding_ratio", "per
 
 
 def unmeasured(row: dict[str, str]) -> dict[str, str]:
-    """What is there of it that is the same in each run."""
+    """The entries of a row that are the same in each run."""
     return {
         name: value
         for name, value in row.items()
@@ -209,7 +209,7 @@ def with_a_server_killed(run_train: Commands, folder: Path, *arguments: str) -> 
 
 
 def rolled_out(folder: Path) -> dict[str, str]:
-    """What is recorded of each step's experiences."""
+    """The recorded completions of each step, by file name."""
     return {file.name: file.read_text() for file in folder.glob("completions/step_*.jsonl")}
 
 

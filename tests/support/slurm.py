@@ -1,4 +1,4 @@
-"""What SLURM's commands do, for jobs of one machine, which run one after another: stand-ins by the names of `NAMES`.
+"""SLURM's commands, for jobs of one machine, which run one after another: stand-ins by the names of `NAMES`.
 
 The first task of the first job is a process from its very beginning; all others are forked off the warm one that
 listens at the address in the environment variable WARM.

@@ -1,4 +1,4 @@
-"""What the tests of the add strategies share."""
+"""Helpers of the add strategies' tests."""
 
 import asyncio
 
@@ -48,7 +48,7 @@ def step_of(*groups):
 
 
 def add(name, exps, step=1, **args):
-    """What the strategy of that name writes, one list a call, and its metrics."""
+    """The experiences that the strategy of that name writes, one list a call, and its metrics."""
     writer = ListWriter()
     count, metrics = asyncio.run(ADD_STRATEGY.get(name)(writer, **args).add(exps, step))
     assert count == sum(map(len, writer.calls))

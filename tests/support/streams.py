@@ -1,4 +1,4 @@
-"""What objectives of several terms need of experiences: a teacher's likeliest tokens, and weights of one's own."""
+"""Data of experiences for objectives of several terms: a teacher's likeliest tokens, and weights of one's own."""
 
 from collections.abc import Sequence
 from typing import Any

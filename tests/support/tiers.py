@@ -1,4 +1,4 @@
-"""Which tests are quick enough for `make check`, and the guard that keeps them so.
+"""The tiers of tests: `make check` runs the quick ones, and a guard keeps them quick.
 
 Marked `fast` is every test without a mark of SLOW. What uses one of FIXTURES is marked by that; other tests carry the
 mark themselves, and the guard fails one that does not and should.
@@ -32,7 +32,7 @@ only_fast = False  # whether this run is of the fast tier, as `make check` is (c
 
 
 def examples(count: int) -> int:
-    """How many examples hypothesis tries: a tenth in a run of the fast tier, which a test is then quick enough for."""
+    """The number of examples that hypothesis tries: a tenth in a run of the fast tier, to be quick enough for it."""
     return count // 10 if only_fast else count
 
 
@@ -49,7 +49,7 @@ def is_fast(item: pytest.Item) -> bool:
 
 
 def slow_files_first(items: list[pytest.Item]) -> None:
-    """So that of several workers none is still at a long file when the others have nothing left to do."""
+    """Sort files with slow tests first: otherwise a worker would be at a long file when the others are done."""
     slow = {item.path for item in items if not is_fast(item)}
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path not in slow, -tests[item.path]))

@@ -57,7 +57,7 @@ OF_SERVERS = (
 
 
 def import_early() -> None:
-    """What commands import, and what they make of it that is the same in each."""
+    """Import what commands import, and prepare what is the same in each."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # as an engine sets it: before vLLM is imported
     own = (each.name for each in pkgutil.walk_packages(trinity_lightning.__path__, "trinity_lightning."))
     for name in (*OF_RUNS, *own):
@@ -78,7 +78,7 @@ def import_early() -> None:
 
 
 def import_vllm(names: tuple[str, ...]) -> None:
-    """What vLLM would import when an engine or a server starts."""
+    """Import what vLLM imports when an engine or a server starts."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
@@ -89,7 +89,7 @@ def import_vllm(names: tuple[str, ...]) -> None:
 
 
 def configure_vllm() -> None:
-    """What else an engine would do when it starts."""
+    """Do the rest of what is the same at every start of an engine."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
@@ -139,7 +139,7 @@ def become(command: dict[str, Any], files: list[int]) -> None:
 
 
 def become_a_command(address: str) -> None:
-    """What differs between a command that was forked off and one that was not."""
+    """Set up what differs between a forked command and one that was started."""
     for module in filter(None, [sys.modules.get("wandb.sdk.data_types._private")]):
         Path(module.MEDIA_TMP.name).mkdir(exist_ok=True)  # made at its import, and deleted at the end of any run
     fork_servers(address)

@@ -1,1 +1,1 @@
-"""What a run needs, before anything is loaded: `python -m trinity_lightning.plan`."""
+"""The memory and time that a run needs, before anything is loaded: `python -m trinity_lightning.plan`."""

@@ -52,7 +52,7 @@ COPIES = "copies of gradients"
 
 @dataclass(frozen=True)
 class Rollouts:
-    """How vLLM generates.
+    """The rollouts of a step, and how vLLM generates them.
 
     Attributes:
         width: bytes of a weight and of an element of the cache: 2 or 4.
@@ -101,7 +101,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How the memory of a device is divided.
+    """The division of a device's memory.
 
     Attributes:
         device: bytes that were free at the start.
