@@ -37,7 +37,7 @@ def initial_weights() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def sweep(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `--multirun +recipe=grpo model=tiny reward=contains_digits seed=1,2`, evaluations included."""
+    """The folder of a sweep over two seeds of the tiny model, evaluations included."""
     folder = tmp_path_factory.mktemp("sweep")
     done = run_train(
         folder,
@@ -48,6 +48,7 @@ def sweep(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path
         "seed=1,2",
         "steps=3",
         "explorer.eval_interval=3",
+        "+eval_tasksets.addition_heldout.args.heldout=16",
     )
     assert done.returncode == 0, done.stdout[-4000:]
     return only(folder, "outputs/grpo/*")
@@ -81,7 +82,7 @@ def test_a_sweep_writes_completions_and_evaluations(sweep: Path) -> None:
     log = (sweep / "0" / "train.log").read_text()
     assert [log.count(f": step {step}/3  reward") for step in (1, 2, 3)] == [1, 1, 1]
     evaluated = (sweep / "0" / "completions" / "eval_addition_heldout_step_3.jsonl").read_text().splitlines()
-    assert len(evaluated) == 128
+    assert len(evaluated) == 16
     assert sum(row["eval/addition_heldout/mean@1"] != "" for row in rows(sweep / "0")) == 2  # before and after
 
 
