@@ -33,7 +33,7 @@ def measure(model: str, rounds: int, dtype: str) -> tuple[dict[str, int], dict[s
     from _training import batch_of, fit
     from transformers import AutoConfig
 
-    from trinity_lightning.config.model_files import resolve_model
+    from trinity_lightning.config.models import resolve_model
 
     vocabulary = AutoConfig.from_pretrained(resolve_model(model)).vocab_size
     batches = {

@@ -69,7 +69,7 @@ def main() -> None:
     from transformers import AutoConfig
 
     from trinity_lightning.common.hardware import faster_dtype
-    from trinity_lightning.config.model_files import resolve_model
+    from trinity_lightning.config.models import resolve_model
 
     dtype = faster_dtype().value if args.dtype == "auto" else args.dtype
     vocabulary = AutoConfig.from_pretrained(resolve_model(args.model)).vocab_size

@@ -243,7 +243,7 @@ def folder_of(model: str, scratch: Path) -> tuple[str, int]:
     import torch
     from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
-    from trinity_lightning.config.model_files import load_tokenizer, resolve_model
+    from trinity_lightning.config.models import load_tokenizer, resolve_model
 
     folder = Path(resolve_model(model)) if model != "qwen2" else scratch / model
     if not folder.exists():

@@ -199,7 +199,7 @@ def main() -> None:
         work(json.loads(args.work))
         return
     from trinity_lightning.common.hardware import faster_dtype
-    from trinity_lightning.config.model_files import resolve_model
+    from trinity_lightning.config.models import resolve_model
 
     dtype = faster_dtype().value
     with tempfile.TemporaryDirectory() as folder:

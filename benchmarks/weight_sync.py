@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from trinity_lightning.common.hardware import reuse_large_buffers
 from trinity_lightning.config.engine import EngineDtype
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models import vllm_engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine

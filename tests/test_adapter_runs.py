@@ -21,7 +21,7 @@ from support.runs import (
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from trinity_lightning.build import build
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 
 STEPS = 3
 REWARD = "eval/addition_heldout/mean@1"

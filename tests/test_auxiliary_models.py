@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.judge_server import judge_server
 from support.runs import SMALL, RunTrain
 
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
 

@@ -34,7 +34,7 @@ from support.runs import (
 )
 from support.slurm import installed
 
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 
 STEPS = 8  # many quick ones: a run is to be ended in the middle

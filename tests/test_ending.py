@@ -14,7 +14,7 @@ from support.runs import SMALL, RunTrain, only
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from trinity_lightning.build import Run, build
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import DiskFullError, ModelNotSavedError
 from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 

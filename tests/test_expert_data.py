@@ -16,7 +16,7 @@ from trinity_lightning.buffer.offline import AnswerReader, expert_data
 from trinity_lightning.buffer.step_files import keep_step, read_experiences
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import is_expert
-from trinity_lightning.config.model_files import load_tokenizer
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.run import TrainConfig, typed_config, validate
 from trinity_lightning.errors import ConfigError, StorageError
 from trinity_lightning.explorer.tasks.taskset import Taskset

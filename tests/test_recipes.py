@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support.compose import composed
 from support.runs import ROOT, SMALL, RunTrain
 
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.registry import options
 from trinity_lightning.config.run import typed_config
 from trinity_lightning.config.sections import PartConfig

@@ -15,7 +15,7 @@ from trinity_lightning.buffer.sql import SqlStorage
 from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.model import ModelConfig
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import StorageError
 from trinity_lightning.resume import OFFLINE, ONLINE, check_model, check_resumed_data, checkpoint_to_resume

@@ -30,7 +30,7 @@ QUICK += (
 
 @pytest.fixture(scope="module")
 def initial_weights() -> dict[str, torch.Tensor]:
-    from trinity_lightning.config.model_files import resolve_model
+    from trinity_lightning.config.models import resolve_model
 
     return load_file(Path(resolve_model("tiny")) / "model.safetensors")
 
@@ -216,7 +216,7 @@ def test_smollm2_trains_in_bfloat16(run_train: RunTrain, tmp_path: Path) -> None
     assert all(float(row["actor/logprob_diff/mean"]) < 0.06 for row in trained)
     assert all(float(row["actor/trained_rows"]) > 0 for row in trained)
     weights = load_file(folder / "model" / "model.safetensors")
-    from trinity_lightning.config.model_files import resolve_model
+    from trinity_lightning.config.models import resolve_model
 
     before = load_file(Path(resolve_model("smollm2")) / "model.safetensors")
     assert any(not torch.equal(weights[name], before[name]) for name in before if name in weights)

@@ -16,7 +16,7 @@ from trinity_lightning.common.thoughts import Markers
 from trinity_lightning.config.engine import EngineConfig, EngineDtype, capabilities_of
 from trinity_lightning.config.explorer import AuxiliaryConfig, auxiliary_servers
 from trinity_lightning.config.model import WeightDtype
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.registry import PARTS, import_object
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.servers import gpus_of_a_server

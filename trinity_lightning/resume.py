@@ -16,7 +16,7 @@ from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING, last_checkpoint, recorded_run
 from trinity_lightning.config.critic import critic_config
 from trinity_lightning.config.model import LoRAConfig, WeightDtype
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.errors import ConfigError, ForeignPositionError

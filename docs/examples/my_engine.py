@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engine import EngineConfig
-from trinity_lightning.config.model_files import load_tokenizer, resolve_model
+from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.sync.stream import Shape, WeightStream

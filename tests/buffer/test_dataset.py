@@ -12,7 +12,7 @@ from support.dataset import GENERATION, assistant, user
 from trinity_lightning.buffer.dataset import Example, ExampleReader, loss_of, read_examples
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.model_files import load_tokenizer
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError, StorageError
 from trinity_lightning.explorer.models.chat import render_chat
 

@@ -15,7 +15,7 @@ from support.dataset import GENERATION, assistant, user
 from support.policy import Gradients, assert_same_gradients, batch_of, fit, load_plain, moved_policy, naive_gradients
 
 from trinity_lightning.buffer.dataset import Example
-from trinity_lightning.config.model_files import load_tokenizer
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.trainer.policy import PolicyModule
 
 # TRL also trains on what a template writes behind the end token of a completion, such as a newline, which no rollout

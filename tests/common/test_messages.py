@@ -17,7 +17,7 @@ from trinity_lightning.buffer.dataset import Example
 from trinity_lightning.buffer.offline import AnswerReader
 from trinity_lightning.common.messages import Conversation, check_roles, read_messages, warn_of_unread
 from trinity_lightning.config.chat_template import RENDERING_ARGUMENTS
-from trinity_lightning.config.model_files import load_tokenizer
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.taskset import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat import render_chat

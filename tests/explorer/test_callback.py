@@ -20,7 +20,7 @@ from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.config.engine import EngineDtype, SynchronizerConfig
 from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
 from trinity_lightning.config.model import OptimizerConfig
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.explorer import Explorer

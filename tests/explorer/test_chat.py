@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trinity_lightning.config.model_files import load_tokenizer
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat import render_chat, renders_tools
 

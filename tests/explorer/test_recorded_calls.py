@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.explorer import ExplorerConfig
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import WorkflowRunner

@@ -24,7 +24,7 @@ from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.config.engine import Capabilities, SynchronizerConfig
 from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
 from trinity_lightning.config.model import OptimizerConfig
-from trinity_lightning.config.model_files import load_tokenizer, resolve_model
+from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.errors import WorkflowBlockedError
 from trinity_lightning.explorer import driver, rollouts
 from trinity_lightning.explorer.callback import ExplorerCallback

@@ -14,7 +14,7 @@ from support.metaspace import metaspace_model
 from transformers import AutoModelForCausalLM
 
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine

@@ -22,7 +22,7 @@ from support.tiny_vllm import driven_engine, standing_still, tiny_engine
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engine import EngineConfig
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import (
     ModelLoadError,
     RolloutError,

@@ -11,7 +11,7 @@ import transformers
 from support.tiny_model import logprobs, train_a_little
 
 from trinity_lightning.config.engine import EngineDtype
-from trinity_lightning.config.model_files import load_tokenizer
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ModelLoadError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models import vllm_engine

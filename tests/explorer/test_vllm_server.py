@@ -30,7 +30,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engine import EngineDtype
 from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
-from trinity_lightning.config.model_files import load_tokenizer, resolve_model
+from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.errors import (
     ConfigError,
     ModelLoadError,

@@ -17,7 +17,7 @@ from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.common.runs import UNTRAINED, Untrained
 from trinity_lightning.config.explorer import ExplorerConfig
-from trinity_lightning.config.model_files import load_tokenizer
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ReadOnlyError
 from trinity_lightning.explorer import Status, WorkflowRunner
 from trinity_lightning.explorer.models.engine import Engine

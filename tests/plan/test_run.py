@@ -14,7 +14,7 @@ from support.runs import ROOT, RunTrain
 
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.model_memory import ModelShape, Training
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import typed_config
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.plan.__main__ import as_json, as_text, register

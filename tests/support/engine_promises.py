@@ -19,7 +19,7 @@ from support.tiny_model import logprobs, tiny_model
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.thoughts import answer_part
-from trinity_lightning.config.model_files import load_tokenizer
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import PromptTooLongError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.engine import Engine

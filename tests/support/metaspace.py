@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 
 
 def metaspace_model(folder: Path) -> Path:

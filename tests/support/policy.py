@@ -12,7 +12,7 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.config.model import OptimizerConfig
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.trainer.policy import PolicyModule
 
 VOCABULARY = 100

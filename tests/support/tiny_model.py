@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 
 
 def tiny_model(scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Any:

@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trinity_lightning.config.engine import EngineDtype
 from trinity_lightning.config.model import LoRAConfig
-from trinity_lightning.config.model_files import load_tokenizer
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models import engine

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from trinity_lightning.config.algorithm import KLConfig
 from trinity_lightning.config.model import LoRAConfig, ModelConfig, OptimizerConfig
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import validate
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.evaluation import Evaluation

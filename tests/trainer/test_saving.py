@@ -11,7 +11,7 @@ from support.errors import refuses
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import DiskFullError
 from trinity_lightning.trainer.policy import PolicyModule
 

@@ -29,7 +29,7 @@ from trinity_lightning.common.messages import (
 )
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.rows import check_rows
-from trinity_lightning.config.model_files import load_generation_config, load_tokenizer
+from trinity_lightning.config.models import load_generation_config, load_tokenizer
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.imitation import Imitation

@@ -20,7 +20,7 @@ from trinity_lightning.common.messages import Conversation, check_roles, warn_of
 from trinity_lightning.common.optimizer_batch import IS_EXPERT, OptimizerBatch
 from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.checkpoints import resume_command
-from trinity_lightning.config.model_files import load_generation_config, load_tokenizer
+from trinity_lightning.config.models import load_generation_config, load_tokenizer
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, StorageError

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.config.model import LoRAConfig
-from trinity_lightning.config.model_files import check_model_name, check_on_hub, check_same_vocabulary, load_tokenizer
+from trinity_lightning.config.models import check_model_name, check_on_hub, check_same_vocabulary, load_tokenizer
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked, section_of
 from trinity_lightning.config.values import flag, number, one_of, text, whole_number

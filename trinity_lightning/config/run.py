@@ -52,7 +52,7 @@ from trinity_lightning.config.explorer import (
 from trinity_lightning.config.lightning_objects import FREE, lightning_objects
 from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.config.model import ModelConfig, OptimizerConfig
-from trinity_lightning.config.model_files import check_model_name, check_on_hub, check_trainable
+from trinity_lightning.config.models import check_model_name, check_on_hub, check_trainable
 from trinity_lightning.config.registry import ASKING_WORKFLOWS, PARTS, import_object
 from trinity_lightning.config.sections import Section, checked, choice_of, strategies, unknown_key
 from trinity_lightning.config.servers import check_adapters, check_servers, check_synchronizer, check_vllm

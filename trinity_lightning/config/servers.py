@@ -20,7 +20,7 @@ from trinity_lightning.config.engine import (
 )
 from trinity_lightning.config.explorer import AuxiliaryConfig
 from trinity_lightning.config.model import LORA_ARGUMENTS, LORA_RANKS
-from trinity_lightning.config.model_files import check_model_name
+from trinity_lightning.config.models import check_model_name
 from trinity_lightning.config.trainer import processes_of
 from trinity_lightning.config.values import AUTO, whole_number
 from trinity_lightning.errors import ConfigError

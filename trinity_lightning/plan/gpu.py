@@ -14,7 +14,7 @@ from trinity_lightning.common.hardware import GIB, free_memory
 from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training
 from trinity_lightning.config.engine import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
 from trinity_lightning.config.model import ADAM, OFFLOADED, WeightDtype, room_for
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.trainer import MIXED, SHARDS, processes_of, strategy_of
 from trinity_lightning.config.values import AUTO, check_version

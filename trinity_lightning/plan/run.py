@@ -12,7 +12,7 @@ from trinity_lightning.common.model_memory import GPU_TOKENS, ModelShape, tokens
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.engine import SENT, TRAINER_GPU, capabilities_of
 from trinity_lightning.config.model import OFFLOADED, WeightDtype
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import TrainConfig, typed_config
 from trinity_lightning.config.servers import check_gpus_apart, gpus_of_a_server
 from trinity_lightning.config.trainer import compute_dtype, processes_of, trains_together

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trinity_lightning.config.model import ALL_LINEAR, LoRAConfig, ModelConfig, settled_alpha
-from trinity_lightning.config.model_files import resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.proof import DRILL_SEED, noise, perturbed_tensors

@@ -14,7 +14,7 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mas
 from trinity_lightning.common.runs import is_valid_reward
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.critic import CriticConfig
-from trinity_lightning.config.model_files import check_same_vocabulary
+from trinity_lightning.config.models import check_same_vocabulary
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.head import lean_embeddings
 from trinity_lightning.trainer.layout import MicroBatch

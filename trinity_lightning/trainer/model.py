@@ -15,7 +15,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.model import Dropout
-from trinity_lightning.config.model_files import load_generation_config, resolve_model
+from trinity_lightning.config.models import load_generation_config, resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.head import Head, token_logprobs
 from trinity_lightning.trainer.layers import SHORT_SDPA, attention_implementation, lean_layers

