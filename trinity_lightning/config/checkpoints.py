@@ -1,4 +1,4 @@
-"""Which files and folders are checkpoints, which one is meant, and whether it is whole; before torch is imported."""
+"""Checkpoints on disk, without torch: how to recognise one, find the one to resume from, and see that it is whole."""
 
 import logging
 import re
@@ -18,23 +18,23 @@ from trinity_lightning.errors import ConfigError, TakenFolderError
 
 logger = logging.getLogger(__name__)
 
-# In a checkpoint that is a folder: where the tensors in shards are, and all else, which is written last, by Lightning's
-# name, and has the former's hash.
+# Files of a checkpoint that is a folder: the index of its sharded tensors; and, written last, everything else (by
+# Lightning's name), with the index's hash under the key HASH.
 METADATA, REST, HASH = ".metadata", "meta.pt", "metadata_sha256"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a file, or a folder that was written to its end."""
+    """True for a file, and for a folder that was written to its end."""
     return path.is_file() or (path / REST).is_file()
 
 
 def checkpoints_in(folder: Path, pattern: str = "*.ckpt") -> list[Path]:
-    """Those of that pattern in a folder, the one that was written last at the end.
+    """Checkpoints in a folder whose names match the pattern, the newest last.
 
-    If a kill interrupted the replacement of NAME (`put_in_place`), the checkpoint before is still there as `.NAME.old`,
-    and is listed in its place. It is only read: the run may be under way.
+    If a kill interrupted the replacement of NAME (`put_in_place`), the checkpoint before it is still there as
+    `.NAME.old`, and is listed instead. Nothing is renamed, because the run may still be going.
     """
-    old = (each for each in folder.glob(f"{pattern}.old") if not is_checkpoint(each.with_name(each.name[1:-4])))
+    old = (path for path in folder.glob(f"{pattern}.old") if not is_checkpoint(path.with_name(path.name[1:-4])))
     return sorted(filter(is_checkpoint, [*folder.glob(pattern), *old]), key=lambda path: path.stat().st_mtime)
 
 
@@ -44,132 +44,143 @@ def check_checkpoint(config: DictConfig) -> None:
 
 
 def hash_of(folder: Path) -> str:
-    """That of a folder's METADATA, which REST has."""
+    """The hash of a folder's METADATA, which REST holds too."""
     return sha256((folder / METADATA).read_bytes()).hexdigest()
 
 
 def check_metadata(folder: Path) -> None:
-    """A ValueError if METADATA is not as it was written, by its hash: it has no checksum, and torch would read less."""
+    """Refuse METADATA that has changed since it was written; a ValueError.
+
+    The file has no checksum of its own, and torch would silently load fewer tensors.
+    """
     with ZipFile(folder / REST) as archive:
-        (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
-        if hash_of(folder).encode() not in archive.read(name):  # a text in a pickle, whatever else it holds
+        (name,) = (entry for entry in archive.namelist() if entry.endswith("/data.pkl"))
+        if hash_of(folder).encode() not in archive.read(name):  # a text stands as it is in a pickle
             raise ValueError(f"{METADATA} is not as it was written")
 
 
 def check_whole(path: Path) -> None:
-    """Refuse what is no file that torch.save wrote, or is no longer as it was written.
+    """Refuse a file that torch.save did not write, or that has changed since.
 
-    Such a file is a zip archive with a checksum of each entry: all of it is read once, 3 GB a second. Shards in a
-    folder are checked as they are read (`common.checkpoints`). A ConfigError names the file, what is wrong, and the
-    last checkpoint before it that is whole, if there is one.
+    A checkpoint is a zip archive with a checksum for each entry; all of it is read once, at 3 GB a second. Shards in a
+    folder are checked when they are read (`common.checkpoints`).
+
+    Raises:
+        ConfigError: names the file, the problem, and the last whole checkpoint before it, if there is one.
     """
     if not is_checkpoint(path):
-        what = "is a folder, and no whole checkpoint" if path.is_dir() else "is no file"
+        problem = "is a folder, and no whole checkpoint" if path.is_dir() else "is no file"
         raise ConfigError(
-            f"ckpt_path: '{path}' {what}", key="ckpt_path", fix="give FOLDER/checkpoints/NAME.ckpt, or last"
+            f"ckpt_path: '{path}' {problem}", key="ckpt_path", fix="give FOLDER/checkpoints/NAME.ckpt, or last"
         )
     if (problem := _problem(path)) is None:
         return
-    there = reversed(checkpoints_in(path.parent))
-    before = (each for each in there if each != path and each.stat().st_mtime <= path.stat().st_mtime)
-    whole = next((each for each in before if _problem(each) is None), None)
+    newest_first = reversed(checkpoints_in(path.parent))
+    before = (other for other in newest_first if other != path and other.stat().st_mtime <= path.stat().st_mtime)
+    whole = next((other for other in before if _problem(other) is None), None)
     fix = f"the one before it, ckpt_path='{whole}'" if whole else "another, or leave ckpt_path out to begin again"
-    raise ConfigError(f"'{path}' is no checkpoint of a training run, or a damaged one ({problem})", fix=f"give {fix}")
+    raise ConfigError(
+        f"'{path}' is no checkpoint of a training run, or a damaged one ({problem})",
+        key="ckpt_path",
+        fix=f"give {fix}",
+    )
 
 
 def _problem(path: Path) -> str | None:
-    """In what way a checkpoint is not as it was written; None: it is."""
+    """The way in which a checkpoint differs from what was written; None if it is whole."""
     try:
         with ZipFile(path / REST if path.is_dir() else path) as archive:
             broken = archive.testzip()
         if path.is_dir():
             check_metadata(path)
-    except Exception as error:  # zipfile raises a dozen types, by which bytes are wrong
+    except Exception as error:  # zipfile raises a dozen types of errors
         return f"{error or type(error).__name__}".rstrip(".")
     return f"its part '{broken}' is not as it was written" if broken else None
 
 
 def check_file(path: Path) -> None:
-    """As `check_whole`, and refuse a checkpoint in shards, and other folders."""
+    """Refuse a folder, also a checkpoint in shards; otherwise as `check_whole`."""
     if path.is_dir() and not is_checkpoint(path):
-        found = checkpoints_in(path) or checkpoints_in(path / "checkpoints")
-        fix = f"give the file, '{found[-1]}'" if found else "it has none: give FOLDER/checkpoints/NAME.ckpt of a run"
+        inside = checkpoints_in(path) or checkpoints_in(path / "checkpoints")
+        fix = f"give the file, '{inside[-1]}'" if inside else "it has none: give FOLDER/checkpoints/NAME.ckpt of a run"
         if (path / "config.json").is_file():
             fix = f"it holds a model, which is loaded by its name, PolicyModule('{path}')"
-        raise ConfigError(f"'{path}' is a folder, and no checkpoint: {fix}.")
+        raise ConfigError(f"'{path}' is a folder, and no checkpoint", key="ckpt_path", fix=fix)
     check_whole(path)
     if path.is_dir():
         raise ConfigError(
             f"'{path}' is in shards, and a file is needed",
+            key="ckpt_path",
             fix="give it to Trainer.fit as ckpt_path, or take the folder `model` of its run (save_model=true)",
         )
 
 
 def folder_to_resume(runs: Path) -> Path:
-    """The folder of the run, of those in a folder, whose checkpoint is the newest; a ConfigError if none has one."""
-    found = checkpoints_in(runs, "*/checkpoints/*.ckpt")
-    if not found:
+    """The run's folder below `runs` with the newest checkpoint; a ConfigError if there is no checkpoint."""
+    checkpoints = checkpoints_in(runs, "*/checkpoints/*.ckpt")
+    if not checkpoints:
         raise ConfigError(f"ckpt_path=last: there is no checkpoint under {runs} to resume from.", key="ckpt_path")
-    return found[-1].parents[1]
+    return checkpoints[-1].parents[1]
 
 
-RECORD = Path(".hydra", "config.yaml")  # what was composed, as Hydra records it
-# What may differ between two parts of one run: where it writes, and what it is shown by.
+RECORD = Path(".hydra", "config.yaml")  # Hydra's record of the composed configuration
+# Keys that may differ between two parts of one run: places, and how it is shown.
 NOT_OF_THE_TRAINING = ("ckpt_path", "output_dir", "output_root", "logger", "hydra")
 
 
 def folder_of_same_run(runs: Path, config: DictConfig) -> Path | None:
-    """The folder of the run of this configuration, of those in a folder, whose checkpoint is the newest; None: none.
+    """The folder below `runs` of the run of this configuration with the newest checkpoint; None if there is none.
 
-    Configurations are compared as they were composed, in Hydra's own records, without NOT_OF_THE_TRAINING.
+    Configurations are compared by Hydra's records of them, without the keys of NOT_OF_THE_TRAINING.
     """
-    this = _compared(config)
+    settings = _training_settings(config)
     folders = dict.fromkeys(path.parents[1] for path in reversed(checkpoints_in(runs, "*/checkpoints/*.ckpt")))
     recorded = (folder for folder in folders if (folder / RECORD).is_file())
-    return next((folder for folder in recorded if _compared(OmegaConf.load(folder / RECORD)) == this), None)
+    same = (folder for folder in recorded if _training_settings(OmegaConf.load(folder / RECORD)) == settings)
+    return next(same, None)
 
 
-def _compared(config: Any) -> dict[str, Any]:
+def _training_settings(config: Any) -> dict[str, Any]:
     settings: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
     return {key: value for key, value in settings.items() if key not in NOT_OF_THE_TRAINING}
 
 
 def settle_auto(config: DictConfig, leads: bool) -> None:
-    """Replace `ckpt_path=auto` by what it means in the run's folder: `last`, or null if there is no checkpoint.
+    """Replace `ckpt_path=auto` by `last`, or by null if the run's folder has no checkpoint.
 
-    What a run left that ended before its first checkpoint is begun again, and a run that came to its end is not, though
-    its checkpoints were removed. Other ranks, which do not lead, remove nothing.
+    A run that ended before its first checkpoint begins again: its record is removed, unless this rank does not lead. A
+    run that came to its end does not begin again, even if its checkpoints were removed.
     """
     if config.ckpt_path != AUTO:
         return
     folder = Path(config.output_dir)
     config.ckpt_path = "last" if checkpoints_in(folder / "checkpoints") else None
     if config.ckpt_path is None and leads and not any(folder.glob("model/*.safetensors")):
-        for name in ("metrics.csv", "config.yaml"):  # the record last: without it nobody would know
+        for name in ("metrics.csv", "config.yaml"):  # config.yaml last: it marks the folder as a run's
             (folder / name).unlink(missing_ok=True)
 
 
 def last_checkpoint(folder: str | Path) -> Path:
-    """The newest checkpoint of a run's folder, which the log says; a ConfigError if there is none."""
+    """The newest checkpoint of a run's folder, which is logged; a ConfigError if there is none."""
     folder = Path(folder)
     last = _newest(folder)
     later = sorted(run.name for run in folder.parent.glob("*-*-*_*") if run.name > folder.name)
     without = [name for name in later if not checkpoints_in(folder.parent / name / "checkpoints")]
-    passed_over = f"; begun later, and without a checkpoint: {', '.join(without)}" if without else ""
-    logger.info("ckpt_path=last is %s%s", last, passed_over)
+    skipped = f"; begun later, and without a checkpoint: {', '.join(without)}" if without else ""
+    logger.info("ckpt_path=last is %s%s", last, skipped)
     return last
 
 
 def _newest(folder: Path) -> Path:
-    found = checkpoints_in(folder / "checkpoints")
-    if not found:
+    checkpoints = checkpoints_in(folder / "checkpoints")
+    if not checkpoints:
         raise ConfigError(
             f"ckpt_path=last: there is no checkpoint in {folder / 'checkpoints'} (a job of a sweep has a new folder of "
             "its own)",
             key="ckpt_path",
             fix="give ckpt_path=FILE, or output_dir=FOLDER of the run to go on with",
         )
-    return found[-1]
+    return checkpoints[-1]
 
 
 def recorded_run(record: Path) -> DictConfig:
@@ -179,11 +190,11 @@ def recorded_run(record: Path) -> DictConfig:
         if isinstance(OmegaConf.select(run, "model.name"), str):
             return run  # type: ignore[return-value]
         reason = "it names no model"
-    except Exception as error:  # of YAML, OmegaConf, the decoder or the disk
+    except Exception as error:  # an error of YAML, of OmegaConf, of decoding or of the disk
         reason = str(error).splitlines()[0]
     raise ConfigError(
-        f"'{record}', which says what the run to resume is, is damaged ({reason}): restore it, or delete it, and give "
-        "the same configuration."
+        f"'{record}', the record of the run to resume, is damaged ({reason})",
+        fix="restore it, or delete it, and give the same configuration",
     )
 
 
@@ -194,7 +205,7 @@ def holds_a_run(folder: Path) -> TakenFolderError:
 
 
 def resume_command(folder: str | Path) -> str | None:
-    """The command that goes on with the run that was composed here, to be pasted; None if Hydra did not start it."""
+    """The command that resumes this run, to be pasted into a shell; None if Hydra did not start it."""
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()
@@ -202,9 +213,9 @@ def resume_command(folder: str | Path) -> str | None:
     for source in hydra.runtime.config_sources:
         if source.provider == "command-line":
             words += ["--config-dir", source.path]
-    words += [each for each in hydra.overrides.task if not each.lstrip("+").startswith(("ckpt_path=", "output_dir="))]
-    words += [each for each in hydra.overrides.hydra if not each.startswith(("hydra.mode=", "hydra.run.dir="))]
-    # Another run may be newer. A `hydra.run.dir` that is not ours, such as a recipe's own, does not follow output_dir.
+    words += [item for item in hydra.overrides.task if not item.lstrip("+").startswith(("ckpt_path=", "output_dir="))]
+    words += [item for item in hydra.overrides.hydra if not item.startswith(("hydra.mode=", "hydra.run.dir="))]
+    # The folder is given because another run may be newer. A recipe's own `hydra.run.dir` does not follow output_dir.
     key = "output_dir" if "trinity.run_dir" in str(OmegaConf.to_container(hydra.run)) else "hydra.run.dir"
     words.append(f"{key}={_quoted(str(Path(folder).absolute()))}")
     return shlex.join([*words, "ckpt_path=last"])
@@ -221,5 +232,5 @@ def _program() -> list[str]:
 
 
 def _quoted(value: str) -> str:
-    """A value as Hydra reads it: in quotes if it has characters that mean something to Hydra."""
+    """A value for Hydra's command line, in quotes if it has special characters."""
     return value if re.fullmatch(r"[\w/.+@-]+", value) else '"' + value.replace('"', '\\"') + '"'

@@ -162,7 +162,7 @@ class EngineConfig(Section, key="engine"):
 
 @dataclass
 class SynchronizerConfig(Section, key="synchronizer"):
-    """How the trainer's weights reach the engine, and how that is checked.
+    """The way of the trainer's weights to the engine, and its checks.
 
     Attributes:
         method: `memory` for an engine in this process. For `vllm_server`: `checkpoint` (a folder that servers read),

@@ -1,7 +1,4 @@
-"""What is wrong with a configuration, in one sentence: the file or the key, what is allowed, the nearest match.
-
-Errors of Hydra, OmegaConf and YAML are put into words, and the same said of sections given as mappings.
-"""
+"""Errors of Hydra, OmegaConf and YAML in one sentence each, and how a command ends with an error."""
 
 import argparse
 import logging
@@ -34,6 +31,11 @@ from trinity_lightning.config.trainer import NOT_OF_A_RUN, SET_INSTEAD
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TakenFolderError, TrinityError
 
+PROGRAMS = ("plan", "evaluate", "report")
+CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
+begun: set[Path] = set()  # folders made by this process, or by Hydra for it, for runs and evaluations
+LOCK = ".lock"
+
 _COMPOSING = ("hydra", "omegaconf", "antlr4", "yaml")
 _NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
 _IN_A_FILE = re.compile(r"In '(\w+)/(.*)': ")
@@ -44,7 +46,7 @@ _NAME_FOR_KEYS = re.compile(r"Merge error: str is not a subclass of (\w+)|Cannot
 
 
 def explain(error: BaseException) -> str:
-    """One sentence for one of the `CONFIG_ERRORS`; any other error in its own words."""
+    """One sentence about an error of `CONFIG_ERRORS`; for any other error its own message."""
     if isinstance(error, yaml.MarkedYAMLError):
         return _explain_yaml(error)
     if isinstance(error, OverrideParseException):
@@ -94,8 +96,8 @@ def _explain_key_of_others(error: OmegaConfBaseException) -> str | None:
 
 
 def explain_composition(error: Exception) -> str | None:
-    """One sentence for what Python raised while Hydra composed, or made the run's folder; None if anybody else did."""
-    if str(error).startswith("No trials are completed yet"):  # Optuna's, which would tell the best one
+    """One sentence about a Python error that Hydra raised while composing or making a folder; None for other errors."""
+    if str(error).startswith("No trials are completed yet"):  # Optuna's error about the best trial
         return "no job of the sweep succeeded: see the train.log in each job's folder."
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [frame.f_globals["__name__"].partition(".")[0] for frame in frames]
@@ -114,9 +116,9 @@ def explain_composition(error: Exception) -> str | None:
     if isinstance(error, UnicodeDecodeError):
         paths = [frame.f_locals["full_path"] for frame in frames if "full_path" in frame.f_locals]
         return f"{paths[-1] if paths else 'a configuration file'} is no text: give a YAML file in UTF-8."
-    failed = error if isinstance(error, OSError) else error.__cause__  # which logging wraps
+    failed = error if isinstance(error, OSError) else error.__cause__  # logging wraps it
     if isinstance(failed, OSError) and failed.strerror:
-        where = f", '{failed.filename}'" if failed.filename else ""  # a full disk's has none
+        where = f", '{failed.filename}'" if failed.filename else ""  # a full disk has none
         return (
             f"output_dir or hydra.run.dir: cannot write the run's folder{where}: {failed.strerror}: give another one."
         )
@@ -135,7 +137,8 @@ def _explain_yaml(error: yaml.MarkedYAMLError) -> str:
 def _explain_grammar(override: str) -> str:
     key, equals, value = override.partition("=")
     if not (key and equals):
-        names = {each: each for each in PROGRAMS} | {each: f"+recipe={each}" for each in options("recipe")}
+        names = {program: program for program in PROGRAMS}
+        names |= {recipe: f"+recipe={recipe}" for recipe in options("recipe")}
         hint = f" Did you mean {names[match]}?" if (match := nearest(override, names)) else ""
         return f"cannot read the override '{override}': give KEY=VALUE.{hint}"
     quoted = value.strip('"')
@@ -144,9 +147,9 @@ def _explain_grammar(override: str) -> str:
 
 
 def _no_choice(frames: Sequence[FrameType]) -> Override | None:
-    """The override of a group by something else than the name of a choice, or a list of some, if there is one."""
-    given = next((frame.f_locals["parsed_overrides"] for frame in frames if "parsed_overrides" in frame.f_locals), [])
-    for override in given:
+    """The override that gives a group anything but a choice's name or a list of names; None if there is none."""
+    parsed = (frame.f_locals["parsed_overrides"] for frame in frames if "parsed_overrides" in frame.f_locals)
+    for override in next(parsed, []):
         value = override.value()
         is_list = isinstance(value, list) and override.key_or_group in {*groups(), "recipe"}
         if is_list and not all(isinstance(name, str) for name in value):
@@ -155,7 +158,7 @@ def _no_choice(frames: Sequence[FrameType]) -> Override | None:
 
 
 def _explain_defaults(file: str, problem: str) -> str | None:
-    """A sentence that says what to write if Hydra cannot read a file or its `defaults`; None for another problem."""
+    """The sentence about a file, or its `defaults`, that Hydra cannot read; None for another problem."""
     if problem.startswith("Invalid loaded object type"):
         return f"{file} holds no keys: give KEY: VALUE, one a line."
     if "defaults" in problem or "default item" in problem:
@@ -176,7 +179,7 @@ def _explain_group(override: Override) -> str:
     return f"{override.input_line}: {choice}. Known: {', '.join(options(group))}."
 
 
-# Of Hydra's own groups, what the extra `sweep` brings.
+# Choices of Hydra's groups that come with the extra `sweep`.
 _PLUGINS = ("sweeper/optuna", *(f"launcher/{name}" for name in ("joblib", "ray", "submitit_local", "submitit_slurm")))
 
 
@@ -197,7 +200,7 @@ def _explain_missing(path: str, there: Sequence[str] | None) -> str:
 
 
 def _place(group: str, name: str, key: str) -> str:
-    """A configuration file, with the line of the key if it is of the package or in the folder of `--config-dir`."""
+    """A configuration file, and the line of the key if the file is ours or in the folder of `--config-dir`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path, default=Path())
     shipped = config_dir("recipes") if group == "recipe" else config_dir("conf") / group
@@ -208,7 +211,7 @@ def _place(group: str, name: str, key: str) -> str:
 
 
 def _line(node: yaml.Node | None, keys: Sequence[str]) -> int | None:
-    """The number of the line at which nested keys stand in a YAML tree; None if they do not."""
+    """The line number of nested keys in a YAML tree; None if they are not there."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         if key.value == keys[0]:
             return key.start_mark.line + 1 if len(keys) == 1 else _line(value, keys[1:])
@@ -216,16 +219,16 @@ def _line(node: yaml.Node | None, keys: Sequence[str]) -> int | None:
 
 
 def _explain_choice(error: OmegaConfBaseException) -> str | None:
-    """What to write if a recipe gives the name of a choice as the value of its group; None for another error."""
-    if not (found := _NAME_FOR_KEYS.search(str(error))):
+    """The sentence about a recipe that gives a choice's name as the value of its group; None for another error."""
+    if not (match := _NAME_FOR_KEYS.search(str(error))):
         return None
-    sections = {getattr(each.type, "__name__", ""): each.name for each in fields(TrainConfig)}
-    group = sections.get(found[1], str(error.full_key))
+    sections = {getattr(section.type, "__name__", ""): section.name for section in fields(TrainConfig)}
+    group = sections.get(match[1], str(error.full_key))
     return choice_of(group) if group in groups() else None
 
 
 def _root(error: BaseException) -> BaseException:
-    """The innermost configuration error: Hydra wraps OmegaConf's (in a file as its context), which wrap resolvers'."""
+    """The innermost configuration error. Hydra's errors wrap OmegaConf's, and those wrap the errors of resolvers."""
     cause = error.__cause__
     if cause is None and isinstance(error, ConfigCompositionException):
         cause = error.__context__
@@ -237,11 +240,11 @@ def _root(error: BaseException) -> BaseException:
 
 
 def end_run(error: BaseException, folder: str | Path | None) -> NoReturn:
-    """Say what ended a run, and exit, as `errors_as_sentences` says; the folder is None if it was there before."""
+    """Print and log the error that ended a run, and exit; see `errors_as_sentences`. `folder`: None if it was older."""
     if isinstance(error, SystemExit):
         if not isinstance(error.__context__, KeyboardInterrupt):
             raise error
-        error = error.__context__  # Ctrl-C within fit, which Lightning makes an exit
+        error = error.__context__  # Lightning turns Ctrl-C within fit into an exit
     sentence = log_end(error)
     print(f"trinity-lightning: {sentence}", file=sys.stderr)
     if not isinstance(error, (*CONFIG_ERRORS, KeyboardInterrupt)):
@@ -252,9 +255,12 @@ def end_run(error: BaseException, folder: str | Path | None) -> NoReturn:
 
 
 def log_end(error: BaseException) -> str:
-    """Write what ended a run to its log, with the traceback, unless it is another run's; the sentence for it."""
-    own = isinstance(error, (TrinityError, OmegaConfBaseException, KeyboardInterrupt))
-    sentence = str(error) if own else described(error)
+    """Write the error that ended a run to its log, with the traceback, and return its sentence.
+
+    If the folder is another run's, nothing is written.
+    """
+    known = isinstance(error, (TrinityError, OmegaConfBaseException, KeyboardInterrupt))
+    sentence = str(error) if known else described(error)
     if isinstance(error, OmegaConfBaseException):
         sentence = explain(error)
     level, trace = (logging.WARNING, None) if isinstance(error, KeyboardInterrupt) else (logging.ERROR, sys.exc_info())
@@ -264,16 +270,16 @@ def log_end(error: BaseException) -> str:
 
 
 def _log_to_file(level: int, sentence: str, trace: Any) -> list[str]:
-    """Write an error with its traceback, as of `sys.exc_info`, to the run's log; the names of the files."""
+    """Write an error, with its traceback (`sys.exc_info()`), to the run's log files, and return their names."""
     record = logging.LogRecord("trinity_lightning", level, "", 0, sentence, None, trace)
-    files = [each for each in logging.getLogger().handlers if isinstance(each, logging.FileHandler)]
+    files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
     for handler in files:
         handler.handle(record)
     return [handler.baseFilename for handler in files]
 
 
 def end_by_own_code(error: Exception) -> None:
-    """Log an error that is none of ours; if the user's code raised it, say it with its file and line, and exit."""
+    """Log an error of any other type; if the user's code raised it, print its file and line, and exit."""
     logs = _log_to_file(logging.ERROR, described(error), sys.exc_info())
     if place_of(error) is not None:
         more = f" The traceback is in {logs[0]}." if logs else ""
@@ -282,17 +288,17 @@ def end_by_own_code(error: Exception) -> None:
 
 
 def _discard_unused(folder: Path) -> None:
-    """Remove the folder of a run that ended before it wrote more than its log, and those made to hold it."""
+    """Remove a run's folder that holds nothing but logs and records, and parents that were made for it."""
     inside = [path for path in folder.rglob("*") if path.is_file()]
     if all(path.parent.name == ".hydra" or path.suffix == ".log" or path.name == LOCK for path in inside):
         shutil.rmtree(folder, ignore_errors=True)
-        for parent in (each for each in folder.resolve().parents if each in begun):
-            with suppress(OSError):  # something else is in it
+        for parent in (path for path in folder.resolve().parents if path in begun):
+            with suppress(OSError):  # it is not empty
                 parent.rmdir()
 
 
 def end_command(error: Exception) -> None:
-    """Say what ended a command before its run began, and exit; nothing if it was neither Hydra nor one of ours."""
+    """Print the error that ended a command before its run began, and exit; other errors than configuration's pass."""
     sentence = explain(error) if isinstance(error, CONFIG_ERRORS) else explain_composition(error)
     if sentence is not None:
         print(f"trinity-lightning: {sentence}", file=sys.stderr)
@@ -300,27 +306,10 @@ def end_command(error: Exception) -> None:
 
 
 def exit_code(stop: KeyboardInterrupt | SystemExit) -> int | str | None:
-    """What a command ends with that was stopped: 143 for SIGTERM, for a pre-empted run not to look finished."""
+    """The exit code of a stopped command: 143 for SIGTERM, so that a pre-empted run does not look finished."""
     if isinstance(stop, KeyboardInterrupt):
         print("trinity-lightning: interrupted.", file=sys.stderr)
         return 130
-    if type(stop).__name__ == "SIGTERMException":  # Lightning's, which has no code
+    if type(stop).__name__ == "SIGTERMException":  # Lightning's exception has no code
         return 143
-    return 130 if isinstance(stop.__context__, KeyboardInterrupt) else stop.code  # Lightning's own is 1
-
-
-# -- what OmegaConf says of a value -----------------------------------------------------------------------------------
-
-
-# -- keys that are not there -------------------------------------------------------------------------------------------
-
-
-# -- sections under another key than their class's own, and given as mappings by scripts and checkpoints ---------------
-
-PROGRAMS = {"plan": "plan.__main__", "evaluate": "evaluate", "report": "report"}
-
-CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
-
-begun: set[Path] = set()  # folders that this process made, or had Hydra make, for runs and evaluations
-
-LOCK = ".lock"
+    return 130 if isinstance(stop.__context__, KeyboardInterrupt) else stop.code  # Lightning exits with 1

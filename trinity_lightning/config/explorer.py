@@ -41,7 +41,7 @@ EVALUATION_ONLY = (
 
 @dataclass
 class SamplingConfig(Section, key="sampling"):
-    """How tokens are sampled; names as in vLLM's SamplingParams. Null leaves the engine's default.
+    """Sampling of tokens; names as in vLLM's SamplingParams. Null leaves the engine's default.
 
     Training rollouts are drawn from the whole distribution at a temperature above 0; otherwise their log-probabilities
     would not be the policy's. `top_p`, `top_k`, `min_p`, penalties and temperature 0 are for evaluation only, and so
@@ -134,7 +134,7 @@ class DynamicTimeoutConfig(Section, key="explorer.dynamic_timeout"):
 
 @dataclass
 class ExplorerConfig(Section, key="explorer"):
-    """How an explore step is run.
+    """Settings of an explore step.
 
     Attributes:
         batch_size: tasks (prompts) an explore step.
@@ -215,7 +215,7 @@ class ExplorerConfig(Section, key="explorer"):
 
 @dataclass
 class WorkflowConfig(Section, key="workflow"):
-    """How a task is tried.
+    """The workflow, which tries a task.
 
     Attributes:
         name: a registered name, or the dotted path of your own class.

@@ -1,4 +1,4 @@
-"""Hydra's side of the configuration: what is registered with it, folders of runs, and commands."""
+"""Hydra's side of the configuration: its registered schema and choices, folders of runs, and commands."""
 
 import errno
 import fcntl
@@ -35,7 +35,7 @@ from trinity_lightning.config.explain import (
 )
 from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.config.output import end_unread, only_shows, outlive_readers
-from trinity_lightning.config.registry import PARTS, config_dir, options
+from trinity_lightning.config.registry import PARTS, config_dir, groups, options
 from trinity_lightning.config.run import NAMED_PARTS, TrainConfig
 from trinity_lightning.config.sections import schema_of
 from trinity_lightning.config.taskset import TasksetConfig
@@ -47,12 +47,12 @@ logger = logging.getLogger(__name__)
 
 
 def register(within: str | None = "") -> None:
-    """Make the schema, the recipes, the parts and our resolvers known to Hydra; calling it twice is allowed.
+    """Register the schema, the recipes, the parts and our resolvers with Hydra; it may be called twice.
 
-    `within` is as of `run_dir`; None: nothing is written, and there is no folder.
+    `within` is that of `run_dir`; None: the command writes nothing and has no folder.
     """
     store = ConfigStore.instance()
-    # Hydra copies it for each composition, and for each group that --help lists; it changes none of what is stored.
+    # Hydra copies the store for each composition, and for each group that --help lists, without ever changing it.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     schema = schema_of(TrainConfig)
     # Plain mappings: a PartConfig would not merge with the bare name that a recipe may give.
@@ -63,9 +63,9 @@ def register(within: str | None = "") -> None:
     OmegaConf.set_struct(schema.taskset.args, False)
     for name in set(NAMED_PARTS) & {*schema}:
         parts: Any = schema._get_node(name)
-        parts._metadata.optional = True  # null: none of them, see schema.settle_parts
+        parts._metadata.optional = True  # null removes them all, see run.settle_parts
     for tasksets in (schema.tasksets, schema.eval_tasksets):
-        tasksets._metadata.element_type = Optional[TasksetConfig]  # noqa: UP045  # which OmegaConf reads
+        tasksets._metadata.element_type = Optional[TasksetConfig]  # noqa: UP045  # OmegaConf reads this form
     store.store(name="schema", node=schema)
     for path in config_dir("recipes").glob("*.yaml"):
         store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
@@ -80,20 +80,20 @@ def register(within: str | None = "") -> None:
 
 
 def _folder(within: str | None, root: str, name: str, ckpt_path: str | None, *, _root_: DictConfig) -> str:
-    """Where Hydra writes: `output_dir`, if that is given, or a new folder."""
+    """The folder that Hydra writes to: `output_dir` if it is given, or a new folder."""
     if within is None:
         return "."
-    if there := OmegaConf.select(_root_, "hydra.runtime.output_dir"):  # what was resolved before
-        return there
-    given = _root_._get_node("output_dir")
-    if isinstance(given, Node) and given._value() != "${hydra:runtime.output_dir}":
-        if given._value() == "":  # the current folder, for Hydra
+    if resolved := OmegaConf.select(_root_, "hydra.runtime.output_dir"):
+        return resolved
+    node = _root_._get_node("output_dir")
+    if isinstance(node, Node) and node._value() != "${hydra:runtime.output_dir}":
+        if node._value() == "":  # Hydra would take the current folder
             raise ConfigError(
                 "output_dir is empty (of a variable that is not set?)",
                 key="output_dir",
                 fix="give a folder, or leave it out",
             )
-        with suppress(OSError):  # which Hydra will have, too, as it makes the folder
+        with suppress(OSError):  # Hydra meets the same error when it makes the folder
             _begin(Path(_root_.output_dir))
         return _root_.output_dir
     if ckpt_path == AUTO and not within:
@@ -103,19 +103,25 @@ def _folder(within: str | None, root: str, name: str, ckpt_path: str | None, *, 
 
 
 def _begin(folder: Path) -> None:
-    """Remember what is about to be made for a folder to be there."""
-    begun.update(each.resolve() for each in (folder, *folder.parents) if not each.exists())
+    """Remember which folders are about to be made: this one, and its missing parents."""
+    begun.update(path.resolve() for path in (folder, *folder.parents) if not path.exists())
 
 
 def run_dir(root: str, name: str, ckpt_path: str | None, within: str = "") -> str:
-    """A new folder for this run; with `ckpt_path=last` the newest one of that name that holds a checkpoint.
+    """A new folder for this run; with `ckpt_path=last` the newest folder of that name with a checkpoint.
 
-    `within` is the folder, inside that of the name, in which evaluations have theirs. A ConfigError: nothing to resume,
-    a name that is no folder's name, or the folder cannot be made.
+    Args:
+        root: `output_root`.
+        name: the run's name.
+        ckpt_path: as configured.
+        within: folder for evaluations inside the name's folder; empty for runs.
+
+    Raises:
+        ConfigError: nothing to resume, a name that cannot be a folder's name, or a folder that cannot be made.
     """
     if not re.fullmatch(r"[\w.+=@-]*\w[\w.+=@-]*", name):
         raise ConfigError(
-            f"name: '{name}' cannot be a folder's name", fix="use letters, digits, '_', '-', '.', '+', '='"
+            f"name: '{name}' cannot be a folder's name", key="name", fix="use letters, digits, '_', '-', '.', '+', '='"
         )
     if ckpt_path != "last":
         return str(_new_folder(Path(root, name, within, datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))))
@@ -123,7 +129,7 @@ def run_dir(root: str, name: str, ckpt_path: str | None, within: str = "") -> st
 
 
 def _new_folder(folder: Path) -> Path:
-    """Make the folder, or one with a number behind if another run was begun in the same second."""
+    """Make the folder; if another run began in the same second, one with a number behind its name."""
     number = 1
     while True:
         try:
@@ -141,19 +147,19 @@ def _new_folder(folder: Path) -> Path:
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Hold a run's folder against other processes, on other machines too if its file system has locks.
+    """Lock a run's folder against other processes, also of other machines if the file system has locks.
 
-    The system lets go of the lock of a process that has died, whatever it has forked. Where there are no locks, as on
-    Lustre that is mounted without, a warning says so.
+    When the process dies, the system releases the lock, even if child processes live on. On a file system without
+    locks (Lustre mounted without them, for example), a warning is logged.
 
     Raises:
-        TakenFolderError: another process holds it.
+        TakenFolderError: another process holds the lock.
     """
     with ExitStack() as stack:
         try:
             fcntl.lockf(stack.enter_context((folder / LOCK).open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES) and error.filename is None:  # not of opening it
+            if error.errno in (errno.EAGAIN, errno.EACCES) and error.filename is None:  # of the lock, not of opening
                 raise TakenFolderError(
                     f"another process is at work in '{folder}': wait for its end, or give this one another output_dir."
                 ) from error
@@ -164,17 +170,17 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
 
 def composition(config: DictConfig) -> dict[str, str]:
-    """Files by which Hydra records what a command composed (`config.yaml`, `hydra.yaml`, `overrides.yaml`), as text."""
+    """Hydra's records of a composed command (`config.yaml`, `hydra.yaml`, `overrides.yaml`) by name, as text."""
     hydra = HydraConfig.instance().cfg
     parts = {"config": config, "hydra": hydra, "overrides": HydraConfig.get().overrides.task}
     return {f"{name}.yaml": OmegaConf.to_yaml(part) for name, part in parts.items()}
 
 
 def record_composition(files: Mapping[str, str], folder: Path) -> None:
-    """Write what `composition` returned to a run's folder.
+    """Write the records of `composition` to a run's folder.
 
-    Hydra itself would write before the folder is known to be this run's: a refused command would replace the record of
-    the run there, by which `ckpt_path=auto` finds it.
+    Hydra itself would write them before it is clear that the folder is this run's. A refused command would then replace
+    the record by which `ckpt_path=auto` finds the run in that folder.
     """
     record = (folder / RECORD).parent
     record.mkdir(exist_ok=True)
@@ -183,12 +189,12 @@ def record_composition(files: Mapping[str, str], folder: Path) -> None:
 
 
 def _group(name: str, mode: Any, sweep_dir: str) -> str:
-    """W&B group of a run: the jobs of a sweep share one of their own."""
+    """W&B group of a run; the jobs of a sweep share a group."""
     return f"{name}/{Path(sweep_dir).name}" if str(mode).endswith("MULTIRUN") else name
 
 
 UNNAMED = ("recipe", "name", *NOT_OF_THE_TRAINING)  # overrides that a run's name leaves out
-LONGEST_NAME, LONGEST_TAG = 128, 64  # that W&B takes
+LONGEST_NAME, LONGEST_TAG = 128, 64  # W&B's limits, in characters
 
 
 def _run_name(name: str, overrides: Sequence[str], job: str) -> str:
@@ -196,15 +202,14 @@ def _run_name(name: str, overrides: Sequence[str], job: str) -> str:
 
     Example: grpo sort lr=1e-4 seed=1
     """
-    given = [override.lstrip("+").partition("=") for override in overrides if not override.startswith("~")]
-    words = [value for key, _, value in given if key in ("recipe", "name")][-1:] or [name]
+    settings = [override.lstrip("+").partition("=") for override in overrides if not override.startswith("~")]
+    words = [value for key, _, value in settings if key in ("recipe", "name")][-1:] or [name]
     words += ["evaluation"] if job == "evaluate" else []
-    groups = {path.name for path in config_dir("conf").iterdir() if path.is_dir()}
-    parts, values = [], []
-    for key, _, value in given:
+    config_groups, parts, values = groups(), [], []
+    for key, _, value in settings:
         if key.partition(".")[0] not in UNNAMED:
             last, short = key.rpartition(".")[2], value.rpartition("/")[2]
-            if key in groups or last == "name":
+            if key in config_groups or last == "name":
                 parts.append(short)
             else:
                 values.append(f"{last}={short}")
@@ -217,7 +222,7 @@ def _tags(*, _root_: DictConfig) -> list[str]:
     tags = [_root_.name, _root_.model.name.rpartition("/")[2]]
     if OmegaConf.select(_root_, "buffer.storage") == "memory":
         reward, several = _root_.reward, list(_root_.tasksets or {})
-        if isinstance(reward, DictConfig) and "name" in reward:  # one with arguments
+        if isinstance(reward, DictConfig) and "name" in reward:  # a reward function with arguments
             reward = reward.name
         tags += [reward] if isinstance(reward, str) else list(reward or {})
         tags += several or [_root_.taskset.name]
@@ -225,15 +230,16 @@ def _tags(*, _root_: DictConfig) -> list[str]:
 
 
 def check_overrides(config: DictConfig) -> None:
-    """Refuse `GROUP=[]` of a section, and `NAME={}` of a mapping that is not empty: Hydra changes nothing by them.
+    """Refuse `GROUP=[]` of a section, and `NAME={}` of a mapping that is not empty: Hydra ignores both.
 
-    A ConfigError.
+    Raises:
+        ConfigError: names the override and the fix.
     """
     for override in HydraConfig.get().overrides.task:
         name, _, value = override.partition("=")
         group = name.lstrip("+")
         if re.fullmatch(r"\[\s*\]", value) and group not in NAMED_PARTS and (choices := options(group)):
-            raise ConfigError(f"{override} chooses nothing: give {name}=NAME. Known: {', '.join(choices)}.")
+            raise ConfigError(f"{override} chooses nothing: give {name}=NAME. Known: {', '.join(choices)}.", key=group)
         if re.fullmatch(r"\{\s*\}", value) and (entries := OmegaConf.select(config, name)):
             raise ConfigError(
                 f"{override} changes nothing, since Hydra merges mappings",
@@ -242,10 +248,10 @@ def check_overrides(config: DictConfig) -> None:
 
 
 def check_folder(config: DictConfig) -> None:
-    """Refuse an `output_dir` that is not where Hydra writes its files and the log; a ConfigError."""
-    if (there := Path(HydraConfig.get().runtime.output_dir).resolve()) != Path(config.output_dir).resolve():
+    """Refuse an `output_dir` other than the folder of Hydra's files and the log; a ConfigError."""
+    if (folder := Path(HydraConfig.get().runtime.output_dir).resolve()) != Path(config.output_dir).resolve():
         raise ConfigError(
-            f"output_dir is '{config.output_dir}', and this run's other files go to '{there}'",
+            f"output_dir is '{config.output_dir}', and this run's other files go to '{folder}'",
             key="output_dir",
             fix=(
                 "give output_dir without "
@@ -255,18 +261,18 @@ def check_folder(config: DictConfig) -> None:
 
 
 def check_processes(config: DictConfig) -> None:
-    """Refuse a sweep, and torchrun's processes without one folder, if processes train together; a ConfigError."""
+    """Refuse a sweep of several devices, and processes of torchrun without a common folder; a ConfigError."""
     if isinstance(config.trainer, DictConfig) and trains_together(config.trainer):
         check_start(config, HydraConfig.get())
 
 
 @contextmanager
 def errors_as_sentences(folder: str | Path) -> Iterator[None]:
-    """One message and an exit code: 2 for errors of the configuration, 130 for Ctrl-C, 143 for SIGTERM, else 1.
+    """End a run by one message and an exit code: 2 for a wrong configuration, 130 for Ctrl-C, 143 for SIGTERM, else 1.
 
-    An error in the user's code is one message too, with its file and line. The traceback of any error is in the run's
-    log. A job of a sweep raises on, for the other jobs to be run. The folder is the run's; it is removed if a wrong
-    configuration or Ctrl-C left nothing in it.
+    For an error in the user's code, the message has its file and line. The run's log has the traceback of every error.
+    In a sweep the error is raised again, so that the other jobs run. `folder` is the run's; it is removed if a wrong
+    configuration or Ctrl-C left nothing but logs in it.
     """
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
@@ -286,9 +292,9 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
 
 
 def run_command(command: Callable[[], None], within: str | None = "") -> None:
-    """Run Hydra's main function: errors of the configuration are one message and exit code 2; `within`: `register`."""
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach us here; all but those of the configuration go on
-    sys.path.insert(0, str(Path.cwd()))  # a reward or workflow of your own lies in the folder you start from
+    """Run Hydra's main function; a wrong configuration ends it by one message and exit code 2. `within`: `register`."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises errors instead of printing them
+    sys.path.insert(0, str(Path.cwd()))  # users' own parts lie in the folder from which they start
     if within is None or only_shows(sys.argv[1:]):
         end_unread()
     else:

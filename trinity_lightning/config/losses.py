@@ -16,7 +16,7 @@ class Needs:
     """The needs of a policy loss, and the experiences that it is right for.
 
     Attributes:
-        ratio: it compares the policy with another one, by `old_logprobs`.
+        ratio: it compares the policy with an older one, by `old_logprobs`.
         reference: it needs log-probabilities of the reference model.
         pairs: it learns from preference pairs.
         teacher: it needs a teacher's likeliest tokens at each token (operators=teacher_top_k).

@@ -1,4 +1,4 @@
-"""Standard output that nobody reads: a command that only shows something ends, and a run goes on."""
+"""Standard output whose reader is gone: a command that only prints something ends, and a run goes on."""
 
 import io
 import os
@@ -9,23 +9,23 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-# Arguments of a command that only shows something.
+# Arguments of a command that only prints something.
 _SHOWS = re.compile(r"-h|(-c|-i|-sc)\w*|--(help|hydra-help|cfg|info|shell-completion|version)(=.*)?")
-_FOLDERS = ("-cd", "-cn", "-cp")  # of Hydra, too, and of runs
+_FOLDERS = ("-cd", "-cn", "-cp")  # they look like those above, and belong to runs too
 
 
 def only_shows(arguments: Iterable[str]) -> bool:
-    """True if a command with these arguments only shows something, such as its help or its configuration."""
-    return any(_SHOWS.fullmatch(each) and each not in _FOLDERS for each in arguments)
+    """True if a command with these arguments only prints something, such as its help or its configuration."""
+    return any(_SHOWS.fullmatch(argument) and argument not in _FOLDERS for argument in arguments)
 
 
 def end_unread() -> None:
-    """End a program that only shows something in silence once nobody reads it: `... --help | head`."""
+    """Let this program end silently once its output has no reader: `... --help | head`."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 class Output(io.TextIOWrapper):
-    """Standard output or error that goes nowhere once nobody reads it: a run goes on, and has its log."""
+    """Standard output or error that goes to /dev/null once its reader is gone; the run goes on and writes its log."""
 
     def write(self, text: str) -> int:
         return self._or_nowhere(lambda: super(Output, self).write(text))
@@ -44,7 +44,7 @@ class Output(io.TextIOWrapper):
 
 
 def outlive_readers() -> None:
-    """Let a run go on if what it prints to is closed, such as by `| head` or a `tee` that was killed."""
+    """Let a run go on if the reader of its output is gone, after `| head` or a killed `tee`, say."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):

@@ -1,4 +1,4 @@
-"""What to try: where the tasks come from, and which fields of an entry mean what."""
+"""Tasksets: the source of their entries, and the meaning of an entry's fields."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,29 +19,29 @@ TASK_ORDERS = ("sequential", "shuffled", "easy_to_hard", "by_difficulty")
 
 @dataclass
 class TasksetConfig(Section, key="taskset"):
-    """What to try: a source of entries, and which fields of an entry mean what.
+    """A taskset: a source of entries, and the meaning of an entry's fields.
 
     Attributes:
-        name: how the taskset is called in metrics (`eval/<name>/...`) and in the log; in `tasksets` and `eval_tasksets`
-            its key there, if left out.
+        name: the taskset's name in metrics (`eval/<name>/...`) and in the log. In `tasksets` and `eval_tasksets` the
+            default is its key there.
         source: `addition` (the built-in sums), `reasoning_gym`, `dataset` (a file, a folder, or a hub name), or the
-            dotted path of your own. It is given `path`, `split`, `size` and `seed` if it has such parameters.
-        path: name of the reasoning-gym dataset; or JSONL, parquet or CSV file, folder or hub name of the dataset.
-        split: split of a dataset, or `train` and `heldout` of the sums.
+            dotted path of your own source. A source gets `path`, `split`, `size` and `seed` if it has such parameters.
+        path: name of the reasoning-gym dataset; or a JSONL, parquet or CSV file, a folder or a hub name of the dataset.
+        split: split of a dataset; for the sums `train` or `heldout`.
         size: number of reasoning-gym entries.
         seed: seed of generated entries and of the order. Entries of some reasoning-gym datasets (such as `ransom_note`
-            and `word_ladder`; a warning names them) depend on Python's hash seed as well, which each process draws: a
-            run on them is resumed with the same tasks only if PYTHONHASHSEED is set in its environment, to 0 say.
-        order: `sequential`, `shuffled` (a permutation from seed and epoch), `easy_to_hard` (a dataset's entries by
-            difficulty_field), or `by_difficulty` (those that are solved half of the time).
+            and `word_ladder`; a warning names them) also depend on Python's hash seed, which each process draws. A
+            resumed run has the same tasks only if PYTHONHASHSEED is set in its environment, to 0 for example.
+        order: `sequential`, `shuffled` (a permutation from seed and epoch), `easy_to_hard` (entries by their
+            difficulty_field), or `by_difficulty` (first the tasks that are solved half of the time).
         difficulty_field: an entry's field with a number, for `easy_to_hard`.
-        weight: share of the tasks if several tasksets are trained on (`tasksets`).
-        held_out_of: of `eval_tasksets`: a source, such as addition, from which these tasks are held out. A run that
-            trains on no taskset of that source leaves this evaluation out. Null: it is always kept.
-        prompt_field, answer_field, messages_field: names of an entry's fields, of a field within one by a dot
+        weight: share of the tasks if a run trains on several tasksets (`tasksets`).
+        held_out_of: (`eval_tasksets`) the source, such as addition, from which these tasks are held out. A run that
+            trains on no taskset of that source skips this evaluation. Null: it is never skipped.
+        prompt_field, answer_field, messages_field: names of an entry's fields; a dot leads into a field
             (`reward_model.ground_truth`).
-        system_prompt: first message of every conversation; null for the chat template's own.
-        args: further arguments of the source; of `reasoning_gym`, of its dataset.
+        system_prompt: first message of every conversation; null: the chat template's default.
+        args: further arguments of the source; for `reasoning_gym`, of its dataset.
     """
 
     name: str = MISSING
@@ -62,7 +62,7 @@ class TasksetConfig(Section, key="taskset"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.source in PARTS["task source"]:  # another one says itself what it takes
+        if self.source in PARTS["task source"]:  # a user's source checks its own arguments
             check_taskset(self)
 
 
@@ -70,16 +70,16 @@ FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv"
 
 
 def is_local(path: str) -> bool:
-    """Whether a dataset's path is one of this machine; other names are the hub's, `name` or `org/name`, or a folder."""
+    """True if a dataset's path is local. A hub name is `name` or `org/name`; such a name may also be a local folder."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in FILE_FORMATS
 
 
 def check_dataset_path(key: str, path: str | None) -> None:
-    """Refuse a file or folder that is not there; a ConfigError."""
+    """Refuse a local file or folder that does not exist; a ConfigError."""
     if path == "":
         raise ConfigError(f"{key} is empty", key=key, fix="give a file, a folder, or the name of a dataset on the hub")
     if path and is_local(path) and not (place := Path(path).expanduser()).exists():
-        match = nearest(place.name, [each.name for each in place.parent.iterdir()] if place.parent.is_dir() else [])
+        match = nearest(place.name, [path.name for path in place.parent.iterdir()] if place.parent.is_dir() else [])
         hint = f": did you mean '{place.parent / match}'?" if match else "."
         raise ConfigError(f"{key}: there is no file or folder '{path}'{hint}", key=key)
 

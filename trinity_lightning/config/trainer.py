@@ -1,7 +1,4 @@
-"""Rules of settings of Lightning's Trainer, and of training on several devices (trainer=ddp, fsdp2).
-
-Imported by runs that have other settings than those of trainer=auto.
-"""
+"""Rules for the settings of Lightning's Trainer, and for training on several devices (trainer=ddp, fsdp2)."""
 
 import os
 from collections.abc import Mapping
@@ -21,10 +18,80 @@ from trinity_lightning.errors import ConfigError
 
 STARTED_BY = "TRINITY_LIGHTNING_STARTED_BY"  # environment: the process that starts the others of its machine
 
+# Precisions that a policy trains in, by Lightning's names.
+FULL = (None, 32, "32", "32-true")
+MIXED = ("bf16", "bf16-mixed")
+
+# Strategies for several devices: each has the whole policy, or a shard of it.
+REPLICAS = "trinity_lightning.trainer.ddp.ReplicaStrategy"
+SHARDS = "trinity_lightning.trainer.fsdp.ShardStrategy"
+
+
+def trains_together(settings: Mapping[str, Any]) -> bool:
+    """True if these settings of `lightning.Trainer` are for several processes that train one policy."""
+    return strategy_of(settings) in (REPLICAS, SHARDS)
+
+
+def strategy_of(settings: Mapping[str, Any]) -> str | None:
+    """Dotted path of the strategy in these settings; None without one."""
+    strategy = settings.get("strategy")
+    return strategy.get("_target_") if isinstance(strategy, Mapping) else None
+
+
+def _check_alone(settings: Mapping[str, Any]) -> None:
+    """Refuse several devices without trainer=ddp or fsdp2, and other strategies; a ConfigError."""
+    strategy = settings.get("strategy") or AUTO
+    if strategy != AUTO:
+        name = strategy.get("_target_") if isinstance(strategy, Mapping) else strategy
+        raise ConfigError(
+            f"trainer.strategy={name} is not supported",
+            key="trainer.strategy",
+            fix="leave it out, or choose trainer=ddp or fsdp2",
+        )
+    for key, one in (("num_nodes", 1), ("devices", "1")):
+        if (value := settings.get(key, 1)) not in (1, one):
+            raise ConfigError(
+                f"trainer.{key} is {value}: for several devices choose trainer=ddp or trainer=fsdp2.",
+                key=f"trainer.{key}",
+            )
+
+
+_CLIPPING = "the policy clips gradients, set algorithm.max_grad_norm"
+# Settings of Lightning's Trainer in whose place the policy has its own: values that change nothing, and the fix.
+SET_INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
+    "gradient_clip_val": ((None, 0), _CLIPPING),
+    "gradient_clip_algorithm": ((None,), _CLIPPING),
+    "accumulate_grad_batches": ((1,), "set algorithm.max_tokens_per_micro_batch, and algorithm.optimizer_steps"),
+}
+
+
+def check_trainer_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse settings of `lightning.Trainer` that stop a policy from training, or that it does not follow.
+
+    Raises:
+        ConfigError: names the setting and the knob to use instead.
+    """
+    for key, (allowed, fix) in SET_INSTEAD.items():
+        if (value := settings.get(key, allowed[0])) not in allowed:
+            raise ConfigError(f"trainer.{key} is {value}: {fix}.", key=f"trainer.{key}")
+    if not trains_together(settings):
+        _check_alone(settings)
+    if (precision := settings.get("precision")) not in (*FULL, *MIXED):
+        fix = "set model.dtype=bf16 instead" if precision == "bf16-true" else "give 32-true or bf16-mixed"
+        raise ConfigError(f"trainer.precision is {precision}", key="trainer.precision", fix=fix)
+
+
+def compute_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:
+    """The dtype of a forward pass: bfloat16 under mixed precision too, over float32 weights."""
+    return WeightDtype.bf16 if precision in MIXED else dtype
+
+
+# -- the Trainer of a run ----------------------------------------------------------------------------------------------
+
 _SET_BY_THE_RUN = "is set by the run itself: use the groups `callbacks` and `logger`"
 _SHORTER = "would end or thin out the run's training, which `steps` counts: set steps, and leave it out"
 _EVALUATION = "is about Lightning's validation, which a run has none of: set explorer.eval_interval and eval_tasksets"
-# Settings of Lightning's Trainer that a run does not have: it would train on less than it says, and say nothing.
+# Settings of Lightning's Trainer that a run cannot have: it would silently train on less than it says.
 NOT_OF_A_RUN = {
     **dict.fromkeys(("callbacks", "logger", "plugins", "enable_checkpointing", "barebones"), _SET_BY_THE_RUN),
     **dict.fromkeys(("max_steps", "min_steps", "min_epochs", "fast_dev_run"), _SHORTER),
@@ -37,8 +104,15 @@ NOT_OF_A_RUN = {
 
 
 def check_trainer(run: "TrainConfig", settings: Mapping[str, Any], here: bool) -> None:
-    """Refuse settings of `lightning.Trainer` that a run does not have, that do not go together with its others, or that
-    ask, of a run `here`, for devices that this machine lacks; a ConfigError.
+    """Refuse settings of `lightning.Trainer` that a run cannot have, or that contradict other settings.
+
+    Args:
+        run: the configuration.
+        settings: the Trainer's arguments.
+        here: True to refuse devices that this machine lacks, too.
+
+    Raises:
+        ConfigError: names the key and the fix.
     """
     if not settings:
         raise ConfigError("trainer has been left out, and a run needs one", key="trainer", fix="choose trainer=auto")
@@ -79,13 +153,13 @@ def check_trainer(run: "TrainConfig", settings: Mapping[str, Any], here: bool) -
 # -- several devices: whether their processes can be started -----------------------------------------------------------
 
 
-# One of these is set in a process that torchrun, srun, or a cluster's own way of starting has begun.
+# One of these is set in a process started by torchrun, by srun, or by a cluster's own launcher.
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "MASTER_ADDR")
-ALWAYS = 2  # processes that any machine may have, if only to try it
+ALWAYS = 2  # processes allowed on any machine, to try it
 
 
 def check_processes_here(trainer: Mapping[str, Any]) -> None:
-    """Refuse more processes than a CPU has cores, and several machines that nothing connects; a ConfigError."""
+    """Refuse more processes than a CPU has cores, and several machines without a launcher; a ConfigError."""
     devices, nodes = str(trainer.get("devices")), trainer.get("num_nodes", 1)
     if nodes > 1 and not any(name in os.environ for name in LAUNCHED):
         raise ConfigError(
@@ -112,12 +186,12 @@ def check_processes_here(trainer: Mapping[str, Any]) -> None:
 
 
 def _by_srun() -> bool:
-    """As Lightning has it: in a shell within an allocation srun starts nothing."""
+    """True if srun started this process, by Lightning's rule. In an interactive shell of an allocation it did not."""
     return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
 def check_launched(trainer: Mapping[str, Any]) -> None:
-    """Refuse another number of processes or machines than torchrun or srun has started; a ConfigError."""
+    """Refuse numbers of processes or machines other than those that torchrun or srun has started; a ConfigError."""
     nodes: int = whole_number("trainer.num_nodes", trainer.get("num_nodes", 1), least=1)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher, names = "torchrun", ("WORLD_SIZE", "GROUP_WORLD_SIZE")
@@ -127,20 +201,21 @@ def check_launched(trainer: Mapping[str, Any]) -> None:
         return
     devices = processes_of(trainer)
     expected = (devices * nodes, nodes)
-    processes, machines = (int(os.environ.get(name, each)) for name, each in zip(names, expected, strict=True))
+    processes, machines = (int(os.environ.get(name, default)) for name, default in zip(names, expected, strict=True))
     if (processes, machines) == expected:
         return
-    each, left = divmod(processes, machines)
-    other = "" if left else f", or give trainer.devices={each} +trainer.num_nodes={machines}"
+    per_machine, left = divmod(processes, machines)
+    other = "" if left else f", or give trainer.devices={per_machine} +trainer.num_nodes={machines}"
     raise ConfigError(
         f"{launcher} has started {processes} of the processes (machines: {machines}), and trainer.devices={devices} "
         f"asks for {devices * nodes} (trainer.num_nodes={nodes})",
+        key="trainer.devices",
         fix=f"start as many{other}",
     )
 
 
 def processes_of(trainer: Mapping[str, Any], gpus: int | None = None) -> int:
-    """How many processes train on each machine of so many GPUs (None: as this one), as Lightning will find."""
+    """The number of training processes on each machine, by Lightning's rule. `gpus`: its GPUs; None: as this one."""
     devices = str(trainer.get("devices"))
     if devices.isdigit():
         return int(devices)
@@ -150,7 +225,7 @@ def processes_of(trainer: Mapping[str, Any], gpus: int | None = None) -> int:
 
 
 def _check_engines_of_ranks(run: "TrainConfig", trainer: Mapping[str, Any]) -> None:
-    """Refuse an engine in every process where only one trains, or they are not on one machine; a ConfigError."""
+    """Refuse engine.per_rank with one process, and with processes on several machines; a ConfigError."""
     if not trains_together(trainer):
         raise ConfigError(
             "engine.per_rank is for several devices",
@@ -170,9 +245,12 @@ def _check_engines_of_ranks(run: "TrainConfig", trainer: Mapping[str, Any]) -> N
 
 
 def check_start(config: DictConfig, hydra: Any) -> None:
-    """Refuse a sweep that each process would begin, torchrun's processes without one folder, and as `check_launched`.
+    """Refuse a sweep that each process would begin again, and processes of torchrun without a common folder.
 
-    An evaluation is one process, whatever the recipe trains with, and is not checked by this.
+    Evaluations are not checked: each is one process, whatever the recipe trains with.
+
+    Raises:
+        ConfigError: one of these, or as `check_launched`.
     """
     check_launched(config.trainer)
     by_srun = _by_srun()
@@ -188,16 +266,18 @@ def check_start(config: DictConfig, hydra: Any) -> None:
         raise ConfigError(
             f"hydra/sweeper={sweeper} chooses a job by the results of others, and each task of srun would run one of "
             "its own",
+            key="hydra/sweeper",
             fix=(
                 "start the command without srun, with hydra/launcher=submitit_slurm, or give the values to try, "
                 "such as optimizer.lr=1e-5,1e-4"
             ),
         )
-    given = (*hydra.overrides.hydra, *hydra.overrides.task)
-    named = any(each.lstrip("+").startswith(("hydra.run.dir=", "output_dir=")) for each in given)
+    overrides = (*hydra.overrides.hydra, *hydra.overrides.task)
+    named = any(override.lstrip("+").startswith(("hydra.run.dir=", "output_dir=")) for override in overrides)
     if "RANK" in os.environ and not named and config.ckpt_path != "last":
         raise ConfigError(
             "processes that torchrun starts need one folder for the run",
+            key="output_dir",
             fix=f"give it, such as output_dir={config.output_root}/{config.name}/first",
         )
 
@@ -206,7 +286,7 @@ def check_start(config: DictConfig, hydra: Any) -> None:
 
 
 def check_shards(run: "TrainConfig", trainer: Mapping[str, Any]) -> None:
-    """Refuse what was not built for shards, with these settings of the Trainer; a ConfigError."""
+    """Refuse settings that do not work with a policy in shards; a ConfigError."""
     has_critic = run.algorithm.critic is not None
     check_shards_of(trainer.get("precision"), run.model.compile, run.optimizer.name, has_critic=has_critic)
     check_distributed_checkpoint(trainer["strategy"].get("save_distributed_checkpoint", AUTO))
@@ -235,7 +315,7 @@ def check_distributed_checkpoint(given: Any) -> None:
 
 
 def check_shards_of(precision: Any, compile_layers: bool, optimizer: str, *, has_critic: bool) -> None:
-    """Refuse mixed precision, layers that are compiled, optimizers but AdamW, and a critic; a ConfigError."""
+    """Refuse mixed precision, compiled layers, other optimizers than AdamW, and a critic; a ConfigError."""
     if has_critic:
         raise ConfigError(
             "algorithm.critic is not for a policy in shards (trainer=fsdp2)",
@@ -260,73 +340,3 @@ def check_shards_of(precision: Any, compile_layers: bool, optimizer: str, *, has
             "one, or trainer=ddp.",
             key="optimizer.name",
         )
-
-
-# Each precision that a policy trains in, by Lightning's names of it.
-FULL = (None, 32, "32", "32-true")
-
-MIXED = ("bf16", "bf16-mixed")
-
-# What joins several devices, each with the whole policy or with a share of it.
-REPLICAS = "trinity_lightning.trainer.ddp.ReplicaStrategy"
-
-SHARDS = "trinity_lightning.trainer.fsdp.ShardStrategy"
-
-
-def trains_together(settings: Mapping[str, Any]) -> bool:
-    """Whether these settings of `lightning.Trainer` are for processes that train one policy together."""
-    return strategy_of(settings) in (REPLICAS, SHARDS)
-
-
-def strategy_of(settings: Mapping[str, Any]) -> str | None:
-    """Dotted path of these settings' strategy, if they give one so."""
-    strategy = settings.get("strategy")
-    return strategy.get("_target_") if isinstance(strategy, Mapping) else None
-
-
-def _check_alone(settings: Mapping[str, Any]) -> None:
-    """Refuse several devices without trainer=ddp or fsdp2, and any other strategy; a ConfigError."""
-    strategy = settings.get("strategy") or AUTO
-    if strategy != AUTO:
-        name = strategy.get("_target_") if isinstance(strategy, Mapping) else strategy
-        raise ConfigError(
-            f"trainer.strategy={name} is not supported",
-            key="trainer.strategy",
-            fix="leave it out, or choose trainer=ddp or fsdp2",
-        )
-    for key, one in (("num_nodes", 1), ("devices", "1")):
-        if (given := settings.get(key, 1)) not in (1, one):
-            raise ConfigError(
-                f"trainer.{key} is {given}: for several devices choose trainer=ddp or trainer=fsdp2.",
-                key=f"trainer.{key}",
-            )
-
-
-_CLIPPING = "the policy clips gradients, set algorithm.max_grad_norm"
-
-# Settings of Lightning's Trainer that the policy has its own of: the values that change nothing, and what to set.
-SET_INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
-    "gradient_clip_val": ((None, 0), _CLIPPING),
-    "gradient_clip_algorithm": ((None,), _CLIPPING),
-    "accumulate_grad_batches": ((1,), "set algorithm.max_tokens_per_micro_batch, and algorithm.optimizer_steps"),
-}
-
-
-def check_trainer_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse settings of `lightning.Trainer`, by name, under which a policy would not train, or not as they say.
-
-    A ConfigError names the setting and the knob to use.
-    """
-    for key, (allowed, fix) in SET_INSTEAD.items():
-        if (value := settings.get(key, allowed[0])) not in allowed:
-            raise ConfigError(f"trainer.{key} is {value}: {fix}.", key=f"trainer.{key}")
-    if not trains_together(settings):
-        _check_alone(settings)
-    if (precision := settings.get("precision")) not in (*FULL, *MIXED):
-        fix = "set model.dtype=bf16 instead" if precision == "bf16-true" else "give 32-true or bf16-mixed"
-        raise ConfigError(f"trainer.precision is {precision}", key="trainer.precision", fix=fix)
-
-
-def compute_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:
-    """The dtype of a forward pass: bfloat16 under mixed precision too, over float32 weights."""
-    return WeightDtype.bf16 if precision in MIXED else dtype
