@@ -9,6 +9,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 from support.compose import composed
+from support.errors import refuses
 
 from trinity_lightning.config.engine import SENT
 from trinity_lightning.config.run import validate
@@ -33,216 +34,214 @@ def configured(*arguments: str) -> DictConfig:
 
 REFUSED = {
     # Ray
-    "a socket for workers elsewhere": (ELSEWHERE, "start it yourself and give engine.urls="),
+    "a socket for workers elsewhere": (ELSEWHERE, "engine.urls"),
     "a judge's socket for workers elsewhere": (
         (*ELSEWHERE, URLS, JUDGE),
-        "auxiliary model 'judge'.*give auxiliary_models.judge.url=",
+        "auxiliary_models.judge.url",
     ),
-    "a cluster that is not used": (("explorer.ray_address=auto",), "explorer.ray_address is auto.*explorer.runner=ray"),
+    "a cluster that is not used": (("explorer.ray_address=auto",), "explorer.ray_address"),
     "more workers than the machine can start": (
         (*SERVER, "explorer.runner=ray", f"explorer.runner_per_model={8 * CORES + 1}"),
-        f"a process for each runner, and {8 * CORES + 1} .*too many for {CORES} cores.*runner_per_model={4 * CORES}\\.",
+        "explorer.runner",
     ),
     # numbers
-    "refills without end": (("explorer.max_refills=-1",), "explorer.max_refills is -1: give a whole"),
-    "negative retries": (("explorer.max_retry_times=-1",), "explorer.max_retry_times is -1: give a whole"),
-    "a negative lag": (("explorer.sync_offset=-1",), "explorer.sync_offset is -1: give a whole number of 0 or more"),
+    "refills without end": (("explorer.max_refills=-1",), "explorer.max_refills"),
+    "negative retries": (("explorer.max_retry_times=-1",), "explorer.max_retry_times"),
+    "a negative lag": (("explorer.sync_offset=-1",), "explorer.sync_offset"),
     "chunks of nothing": (
         ("explorer.max_repeat_times_per_runner=0",),
-        "explorer.max_repeat_times_per_runner is 0: give a whole number of 1 or more",
+        "explorer.max_repeat_times_per_runner",
     ),
     "a time-out of workers that there are not": (
         ("explorer.reward_timeout=5",),
-        "explorer.reward_timeout has no effect without explorer.reward_workers",
+        "explorer.reward_timeout",
     ),
     "a sync without time": (
         ("synchronizer.sync_timeout=0",),
-        r"synchronizer.sync_timeout is 0.0: give a finite number above 0",
+        "synchronizer.sync_timeout",
     ),
-    "a sync without end": (("synchronizer.sync_timeout=inf",), "synchronizer.sync_timeout is inf"),
+    "a sync without end": (("synchronizer.sync_timeout=inf",), "synchronizer.sync_timeout"),
     # weights without a file
     "a folder of what needs none": (
         (*SERVER, "synchronizer=nccl", "synchronizer.folder=w"),
-        "synchronizer.folder belongs to synchronizer=checkpoint, not to synchronizer=nccl",
+        "synchronizer.folder",
     ),
     "a second weight transfer": (
         (*SERVER, "synchronizer=nccl", "+engine.args.weight_transfer_config={backend: ipc}"),
-        "sets weight_transfer_config .*leave it out of engine.args",
+        "synchronizer",
     ),
     "a second weight transfer on one GPU": (
         (*SERVER, "synchronizer=ipc", "+engine.args.worker_extension_cls=my.Extension"),
-        "synchronizer=ipc sets worker_extension_cls .*leave it out of engine.args",
+        "synchronizer",
     ),
     "memory of this process": (
         ("synchronizer=ipc",),
-        "engine=vllm by memory: set synchronizer=memory",
+        "synchronizer.method",
     ),
     "a group with an engine of this process": (
         ("synchronizer=nccl",),
-        "engine=vllm by memory: set synchronizer=memory",
+        "synchronizer.method",
     ),
     "servers by memory": (
         (*SERVER, "synchronizer=memory"),
-        "by checkpoint or nccl or ipc: set synchronizer=checkpoint",
+        "synchronizer.method",
     ),
     "rollouts ahead, uncorrected": (
         (*AHEAD, "algorithm.rollout_correction.level=none"),
-        r"^algorithm.policy_loss=\w+ needs .* older weights \(explorer.sync_offset=1\), and there is none: set "
-        r"algorithm.rollout_correction.level=token, or algorithm.old_logprobs=engine\.$",
+        "algorithm.policy_loss",
     ),
     "old weights, uncorrected": (
         ("explorer.sync_interval=2", "algorithm.rollout_correction.level=none", "algorithm=reinforce"),
-        r"older weights \(explorer.sync_interval=2\).*algorithm.rollout_correction.level=token",
+        "algorithm.policy_loss",
     ),
     "stored experiences, uncorrected": (
         ("+recipe=offline", "buffer.path=.", "algorithm.rollout_correction.level=none"),
-        r"older weights \(buffer.storage=file\)",
+        "algorithm.policy_loss",
     ),
     "corrected twice": (
         ("algorithm.old_logprobs=engine",),
-        "once more: set algorithm.rollout_correction.level=none",
+        "algorithm.old_logprobs",
     ),
     "an unknown way": (
         (*SERVER, "synchronizer.method=ncll"),
-        "unknown synchronizer.method 'ncll'. Did you mean 'nccl'",
+        "synchronizer.method",
     ),
     # servers
-    "no cores": ((*SERVER, "engine.cpu_cores=0"), "engine.cpu_cores is 0: give a whole number of 1 or more"),
+    "no cores": ((*SERVER, "engine.cpu_cores=0"), "engine.cpu_cores"),
     "more cores than there are": (
         (*SERVER, f"engine.cpu_cores={CORES + 1}"),
-        f"engine.cpu_cores is {CORES + 1}.*may use {CORES}",
+        "engine.cpu_cores",
     ),
     "more cores than there are for all servers": (
         (*SERVER, "engine.servers=3", f"engine.cpu_cores={CORES}"),
-        f"servers that take {3 * CORES} cores in all",
+        "engine.cpu_cores",
     ),
-    "no core for the trainer": ((*AHEAD, f"engine.cpu_cores={CORES}"), "leaves none of the .* to the trainer"),
-    "servers there and to be started": ((*SERVER, URLS, "engine.servers=2"), "engine.urls .*engine.servers .*started"),
-    "GPUs of servers elsewhere": ((*SERVER, URLS, "engine.gpus=[0]"), "engine.urls .*engine.gpus "),
-    "a host without a scheme": ((*SERVER, "engine.urls=[node7:8000]"), "'node7:8000' is no URL.*http://node7:8000"),
-    "the same GPU twice": ((*SERVER, "engine.gpus=[1,1]"), r"engine.gpus is \[1, 1\]: give different numbers"),
-    "a negative GPU": ((*SERVER, "engine.gpus=[-1]"), r"engine.gpus is \[-1\]"),
+    "no core for the trainer": ((*AHEAD, f"engine.cpu_cores={CORES}"), "engine.cpu_cores"),
+    "servers there and to be started": ((*SERVER, URLS, "engine.servers=2"), "engine.urls"),
+    "GPUs of servers elsewhere": ((*SERVER, URLS, "engine.gpus=[0]"), "engine.urls"),
+    "a host without a scheme": ((*SERVER, "engine.urls=[node7:8000]"), "engine.urls"),
+    "the same GPU twice": ((*SERVER, "engine.gpus=[1,1]"), "engine.gpus"),
+    "a negative GPU": ((*SERVER, "engine.gpus=[-1]"), "engine.gpus"),
     "URLs of an engine of this process": (
         (URLS,),
-        "engine.urls belongs to engine=vllm_server, and engine=vllm ignores it",
+        "engine.urls",
     ),
-    "servers of an engine of this process": (("engine.servers=2",), "engine.servers belongs to engine=vllm_server"),
-    "GPUs of an engine of this process": (("engine.gpus=[0]",), "engine.gpus belongs to engine=vllm_server"),
-    "cores of an engine of this process": (("engine.cpu_cores=1",), "engine.cpu_cores belongs to engine=vllm_server"),
+    "servers of an engine of this process": (("engine.servers=2",), "engine.servers"),
+    "GPUs of an engine of this process": (("engine.gpus=[0]",), "engine.gpus"),
+    "cores of an engine of this process": (("engine.cpu_cores=1",), "engine.cpu_cores"),
     "a cache of another engine": (
         ("engine=transformers", "engine.kv_cache_gb=3"),
-        "engine.kv_cache_gb belongs to vLLM, and engine=transformers ignores it: leave the key out",
+        "engine.kv_cache_gb",
     ),
     "vLLM's arguments for another engine": (
         ("engine=transformers", "+engine.args.enforce_eager=true"),
-        "engine.args belongs to vLLM, and engine=transformers",
+        "engine.args",
     ),
     "a dtype of the training model's own": (
         ("engine=transformers", "engine.dtype=fp32"),
-        "engine.dtype belongs to vLLM",
+        "engine.dtype",
     ),
     "older weights than the training model's own": (
         ("engine=transformers", "explorer.sync_interval=2"),
-        "explorer.sync_interval is 2, and engine=transformers generates with the training model itself",
+        "explorer.sync_interval",
     ),
-    "a cache of servers elsewhere": ((*SERVER, URLS, "engine.kv_cache_gb=3"), "engine.urls .*engine.kv_cache_gb is"),
-    "arguments of servers elsewhere": ((*SERVER, URLS, "+engine.args.seed=1"), "engine.urls .*engine.args is"),
+    "a cache of servers elsewhere": ((*SERVER, URLS, "engine.kv_cache_gb=3"), "engine.urls"),
+    "arguments of servers elsewhere": ((*SERVER, URLS, "+engine.args.seed=1"), "engine.urls"),
     "several devices within a process": (
         ("+engine.args.tensor_parallel_size=2",),
-        "engine.args.tensor_parallel_size is 2, .*one device: choose engine=vllm_server",
+        "engine.args.tensor_parallel_size",
     ),
     "speculative decoding on a CPU": (
         ("+engine.args.speculative_config={method: ngram, num_speculative_tokens: 3}",),
-        "engine.args.speculative_config: without a GPU.*wrong log-probabilities: leave it out",
+        "engine.args.speculative_config",
     ),
-    "n-grams on a CPU": (("engine.speculative=4",), "engine.speculative: without a GPU.*wrong log-probabilities"),
+    "n-grams on a CPU": (("engine.speculative=4",), "engine.speculative"),
     "n-grams of a judge on a CPU": (
         (JUDGE, "+auxiliary_models.judge.engine.speculative=4"),
-        "judge.engine.speculative: wit",
+        "auxiliary_models.judge.engine.speculative",
     ),
     "n-grams twice": (
         ("engine.speculative=4", "+engine.args.speculative_config={method: ngram, num_speculative_tokens: 3}"),
-        "engine.args.speculative_config too: leave one out",
+        "engine.speculative",
     ),
     "n-grams of servers elsewhere": ((*SERVER, URLS, "engine.speculative=4"), "engine.speculative"),
-    "no n-grams": (("engine.speculative=0",), "engine.speculative is 0: give a whole number of 1 or more"),
+    "no n-grams": (("engine.speculative=0",), "engine.speculative"),
     "n-grams without an engine": (
         ("engine=transformers", "engine.speculative=4"),
-        "engine.speculative belongs to vLLM",
+        "engine.speculative",
     ),
-    "sleep of another engine": ((*SERVER, "engine.sleep=never"), "engine.sleep belongs to engine=vllm.*vllm_server"),
-    "sleep without a GPU": (("engine.sleep=always",), "vLLM sleeps on a GPU only.*leave it auto"),
-    "a folder that nobody reads": (("synchronizer.folder=w",), "synchronizer.folder belongs to .*not to engine=vllm"),
+    "sleep of another engine": ((*SERVER, "engine.sleep=never"), "engine.sleep"),
+    "sleep without a GPU": (("engine.sleep=always",), "engine.sleep"),
+    "a folder that nobody reads": (("synchronizer.folder=w",), "synchronizer.folder"),
     # auxiliary models
     "a key without an endpoint": (
         (JUDGE, "+auxiliary_models.judge.api_key_env=HOME"),
-        "auxiliary_models.judge.api_key_env belongs to an endpoint",
+        "auxiliary_models.judge.url",
     ),
     "an engine of an endpoint": (
         (*ENDPOINT, "+auxiliary_models.judge.engine.max_model_len=64"),
-        "auxiliary_models.judge.engine describes a server that is started here, and https://api.example.com/v1 runs "
-        "already",
+        "auxiliary_models.judge.engine",
     ),
     "a judge without a context": (
         (JUDGE, "+auxiliary_models.judge.engine.max_model_len=0"),
-        "auxiliary_models.judge.engine.max_model_len is 0: give a whole number of 1 or more",
+        "auxiliary_models.judge.engine.max_model_len",
     ),
     "a judge that decodes nothing": (
         (JUDGE, "+auxiliary_models.judge.engine.max_num_seqs=0"),
-        "auxiliary_models.judge.engine.max_num_seqs is 0: give a whole number of 1 or more",
+        "auxiliary_models.judge.engine.max_num_seqs",
     ),
     "a judge's URL in the wrong place": (
         (JUDGE, "+auxiliary_models.judge.engine.urls=[http://node7:8000]"),
-        "auxiliary_models.judge.engine.urls is not read: give the endpoint as url",
+        "auxiliary_models.judge.engine.urls",
     ),
     "two servers of a judge": (
         (JUDGE, "+auxiliary_models.judge.engine.servers=2"),
-        "auxiliary_models.judge.engine.servers is 2",
+        "auxiliary_models.judge.engine.servers",
     ),
     "another engine of a judge": (
         (JUDGE, "+auxiliary_models.judge.engine.name=transformers"),
-        "auxiliary_models.judge.engine.name is transformers, and an auxiliary model has one server of vLLM",
+        "auxiliary_models.judge.engine.name",
     ),
     "a judge that sleeps": (
         (JUDGE, "+auxiliary_models.judge.engine.sleep=always"),
-        "auxiliary_models.judge.engine.sleep is always, and .* never sleeps: leave the key out",
+        "auxiliary_models.judge.engine.sleep",
     ),
     "an evaluation by a judge that is not there": (
         ("eval_workflow=judge",),
-        "eval_workflow=judge asks auxiliary model 0, and there are 0",
+        "eval_workflow.args.judge",
     ),
     "a judge without cores": (
         (JUDGE, "+auxiliary_models.judge.engine.cpu_cores=0"),
-        "auxiliary_models.judge.engine.cpu_cores is 0",
+        "auxiliary_models.judge.engine.cpu_cores",
     ),
     "a judge that takes all cores": (
         (*AHEAD, JUDGE, f"+auxiliary_models.judge.engine.cpu_cores={CORES}"),
-        "auxiliary_models.judge.engine.cpu_cores is .* leaves none",
+        "auxiliary_models.judge.engine.cpu_cores",
     ),
     "a judge by a name that is not there": (
         ("workflow=judge", JUDGE, "+workflow.args.judge=jugde"),
-        "auxiliary model 'jugde'.* Did you mean 'judge'",
+        "workflow.args.judge",
     ),
     "a misspelt key of a judge": (
         (JUDGE, "+auxiliary_models.judge.urll=x"),
-        "unknown key 'auxiliary_models.judge.urll'. Did you mean 'auxiliary_models.judge.url'",
+        "auxiliary_models.judge.urll",
     ),
     "a misspelt model of a judge": (
         ("+auxiliary_models.judge.modle=tiny",),
-        "unknown key 'auxiliary_models.judge.modle'. Did you mean 'auxiliary_models.judge.model'",
+        "auxiliary_models.judge.modle",
     ),
-    "a judge without a model": (("+auxiliary_models.judge.url=http://x",), "auxiliary_models.judge needs a model"),
+    "a judge without a model": (("+auxiliary_models.judge.url=http://x",), "auxiliary_models.judge"),
     "a misspelt knob of a judge's engine": (
         (JUDGE, "+auxiliary_models.judge.engine.max_model_length=64"),
-        "Did you mean 'auxiliary_models.judge.engine.max_model_len'",
+        "auxiliary_models.judge.engine.max_model_length",
     ),
     "an endpoint without a scheme": (
         (JUDGE, "+auxiliary_models.judge.url=node7:8000/v1"),
-        "auxiliary_models.judge.url: 'node7:8000/v1' is no URL",
+        "auxiliary_models.judge.url",
     ),
     "a key that is not there": (
         (*ENDPOINT, "+auxiliary_models.judge.api_key_env=NO_SUCH_KEY"),
-        "auxiliary_models.judge.api_key_env: the environment variable NO_SUCH_KEY is not set",
+        "auxiliary_models.judge.api_key_env",
     ),
 }
 
@@ -251,14 +250,14 @@ def test_a_gpu_that_this_process_may_not_use(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     validate(configured(*SERVER, "engine.gpus=[1]"))
-    with pytest.raises(ConfigError, match=r"engine.gpus is \[2\].*which are 2 \(by CUDA_VISIBLE_DEVICES"):
+    with refuses("engine.gpus"):
         validate(configured(*SERVER, "engine.gpus=[2]"))
 
 
 def test_gpus_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=r"engine.gpus is \[0\], numbers from 0 of the GPUs .*sees, which are 0"):
+    with refuses("engine.gpus"):
         validate(configured(*SERVER, "engine.gpus=[0]"))
 
 
@@ -311,7 +310,7 @@ def test_servers_and_ranks_have_gpus_of_their_own(
 
 def test_training_on_a_gpu_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=r"trainer.accelerator is gpu, and this process sees no GPU: set trainer=cpu"):
+    with refuses("trainer.accelerator"):
         validate(configured("trainer=gpu"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     validate(configured("trainer=gpu"))
@@ -320,13 +319,13 @@ def test_training_on_a_gpu_where_there_is_none(monkeypatch: pytest.MonkeyPatch) 
 def test_n_grams_on_a_gpu_are_not_refused_but_with_min_p(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     validate(configured("engine.speculative=4"))
-    with pytest.raises(ConfigError, match=r"eval_sampling.min_p: vLLM has no speculative decoding"):
+    with refuses("eval_sampling.min_p"):
         validate(configured("engine.speculative=4", "eval_sampling.min_p=0.1"))
 
 
 def test_a_quantised_checkpoint_is_not_trained(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}')
-    with pytest.raises(ConfigError, match=r"is quantised, .* cannot be trained: give the model that it was made from"):
+    with refuses("model.name"):
         validate(configured("model=custom", f"model.name={tmp_path}"))
 
 
@@ -341,7 +340,7 @@ def test_nccl_wants_gpus_apart_from_the_trainers(gpus: str, monkeypatch: pytest.
     validate(configured(*NCCL, "engine.gpus=[2]"))
     validate(configured(*NCCL, "engine.servers=2", "engine.gpus=[3,1]"))
     validate(configured(*NCCL, URLS))
-    with pytest.raises(ConfigError, match=r"not the trainer's \(0\): give some of \[1, 2, 3\]"):
+    with refuses("engine.gpus"):
         validate(configured(*NCCL, f"engine.gpus={gpus}"))
 
 
@@ -507,8 +506,8 @@ def test_nccl_wants_vllm_for_its_sending_end(monkeypatch: pytest.MonkeyPatch) ->
 def test_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine without a GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    arguments, message = REFUSED[case]
-    with pytest.raises(ConfigError, match=message):
+    arguments, key = REFUSED[case]
+    with refuses(key):
         validate(configured(*arguments))
 
 

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 from omegaconf import OmegaConf
 from support.compose import composed
+from support.errors import refuses
 from support.runs import TWO, RunTrain, environment
 
 from trinity_lightning.build import instantiate
@@ -29,6 +30,8 @@ from trinity_lightning.config.trainer import check_launched
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.train import check, check_models
 from trinity_lightning.trainer.objective import Objective
+
+REFUSALS = Path(__file__).with_name("golden") / "refusals.txt"
 
 # By the whole command, in a process of its own: what only that does, and one of each kind of error.
 BY_THE_COMMAND = {
@@ -99,33 +102,33 @@ REFUSED = {
     ),
     "choice of a trainer by its name": (
         ["+recipe=grpo", "+trainer.name=ddp"],
-        ["Choose by trainer=NAME"],
+        "trainer.name",
     ),
     "strategy by its name": (["+recipe=grpo", "trainer.strategy=ddp"], ["choose trainer=ddp or trainer=fsdp2."]),
     "misspelt key": (["+recipe=grpo", "sede=1"], ["unknown key 'sede'", "Did you mean 'seed'"]),
-    "key added past Hydra": (["+recipe=grpo", "+explorer.batchsize=4"], ["Did you mean 'explorer.batch_size'"]),
+    "key added past Hydra": (["+recipe=grpo", "+explorer.batchsize=4"], "explorer.batchsize"),
     "free key without a plus": (
         ["+recipe=grpo", "workflow.args.max_turns=4"],
         ["'workflow.args.max_turns' is not set yet", "+workflow.args.max_turns=VALUE"],
     ),
     "critic and another strategy": (
         ["+recipe=ppo", "add_strategy=grpo", "explorer.repeat_times=8"],
-        ["algorithm.critic makes the advantages", "choose add_strategy=critic"],
+        "algorithm.critic",
     ),
-    "strategy without its critic": (["+recipe=grpo", "add_strategy=critic"], ["choose algorithm=ppo_critic"]),
-    "critic of adapters": (["+recipe=ppo", "model.lora.r=4"], ["algorithm.critic is not for adapters"]),
-    "critic in shards": (["+recipe=ppo", "trainer=fsdp2"], ["algorithm.critic is not for a policy in shards"]),
+    "strategy without its critic": (["+recipe=grpo", "add_strategy=critic"], "add_strategy"),
+    "critic of adapters": (["+recipe=ppo", "model.lora.r=4"], "algorithm.critic"),
+    "critic in shards": (["+recipe=ppo", "trainer=fsdp2"], "algorithm.critic"),
     "critic without rollouts": (
         ["+recipe=ppo", "buffer=dataset", "buffer.path=pyproject.toml"],
-        ["algorithm.critic learns from the rewards of rollouts"],
+        "algorithm.critic",
     ),
     "critic of supervised training": (
         ["+recipe=ppo", "algorithm.policy_loss=sft"],
-        ["goes with a loss by advantages alone"],
+        "algorithm.critic",
     ),
     "critic of steps with rewards of their own": (
         ["+recipe=ppo", "workflow=multi_turn", "workflow.args.mode=step_wise", "++workflow.args.step_reward=own"],
-        ["algorithm.critic does not see the steps", "workflow.args.step_reward=return"],
+        "workflow.args.step_reward",
     ),
     "critic beside expert data": (
         [
@@ -134,26 +137,26 @@ REFUSED = {
             "buffer.expert.dataset.source=dataset",
             "buffer.expert.dataset.path=x/y",
         ],
-        ["expert data (buffer.expert.per_step) have none", "set buffer.expert.per_step=0"],
+        "algorithm.critic",
     ),
-    "critic that is no mapping": (["+recipe=grpo", "algorithm.critic=yes"], ["algorithm.critic is", "a mapping"]),
-    "critic with an unknown knob": (["+recipe=ppo", "+algorithm.critic.gama=1"], ["algorithm.critic.gamma"]),
-    "critic with a wrong number": (["+recipe=ppo", "algorithm.critic.lam=2"], ["algorithm.critic.lam is 2"]),
-    "target of a weight that is 0": (["+recipe=ppo", "algorithm.critic.kl_target=6"], ["kl_coef, which is 0"]),
+    "critic that is no mapping": (["+recipe=grpo", "algorithm.critic=yes"], "algorithm.critic"),
+    "critic with an unknown knob": (["+recipe=ppo", "+algorithm.critic.gama=1"], "algorithm.critic.gama"),
+    "critic with a wrong number": (["+recipe=ppo", "algorithm.critic.lam=2"], "algorithm.critic.lam"),
+    "target of a weight that is 0": (["+recipe=ppo", "algorithm.critic.kl_target=6"], "algorithm.critic.kl_target"),
     "more optimizer steps than groups": (
         ["+recipe=grpo", "algorithm.optimizer_steps=9"],
-        ["algorithm.optimizer_steps (9)", "explorer.batch_size (8)"],
+        "algorithm.optimizer_steps",
     ),
-    "greedy training": (["+recipe=grpo", "sampling.temperature=0"], ["sampling.temperature is 0.0", "above 0"]),
-    "cut distribution": (["+recipe=grpo", "sampling.top_p=0.9"], ["sampling.top_p is for evaluation only"]),
+    "greedy training": (["+recipe=grpo", "sampling.temperature=0"], "sampling.temperature"),
+    "cut distribution": (["+recipe=grpo", "sampling.top_p=0.9"], "sampling.top_p"),
     "greedy evaluation again and again": (
         ["+recipe=grpo", "eval_repeat_times=4"],
-        ["eval_repeat_times is 4", "eval_sampling.temperature=1"],
+        "eval_repeat_times",
     ),
-    "negative temperature": (["+recipe=grpo", "eval_sampling.temperature=-1"], ["eval_sampling.temperature is -1.0"]),
+    "negative temperature": (["+recipe=grpo", "eval_sampling.temperature=-1"], "eval_sampling.temperature"),
     "rewards of single steps for a strategy of runs": (
         ["+recipe=multi_turn", "workflow.args.mode=step_wise", "workflow.args.step_reward=own"],
-        ["step_reward=own gives the steps of a run different rewards", "add_strategy=grpo", "step_wise_grpo or gigpo"],
+        "add_strategy",
     ),
     "shaped steps for a strategy of runs": (
         [
@@ -161,99 +164,102 @@ REFUSED = {
             "workflow.args.mode=step_wise",
             "+operators.overlong_penalty.args={max_length: 8, cache_length: 2}",
         ],
-        ["operator 'overlong_penalty' gives the steps", "step_wise_grpo or gigpo"],
+        "add_strategy",
     ),
     "filter alone": (
         ["+recipe=grpo", "add_strategy=reward_variance"],
-        ["only filters", "add_strategy=[reward_variance,grpo]"],
+        "add_strategy",
     ),
     "a baseline shifted twice": (
         ["+recipe=grpo", "add_strategy=asymre", "algorithm=asymre"],
-        ["would both shift the baseline", "add_strategy=dr_grpo"],
+        "algorithm.policy_loss",
     ),
-    "no reward in the list": (["+recipe=grpo", "reward=[]"], ["list of reward functions is empty"]),
+    "no reward in the list": (["+recipe=grpo", "reward=[]"], "reward"),
     "engine of this process ahead": (
         ["+recipe=grpo", "explorer.sync_offset=1"],
-        ["explorer.sync_offset is 1", "Choose engine=vllm_server"],
+        "explorer.sync_offset",
     ),
-    "no such interval": (["+recipe=grpo", "explorer.sync_interval=0"], ["explorer.sync_interval is 0"]),
+    "no such interval": (["+recipe=grpo", "explorer.sync_interval=0"], "explorer.sync_interval"),
     "weights by the wrong way": (
         ["+recipe=grpo", "synchronizer=checkpoint"],
-        ["weights reach engine=vllm by memory", "set synchronizer=memory"],
+        "synchronizer.method",
     ),
     "judge that is not there": (
         ["+recipe=grpo", "workflow=judge"],
-        ["asks auxiliary model 0, and there are 0", "+auxiliary_models.judge.model="],
+        "workflow.args.judge",
     ),
     "judge by a name that is not there": (
         ["+recipe=grpo", "workflow=judge", "+workflow.args.judge=umpire", "+auxiliary_models.umpir.model=tiny"],
-        ["workflow.args.judge: unknown auxiliary model 'umpire'", "Did you mean 'umpir'"],
+        "workflow.args.judge",
     ),
     "operator that asks nobody": (
         ["+recipe=grpo", "operators=judge", "operators.judge.args.model=umpire", "+auxiliary_models.umpir.model=tiny"],
-        ["unknown auxiliary model 'umpire'", "Did you mean 'umpir'"],
+        "auxiliary_models",
     ),
     "misspelt key of an auxiliary model": (
         ["+recipe=grpo", "+auxiliary_models.judge.model=tiny", "+auxiliary_models.judge.ulr=x"],
-        ["auxiliary_models.judge", "ulr"],
+        "auxiliary_models.judge.ulr",
     ),
     "auxiliary model without a name": (
         ["+recipe=grpo", "+auxiliary_models.judge.url=http://127.0.0.1:1/v1"],
-        ["auxiliary_models.judge needs a model"],
+        "auxiliary_models.judge",
     ),
-    "evaluation as training": (["+recipe=grpo", "workflow.name=evaluation"], ["give it as eval_workflow"]),
-    "seed of too many bits": (["+recipe=grpo", "seed=99999999999"], ["seed is 99999999999", "2**32"]),
-    "nothing to read": (["+recipe=offline"], ["buffer.path=PLACE", "buffer.keep=true"]),
-    "nothing there to read": (["+recipe=offline", "buffer.path=nowhere"], ["buffer.path", "'nowhere'"]),
+    "evaluation as training": (["+recipe=grpo", "workflow.name=evaluation"], "workflow.name"),
+    "seed of too many bits": (["+recipe=grpo", "seed=99999999999"], "seed"),
+    "nothing to read": (["+recipe=offline"], "buffer.storage"),
+    "nothing there to read": (["+recipe=offline", "buffer.path=nowhere"], "buffer.path"),
     "a place that nothing is kept in": (
         ["+recipe=grpo", "buffer.keep=true", "buffer.path=/x"],
-        ["buffer.path and buffer.url are places to read from", "leave them out"],
+        "buffer.path",
     ),
-    "a dataset without a path": (["+recipe=dpo"], ["buffer.path=FILE"]),
-    "a dataset that is not there": (["+recipe=dpo", "buffer.path=pairs.jsonl"], ["no file or folder 'pairs.jsonl'"]),
-    "a dataset of an empty path": (["+recipe=dpo", "buffer.path="], ["buffer.path is empty: give a file, a folder"]),
+    "a dataset without a path": (["+recipe=dpo"], "buffer"),
+    "a dataset that is not there": (["+recipe=dpo", "buffer.path=pairs.jsonl"], "buffer.path"),
+    "a dataset of an empty path": (["+recipe=dpo", "buffer.path="], "buffer.path"),
     "a taskset of an empty path": (
         ["+recipe=grpo", "taskset.source=dataset", "taskset.path="],
-        ["taskset.path is empty: give a file, a folder"],
+        "taskset.path",
     ),
     "a file without the source that reads it": (
         ["+recipe=grpo", "taskset.path=tasks.jsonl"],
-        ["taskset.path is tasks.jsonl, and source=addition reads none", "give source=dataset"],
+        "taskset.path",
     ),
     "a taskset of a name like the section's": (
         ["+recipe=grpo", "+tasksets={mine: {name: mine, source: dataset, path: ./my_taskset.jsonl}}"],
-        ["tasksets.mine.path: there is no file or folder './my_taskset.jsonl'"],
+        "tasksets.mine.path",
     ),
     "how a dataset is read, and there is none": (
         ["+recipe=grpo", "buffer.dataset.max_length=9"],
-        ["buffer.dataset has no effect", "buffer=dataset"],
+        "buffer.dataset",
     ),
     "how many stored experiences are read, and there are none": (
         ["+recipe=grpo", "buffer.batch_size=8"],
-        ["buffer.batch_size has no effect without buffer.storage=file or sql or dataset"],
+        "buffer.batch_size",
     ),
     "stored experiences that are not read again, and there are none": (
         ["+recipe=grpo", "buffer.repeat=false"],
-        ["buffer.repeat has no effect without buffer.storage=file or sql or dataset"],
+        "buffer.repeat",
     ),
     "preference pairs of a taskset": (
         ["+recipe=grpo", "algorithm=dpo"],
-        ["learns from preference pairs", "buffer=dataset"],
+        "algorithm.policy_loss",
     ),
-    "a loss of advantages on a dataset": (["+recipe=dpo", "algorithm=ppo", "buffer.path=pairs"], ["choose dpo or sft"]),
+    "a loss of advantages on a dataset": (
+        ["+recipe=dpo", "algorithm=ppo", "buffer.path=pairs"],
+        "algorithm.policy_loss",
+    ),
     "a constant length of a dataset that has none": (
         ["+recipe=sft", "buffer.path=pairs", "algorithm.loss_agg_mode=seq-mean-token-sum-norm"],
-        ["divides by buffer.dataset.max_length, which is not given"],
+        "algorithm.loss_agg_mode",
     ),
-    "a folder without steps": (["+recipe=offline", "buffer.path=."], ["no step_<n>.trxp in '.'", "buffer.keep=true"]),
+    "a folder without steps": (["+recipe=offline", "buffer.path=."], "buffer.path"),
     "misspelt trainer key": (["+recipe=grpo", "trainer.max_epocs=4"], ["Did you mean 'trainer.max_epochs'"]),
     "checkpoints beside callbacks": (
         ["+recipe=grpo", "+trainer.enable_checkpointing=false"],
-        ["trainer.enable_checkpointing is set by the run itself", "`callbacks`"],
+        "trainer.enable_checkpointing",
     ),
     "epochs beside steps": (
         ["+recipe=grpo", "trainer.max_epochs=4"],
-        ["trainer.max_epochs is 4 and steps is 24", "set steps alone"],
+        "trainer.max_epochs",
     ),
     **{
         f"training cut short by {plus}{key}": (
@@ -271,37 +277,37 @@ REFUSED = {
     },
     "time limit within a step": (
         ["+recipe=grpo", "+trainer.max_time=00:01:00:00"],
-        ["trainer.max_time would end the run within an explore step", "timeout --signal=INT"],
+        "trainer.max_time",
     ),
     "validation by Lightning": (
         ["+recipe=grpo", "+trainer.val_check_interval=2"],
-        ["trainer.val_check_interval", "set explorer.eval_interval"],
+        "trainer.val_check_interval",
     ),
-    "unknown argument of the Trainer": (["+recipe=grpo", "+trainer.foo=1"], ["unknown key 'trainer.foo'."]),
+    "unknown argument of the Trainer": (["+recipe=grpo", "+trainer.foo=1"], "trainer.foo"),
     "misspelt argument of the Trainer": (
         ["+recipe=grpo", "+trainer.detect_anomalies=true"],
-        ["Did you mean 'trainer.detect_anomaly'"],
+        "trainer.detect_anomalies",
     ),
     "misspelt argument of a strategy": (
         ["+recipe=grpo", "trainer=fsdp2", "engine=vllm_server", "+trainer.strategy.timout=3"],
-        ["unknown key 'trainer.strategy.timout'. Did you mean 'trainer.strategy.timeout'"],
+        "trainer.strategy.timout",
     ),
     "argument of a callback": (
         ["+recipe=grpo", "+callbacks.checkpoint.save_topk=3"],
-        ["Did you mean 'callbacks.checkpoint.save_top_k'"],
+        "callbacks.checkpoint.save_topk",
     ),
     "a key that W&B's logger does not have": (
         ["+recipe=grpo", "logger=wandb_offline", "+logger.wandb.projct=mine"],
-        ["unknown key 'logger.wandb.projct'. Did you mean 'logger.wandb.project'"],
+        "logger.wandb.projct",
     ),
-    "no logger": (["+recipe=grpo", "+logger.foo=1"], ["logger.foo is 1: give {_target_: DOTTED.PATH"]),
+    "no logger": (["+recipe=grpo", "+logger.foo=1"], "logger.foo"),
     "a logger that cannot be imported": (
         ["+recipe=grpo", "+logger.mine={_target_: nowhere.Logger}"],
-        ["logger.mine._target_: cannot import 'nowhere.Logger'"],
+        "logger.mine._target_",
     ),
     "negative time-out of a strategy": (
         ["+recipe=grpo", "trainer=ddp", "trainer.strategy.timeout=-1"],
-        ["trainer.strategy.timeout is -1: give a finite number above 0."],
+        "trainer.strategy.timeout",
     ),
     **{
         f"{devices} devices": (
@@ -312,19 +318,19 @@ REFUSED = {
     },
     "more processes than cores": (
         ["+recipe=grpo", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=4096"],
-        ["trainer.devices is 4096", "CPU cores: give at most"],
+        "trainer.devices",
     ),
     "all GPUs of a CPU": (
         ["+recipe=grpo", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=-1"],
-        ["trainer.devices is -1, all GPUs"],
+        "trainer.devices",
     ),
     "two machines without a launcher": (
         ["+recipe=grpo", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "+trainer.num_nodes=2"],
-        ["no launcher started this process", "torchrun --nnodes 2 --node-rank NUMBER --nproc-per-node 2"],
+        "trainer.num_nodes",
     ),
     "an accelerator that there is no policy for": (
         ["+recipe=grpo", "trainer.accelerator=tpu"],
-        ["unknown trainer.accelerator 'tpu'", "Known: auto, cpu, cuda, gpu."],
+        "trainer.accelerator",
     ),
     "wrong type": (
         ["+recipe=grpo", "explorer.batch_size=many"],
@@ -343,18 +349,18 @@ REFUSED = {
     "a number for a switch in a text": (["+recipe=grpo", "save_model='1'"], ["save_model is '1': give true or false."]),
     "a score that no evaluation measures": (
         ["+recipe=grpo", "sweep.metric=eval/sums/mean@1"],
-        ["sweep.metric is eval/sums/mean@1", "measure eval/addition_heldout/..."],
+        "sweep.metric",
     ),
     "a score without evaluations": (
         ["+recipe=grpo", "sweep.metric=eval/addition_heldout/mean@1", "explorer.eval_interval=0"],
-        ["the evaluations of this run measure nothing"],
+        "sweep.metric",
     ),
-    "a score that is no metric": (["+recipe=grpo", "sweep.metric=rewrad"], ["'rewrad' is no metric of a run"]),
+    "a score that is no metric": (["+recipe=grpo", "sweep.metric=rewrad"], "sweep.metric"),
     "a component without a threshold": (
         ["+recipe=grpo", "reward_solved=right"],
-        ["reward_solved is 'right': give {COMPONENT: LEAST VALUE}"],
+        "reward_solved",
     ),
-    "a threshold that is no number": (["+recipe=grpo", "reward_solved={right: x}"], ["reward_solved.right is 'x'"]),
+    "a threshold that is no number": (["+recipe=grpo", "reward_solved={right: x}"], "reward_solved.right"),
     "null for a section": (
         ["+recipe=grpo", "sampling=null"],
         ["sampling cannot be null: give {KEY: VALUE}, or leave it out: '~sampling'."],
@@ -385,29 +391,29 @@ REFUSED = {
     ),
     "the same, added past Hydra": (
         ["+recipe=grpo", "+add_strategy.rloo.tau=0.1"],
-        ["unknown key 'add_strategy.rloo.tau'", "Arguments go into add_strategy.rloo.args: add_strategy.rloo.args.tau"],
+        "add_strategy.rloo.tau",
     ),
     "a filter of groups of one": (
         ["+recipe=grpo", "add_strategy=[dapo,grpo]", "explorer.repeat_times=1"],
-        ["explorer.repeat_times is 1, and add_strategy=dapo keeps groups whose rewards differ"],
+        "explorer.repeat_times",
     ),
     "a group of one that is compared": (
         ["+recipe=grpo", "explorer.repeat_times=1"],
-        ["explorer.repeat_times is 1, and add_strategy=grpo compares", "add_strategy=reinforce"],
+        "explorer.repeat_times",
     ),
     "a group of one, compared behind another strategy": (
         ["+recipe=grpo", "add_strategy=[reinforce,step_wise_grpo]", "explorer.repeat_times=1"],
-        ["add_strategy=step_wise_grpo compares"],
+        "explorer.repeat_times",
     ),
-    "a negative seed": (["+recipe=grpo", "seed=-1"], ["seed is -1: give a whole number of 0 or more."]),
+    "a negative seed": (["+recipe=grpo", "seed=-1"], "seed"),
     "shared prefixes of another attention": (
         ["+recipe=grpo", "algorithm.layout=shared_prefix", "model.attn_implementation=eager"],
-        ["algorithm.layout=shared_prefix", "model.attn_implementation=sdpa, not eager"],
+        "algorithm.layout",
     ),
     "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype is 'fp31': give one of auto, bf16, fp32."]),
     "no room for a prompt": (
         ["+recipe=grpo", "sampling.max_tokens=256"],
-        ["sampling.max_tokens", "engine.max_model_len"],
+        "sampling.max_tokens",
     ),
     "a folder as a choice of models": (
         ["+recipe=grpo", "model=/my_model"],
@@ -415,44 +421,47 @@ REFUSED = {
     ),
     "own engine as a choice": (
         ["+recipe=grpo", "engine=my.Engine"],
-        ["unknown engine 'my.Engine'", "engine.name=my.Engine"],
+        "engine.name",
     ),
     "unknown group choice": (["+recipe=grpo", "engine=vlm"], ["unknown engine 'vlm'", "Did you mean 'vllm'"]),
     "missing model folder": (
         ["+recipe=grpo", "model=custom", "model.name=./missing"],
-        ["./missing", "no model folder"],
+        "model.name",
     ),
-    "unknown model": (["+recipe=grpo", "model=custom", "model.name=smolm2"], ["Did you mean 'smollm2'"]),
-    "unknown workflow": (["+recipe=grpo", "workflow.name=mth"], ["workflow.name 'mth'", "Did you mean 'math'"]),
+    "unknown model": (["+recipe=grpo", "model=custom", "model.name=smolm2"], "model.name"),
+    "unknown workflow": (["+recipe=grpo", "workflow.name=mth"], "workflow.name"),
     "reward that cannot be imported": (["+recipe=grpo", "reward=nowhere.reward"], ["no module 'nowhere'"]),
-    "unknown task source": (["+recipe=grpo", "taskset.source=reasoning"], ["Did you mean 'reasoning_gym'"]),
-    "unknown loss": (["+recipe=grpo", "algorithm.policy_loss=grop"], ["algorithm.policy_loss", "Did you mean 'grpo'"]),
+    "unknown task source": (["+recipe=grpo", "taskset.source=reasoning"], "taskset.source"),
+    "unknown loss": (["+recipe=grpo", "algorithm.policy_loss=grop"], "algorithm.policy_loss"),
     "unknown strategy": (
         ["+recipe=grpo", "+add_strategy.rlo={}"],
-        ["unknown add_strategy 'rlo'", "Did you mean 'rloo'"],
+        "add_strategy",
     ),
     "unknown operator": (
         ["+recipe=grpo", "+operators.reward_filtr={}"],
-        ["unknown operator 'reward_filtr'", "Did you mean 'reward_filter'", "dotted path"],
+        "operator",
     ),
     "unknown group of operators": (["+recipe=grpo", "operators=judg"], ["Did you mean 'judge'"]),
     "misspelt key of an operator": (
         ["+recipe=grpo", "operators=reward_filter", "+operators.reward_filter.arg.threshold=1"],
-        ["operators.reward_filter.arg", "args"],
+        "operators.reward_filter.arg",
     ),
     "wrong choice of an operator": (
         ["+recipe=grpo", "operators=reward_filter", "operators.reward_filter.on_error=ignore"],
-        ["operators.reward_filter.on_error", "stop", "skip"],
+        "operators.reward_filter.on_error",
     ),
-    "no strategy": (["+recipe=grpo", "~add_strategy"], ["add_strategy is empty"]),
+    "no strategy": (["+recipe=grpo", "~add_strategy"], "add_strategy"),
     "key of a taskset that is not there": (
         ["+recipe=grpo", "+eval_tasksets.mine.path=mine.jsonl"],
         ["'eval_tasksets.mine' is not there yet", "'+eval_tasksets={mine: {name: mine, path: mine.jsonl}}'"],
     ),
-    "key of a taskset": (["+recipe=grpo", "+eval_tasksets.addition_heldout.sizee=3"], ["sizee", "size"]),
+    "key of a taskset": (
+        ["+recipe=grpo", "+eval_tasksets.addition_heldout.sizee=3"],
+        "eval_tasksets.addition_heldout.sizee",
+    ),
     "more prompts than a step can hold": (
         ["+recipe=grpo", "explorer.batch_size=1000000000"],
-        ["explorer.batch_size is 1000000000: give a whole number from 1 to 100000"],
+        "explorer.batch_size",
     ),
     "clipping by Lightning, without a plus": (
         ["+recipe=grpo", "trainer.gradient_clip_val=1"],
@@ -460,67 +469,67 @@ REFUSED = {
     ),
     "clipping by Lightning": (
         ["+recipe=grpo", "+trainer.gradient_clip_val=1.0"],
-        ["trainer.gradient_clip_val", "set algorithm.max_grad_norm"],
+        "trainer.gradient_clip_val",
     ),
     "accumulation by Lightning": (
         ["+recipe=grpo", "+trainer.accumulate_grad_batches=4"],
-        ["trainer.accumulate_grad_batches is 4", "set algorithm.max_tokens_per_micro_batch"],
+        "trainer.accumulate_grad_batches",
     ),
-    "two nodes": (["+recipe=grpo", "+trainer.num_nodes=2"], ["trainer.num_nodes is 2", "trainer=ddp"]),
-    "16-bit float": (["+recipe=grpo", "+trainer.precision=16-mixed"], ["trainer.precision is 16-mixed", "bf16-mixed"]),
-    "two devices": (["+recipe=grpo", "trainer.devices=2"], ["trainer.devices", "several devices", "trainer=ddp"]),
+    "two nodes": (["+recipe=grpo", "+trainer.num_nodes=2"], "trainer.num_nodes"),
+    "16-bit float": (["+recipe=grpo", "+trainer.precision=16-mixed"], "trainer.precision"),
+    "two devices": (["+recipe=grpo", "trainer.devices=2"], "trainer.devices"),
     "another strategy": (
         ["+recipe=grpo", "+trainer.strategy=deepspeed"],
-        ["trainer.strategy=deepspeed", "trainer=ddp"],
+        "trainer.strategy",
     ),
     "mixed precision of shards": (
         ["+recipe=grpo", "trainer=fsdp2", "+trainer.precision=bf16-mixed"],
-        ["trainer.precision is bf16-mixed", "model.dtype=bf16"],
+        "trainer.precision",
     ),
     "the host's optimizer of shards": (
         ["+recipe=grpo", "trainer=fsdp2", "optimizer.name=adamw_offload"],
-        ["optimizer.name=adamw_offload: trainer=fsdp2 puts the state of adamw together"],
+        "optimizer.name",
     ),
-    "compiled shards": (["+recipe=grpo", "trainer=fsdp2", "model.compile=true"], ["model.compile=true", "trainer=ddp"]),
+    "compiled shards": (["+recipe=grpo", "trainer=fsdp2", "model.compile=true"], "model.compile"),
     "checkpoints in shards": (
         ["+recipe=grpo", "trainer=fsdp2", "trainer.strategy.save_distributed_checkpoint=always"],
-        ["trainer.strategy.save_distributed_checkpoint is 'always'", "give true, false or auto"],
+        "trainer.strategy.save_distributed_checkpoint",
     ),
     "an engine that shares shards": (
         ["+recipe=grpo", "trainer=fsdp2", "engine=transformers"],
-        ["engine=transformers generates with the training model", "vllm_server"],
+        "engine",
     ),
     "an engine in each of one process": (
         ["+recipe=grpo", "engine.per_rank=true"],
-        ["engine.per_rank is for several devices", "choose trainer=ddp or fsdp2"],
+        "engine.per_rank",
     ),
     "an engine in each process of two machines": (
         ["+recipe=grpo", "trainer=ddp", "+trainer.num_nodes=2", "engine.per_rank=true"],
-        ["engine.per_rank is for processes on one machine", "trainer.num_nodes is 2", "engine=vllm_server"],
+        "engine.per_rank",
     ),
     "adapters for an engine in each process": (
         ["+recipe=lora", "trainer=ddp", "engine.per_rank=true", "synchronizer.lora=adapter"],
-        ["synchronizer.lora=adapter is not for engine.per_rank", "merged"],
+        "synchronizer.lora",
     ),
     "servers in each process": (
         ["+recipe=grpo", "engine=vllm_server", "trainer=ddp", "engine.per_rank=true"],
-        ["engine.per_rank belongs to engine=transformers or vllm, and engine=vllm_server ignores it"],
+        "engine.per_rank",
     ),
     "a strategy over trainer=ddp": (
         ["+recipe=grpo", "trainer=ddp", "trainer.strategy=fsdp"],
-        ["trainer.strategy=fsdp", "trainer=ddp"],
+        "trainer.strategy",
     ),
     "a taskset under another key": (
         ["+recipe=grpo", "eval_tasksets.addition_heldout.order=upwards"],
-        ["unknown eval_tasksets.addition_heldout.order 'upwards'", "Known: by_difficulty, easy_to_hard"],
+        "eval_tasksets.addition_heldout.order",
     ),
     "a size of what has one": (
         ["+recipe=grpo", "taskset=dataset", "taskset.path=org/name", "taskset.size=5"],
-        ["taskset.size belongs to taskset.source=reasoning_gym, not to dataset", "taskset.split='train[:100]'"],
+        "taskset.size",
     ),
     "a split of what has none": (
         ["+recipe=grpo", "taskset=reasoning_gym", "taskset.split=test"],
-        ["taskset.split is test, and reasoning_gym has no splits"],
+        "taskset.split",
     ),
     "an argument of a workflow that has none": (
         ["+recipe=grpo", "+workflow.args.foo=1"],
@@ -528,51 +537,51 @@ REFUSED = {
     ),
     "a teacher's tokens without a teacher": (
         ["+recipe=grpo", "algorithm=teacher_kl"],
-        ["loss teacher_kl needs a teacher", "operators=teacher_top_k", "+auxiliary_models.teacher.model=FOLDER"],
+        "operators",
     ),
     "a teacher that is not there": (
         ["+recipe=grpo", "algorithm=teacher_kl", "operators=teacher_top_k"],
-        ["operator teacher_top_k: unknown auxiliary model 'teacher'", "+auxiliary_models.teacher.model=FOLDER"],
+        "auxiliary_models",
     ),
     "more of a teacher's tokens than there are": (
         [*TAUGHT, "model=tiny", "operators.teacher_top_k.args.k=1000"],
-        ["operator teacher_top_k: k is 1000, and the model's vocabulary has", "tokens"],
+        "operators",
     ),
     "a teacher with too short a context": (
         [*TAUGHT, "engine.max_model_len=512", "+auxiliary_models.teacher.engine.max_model_len=512"],
-        ["auxiliary_models.teacher.engine.max_model_len is 512", "up to 512 tokens", "give 513"],
+        "auxiliary_models.teacher.engine.max_model_len",
     ),
     "a teacher of sampled tokens with too short a context": (
         [*BY_SAMPLED_TOKENS, "engine.max_model_len=512", "+auxiliary_models.teacher.engine.max_model_len=512"],
-        ["auxiliary_models.teacher.engine.max_model_len is 512", "up to 512 tokens", "give 513"],
+        "auxiliary_models.teacher.engine.max_model_len",
     ),
     "a teacher of sampled tokens that only chats": (
         [*BY_SAMPLED_TOKENS, "+auxiliary_models.teacher.url=http://127.0.0.1:1/v1"],
-        ["workflow=on_policy_distill asks for log-probabilities", "(auxiliary_models.teacher.url) only chats"],
+        "workflow",
     ),
     "a teacher that may fail": (
         [*TAUGHT, "+operators.teacher_top_k.on_error=skip"],
-        ["operator teacher_top_k: on_error is skip", "leave on_error out"],
+        "operators",
     ),
     "a mixture of a loss that is none of rollouts": (
         ["+recipe=mix", "+algorithm.policy_loss.args.usual=teacher_kl"],
-        ["unknown algorithm.policy_loss.args.usual 'teacher_kl'"],
+        "algorithm.policy_loss.args.usual",
     ),
     "a teacher at another temperature": (
         [*TAUGHT, "sampling.temperature=0.7"],
-        ["loss teacher_kl compares distributions at temperature 1, not 0.7", "set sampling.temperature=1"],
+        "sampling.temperature",
     ),
     "a stream of expert data that are not there": (
         [*STREAM, f"{STREAMS}.expert={{loss: sft, tokens: expert}}"],
-        ["algorithm.policy_loss=streams needs expert data", "buffer.expert.per_step=8"],
+        "algorithm.policy_loss",
     ),
     "expert data that are in no stream": (
         [*STREAM, f"{STREAMS}.rl.loss=ppo", "buffer.expert.per_step=2", "buffer.expert.dataset.source=addition"],
-        ["policy_loss=streams learns nothing from expert data", "a stream with tokens=expert"],
+        "buffer.expert.per_step",
     ),
     "observations of one turn": (
         [*STREAM, f"{STREAMS}.tools={{loss: sft, tokens: observations}}"],
-        ["streams.tools: the experiences of workflow=math have one turn", "workflow=multi_turn or workflow=tool_use"],
+        "algorithm.policy_loss.args.streams.tools",
     ),
     "observations of single steps": (
         [
@@ -581,92 +590,92 @@ REFUSED = {
             "workflow.args.mode=step_wise",
             "add_strategy=step_wise_grpo",
         ],
-        ["streams.tools: the experiences of workflow=tool_use have one turn", "workflow.args.mode=single"],
+        "algorithm.policy_loss.args.streams.tools",
     ),
     "a stream's unknown key": (
         [*STREAM, f"{STREAMS}.rl.wieght=2"],
-        ["unknown key 'algorithm.policy_loss.args.streams.rl.wieght'", "streams.rl.weight'?"],
+        "algorithm.policy_loss.args.streams.rl.wieght",
     ),
     "two strategies that weigh": (
         ["+recipe=grpo", "add_strategy=[rloo,grpo]"],
-        ["add_strategy=rloo sets advantages, and grpo behind it would set them again", "filters: dapo, "],
+        "add_strategy",
     ),
     "two strategies that weigh, the first with a threshold of null": (
         ["+recipe=grpo", "add_strategy=[grpo,rloo]"],
-        ["add_strategy=grpo sets advantages, and rloo behind it would set them again"],
+        "add_strategy",
     ),
     "a critic behind a strategy that weighs": (
         ["+recipe=ppo", "add_strategy=[grpo,critic]", "explorer.repeat_times=8"],
-        ["add_strategy=grpo sets advantages, and critic behind it"],
+        "add_strategy",
     ),
     "a teacher of sampled tokens at another temperature": (
         [*BY_SAMPLED_TOKENS, "sampling.temperature=0.7"],
-        ["compares log-probabilities at temperature 1, not 0.7", "set sampling.temperature=1"],
+        "workflow",
     ),
     "a plus sign too many": (
         [*BY_SAMPLED_TOKENS, "+add_strategy.on_policy_distill.args.kl_coef=-1"],
         ["'add_strategy.on_policy_distill.args.kl_coef' is set already: leave out the plus sign"],
     ),
-    "a critic that does not learn": (["+recipe=ppo", "algorithm.critic.lr=0"], ["algorithm.critic.lr is 0.0: give"]),
+    "a critic that does not learn": (["+recipe=ppo", "algorithm.critic.lr=0"], "algorithm.critic.lr"),
     "a key of other libraries": (["+recipe=grpo", "algorithm.kl_coef=0.1"], ["It is called algorithm.kl.coef."]),
     "a split without a name": (
         ["+recipe=sft", "buffer.path=pairs", "buffer.dataset.split="],
-        ["buffer.dataset.split is '': give some text."],
+        "buffer.dataset.split",
     ),
     "a value model that is not there": (
         ["+recipe=ppo", "model=tiny", "algorithm.critic.model=smolm2"],
-        ["algorithm.critic.model: unknown model 'smolm2'", "Did you mean 'smollm2'"],
+        "algorithm.critic.model",
     ),
     "a value model with another vocabulary": (
         ["+recipe=ppo", "model=tiny", "algorithm.critic.model=smollm2"],
-        ["algorithm.critic.model 'smollm2' has another vocabulary than the policy"],
+        "algorithm.critic.model",
     ),
     "distillation without a teacher": (
         ["+recipe=grpo", "add_strategy=on_policy_distill"],
-        ["workflow=math asks none", "choose workflow=on_policy_distill", "+auxiliary_models.teacher.model=FOLDER"],
+        "add_strategy",
     ),
     "a key of another command": (["+recipe=grpo", "plan.device=L4"], ["python -m trinity_lightning.plan"]),
     "a penalty of none": (
         ["+recipe=grpo", "algorithm.kl={name: none, coef: 0.1}"],
-        ["algorithm.kl.coef is 0.1, and algorithm.kl.name=none has no penalty to weigh", "choose k3"],
+        "algorithm.kl.coef",
     ),
     "an estimate of the KL without a weight": (
         ["+recipe=grpo", "algorithm.kl.name=k2"],
-        ["algorithm.kl.name=k2 has no effect without algorithm.kl.coef: set that, or leave it out."],
+        "algorithm.kl.name",
     ),
     "an estimate of the critic's KL without a weight": (
         ["+recipe=ppo", "algorithm.critic.kl_name=k3"],
-        ["algorithm.critic.kl_name has no effect without algorithm.critic.kl_coef"],
+        "algorithm.critic.kl_name",
     ),
-    "misspelt estimate of the KL": (["+recipe=grpo", "algorithm.kl.name=k33"], ["'k33'", "Did you mean 'k3'"]),
+    "misspelt estimate of the KL": (["+recipe=grpo", "algorithm.kl.name=k33"], "algorithm.kl.name"),
     "a range of weights reversed": (
         ["+recipe=grpo", "algorithm.rollout_correction={low: 3, high: 2}"],
-        ["algorithm.rollout_correction.low (3.0) is above its high (2.0)"],
+        "algorithm.rollout_correction.low",
     ),
     "a warm-up longer than the run": (
         ["+recipe=grpo", "optimizer.warmup_steps=24"],
-        ["optimizer.warmup_steps is 24, and there are 24 optimizer steps", "rate would not reach optimizer.lr"],
+        "optimizer.warmup_steps",
     ),
     "a schedule shorter than the run": (
         ["+recipe=grpo", "optimizer.lr_scheduler=cosine", "optimizer.total_steps=5", "algorithm.optimizer_steps=2"],
-        ["optimizer.total_steps is 5", "the run takes 48 optimizer steps"],
+        "optimizer.total_steps",
     ),
     "a critic that warms up for the whole run": (
         ["+recipe=ppo", "steps=4", "algorithm.critic.warmup_steps=8"],
-        ["algorithm.critic.warmup_steps is 8, and the run takes 8 optimizer steps"],
+        "algorithm.critic.warmup_steps",
     ),
     "a negative stream": (
         [*STREAM, f"{STREAMS}={{rl: {{}}, tools: {{loss: sft, weight: -1}}}}"],
-        ["streams.tools.weight is -1.0: give a finite number of 0 or more"],
+        "algorithm.policy_loss.args.streams.tools.weight",
     ),
-    "streams without weight": ([*STREAM, f"{STREAMS}.rl.weight=0"], ["all weights are 0, and nothing is trained"]),
+    "streams without weight": ([*STREAM, f"{STREAMS}.rl.weight=0"], "algorithm.policy_loss.args.streams"),
     "a teacher that no strategy weighs by": (
         ["+recipe=grpo", "workflow=on_policy_distill", f"+{TEACHER}"],
-        ["add_strategy=grpo does not weigh by its answers: choose add_strategy=on_policy_distill"],
+        "workflow",
     ),
     "an auxiliary model that nothing asks": (
         ["+recipe=grpo", f"+{TEACHER}"],
-        ["auxiliary_models.teacher: no workflow or operator of this run asks it"],
+        "auxiliary_models.teacher",
     ),
     "true for a number": (["+recipe=grpo", "steps=true"], ["steps is true: give a whole number."]),
     "false for a number": (["+recipe=grpo", "optimizer.lr=false"], ["optimizer.lr is false: give a number."]),
@@ -674,21 +683,21 @@ REFUSED = {
         ["+recipe=grpo", "algorithm.max_tokens_per_micro_batch=true"],
         ["algorithm.max_tokens_per_micro_batch is true: give a whole number or a name."],
     ),
-    "no learning rate": (["+recipe=grpo", "optimizer.lr=0"], ["optimizer.lr is 0, and nothing would be trained"]),
+    "no learning rate": (["+recipe=grpo", "optimizer.lr=0"], "optimizer.lr"),
     "arguments that displace the name": (
         ["+recipe=grpo", "algorithm.policy_loss=my_loss.tempered", "+algorithm.policy_loss.args.tau=2"],
-        ["give algorithm.policy_loss.name=NAME, in the place of algorithm.policy_loss=NAME"],
+        "algorithm.policy_loss",
     ),
     "a workflow's teacher that is not there": (
         ["+recipe=grpo", "workflow=on_policy_distill", "add_strategy=on_policy_distill"],
-        ["asks auxiliary model 0, and there are 0", "+auxiliary_models.teacher.model=FOLDER"],
+        "workflow.args.teacher",
     ),
-    "reversed gradients": (["+recipe=grpo", "algorithm.max_grad_norm=-1"], ["max_grad_norm is -1.0", "above 0"]),
+    "reversed gradients": (["+recipe=grpo", "algorithm.max_grad_norm=-1"], "algorithm.max_grad_norm"),
     "a loss of a mixture that is no name": (
         ["+recipe=mix", "explorer.sync_interval=2", "+algorithm.policy_loss.args.usual={a: 1}"],
-        ["argument 'usual' of policy loss 'mix' is {'a': 1}: give a name."],
+        "algorithm.policy_loss.args.usual",
     ),
-    "missing checkpoint": (["+recipe=grpo", "ckpt_path=missing.ckpt"], ["missing.ckpt"]),
+    "missing checkpoint": (["+recipe=grpo", "ckpt_path=missing.ckpt"], "ckpt_path"),
 }
 
 
@@ -753,7 +762,7 @@ def test_help_that_nobody_reads_ends_in_silence() -> None:
 
 
 def test_a_plan_refuses_an_engine_in_every_process_where_only_one_trains() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.per_rank is for several devices"):
+    with refuses("engine.per_rank"):
         validate(composed("+recipe=grpo", "model=tiny", "engine.per_rank=true"), here=False)
 
 
@@ -762,17 +771,33 @@ def test_an_estimate_without_a_weight_is_refused_of_a_run_alone() -> None:
     assert (KLConfig(name="k2").coef, CriticConfig(kl_name="k3").kl_coef) == (0, 0)
 
 
+def refusal(case: str) -> BaseException:
+    """The error with which a command of `REFUSED` ends, by the rules that it applies before it loads anything."""
+    with pytest.raises(CONFIG_ERRORS) as refused:
+        check(composed(*REFUSED[case][0], "output_dir=x"))
+    return refused.value
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_with_one_sentence(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the command checks before it loads anything, in its order."""
+    """A rule of ours names the key; for an error of Hydra or OmegaConf, which has none, the words are our work."""
     monkeypatch.chdir(tmp_path)
-    arguments, expected = REFUSED[case]
-    with pytest.raises(CONFIG_ERRORS) as refused:
-        check(composed(*arguments, "output_dir=x"))
-    sentence = explain(refused.value)
-    assert all(part in sentence for part in expected), sentence
+    error, expected = refusal(case), REFUSED[case][1]
+    sentence = explain(error)
+    if isinstance(expected, str):
+        assert (error.key if isinstance(error, ConfigError) else error.full_key) == expected, sentence  # type: ignore[attr-defined]
+    else:
+        assert all(part in sentence for part in expected), sentence
     assert len(sentence.splitlines()) <= 2
     assert "while resolving" not in sentence
+
+
+def test_some_refusals_read_as_these_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For people to read: a change of these sentences is a diff of golden/refusals.txt."""
+    monkeypatch.chdir(tmp_path)
+    lines = [line for line in REFUSALS.read_text().splitlines() if line and not line.startswith("#")]
+    cases, sentences = lines[::2], [line.strip() for line in lines[1::2]]
+    assert [explain(refusal(case)) for case in cases] == sentences
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "1"}
@@ -823,7 +848,7 @@ def test_without_rollouts_nothing_is_asked_of_what_is_not_read(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"question": "1 + 1"}', "no field 'prompt' among question: name that of the question, prompt_field=NAME"),
+        ('{"question": "1 + 1"}', "no field 'prompt' among question"),
         ('{"prompt": }', "line 1 of .*tasks.jsonl is no JSON object"),
     ],
 )
@@ -841,7 +866,7 @@ def test_a_file_of_tasks_is_read_before_a_model_is_looked_for(
 def test_a_critic_without_rollouts_or_a_strategy_is_refused_with_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "step_1.trxp").touch()
     config = composed("+recipe=ppo", "model=tiny", "buffer=file", f"buffer.path={tmp_path}", "~add_strategy")
-    with pytest.raises(ConfigError, match=r"algorithm.critic learns from the rewards of rollouts"):
+    with refuses("algorithm.critic"):
         validate(config)
 
 
@@ -856,7 +881,7 @@ def test_a_teacher_has_room_for_the_policys_longest_sequence(taught: list[str]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("taught", [TAUGHT, BY_SAMPLED_TOKENS])
 def test_a_teacher_with_another_vocabulary_is_refused(taught: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"auxiliary_models\.teacher\.model 'tiny' has another vocabulary"):
+    with refuses("auxiliary_models.teacher.model"):
         check_models(validate(composed(*taught, "model=smollm2")))
     check_models(validate(composed(*taught, "model=tiny")))
 
@@ -1055,5 +1080,5 @@ def test_runs_and_evaluations_of_the_same_second_have_folders_of_their_own(
 
 
 def test_the_name_of_an_evaluation_is_no_path(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"name: '\.\./x' cannot be a folder's name"):
+    with refuses("name"):
         compose.run_dir(str(tmp_path), "../x", None, "evaluate")

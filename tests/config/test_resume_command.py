@@ -81,7 +81,7 @@ def test_the_last_run_is_the_newest_that_has_a_checkpoint_and_is_named(
 @pytest.mark.parametrize("content", [b"", b"[1]", b"text", b"a: [", b"\x80\x81", b"model: {dtype: fp32}"])
 def test_a_damaged_record_of_the_run_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"config.yaml', which says what .* is, is damaged \(.+\): restore"):
+    with pytest.raises(ConfigError, match=r"config.yaml', the record of the run to resume, is damaged \(.+\): restore"):
         recorded_run(tmp_path / "config.yaml")
 
 

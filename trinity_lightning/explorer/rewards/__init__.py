@@ -65,7 +65,9 @@ def resolve_rewards(reward_fn: Any) -> list[Reward]:
         rewards = [_reward(reward_fn, 1.0)]
     if not rewards:
         raise ConfigError(
-            "the list of reward functions is empty", fix="name one, or leave it out for the workflow's own"
+            "the list of reward functions is empty",
+            key="reward",
+            fix="name one, or leave it out for the workflow's own",
         )
     names = [reward.name for reward in rewards]
     if twice := sorted({name for name in names if names.count(name) > 1}):
