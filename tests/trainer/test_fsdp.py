@@ -28,8 +28,8 @@ class Sends(Ranks):
         super().__init__(rank=0, size=2, group=ProcessGroup(HashStore(), 0, 2))
         self.sent: list[tuple[Any, ...]] = []
 
-    def send(self, collective: Any, received: Tensor, own: Tensor, options: Any, at: str) -> None:
-        self.sent.append((collective.__name__, received, own, options, at))
+    def send(self, collective: Any, received: Tensor, sent: Tensor, options: Any, at: str) -> None:
+        self.sent.append((collective.__name__, received, sent, options, at))
 
 
 def test_a_checkpoint_is_mapped_where_each_process_needs_a_share_of_it(tmp_path: Path) -> None:
