@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trinity_lightning.explorer.tasks.taskset import addition_entries
+from trinity_lightning.explorer.tasks.sources import addition
 
 TINY = ("model=tiny", "optimizer.lr=5e-3", "steps=24", "logger=csv")
 DIGITS = ("reward=contains_digits", "explorer.eval_on_startup=false", "explorer.eval_interval=0")
@@ -95,7 +95,7 @@ class Needs(dict[str, Path]):
 def write_examples(folder: Path) -> None:
     """The built-in sums as text, with their results, and as pairs of these and the same in letters, which are worse."""
     folder.mkdir()
-    for entry in addition_entries("train", low=0, high=20, heldout=128):
+    for entry in addition("train", low=0, high=20, heldout=128):
         prompt, right = entry["prompt"], entry["answer"]
         wrong = right.translate(str.maketrans("0123456789", "abcdefghij"))
         for name, example in (

@@ -155,9 +155,9 @@ def work(spec: dict[str, Any]) -> None:
 
 def write_tasks(file: Path) -> None:
     """The sums of the default taskset, as conversations."""
-    from trinity_lightning.explorer.tasks.taskset import addition_entries
+    from trinity_lightning.explorer.tasks.sources import addition
 
-    entries = addition_entries("train", low=0, high=20, heldout=128)
+    entries = addition("train", low=0, high=20, heldout=128)
     tasks = [{"prompt": [{"role": "user", "content": each["prompt"]}], "answer": each["answer"]} for each in entries]
     file.write_text(json.dumps(tasks))
 

@@ -2,8 +2,9 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,17 @@ PUBLISHED = [(QWEN_7B, 7.62e9, 6.53e9), (LLAMA_70B, 70.6e9, 68.5e9), (QWEN_30B_A
 CPU = ("model.dtype=bf16", "trainer=cpu", "plan.memory_gb=16", "plan.tflops=0.93", "plan.bandwidth_gb=29")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Any:
-    """Writes a folder that holds nothing but a model's config.json."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], str]:
+    """Writes a folder that holds nothing but a model's config.json: the same folder for the same config."""
 
-    def written(config: dict[str, Any]) -> str:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        return str(tmp_path)
+    @cache
+    def written(text: str) -> str:
+        path = tmp_path_factory.mktemp("model")
+        (path / "config.json").write_text(text)
+        return str(path)
 
-    return written
+    return lambda config: written(json.dumps(config))
 
 
 def planned(*overrides: str, recipe: str = "grpo") -> RunPlan:
