@@ -217,11 +217,22 @@ def test_every_function_on_the_way_of_an_experience_is_there() -> None:
     assert [(file, name) for file, name in stages if name not in defined_in(PACKAGE / file)] == []
 
 
+def test_every_name_that_the_page_looks_up_in_a_file_is_there() -> None:
+    places = re.findall(r"`([\w.]+)`\s+in\s+`([\w/]+\.py)`", PAGE)
+    assert places
+    files = {file: next(folder / file for folder in (PACKAGE, ROOT) if (folder / file).is_file()) for _, file in places}
+    assert [(name, file) for name, file in places if name not in defined_in(files[file])] == []
+
+
 def defined_in(file: Path) -> set[str]:
-    """Functions of a module, and methods as `Class.method`."""
-    classes = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
-    methods = {f"{each.name}.{node.name}" for each in classes for node in each.body if isinstance(node, FUNCTIONS)}
-    return methods | {node.name for node in ast.parse(file.read_text()).body if isinstance(node, FUNCTIONS)}
+    """Functions, classes and constants of a module, and methods as `Class.method`."""
+    body = ast.parse(file.read_text()).body
+    classes = [node for node in body if isinstance(node, ast.ClassDef)]
+    names = {node.name for node in body if isinstance(node, FUNCTIONS | ast.ClassDef)}
+    names |= {f"{kind.name}.{node.name}" for kind in classes for node in kind.body if isinstance(node, FUNCTIONS)}
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
+    return names | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 SIDE_EFFECTS = (

@@ -1,5 +1,6 @@
 """Documentation: generated pages are up to date, files and links are there, commands can be run as they are written."""
 
+import ast
 import os
 import re
 import shlex
@@ -67,6 +68,19 @@ def test_files_that_contributing_names_are_there() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text()
     named = re.findall(r"(?:tests|docs|scripts|trinity_lightning)/[\w/.]*\w", page)
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
+    """A reader who meets a relative clause first has to read the sentence twice."""
+    openings = re.compile(r"\s*(Of|That|Those|What|Whether|Which)\b")
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = [
+        f"{path.relative_to(ROOT)}, line {getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
+        for path in sorted((ROOT / "trinity_lightning").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds) and openings.match(text := ast.get_docstring(node) or "")
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_the_tree_in_the_readme_is_the_tree() -> None:

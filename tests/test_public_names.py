@@ -39,14 +39,14 @@ PUBLIC = {
 
 
 @pytest.mark.parametrize("module", ["common.experience", "algorithm.add_strategy", "algorithm.policy_loss"])
-def test_a_star_imports_the_names_too_that_are_imported_on_use(module: str) -> None:
-    found: dict[str, object] = {}
-    exec(f"from trinity_lightning.{module} import *", found)
+def test_a_star_import_has_the_names_that_are_imported_on_use(module: str) -> None:
+    names: dict[str, object] = {}
+    exec(f"from trinity_lightning.{module} import *", names)
     parts = {"algorithm.add_strategy": "StepWiseGRPOStrategy GiGPOAddStrategy", "algorithm.policy_loss": "ppo sft dpo"}
-    assert [name for name in f"{PUBLIC[module]} {parts.get(module, '')}".split() if name not in found] == []
+    assert [name for name in f"{PUBLIC[module]} {parts.get(module, '')}".split() if name not in names] == []
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_what_is_promised_can_be_imported(module: str) -> None:
-    found = importlib.import_module(f"trinity_lightning.{module}")
-    assert [name for name in PUBLIC[module].split() if not hasattr(found, name)] == []
+def test_promised_names_can_be_imported(module: str) -> None:
+    imported = importlib.import_module(f"trinity_lightning.{module}")
+    assert [name for name in PUBLIC[module].split() if not hasattr(imported, name)] == []
