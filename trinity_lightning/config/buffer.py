@@ -209,7 +209,7 @@ class OperatorConfig(PartConfig):
 def operator_configs(group: Mapping[str, Any]) -> dict[str, OperatorConfig]:
     """The operators of {label: {name, args, on_error}}, in order; errors as `part_config`."""
     operators = {
-        label: part_config(f"operators.{label}", given, label, OperatorConfig) for label, given in group.items()
+        label: part_config(f"operators.{label}", entry, label, OperatorConfig) for label, entry in group.items()
     }
     for label, operator in operators.items():
         one_of("operator", operator.name, PARTS["experience operator"], with_paths=True)
@@ -217,11 +217,11 @@ def operator_configs(group: Mapping[str, Any]) -> dict[str, OperatorConfig]:
     return operators
 
 
-def on_error_of(label: str, given: OnError | str) -> OnError:
+def on_error_of(label: str, choice: OnError | str) -> OnError:
     """The consequence of a failure of the operator with this label; a ConfigError if it is unknown."""
-    if isinstance(given, OnError):
-        return given
-    return OnError(one_of(f"operators.{label}.on_error", given, [choice.value for choice in OnError]))
+    if isinstance(choice, OnError):
+        return choice
+    return OnError(one_of(f"operators.{label}.on_error", choice, [option.value for option in OnError]))
 
 
 # -- runs without rollouts ---------------------------------------------------------------------------------------------

@@ -66,15 +66,15 @@ class CriticConfig(Section, key="algorithm.critic"):
             )
 
 
-def critic_config(given: Any) -> CriticConfig:
+def critic_config(value: Any) -> CriticConfig:
     """The critic's section, from a mapping or as a copy of a section; errors as `Section`."""
-    if not isinstance(given, Mapping | CriticConfig):
+    if not isinstance(value, Mapping | CriticConfig):
         raise ConfigError(
-            f"algorithm.critic is {given!r}",
+            f"algorithm.critic is {value!r}",
             key="algorithm.critic",
             fix="give null or a mapping, such as {lr: 1.0e-4}",
         )
-    return section_of("algorithm.critic", CriticConfig, given)
+    return section_of("algorithm.critic", CriticConfig, value)
 
 
 def check_value_model(run: "TrainConfig") -> None:

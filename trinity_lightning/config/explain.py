@@ -191,12 +191,12 @@ def _explain_missing(path: str, there: Sequence[str] | None) -> str:
         )
     if not slash:
         return "there is no such file: leave out --config-name and --config-path, and choose a recipe by +recipe=NAME."
-    own = " Your own is FOLDER/recipe/NAME.yaml, with --config-dir FOLDER." if group == "recipe" else ""
+    hint = " Your own is FOLDER/recipe/NAME.yaml, with --config-dir FOLDER." if group == "recipe" else ""
     if group in ("engine", "workflow") and "." in name:
-        own = f" Your own goes by {group}.name={name}."
+        hint = f" Your own goes by {group}.name={name}."
     if group == "model":
-        own = " Your own goes by model=custom model.name=FOLDER, or a name of the hub."
-    return unknown_name(group, name, options(group) if there is None else there) + own
+        hint = " Your own goes by model=custom model.name=FOLDER, or a name of the hub."
+    return unknown_name(group, name, options(group) if there is None else there) + hint
 
 
 def _place(group: str, name: str, key: str) -> str:

@@ -38,9 +38,9 @@ class Section:
         if root:
             Section._root = cls
 
-    def __new__(cls, *_: Any, **given: Any) -> Self:
+    def __new__(cls, *_: Any, **keywords: Any) -> Self:
         known: Mapping[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
-        for name in given:
+        for name in keywords:
             if name not in known:
                 raise ConfigError(unknown_key(f"{cls._key}{name}", known), key=f"{cls._key}{name}")
         return super().__new__(cls)
@@ -94,14 +94,14 @@ def plain(section: Any) -> dict[str, Any]:
 S = TypeVar("S", bound=Section)
 
 
-def section_of(key: str, kind: type[S], given: S | Mapping[str, Any] | None) -> S:
+def section_of(key: str, kind: type[S], value: S | Mapping[str, Any] | None) -> S:
     """The section under a dotted key, from its values or as a copy of a section; checked in both cases.
 
     A copy is checked too, because a dataclass can be changed after it was made. Errors as `Section`.
     """
-    if isinstance(given, kind):
-        return _checked_copy(given)
-    return _section_from_values(key, kind, {} if given is None else given)
+    if isinstance(value, kind):
+        return _checked_copy(value)
+    return _section_from_values(key, kind, {} if value is None else value)
 
 
 def _checked_copy(section: T) -> T:
@@ -155,22 +155,22 @@ class PartConfig:
 P = TypeVar("P", bound=PartConfig)
 
 
-def part_config(key: str, given: Any, name: str | None = None, kind: type[P] = PartConfig) -> P:  # type: ignore[assignment]
+def part_config(key: str, value: Any, name: str | None = None, kind: type[P] = PartConfig) -> P:  # type: ignore[assignment]
     """The part under a key, which may be written as a part, a bare name, a mapping, or None.
 
     Args:
         key: the dotted key.
-        given: the part as it is written.
-        name: the part's name if `given` has none.
+        value: the part as it is written.
+        name: the part's name if `value` has none.
         kind: the dataclass to return.
 
     Raises:
         ConfigError: an unknown key, no name, or a value of the wrong kind.
     """
-    if isinstance(given, kind):
-        return given
+    if isinstance(value, kind):
+        return value
     known = [option.name for option in fields(kind)]
-    entry = {"name": given} if isinstance(given, str) else {} if given is None else given
+    entry = {"name": value} if isinstance(value, str) else {} if value is None else value
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{key} is {entry!r}", key=key, fix=f"give {{{', '.join(known)}}}, each of them optional")
     for option in entry:
@@ -195,7 +195,7 @@ def strategies(group: Mapping[str, Any]) -> dict[str, PartConfig]:
     Raises:
         ConfigError: as `part_config`, or an unknown strategy.
     """
-    parts = {label: part_config(f"add_strategy.{label}", given, label) for label, given in group.items()}
+    parts = {label: part_config(f"add_strategy.{label}", value, label) for label, value in group.items()}
     for part in parts.values():
         one_of("add_strategy", part.name, PARTS["add strategy"], with_paths=True)
     return parts
@@ -341,16 +341,16 @@ def _not_there(key: str, parent: Any) -> str:
 # -- a section from a mapping of a script or of a checkpoint -----------------------------------------------------------
 
 
-def _section_from_values(key: str, kind: type[S], given: Any) -> S:
+def _section_from_values(key: str, kind: type[S], value: Any) -> S:
     """The section under a dotted key, from these values; errors as `Section`, with this key."""
     names = tuple(option.name for option in fields(kind))  # type: ignore[arg-type]
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{key} is {given!r}", key=key, fix=f"give a mapping of {', '.join(names)}, or leave it out")
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key} is {value!r}", key=key, fix=f"give a mapping of {', '.join(names)}, or leave it out")
     tree = OmegaConf.create()
     OmegaConf.update(tree, key, schema_of(kind))
     section = OmegaConf.select(tree, key)
     try:
-        section.merge_with(given)
+        section.merge_with(value)
         return OmegaConf.to_object(section)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise ConfigError(sentence_of(error), key=key_of(error)) from error

@@ -62,9 +62,9 @@ def check_servers(run: "TrainConfig", can: Capabilities, trainer: Mapping[str, A
     for name, model in run.auxiliary_models.items():
         _check_auxiliary_model(f"auxiliary_models.{name}", model, here)
     started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "speculative", "args")
-    if run.engine.urls and (given := run.engine.changed(*started)):
+    if run.engine.urls and (ignored := run.engine.changed(*started)):
         raise ConfigError(
-            f"engine.urls names servers that run already, and engine.{given[0]} is for servers that are started here",
+            f"engine.urls names servers that run already, and engine.{ignored[0]} is for servers that are started here",
             key="engine.urls",
             fix="leave one of them out",
         )
@@ -141,7 +141,7 @@ def gpus_of_a_server(key: str, engine: EngineConfig, model: str = "", heads: int
     """
     if not engine.gpus:
         return 1
-    each, left = divmod(len(engine.gpus), engine.servers)
+    per_server, left = divmod(len(engine.gpus), engine.servers)
     if left:
         raise ConfigError(
             f"{key}.gpus ({len(engine.gpus)} of them) cannot be shared out evenly among engine.servers "
@@ -151,21 +151,21 @@ def gpus_of_a_server(key: str, engine: EngineConfig, model: str = "", heads: int
     sizes = {name: engine.args[name] for name in PARALLEL if name in engine.args}
     for name, size in sizes.items():
         whole_number(f"{key}.args.{name}", size, least=1)
-    if sizes and math.prod(sizes.values()) != each:
+    if sizes and math.prod(sizes.values()) != per_server:
         asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(
             f"{key}.args ({asked}) spread a server over {math.prod(sizes.values())} GPUs, and {key}.gpus gives each "
-            f"{each}",
+            f"{per_server}",
             key=f"{key}.args",
-            fix=f"leave them out for tensor_parallel_size={each}, or give as many",
+            fix=f"leave them out for tensor_parallel_size={per_server}, or give as many",
         )
-    if heads % (split := sizes.get("tensor_parallel_size", 1 if sizes else each)):
+    if heads % (split := sizes.get("tensor_parallel_size", 1 if sizes else per_server)):
         raise ConfigError(
-            f"{key}.gpus gives a server {each} GPUs, and the {heads} heads of {model} cannot be split over {split}",
+            f"{key}.gpus gives a server {per_server} GPUs, and the {heads} heads of {model} cannot be split over {split}",
             key=f"{key}.gpus",
             fix=f"give a number that divides them{', or more servers (engine.servers)' if key == 'engine' else ''}",
         )
-    return each
+    return per_server
 
 
 def check_gpus_apart(key: str, gpus: Sequence[int], training: int, there: int) -> None:

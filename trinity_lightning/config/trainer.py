@@ -304,11 +304,11 @@ def check_shards(run: "TrainConfig", trainer: Mapping[str, Any]) -> None:
         )
 
 
-def check_distributed_checkpoint(given: Any) -> None:
+def check_distributed_checkpoint(value: Any) -> None:
     """Refuse anything but true, false and auto; a ConfigError."""
-    if given != AUTO and not isinstance(given, bool):
+    if value != AUTO and not isinstance(value, bool):
         raise ConfigError(
-            f"trainer.strategy.save_distributed_checkpoint is {given!r}",
+            f"trainer.strategy.save_distributed_checkpoint is {value!r}",
             key="trainer.strategy.save_distributed_checkpoint",
             fix=f"give true, false or {AUTO}",
         )

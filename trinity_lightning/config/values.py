@@ -96,8 +96,8 @@ def one_of(key: str, value: T, names: Collection[str], *, with_paths: bool = Fal
     is_path = with_paths and isinstance(value, str) and "." in value
     if (optional and value is None) or is_path or (isinstance(value, str) and value in names):
         return value
-    own = " Your own goes by its dotted path." if with_paths else ""
-    raise ConfigError(unknown_name(key, value, names) + own, key=key)
+    hint = " Your own goes by its dotted path." if with_paths else ""
+    raise ConfigError(unknown_name(key, value, names) + hint, key=key)
 
 
 def numbered(names: Sequence[str]) -> list[str]:
