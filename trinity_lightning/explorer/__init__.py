@@ -1,7 +1,7 @@
 """Distributes tasks to runners, whose workflows turn them into experiences.
 
-The names below are imported when they are first asked for: `explorer.rewards` and `explorer.tasks` check the
-configuration before torch is imported, and the processes of `explorer.reward_workers` need no torch at all.
+The names below are imported at their first use, because two users of this package do without torch: the checks of a
+configuration (`explorer.rewards`, `explorer.tasks`), and the processes of `explorer.reward_workers`.
 """
 
 import importlib

@@ -11,7 +11,7 @@ from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import Status, summarize
 
 TIMES = ("time_per_task", "task_run_time")  # metrics of a chunk, in seconds
-Work = asyncio.Task[tuple[Status, list[Experience], int]]  # a runner's, on a chunk
+Work = asyncio.Task[tuple[Status, list[Experience], int]]  # the run of a chunk by a runner
 _STEP = re.compile(r"[0-9]+")
 
 
@@ -47,12 +47,12 @@ class ScheduledTask:
 
     @property
     def is_train(self) -> bool:
-        """True if it is trained on, and not evaluated on."""
+        """True for a task to train on, False for one to evaluate on."""
         return not (self.task.is_eval or self.batch.is_eval)
 
     @property
     def is_unfinished(self) -> bool:
-        """True while its result is wanted and not there; a task that was given up is not unfinished."""
+        """True while the result is awaited: False once the task is finished, or given up."""
         return self in self.batch.unfinished
 
     def take(self, chunk: Chunk, status: Status, experiences: list[Experience]) -> None:
@@ -92,11 +92,12 @@ class Batch:
         finished = sorted(self.finished, key=lambda scheduled: int(scheduled.task.task_id))
         self.finished.clear()
         results = [scheduled.merged() for scheduled in finished]
-        return [status for status, _ in results], [one for _, experiences in results for one in experiences]
+        experiences = [experience for _, experiences in results for experience in experiences]
+        return [status for status, _ in results], experiences
 
 
 def order_of(batch_id: int | str) -> tuple[int, bool]:
-    """A batch's step, and True for an evaluation: lower steps come first, evaluations last within a step.
+    """The sort key of a batch: its step, and True for an evaluation, which comes last within a step.
 
     Raises:
         ValueError: neither an int nor a string that starts with one ("123/my_task").

@@ -1,7 +1,7 @@
 """Runs the explorer inside Lightning: fills the buffer before an epoch, syncs and evaluates after it.
 
-All decisions follow from state (the explore step in the buffer, the weights of the engines), never from the hooks that
-ran: a resumed run may skip some of them.
+All decisions follow from state (the explore step in the buffer, the weights of the engines), and not from the hooks
+that were called, because a resumed run may skip some hooks.
 """
 
 import copy
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 class ExplorerCallback(StopCheckpoint):
     """Runs an `Explorer` inside `Trainer.fit`: one explore step an epoch.
 
-    A run that ends early is saved, as by every `StopCheckpoint`, while the engines are still up.
+    A run that ends early is saved while the engines are still up; see `StopCheckpoint`.
 
     Args:
         explorer: the explorer to run.
-        synchronizer: settings of the weight syncs and their checks; a mapping of its values, too.
+        synchronizer: settings of the weight syncs and their checks, or a mapping of their values.
         folder, command: see `StopCheckpoint`.
         watcher: is shown the run while it goes on.
         offload: True: masters and moments are in the host's memory while the engines generate.
@@ -95,7 +95,7 @@ class ExplorerCallback(StopCheckpoint):
             self._forget(trainer)
 
     def _forget(self, trainer: L.Trainer) -> None:
-        """Forget what the fit of another Trainer left here. A checkpoint is loaded later."""
+        """Forget the state that the fit of another Trainer left here. A checkpoint is loaded later."""
         self.explorer.restart()
         data_of(trainer).storage.clear()
         self.metrics = {}
@@ -109,7 +109,7 @@ class ExplorerCallback(StopCheckpoint):
         Raises:
             ModelLoadError, ConfigError: the policy cannot be trained; raised before an engine is loaded.
         """
-        # vLLM's process group of one makes Lightning believe in several devices, and give advice for these.
+        # Because of vLLM's process group, which has one process, Lightning gives advice for several devices.
         warnings.filterwarnings("ignore", ".*sync_dist=True.*")
         policy, data = policy_of(pl_module), data_of(trainer)
         policy.check_trainable()
@@ -139,11 +139,11 @@ class ExplorerCallback(StopCheckpoint):
 
     @property
     def has_rollouts(self) -> bool:  # type: ignore[override]
-        """True if a whole step of rollouts is there that was not trained on yet."""
+        """True if the rollouts of a whole step are ready and were not trained on yet."""
         return bool(self._pending.metrics)
 
     def settle(self) -> None:
-        """Wait for rollouts in flight, for a while."""
+        """Wait for rollouts in flight, for a limited time; see `TrainingRollouts.settle_shortly`."""
         if self._running is not None:
             self._running.settle_shortly(self.ctrl_c)
 
@@ -161,7 +161,7 @@ class ExplorerCallback(StopCheckpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate the untrained policy, then fill: Lightning may skip `on_train_epoch_start` when it resumes."""
         super().on_train_start(trainer, pl_module)
-        self._end_step(trainer)  # of the step before, if the run stopped within it
+        self._end_step(trainer)  # the end of the previous step, if the run stopped within it
         if self.explorer.step == 0 and self.explorer.config.eval_on_startup and self.explorer.evaluates:
             self._evaluate(trainer, trained=0, row=0)
         self._fill(trainer)
@@ -173,13 +173,13 @@ class ExplorerCallback(StopCheckpoint):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Measure the step up to here: it ends with its last item."""
+        """Measure the duration of the step so far; the step ends with its last item."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self.metrics["time/step"] = time.perf_counter() - self._step_began
         self._watcher.keep_metrics(self.metrics)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Evaluate if it is due: after the sync and before ModelCheckpoint, so that both have the same weights."""
+        """Evaluate if an evaluation is due. ModelCheckpoint saves afterwards, so that it has the evaluated weights."""
         log_row(trainer.loggers, {"time/step": self.metrics["time/step"]}, step_of(trainer), last_row(trainer))
         self._end_step(trainer)
         let_monitor(trainer, pl_module, self.metrics)
@@ -187,13 +187,13 @@ class ExplorerCallback(StopCheckpoint):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Evaluate the last step, if a resumed run had nothing else left to do.
 
-        Lightning restores its loops after `on_fit_start`: only now is it known that there is no training. It has moved
-        the policy to the CPU by now.
+        Lightning restores its loops after `on_fit_start`, so that only this hook knows that there is no training. By
+        now Lightning has moved the policy to the CPU.
         """
         if trainer.strategy.broadcast(self._ended < epochs_of(trainer).processed):
             trainer.strategy.model_to_device()
             self._end_step(trainer)
-            trainer.strategy.barrier()  # the others may be asked for their shares of the weights until here
+            trainer.strategy.barrier()  # until here, other ranks may be asked for their shares of the weights
             trainer.strategy.teardown()  # again: the policy moves to the host
 
     def _fill(self, trainer: L.Trainer) -> None:
@@ -204,7 +204,7 @@ class ExplorerCallback(StopCheckpoint):
         if self._step == step:
             return
         self._step_began = time.perf_counter()
-        handed_over = data_of(trainer).storage.batch == step  # of a run that is resumed within a step
+        handed_over = data_of(trainer).storage.batch == step  # True if the run is resumed within the step
         if not handed_over:
             self.metrics = rollouts.obtain(step, trainer.global_step, data_of(trainer).storage.is_ready)
         rollouts.trainers_turn()
@@ -228,7 +228,7 @@ class ExplorerCallback(StopCheckpoint):
         self.metrics |= self._pending.metrics.pop(step) | {"time/prepare": time.perf_counter() - start}
         lag = self._versions.at(trainer.global_step) - self.metrics["sample/model_version/mean"]
         self.metrics["sample/lag/mean"] = lag
-        data.storage.advance(step, columns)  # last: an error before it finds the step still ready
+        data.storage.advance(step, columns)  # last, so that after an error the step is still ready
 
     def _end_step(self, trainer: L.Trainer) -> None:
         """Evaluate at the end of a step, if it is due and not done yet."""
@@ -254,9 +254,9 @@ class ExplorerCallback(StopCheckpoint):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps done, the taskset's cursor, and the metrics; rollouts in flight are waited for.
+        """The state of explorer, weight syncs and metrics, after the end of rollouts in flight.
 
-        Lightning asks for this state before the state of the DataModule, whose buffer then holds those rollouts too.
+        Lightning asks for this state before that of the DataModule, whose buffer then holds these rollouts too.
         """
         if self._running is not None:
             self._running.settle()
@@ -264,7 +264,7 @@ class ExplorerCallback(StopCheckpoint):
         return {
             "drill_scale": sync.pop("drill_scale"),
             "sync": sync,
-            # A resumed run does rollouts again that are not whole, with the weights that they had.
+            # A resumed run repeats the rollouts of an unfinished step, with the weights that they had.
             "explorer": self.explorer.state_dict(with_weights=self.explorer.step < self._pending.target),
             "ended": self._ended,
             "metrics": dict(self.metrics),
@@ -288,8 +288,8 @@ class ExplorerCallback(StopCheckpoint):
 
 def let_monitor(trainer: L.Trainer, pl_module: L.LightningModule, metrics: dict[str, float]) -> None:
     """Let ModelCheckpoint and EarlyStopping see the metrics of rank 0; the loggers have them already."""
-    of_rank_0 = trainer.strategy.broadcast(metrics)
-    pl_module.log_dict(of_rank_0, on_step=False, on_epoch=True, logger=False, batch_size=1)
+    metrics = trainer.strategy.broadcast(metrics)
+    pl_module.log_dict(metrics, on_step=False, on_epoch=True, logger=False, batch_size=1)
 
 
 def data_of(trainer: L.Trainer) -> ExperienceDataModule:

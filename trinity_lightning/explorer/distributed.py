@@ -27,8 +27,9 @@ from trinity_lightning.sync.stream import Sender, Shape, WeightStream, parameter
 
 logger = logging.getLogger(__name__)
 
+# Names of the calls and exchanges between ranks, for messages too.
 ENGINES, TAKE, WEIGHT, TAKEN = "engines", "take_weights", "a weight for engines", "weights in all engines"
-LOOK_SECONDS = 0.005  # between two looks of a waiting rank for rank 0, which may have arrived or have requests
+LOOK_SECONDS = 0.005  # limit for one wait for requests of rank 0, after which a rank looks if rank 0 has arrived
 
 # -- ranks other than 0 ------------------------------------------------------------------------------------------------
 
@@ -50,7 +51,7 @@ class ExplorerFollower(L.Callback):
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Wait without a limit until the step is rolled out, and help to prepare it, unless a checkpoint had it."""
+        """Wait without a limit until the step is rolled out, and help to prepare it, unless a checkpoint held it."""
         data, step = data_of(trainer), step_of(trainer)
         if self._step == step:
             return
@@ -75,24 +76,28 @@ class ExplorerFollower(L.Callback):
 
 
 class RankWeights(Sender):
-    """Gives all engines, those of rank 0 and of the others, the same weights at once; see `PolicyEngines.group`.
+    """Sends the same weights from rank 0 to the engines of all ranks at once; see `PolicyEngines.group`.
 
-    It is on rank 0. Each tensor goes to the other ranks when rank 0's own engine reads it, by the connection of
-    gradients.
+    A tensor is broadcast to the other ranks when the engine of rank 0 reads it, by the connection that gradients use.
+
+    Args:
+        engine: the engine of rank 0.
+        others: the engines of the other ranks.
+        ranks: the connection to the other ranks.
     """
 
-    def __init__(self, own: Engine, others: Sequence[RankEngine], ranks: Ranks) -> None:
-        self._own, self._others, self.ranks = own, others, ranks
+    def __init__(self, engine: Engine, others: Sequence[RankEngine], ranks: Ranks) -> None:
+        self._engine, self._others, self.ranks = engine, others, ranks
 
     async def send(self, stream: WeightStream, version: int) -> None:
         """Give the weights to all engines; RankError: the engine of another rank did not take them."""
         handed_out = replace(stream, tensors=partial(self._handed_out, stream, version))
-        await self._own.sync_weights(handed_out, version)
+        await self._engine.sync_weights(handed_out, version)
         for engine in self._others:
             engine.took(version)
 
     def _handed_out(self, stream: WeightStream, version: int) -> Iterator[tuple[str, Tensor]]:
-        shared = self._own.capabilities.shares_weights  # every rank has the weights that are trained
+        shared = self._engine.capabilities.shares_weights  # then each engine has the weights that its rank trains
         self.ranks.call(TAKE, version, None if shared else dict(stream.shapes))
         for name, tensor in stream:
             if not shared:
@@ -111,10 +116,10 @@ def _spread(tensor: Tensor, name: str, ranks: Ranks) -> None:
 # -- engines of all ranks: rank 0, which drives them -------------------------------------------------------------------
 
 
-def with_rank_engines(own: Engine, config: TrainConfig) -> list[Engine]:
-    """Rank 0's own engine, and those of the other ranks."""
+def with_rank_engines(engine: Engine, config: TrainConfig) -> list[Engine]:
+    """The engine of rank 0, and those of the other ranks."""
     others = range(1, processes_of(config.trainer))
-    return [own, *(RankEngine(rank, config.model.name, config.engine, own.capabilities) for rank in others)]
+    return [engine, *(RankEngine(rank, config.model.name, config.engine, engine.capabilities) for rank in others)]
 
 
 class RankEngines(L.Callback):
@@ -125,14 +130,14 @@ class RankEngines(L.Callback):
         self._config = config
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give the others the engine's settings, planned or not, and learn where they listen."""
+        """Give the other ranks the engine's settings, and learn the sockets on which they listen."""
         ranks: Any = ranks_of(trainer)
-        own, *models = self._explorer.engines.models
+        first, *models = self._explorer.engines.models
         others = [model for model in models if isinstance(model, RankEngine)]
         if not others:
             return
         ranks.exchange(self._config, at=ENGINES)
-        self._explorer.engines.group = RankWeights(own, others, ranks)
+        self._explorer.engines.group = RankWeights(first, others, ranks)
         for engine, engine.path in zip(others, ranks.exchange(None, at=ENGINES)[1:], strict=True):
             engine.limit = ranks.timeout.total_seconds()
 
@@ -141,10 +146,10 @@ class RankEngines(L.Callback):
 
 
 class EngineFollower(ExplorerFollower):
-    """An ExplorerFollower with an engine, which computes for rank 0 on the main thread whenever this waits for rank 0.
+    """An ExplorerFollower with an engine, which computes on the main thread while this rank waits for rank 0.
 
     Args:
-        make: makes the engine of its settings.
+        make: returns an engine with the settings that it is given.
     """
 
     def __init__(self, make: Callable[[EngineConfig], Engine]) -> None:
@@ -159,7 +164,14 @@ class EngineFollower(ExplorerFollower):
         self.listen(engine, ranks, policy_of(pl_module).policy, trainer.strategy.root_device)
 
     def listen(self, engine: Engine, ranks: Ranks, model: Any, device: torch.device) -> None:
-        """Listen to rank 0, and tell it where; `model` is the policy, and `device` the device that it is trained on."""
+        """Listen on a socket, and tell rank 0 its path.
+
+        Args:
+            engine: this rank's engine.
+            ranks: the connection to the other ranks.
+            model: the policy.
+            device: the device that the policy is trained on.
+        """
         self._engine, self._ranks, self._model, self._device = engine, ranks, model, device
         engine.bind(model)
         self._answers = EngineAnswers(engine)
@@ -196,7 +208,7 @@ class EngineFollower(ExplorerFollower):
         self._driver.pump(LOOK_SECONDS)
 
     async def _beats(self) -> None:
-        """Tell rank 0 again and again that this rank is alive: a step of the engine may outlast SILENT_SECONDS."""
+        """Tell rank 0 at intervals that this rank is alive: a step of the engine may outlast SILENT_SECONDS."""
         while True:
             await asyncio.to_thread(self._ranks.beat)
             await asyncio.sleep(BEAT_SECONDS)
@@ -212,16 +224,16 @@ class EngineFollower(ExplorerFollower):
         stream = parameter_stream(self._model)
         if shapes is not None:
             stream = WeightStream(shapes, partial(self._received, shapes), self._device)
-        self._ranks.meanwhile = None  # the engine waits for tensors, and cannot do anything else
+        self._ranks.meanwhile = None  # the engine waits for tensors, and cannot compute
         self._driver.run(self._engine.sync_weights(stream, version))
         self._ranks.meanwhile = self._compute
         self._ranks.exchange(None, patient=True, at=TAKEN)
 
     def _received(self, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
         for _ in shapes:
-            handed_in: list[Any] = self._ranks.exchange(None, patient=True, at=WEIGHT)
-            name, dtype, kind = handed_in[0]
-            device = self._device if kind == self._device.type else torch.device(kind)
+            messages: list[Any] = self._ranks.exchange(None, patient=True, at=WEIGHT)
+            name, dtype, device_type = messages[0]
+            device = self._device if device_type == self._device.type else torch.device(device_type)
             tensor = torch.empty(shapes[name], dtype=dtype, device=device)
             _spread(tensor, name, self._ranks)
             yield name, tensor

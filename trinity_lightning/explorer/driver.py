@@ -26,17 +26,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SIGNAL_CHECK_SECONDS = 0.5
-CANCEL_SECONDS = 30.0
-END_SECONDS = 30.0  # for runners and engines to end
-BLOCKED_SECONDS = 5.0  # a loop that is silent for longer at the end is left to itself
-WARN_SECONDS = 10.0
-# After so many turns of the loop without a new request, none is about to come. A turn is waited for this long.
-QUIET_TURNS = 3
-TURN_SECONDS = 0.01
-# Longest time that a thread keeps the interpreter while another one waits for it; Python's default is 5 ms. The main
-# thread asks for the interpreter at every operation of torch. Beside a reward that computes in Python it waited 5 ms
-# each time: a training step of 0.95 s took 8.9 s. With 0.1 ms it takes 3.3 s. The reward is no slower, and a run whose
-# rewards do not compute is as fast as before.
+CANCEL_SECONDS = 30.0  # limit for the clean-up of a cancelled coroutine
+END_SECONDS = 30.0  # limit for the end of runners and engines
+BLOCKED_SECONDS = 5.0  # at the end of a run, a loop that is silent for longer is left to itself
+WARN_SECONDS = 10.0  # a loop that is silent for longer is logged
+QUIET_TURNS = 3  # turns of the loop without a new request, after which none is about to come
+TURN_SECONDS = 0.01  # limit of the wait for one turn
+# Longest time that a thread keeps the interpreter while another thread waits for it; Python's default is 5 ms. The main
+# thread asks for the interpreter at every operation of torch. While a reward computed in Python, the main thread waited
+# 5 ms each time: a training step of 0.95 s took 8.9 s. With 0.1 ms it takes 3.3 s. The reward is no slower, and a run
+# whose rewards do not compute is as fast as before.
 SWITCH_SECONDS = 1e-4
 
 
@@ -77,9 +76,9 @@ class Driver:
             self.limit_blocking(BLOCKED_SECONDS)
 
     def call_later(self, function: Callable[[], None]) -> None:
-        """Have the main thread call this function once its present or next wait has a result; any thread may ask.
+        """Have the main thread call a function after its present or next successful wait; any thread may ask for it.
 
-        `close` makes the calls that are left. No call is made while another error is on its way, so that none hides it.
+        `close` makes the remaining calls. No call is made while an error is raised, so that a call cannot hide it.
         """
         self._later.append(function)
 
@@ -138,7 +137,7 @@ class Driver:
         task.report()
 
     def end(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine that ends things, for at most `END_SECONDS`; give it up at once if the loop is blocked."""
+        """Run a coroutine that cleans up, for at most `END_SECONDS`; give it up at once if the loop is blocked."""
         task = self.start(coroutine)
         if self._pump_until(task, time.monotonic() + END_SECONDS):
             self._run_commands()
@@ -146,7 +145,7 @@ class Driver:
         elif self._is_stuck():
             logger.warning("the event loop is blocked: what runs on it ends with the process.")
         else:
-            logger.warning("what ends the run was not done within %g s, and is cancelled.", END_SECONDS)
+            logger.warning("the clean-up of the run did not end within %g s, and is cancelled.", END_SECONDS)
             self.cancel(task)
 
     def close(self) -> None:
@@ -166,15 +165,15 @@ class Driver:
         self._make_calls()
 
     def _serve(self) -> None:
-        """Run the loop until `close`, then close it here: a workflow may hold this thread for longer than `close`."""
+        """Run the loop until `close`, and close it on this thread, which a workflow may hold beyond `close`."""
         compute_on_one_thread()
         try:
             self._loop.run_forever()
-            left = asyncio.all_tasks(self._loop)  # begun while the loop was blocked
-            for task in left:
+            late_tasks = asyncio.all_tasks(self._loop)  # begun while the loop was blocked
+            for task in late_tasks:
                 task.cancel()
-            if left:
-                self._loop.run_until_complete(asyncio.wait(left, timeout=CANCEL_SECONDS))
+            if late_tasks:
+                self._loop.run_until_complete(asyncio.wait(late_tasks, timeout=CANCEL_SECONDS))
         finally:
             self._loop.close()
 
@@ -187,23 +186,23 @@ class Driver:
             self._wake.wait(seconds)
 
     def _collect(self) -> None:
-        """Once a request has come, take in all others that the loop is about to make.
+        """Take in posted requests; after the first one, wait for all others that the loop is about to make.
 
-        Requests of one step round together. Which ones they are must not depend on the quicker thread: the same seed
-        has to give the same bits.
+        An engine computes the requests of one step together, and their rounding depends on one another. So the set must
+        not depend on which thread is quicker: the same seed has to give the same bits.
         """
         quiet = 0 if self._run_commands() else QUIET_TURNS
         while quiet < QUIET_TURNS and self._turn():
             quiet = 0 if self._run_commands() else quiet + 1
 
     def _turn(self) -> bool:
-        """Let the loop run what is ready; False if it takes long, as a reward may: engines do not wait for that."""
+        """Let the loop make one turn; False if the turn takes long, as in a reward: engines do not wait for it."""
         turned = threading.Event()
         self._loop.call_soon_threadsafe(turned.set)
         return turned.wait(TURN_SECONDS)
 
     def _pump_until(self, task: "LoopTask[Any]", deadline: float) -> bool:
-        """Pump until the task is done; False if it is not by then, or if the loop is blocked."""
+        """Pump until the task is done; False if it is not done at the deadline, or if the loop is blocked."""
         while not task.done:
             self.pump(SIGNAL_CHECK_SECONDS, task)
             if not task.done and (time.monotonic() > deadline or self._is_stuck()):
@@ -252,11 +251,11 @@ class LoopTask(Generic[T]):
 
     @property
     def succeeded(self) -> bool:
-        """True if there is a result, even if the task was to be cancelled."""
+        """True if there is a result, even if `cancel` was called."""
         return self.done and not self._task.cancelled() and self._task.exception() is None
 
     def report(self) -> None:
-        """Log the coroutine's error, if any: nobody waits for it, another exception is on its way to the caller."""
+        """Log the coroutine's error, if any: the caller gets another exception, so that nobody waits for this one."""
         if not self._task.cancelled() and (error := self._task.exception()) is not None:
             logger.warning("a coroutine that was given up failed: %s: %s", type(error).__name__, error)
 
@@ -273,9 +272,9 @@ class LoopWatch:
     """Checks that a loop in another thread still answers.
 
     Attributes:
-        warn_after: after so many seconds without an answer the stack of the loop's thread is logged, once.
-        fail_after: seconds for which anything may block the loop.
-        why: the reason for `fail_after`, in words.
+        warn_after: seconds without an answer after which the stack of the loop's thread is logged, once.
+        fail_after: seconds for which a callback may block the loop.
+        why: the origin of `fail_after`, in words.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
@@ -288,14 +287,14 @@ class LoopWatch:
         self._warned = False
 
     def silent(self) -> float:
-        """Seconds for which the loop has owed an answer. Once it has answered, it is asked again."""
+        """Seconds since the loop was asked and has not answered. If it has answered, it is asked anew."""
         if self._answered:
             self._asked, self._answered, self._warned = time.monotonic(), False, False
             self._loop.call_soon_threadsafe(setattr, self, "_answered", True)
         return time.monotonic() - self._asked
 
     def check(self) -> None:
-        """Log a loop that has been silent for long; WorkflowBlockedError: something has blocked it for too long."""
+        """Log a loop after `warn_after` silent seconds; WorkflowBlockedError: it was blocked for `fail_after`."""
         silent = self.silent()
         if not self._warned and silent > self.warn_after:
             self._warned = True
@@ -307,13 +306,13 @@ class LoopWatch:
 def blocker_of(thread: threading.Thread) -> str | None:
     """The innermost line of the user's code that the thread's loop runs, and its workflow; None while the loop waits.
 
-    Without a line of the user's, the innermost line of a library.
+    If no code of the user is running, the innermost line of a library.
     """
     frames = list(_running(thread))
     users = [frame for frame in frames if not of_a_library(frame.f_code.co_filename)]
     line = next((_line(frame) for frame in users or frames), None)
-    methods_of = (frame.f_locals.get("self") for frame in frames)
-    workflow = next((f" (workflow '{type(one).__name__}')" for one in methods_of if isinstance(one, Workflow)), "")
+    owners = (frame.f_locals.get("self") for frame in frames)  # of the methods that run
+    workflow = next((f" (workflow '{type(owner).__name__}')" for owner in owners if isinstance(owner, Workflow)), "")
     return None if line is None else line + workflow
 
 
@@ -324,9 +323,12 @@ def log_block(thread: threading.Thread, seconds: float) -> None:
 
 
 def refuse_block(thread: threading.Thread, seconds: float, why: str) -> None:
-    """WorkflowBlockedError if anything has blocked the thread's loop for so many seconds; `why` is the limit's reason.
+    """Raise a WorkflowBlockedError, unless the thread's loop only waits for something to do.
 
-    A loop that waits for something to do is not blocked.
+    Args:
+        thread: the loop's thread.
+        seconds: seconds for which the loop has been silent.
+        why: the origin of the limit that is exceeded, in words.
     """
     if (blocker := blocker_of(thread)) is not None:
         raise WorkflowBlockedError(

@@ -1,4 +1,4 @@
-"""Runs explore steps, evaluations and weight syncs: asynchronous, and without Lightning."""
+"""Runs explore steps, evaluations and weight syncs, asynchronously and without Lightning."""
 
 import asyncio
 import copy
@@ -32,7 +32,7 @@ from trinity_lightning.sync.stream import WeightStream
 
 logger = logging.getLogger(__name__)
 
-EVALUATIONS = 10  # of a run, by eval_interval=null
+EVALUATIONS = 10  # number of evaluations of a run if eval_interval is null
 NAMED_TASKS = 50  # task numbers that a message names
 _SHOWN = 3  # different errors of reward functions that a message shows
 
@@ -85,9 +85,9 @@ class StepRollouts:
     reward_solved: Mapping[str, float] | None = None
     experiences: list[Experience] = field(default_factory=list, init=False)
     _statuses: list[Status] = field(default_factory=list, init=False)
-    _unshaped: list[Experience] = field(default_factory=list, init=False)  # copies, whose rewards no operator shapes
+    _unshaped: list[Experience] = field(default_factory=list, init=False)  # copies, which operators do not change
     _refills: int = field(default=0, init=False)
-    _tried: int = field(default=0, init=False)
+    _tried: int = field(default=0, init=False)  # number of tasks run so far
     _seconds: float = field(default=0.0, init=False)
 
     @property
@@ -96,7 +96,7 @@ class StepRollouts:
         return self.config.batch_size
 
     async def begin(self) -> list[Experience] | None:
-        """Run the step's own tasks, and return their experiences; None: the taskset is exhausted.
+        """Run the first tasks of the step, and return their experiences; None: the taskset is exhausted.
 
         Raises:
             RolloutError: no task succeeded.
@@ -111,7 +111,7 @@ class StepRollouts:
     async def __call__(self, tasks: int) -> list[Experience]:
         """Run further tasks, and return their experiences; none if the limit is reached or the taskset exhausted.
 
-        A round whose tasks all failed counts, and is followed by the next.
+        If all tasks of a refill failed, it counts towards the limit, and the next refill begins.
         """
         while self._refills < self.config.max_refills:
             self._refills += 1
@@ -161,14 +161,14 @@ def report_tasks(label: str, statuses: Sequence[Status], tasks: int, nothing: bo
     for status in statuses:
         if not status.ok:
             kinds.setdefault(status.kind, []).append(status)
-    for alike in kinds.values():
-        names = listed([status.task_id for status in alike], NAMED_TASKS)
-        logger.warning("%s: %d of %d tasks failed (%s): %s", label, len(alike), tasks, names, alike[0].message)
+    for failed in kinds.values():
+        names = listed([status.task_id for status in failed], NAMED_TASKS)
+        logger.warning("%s: %d of %d tasks failed (%s): %s", label, len(failed), tasks, names, failed[0].message)
     if nothing:
-        _refuse_nothing(f"{label}: none of its {tasks} tasks gave an experience", statuses, cure)
+        _raise_without_experiences(f"{label}: none of its {tasks} tasks gave an experience", statuses, cure)
 
 
-def _refuse_nothing(message: str, statuses: Sequence[Status], cure: str) -> Never:
+def _raise_without_experiences(message: str, statuses: Sequence[Status], cure: str) -> Never:
     if statuses and all(status.fails_by_reward for status in statuses):
         errors = list(dict.fromkeys(error.partition(": ")[2] for status in statuses for error in status.errors))
         more = f"; and {len(errors) - _SHOWN} other errors" if len(errors) > _SHOWN else ""
@@ -186,7 +186,7 @@ class Explorer:
     """Runs the policy on tasks and hands the experiences to a sink.
 
     Args:
-        config: numbers of tasks, runners and retries, and when to sync and to evaluate; a mapping of its values, too.
+        config: the section `explorer`, or a mapping of its values.
         models: engines that hold the policy; tasks are spread over them.
         train: tasks to train on, `config.repeat_times` times each; None if there are only evaluations.
         evals: tasks to evaluate on.
@@ -199,9 +199,9 @@ class Explorer:
         solved: the criterion of pass@k in words, by evaluation taskset.
 
     Raises:
-        ConfigError: training rollouts would not be drawn from the policy's own distribution, two tasksets share a
-            name, a model is no `Engine`, an engine in this process should generate while the trainer trains
-            (sync_offset), or a reward function cannot be imported by other processes (reward_workers).
+        ConfigError: the sampling settings of training rollouts change the policy's distribution; two tasksets share a
+            name; a model is no `Engine`; sync_offset asks an engine in this process to generate while the trainer
+            trains; or the processes of reward_workers cannot import a reward function.
     """
 
     def __init__(
@@ -247,14 +247,14 @@ class Explorer:
     async def prepare(
         self, sink: Sink | None = None, weights: Callable[[], WeightStream] | None = None, watcher: Watcher = NOBODY
     ) -> None:
-        """Load or start the engines, ask endpoints for an answer, and start the runners.
+        """Load or start the engines, check that endpoints answer, and start the runners.
 
-        The needs of the runners are checked first: that takes seconds, and an engine may take minutes.
+        The requirements of the runners are checked first: the check takes seconds, and an engine may take minutes.
 
         Args:
             sink: takes the experiences; not needed for evaluations.
             weights: returns the trainer's present weights, for syncs.
-            watcher: is shown the experiences of every step and evaluation, and the number of tasks that have ended.
+            watcher: is shown the experiences of every step and evaluation, and the number of finished tasks.
         """
         self._sink, self.engines.source, self._watcher = sink, weights, watcher
         await self._scheduler.prepare()
@@ -262,16 +262,16 @@ class Explorer:
         await self._scheduler.start()
 
     async def shutdown(self) -> None:
-        """Stop the runners and free every engine, whatever errors others raise.
+        """Stop the runners and free every engine, even if some of them raise errors.
 
         The first error is raised at the end, the others are logged.
         """
-        # The runners first: they still talk to the engines.
+        # The runners first, because they still talk to the engines.
         ended = await asyncio.gather(self._leave(), self._scheduler.stop(), return_exceptions=True)
         freed = await asyncio.gather(*(model.shutdown() for model in self._engines()), return_exceptions=True)
         errors = [error for error in [*ended, *freed] if error is not None]
         for error in errors[1:]:
-            logger.warning("this did not end as it should either: %s: %s", type(error).__name__, error)
+            logger.warning("a further error while the run ended: %s: %s", type(error).__name__, error)
         if errors:
             raise errors[0]
 
@@ -327,7 +327,7 @@ class Explorer:
         return True
 
     def _restarted(self) -> dict[str, float]:
-        """Number of servers that died and were started again since the last call; empty without servers."""
+        """The metric of servers that died and were started again since the last call; empty without servers."""
         counts = [model.restarts for model in self._engines() if model.restarts is not None]
         before, self._restarts = self._restarts, sum(counts)
         return {"rollout/engine_restarts": float(self._restarts - before)} if counts else {}
@@ -339,7 +339,7 @@ class Explorer:
         return self._train
 
     async def _run(self, tasks: list[Task], batch: int | str) -> tuple[list[Status], list[Experience]]:
-        """Schedule a batch of tasks and wait for it, while progress is shown; `max_timeout` bounds each attempt."""
+        """Schedule a batch of tasks, and wait for it without a limit: `max_timeout` bounds each attempt."""
         done = itertools.count(1)
         self._watcher.show_tasks(batch, 0, len(tasks))
         self._scheduler.schedule(tasks, batch, lambda: self._watcher.show_tasks(batch, next(done), len(tasks)))
@@ -367,10 +367,10 @@ class Explorer:
         return done == steps or (interval > 0 and done % interval == 0)
 
     async def eval(self, step: int | None = None) -> dict[str, float]:
-        """Run every evaluation taskset once, with the weights that the engines have; metrics are `eval/<taskset>/...`.
+        """Run every evaluation taskset once with the engines' weights, and return metrics `eval/<taskset>/...`.
 
         Args:
-            step: the steps that these weights were trained for; None: the steps done.
+            step: number of steps that these weights were trained for; None: the steps done.
 
         Raises:
             RolloutError: no task of a taskset succeeded.
@@ -419,7 +419,7 @@ class Explorer:
     async def benchmark(
         self, checkpoints: Iterable[tuple[int, WeightStream]] | None = None
     ) -> dict[int, dict[str, float]]:
-        """Evaluate the present weights or, one after the other, those of checkpoints: metrics by explore step.
+        """Evaluate the present weights, or those of checkpoints one after the other, and return metrics by step.
 
         Args:
             checkpoints: explore step and weights of each checkpoint; None for the weights that the engines have.
@@ -442,7 +442,7 @@ class Explorer:
         """Give every engine the trainer's present weights.
 
         Args:
-            version: explore steps that they were trained for; None: the steps done, less the trainer's lag.
+            version: number of explore steps that the weights were trained for; None: the steps done less sync_offset.
         """
         start = time.perf_counter()
         await self.engines.sync(max(self.step - self.config.sync_offset, 0) if version is None else version)
@@ -454,13 +454,13 @@ class Explorer:
         master_port: int | None = None,
         state_dict_meta: Iterable[tuple[str, Any, Sequence[int]]] | None = None,
     ) -> None:
-        """Connect the trainer with every server by the method it was started for, NCCL or IPC, for all later syncs.
+        """Connect the trainer with every server for all later syncs, by the server's method: NCCL or IPC.
 
         Args:
-            master_address, master_port: not needed: NCCL finds its own, on the interface that NCCL_SOCKET_IFNAME names,
+            master_address, master_port: not used. NCCL chooses them, on the interface that NCCL_SOCKET_IFNAME names,
                 and IPC has none.
             state_dict_meta: name, dtype and shape of each weight that will be sent, to be checked now. The dtype is not
-                used: the engine's counts.
+                used, because weights are sent in the engine's dtype.
 
         Raises:
             ConfigError: an engine is no server that was started with `nccl` or `ipc`, or the trainer's weights are on a
@@ -472,10 +472,10 @@ class Explorer:
         await self.engines.join(shapes)
 
     async def get_weight(self, name: str) -> Tensor:
-        """The weight of that name that the engines were last given.
+        """The weight called `name`, as it was last sent to the engines.
 
-        With sync_interval 1 and sync_offset 0 no copy is kept: the trainer's present weight is returned, which is the
-        same until a training step changes it.
+        With sync_interval 1 and sync_offset 0 no copy is kept. Then the trainer's present weight is returned, which
+        equals the engines' until a training step changes it.
 
         Raises:
             KeyError: unknown name; the message has the nearest match.
@@ -486,19 +486,19 @@ class Explorer:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Count steps from 0 again, for another training; the taskset goes on from its present entry."""
+        """Set the number of steps to 0, for another training; the taskset goes on from its present entry."""
         self.step = 0
         self.engines.forget_restored()
 
     def state_dict(self, with_weights: bool = False) -> dict[str, Any]:
-        """Steps done, and the taskset's cursor after the last of them; a resumed run does a step under way again.
+        """The number of steps done, and the taskset's cursor after them; a resumed run repeats an unfinished step.
 
-        With sync_interval above 1 the state holds the engines' weights, too, for the steps until the next sync: the
-        trainer's have changed since.
+        With sync_interval above 1 the state also holds the engines' weights. The steps until the next sync need them,
+        because the trainer's weights have changed since.
 
         Args:
-            with_weights: True if a step is to be done again with the engines' weights: the state then holds them in any
-                case, if a copy is kept.
+            with_weights: True if a resumed run will repeat a step with the engines' weights. The state then holds them
+                for any sync_interval, if a copy is kept.
         """
         state = {"step": self.step, "taskset": self._cursor, "seed": self.config.seed}
         if self.config.sync_interval > 1 or with_weights:

@@ -25,11 +25,17 @@ FILE = "interrupted.ckpt"
 
 @dataclass
 class BeforeItem:
-    """The run's state before the present item: it goes back to this state if the item is not trained on whole."""
+    """The run's state before the present item, to which the run returns if the item is not trained on completely.
 
-    optimizer_steps: int = 0  # that had begun
-    loader_states: list[tuple[Any, Any]] = field(default_factory=list)  # loaders that cannot rewind, with their states
-    random_state: dict[str, Any] | None = None  # when the item began; None: no item is under way
+    Attributes:
+        optimizer_steps: number of optimizer steps begun before the item.
+        loader_states: loaders that cannot rewind, with their states.
+        random_state: states of the random generators when the item began; None: no item is under way.
+    """
+
+    optimizer_steps: int = 0
+    loader_states: list[tuple[Any, Any]] = field(default_factory=list)
+    random_state: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, trainer: Any) -> "BeforeItem":
@@ -61,14 +67,14 @@ class StopCheckpoint(L.Callback):
     """Writes a checkpoint when an error, Ctrl-C or SIGTERM ends training, and logs the command that resumes the run.
 
     The checkpoint holds whole items (optimizer batches) only. If the present item was not trained on, the resumed run
-    gets it again, with the random states that it began with. For that a loader goes back to the item by `rewind`, or
-    else to its state before the item. (Lightning reads one item ahead of a loader without a length: that one is not
-    handed out again.)
+    gets it again, with the random states that it began with. For that a loader returns to the item by `rewind`, or
+    else to its state before the item. (From a loader without a length Lightning reads one item in advance; that item
+    is not handed out again.)
 
-    Nothing is saved if an error comes before there is anything new, if an optimizer step itself was cut short, or at a
-    second Ctrl-C. An error while saving is logged, and the error that ended the run goes on.
+    Nothing is saved if an error comes before anything new was trained, if an optimizer step was cut short, or at a
+    second Ctrl-C. An error while saving is logged, and the error that ended the run is raised.
 
-    The first Ctrl-C is counted, and raised between two items, also while a loader waits for data there.
+    The first Ctrl-C is counted, and raised between two items, also while a loader waits for data.
 
     Args:
         folder: where the checkpoint goes; None: to the checkpoints of ModelCheckpoint.
@@ -98,7 +104,7 @@ class StopCheckpoint(L.Callback):
         self.ctrl_c.install()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note that there is a state worth saving from now on: the state of a resumed run is restored."""
+        """Allow saving from now on: the state of a resumed run is restored."""
         self._started = True
         loop = trainer.fit_loop
         epoch: Any = loop.epoch_progress.current
@@ -112,7 +118,7 @@ class StopCheckpoint(L.Callback):
         """The exception to end the run with, if it was asked to end, or if another of its processes failed or died."""
         if self.ctrl_c.count:
             return KeyboardInterrupt()
-        if trainer.received_sigterm:  # first: the other ranks know of it
+        if trainer.received_sigterm:  # before `failure`, because the other ranks end by this signal too
             return SIGTERMException()
         return ranks_of(trainer).failure()
 
@@ -143,7 +149,7 @@ class StopCheckpoint(L.Callback):
         """Wait for work beside the training, so that the checkpoint has it, too."""
 
     def _end(self) -> None:
-        self._started = False  # an error from here on, of a test say, leaves nothing to be saved
+        self._started = False  # a later error, such as one in `Trainer.test`, saves nothing
         self.ctrl_c.restore()
 
     @property
@@ -167,7 +173,7 @@ class CtrlC:
                 self._previous = previous
 
     def restore(self) -> None:
-        """Put the handler of before back; calling it twice is allowed."""
+        """Put the previous handler back; calling it twice is allowed."""
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
             self._previous = None
@@ -185,15 +191,15 @@ class CtrlC:
 
 
 def keep_sigterm() -> None:
-    """Install the handler of SIGTERM that Python knows again: Ray replaces it by one that ends the process at once."""
+    """Install Python's present handler of SIGTERM again: Ray replaces it by one that ends the process at once."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def save_stopped(trainer: Any, callback: StopCheckpoint) -> None:
-    """Write the checkpoint, unless there is nothing new in it, or the weights are not whole.
+    """Write the checkpoint, unless nothing new was trained, or an optimizer step was cut short.
 
-    An error is logged, not raised: another one is on its way.
+    An error is logged and not raised, because the error that ended the run is raised already.
     """
     folder = callback.folder or getattr(trainer.checkpoint_callback, "dirpath", None)
     if folder is None:
@@ -229,13 +235,13 @@ def _earlier(path: Path, command: str | None) -> str:
 
 
 def _cut_short(trainer: Any, before: BeforeItem) -> bool:
-    """True if the present item has begun to change the weights, and did not come to its end."""
+    """True if the present item has begun an optimizer step, and is not finished."""
     items = trainer.fit_loop.epoch_loop.batch_progress.current
     return items.processed < items.ready and optimizer_steps_begun(trainer) > before.optimizer_steps
 
 
 def _back_to_whole_items(trainer: Any, before: BeforeItem) -> None:
-    """Set Lightning's counters and the loaders back to the items that were trained on: a resumed run skips no other."""
+    """Set Lightning's counters and the loaders back to the items that were trained on, so that no other is skipped."""
     loop = trainer.fit_loop.epoch_loop
     epoch = trainer.fit_loop.epoch_progress
     items = loop.batch_progress
@@ -255,8 +261,8 @@ def _back_to_whole_items(trainer: Any, before: BeforeItem) -> None:
             epoch.increment_processed()
     if epoch.current.started == epoch.current.processed:
         items.reset_on_run()
-        # An epoch that was about to start is saved as not begun. Otherwise Lightning would go on with it, leave
-        # `current.ready` one behind, and take checkpoints at the ends of later epochs for unfinished epochs.
+        # An epoch that was about to start is saved as not begun. Otherwise Lightning would continue this epoch, leave
+        # `current.ready` one too low, and take checkpoints at the ends of later epochs for unfinished epochs.
         for count in (epoch.total, epoch.current):
             count.ready = count.started
     loop._batches_that_stepped = items.total.completed

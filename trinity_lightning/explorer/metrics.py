@@ -18,11 +18,11 @@ from trinity_lightning.common.runs import (
 from trinity_lightning.common.solved import Criterion, criterion_of, metrics_of
 from trinity_lightning.explorer.workflow_runner import Status, mean_metrics
 
-# -- An explore step --------------------------------------------------------------------------------------------------
+# -- an explore step --------------------------------------------------------------------------------------------------
 
 
 def valid_rewards(experiences: Sequence[Experience]) -> dict[str, list[float]]:
-    """Rewards of the runs by task, without those that are not finite; of several steps the last one's reward counts."""
+    """Finite rewards of the runs, by task; the reward of a run with several steps is that of its last step."""
     return {
         task: [reward for run in runs_of(group) if is_valid_reward(reward := last_step(run).reward)]
         for task, group in group_by(experiences, "task").items()
@@ -60,7 +60,10 @@ def pass_rates(
 
 
 def experience_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
-    """Rewards of the runs of an explore step, the share of groups (of several) with equal rewards, and lengths."""
+    """Rewards of the runs of an explore step, the share of groups with equal rewards, and lengths.
+
+    The share is left out if no group has several runs.
+    """
     groups = valid_rewards(experiences)
     rewards = [reward for group in groups.values() for reward in group]
     responses = [float(written_tokens(e)) for e in experiences]
@@ -103,10 +106,10 @@ def rollout_metrics(
     }
 
 
-# -- An evaluation: statistics over several rollouts of each task -----------------------------------------------------
+# -- an evaluation: statistics over several rollouts of each task -----------------------------------------------------
 
 
-_REWARD = ""  # a statistic of the reward has no name between the taskset and the statistic
+_REWARD = ""  # the reward's name among metrics: empty, since its statistics are called eval/<taskset>/<statistic>
 
 
 def evaluation_metrics(
@@ -117,12 +120,12 @@ def evaluation_metrics(
     - `mean@k` and `std@k`: mean and standard deviation (ddof 0) of a task's rollouts.
     - `best@m` and `worst@m`, for m = 2, 4, ... below k and for k: the expected best and worst of m of its rollouts
       (`expected_best`).
-    - `pass@m`, of the reward only: the share of tasks that one of m rollouts solves, if there is a criterion for that
-      (`criterion_of`).
+    - `pass@m`, of the reward only: the share of tasks that one of m rollouts solves, if there is a criterion for a
+      solved task (`criterion_of`).
 
     All are means over tasks. A rollout of several steps counts once: with the reward of its last step, as in training,
-    and the means of its metrics. A task that lost rollouts counts with the others; k is the number of the task that has
-    most. Values that are not finite are left out.
+    and the means of its metrics. A task that lost rollouts counts as much as the others; k is the largest number of
+    rollouts of a task. Values that are not finite are left out.
 
     Args:
         taskset: the taskset's name.
@@ -157,7 +160,7 @@ def evaluation_metrics(
 
 
 def _solved(runs: Sequence[Sequence[Run]], criterion: Criterion) -> list[list[float]]:
-    """1 for each run that solved its task and 0 for the others, by task; runs that do not tell are left out."""
+    """1 for each run that solved its task and 0 for others, by task; runs that cannot be judged are left out."""
     solved = [[criterion.solved(run) for run in runs_of_task] for runs_of_task in runs]
     known = [[float(value) for value in values if value is not None] for values in solved]
     return [values for values in known if values]

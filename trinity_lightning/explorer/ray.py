@@ -27,13 +27,13 @@ from trinity_lightning.explorer.workflows.workflow import resolve_workflow
 logger = logging.getLogger(__name__)
 
 PACKAGE = __name__.partition(".")[0]
-MAX_LOG_RECORDS = 1000  # of a worker; older records are dropped
+MAX_LOG_RECORDS = 1000  # newest log records that a worker keeps for its next answer
 # A worker imports torch first, on a machine that may be busy with the imports of all the others.
 START_SECONDS = 300.0
-# A worker that answers so much later than its limit (or than its clean-up, when cancelled) is replaced.
+# A worker that answers later than this after its limit (or, when cancelled, after its clean-up) is replaced.
 ANSWER_SECONDS = 10.0
 END_SECONDS = 1.0  # for a worker that is killed to end
-# Experiences larger than 100 kB travel through the object store, and leave it as soon as they were read.
+# Experiences larger than 100 kB pass through the object store, and leave it as soon as they are read.
 OBJECT_STORE_BYTES = 256 * 2**20
 CONNECT_SECONDS = 10.0  # for a cluster to answer at its address
 LOCAL_SETTINGS = {
@@ -42,8 +42,8 @@ LOCAL_SETTINGS = {
     "object_store_memory": OBJECT_STORE_BYTES,
     "_node_ip_address": "127.0.0.1",
 }
-# Settings of Ray and its processes. Nothing is sent to its makers. A cluster of this machine alone listens on the
-# loopback interface only: without the second variable, Ray turns 127.0.0.1 into the machine's address.
+# Settings of Ray and its processes. By the first, no usage statistics are sent. By the second, a cluster of this
+# machine alone listens on the loopback interface only: otherwise Ray turns 127.0.0.1 into the machine's address.
 LOCAL_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 # -- in the worker: a WorkflowRunner with its own copy of the models ---------------------------------------------------
@@ -67,14 +67,14 @@ class Answer:
 
 
 class RayWorker:
-    """The actor.
+    """The Ray actor, which runs a `WorkflowRunner` for a `RayRunner`.
 
     Args:
-        setup: a pickle of (config, rollout model, auxiliary models). As bytes it spares the long explanations that Ray
-            has for an object that cannot be pickled.
-        import_path: the import path of the program that started the worker; looked at last.
+        setup: a pickle of (config, rollout model, auxiliary models). It is made here and not by Ray, whose errors for
+            objects that cannot be pickled are very long.
+        import_path: the import path of the program that started the worker; it is searched last.
         runner_id: the runner's number, for messages.
-        log_level: lowest level of this library's log that is sent back; of other libraries, warnings are.
+        log_level: lowest level of this library's log records that are sent back. Other libraries' warnings are, too.
     """
 
     def __init__(self, setup: bytes, import_path: list[str], runner_id: int | None, log_level: int) -> None:
@@ -110,7 +110,7 @@ class RayWorker:
 
 
 class _Copy:
-    """A copy of a model that is told its version: weights are synced by the program that trains."""
+    """A copy of a model, whose version each request sets, because another process syncs the weights."""
 
     model_version = 0
 
@@ -132,7 +132,7 @@ class _Records(logging.Handler):
         self._records.append((record.name, record.levelno, self.format(record)))
 
     def take(self) -> list[tuple[str, int, str]]:
-        """Logger, level and text of each record, which are then forgotten."""
+        """Logger, level and text of each record; the records are then forgotten."""
         records = list(self._records)
         self._records.clear()
         return records
@@ -153,17 +153,17 @@ def portable(error: BaseException) -> BaseException:
 
 @dataclass(eq=False)
 class RayRunner(WorkflowRunner):
-    """A WorkflowRunner whose workflows run in a Ray actor; Ray must have been started (`RayRunners`).
+    """A WorkflowRunner whose workflows run in a Ray actor; `RayRunners` has to start Ray before.
 
     The actor has copies of the models: its requests go to the engine's server directly.
     """
 
-    # A worker that does not answer is replaced; its successor may have to start within the next attempt.
+    # A worker that does not answer is replaced; the new one may have to start within the next attempt.
     overrun: ClassVar[float] = ANSWER_SECONDS + END_SECONDS + START_SECONDS
 
     _actor: Any = field(default=None, init=False)
-    _pid: int | None = field(default=None, init=False)  # of the actor, once it is ready
-    _greeting: Any = field(default=None, init=False)  # reference to that number
+    _pid: int | None = field(default=None, init=False)  # process id of the actor, once it is ready
+    _pid_reference: Any = field(default=None, init=False)  # Ray's reference to the process id, from the start on
 
     def launch(self) -> None:
         """Begin to start the worker. ConfigError: a model cannot be sent to it; RolloutError: Ray does not run."""
@@ -177,23 +177,23 @@ class RayRunner(WorkflowRunner):
         # No CPU is reserved: the engine computes, and a machine holds as many runners as are asked for.
         options = {"num_cpus": 0, "scheduling_strategy": "SPREAD", "max_restarts": 0, "max_task_retries": 0}
         self._actor = _actor_class().options(**options).remote(setup, sys.path, self.runner_id, level)
-        self._pid, self._greeting = None, self._actor.ready.remote()
+        self._pid, self._pid_reference = None, self._actor.ready.remote()
 
     async def ready(self) -> None:
-        """Wait until the worker can take tasks; one that was replaced is started. RolloutError: it does not start."""
+        """Wait until the worker can take tasks, and start it if it was killed. RolloutError: it does not start."""
         from ray.exceptions import RayError
 
         if self._pid is not None:
             return
         if self._actor is None:
             self.launch()
-        greeting = _future(self._greeting)
-        await asyncio.wait([greeting], timeout=START_SECONDS)
-        if not greeting.done():
+        started = _future(self._pid_reference)
+        await asyncio.wait([started], timeout=START_SECONDS)
+        if not started.done():
             self.kill()
             raise RolloutError(f"a Ray worker did not start within {START_SECONDS:g} s")
         try:
-            self._pid = greeting.result()
+            self._pid = started.result()
         except RayError as error:
             self.kill()
             raise RolloutError(f"a Ray worker does not start: {_last_line(error)}") from error
@@ -204,7 +204,7 @@ class RayRunner(WorkflowRunner):
 
         if self._actor is not None:
             ray.kill(self._actor)
-        self._actor = self._pid = self._greeting = None
+        self._actor = self._pid = self._pid_reference = None
 
     async def attempt(self, task: Task, runs: Sequence[int], limit: float | None = None) -> Attempt:
         """See `WorkflowRunner.attempt`. If the worker dies or does not answer, these runs fail, and it is replaced."""
@@ -223,7 +223,7 @@ class RayRunner(WorkflowRunner):
         return Attempt(experiences, answer.errors, answer.seconds)
 
     async def _start_dead_servers(self) -> None:
-        """Start servers that died again: only this process can, which started them, not the worker with its copies."""
+        """Restart servers that died: this process can, because it started them, but the worker has only copies."""
         for model in (self.model, *(self.auxiliary_models or ())):
             if isinstance(model, HeldModel) and model.restarts is not None:
                 await model.load()
@@ -275,7 +275,7 @@ def _actor_class() -> Any:
 
 
 def _sendable(task: Task) -> bytes:
-    """A pickle of the task, its names resolved: only this process has the program's registrations."""
+    """A pickle of the task with its names resolved, because only this process has the program's registrations."""
     rewards = None if task.reward_fn is None else resolve_rewards(task.reward_fn)
     return _pickled(
         replace(task, workflow=resolve_workflow(task.workflow), reward_fn=rewards),
@@ -295,14 +295,14 @@ def _pickled(value: object, label: str) -> bytes:
 
 
 def _future(reference: Any) -> "asyncio.Future[Any]":
-    """A future of the value that a reference stands for; an error that nobody waits for any more is not reported."""
+    """A future of the value behind one of Ray's references; an error that nobody waits for is not reported."""
     future = asyncio.wrap_future(reference.future())
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
 
 
 def _last_line(error: BaseException) -> str:
-    """The last line of an error's text: before it, Ray puts a traceback."""
+    """The last line of an error's text; Ray puts a traceback before it."""
     return str(error).strip().splitlines()[-1].strip()
 
 
@@ -347,7 +347,7 @@ class RayRunners(Runners):
         return self._runners[-1]
 
     async def prepare(self) -> None:
-        """ConfigError if nothing listens at the cluster's address: Ray would go on asking for minutes."""
+        """Check the cluster's address, which Ray itself would try for minutes. ConfigError: nothing listens there."""
         await asyncio.to_thread(self._check_address)
 
     def _check_address(self) -> None:
@@ -372,7 +372,7 @@ class RayRunners(Runners):
         """
         if self._thread is not None:
             return
-        # One thread, which lives as long as the cluster: Linux ends Ray's processes with the thread that started them.
+        # One thread for the life of the cluster, because Linux ends Ray's processes with the thread that starts them.
         self._thread = ThreadPoolExecutor(1, "ray")
         try:
             await self._in_thread(self._connect)
@@ -434,7 +434,7 @@ def _local() -> Iterator[None]:
     os.environ.update(added)
     from ray._private import ray_constants
 
-    # The second variable is read when Ray is imported, which others may have done before (vLLM does).
+    # Ray reads the second variable when it is imported, and another library such as vLLM may have imported it before.
     before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:

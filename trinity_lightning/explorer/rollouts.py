@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Extra seconds for engines if several ranks train, so that a rank that hangs is reported before the engines time out.
 GRACE_SECONDS = 6.0
-STOP_SECONDS = 20.0  # for rollouts in flight if a run ends early: schedulers of clusters kill 30 s after SIGTERM
-_OLDER = -1  # instead of a global_step: the engines were given weights of a step before
+STOP_SECONDS = 20.0  # limit for rollouts in flight if a run ends early: clusters kill a job 30 s after SIGTERM
+_OLDER = -1  # stands for the global_step of restored weights, which are older than the trainer's
 
 # -- weight syncs -----------------------------------------------------------------------------------------------------
 
@@ -46,7 +46,7 @@ class WeightVersions:
     drill_scale: float | None = None  # the scale of the drill's noise that was enough; None before the drill
 
     def begin_step(self, global_step: int) -> None:
-        """Count the explore step before, if it changed the weights; called when training on the next one begins."""
+        """Count the previous explore step if it changed the weights; called when training on the next step begins."""
         self.counted, self.counted_at = self.at(global_step), global_step
 
     def at(self, global_step: int) -> int:
@@ -56,7 +56,7 @@ class WeightVersions:
 
 @dataclass(eq=False)
 class SyncPolicy:
-    """Decides when the engines are sent weights, by state alone: the weights that they have, and the present step.
+    """Decides when weights are sent to the engines, by state alone: the engines' weights, and the present step.
 
     Attributes:
         explorer: has the engines, and says when a sync is due.
@@ -89,10 +89,11 @@ class SyncPolicy:
     def sync_if_due(self, global_step: int) -> dict[str, float]:
         """Sync before the rollouts of a step, if a sync is due, and return its metrics.
 
-        - A sync is due by `explorer.sync_interval`, once a step. Rollouts that were cut short and are done again need
-          the weights that they had the first time.
-        - Engines that were just loaded are synced in any case, for the proof that weights arrive.
-        - Engines of a resumed run are then given the weights that they had before, unless a sync is due.
+        - A sync is due by `explorer.sync_interval`, once a step. Rollouts that were cut short and are repeated need the
+          weights of their first time.
+        - Engines that were just loaded are synced in any case, to prove that weights arrive.
+        - Engines of a resumed run are then given the weights that they had before the run stopped, unless a sync is
+          due.
         """
         step, engines = self.explorer.step, self.explorer.engines
         decided_before = self.versions.synced_for == step
@@ -107,12 +108,13 @@ class SyncPolicy:
         return metrics
 
     def sync(self, global_step: int) -> dict[str, float]:
-        """Send the weights, unless the engines have them (an item that trained nothing changed none); metrics."""
+        """Send the weights, and return metrics; do nothing if no optimizer step was taken since the last sync."""
         if self._synced_at == global_step:
             return {}
         self._sending = self.versions.at(global_step)
         try:
-            with self._ranks.within(self.config.sync_timeout):  # for noise and log-probabilities: see `_run_in_time`
+            # Bounds the noise and the trainer's log-probabilities; the parts of engines are bounded by `_run_in_time`.
+            with self._ranks.within(self.config.sync_timeout):
                 metrics = self._synchronizer.sync()
         finally:
             self.versions.drill_scale = self._synchronizer.drill_scale
@@ -144,7 +146,7 @@ class SyncPolicy:
         )
 
     def _run_in_time(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a part of a weight sync within `sync_timeout`; Ctrl-C waits: servers would have half of the weights."""
+        """Run a part of a weight sync within `sync_timeout`; Ctrl-C waits, lest servers have half of the weights."""
         limit = self.config.sync_timeout
         try:
             with self._ranks.within(limit):
@@ -195,8 +197,9 @@ class TrainingRollouts(Watcher):
     host_memory: HostMemory | None
     interrupted: Callable[[], BaseException | None]
     watcher: Watcher
-    _begun: tuple[float, LoopTask[tuple[float, float]]] | None = field(default=None, init=False)  # since when, and task
-    _error: Exception | None = field(default=None, init=False)  # of rollouts that were begun ahead and have ended
+    # Start, and task, of rollouts that were begun ahead and not waited for yet.
+    _begun: tuple[float, LoopTask[tuple[float, float]]] | None = field(default=None, init=False)
+    _error: Exception | None = field(default=None, init=False)  # error of rollouts that were begun ahead and have ended
 
     def __post_init__(self) -> None:
         self.driver = Driver(self.explorer.engines.models, self.interrupted)
@@ -222,20 +225,20 @@ class TrainingRollouts(Watcher):
             self.driver.close()
 
     def obtain(self, step: int, global_step: int, is_ready: Callable[[int], bool]) -> dict[str, float]:
-        """Make the experiences of a step ready: wait for rollouts begun ahead, or roll out now; metrics."""
+        """Wait for the rollouts of a step if they were begun ahead, else roll out now; returns metrics of the wait."""
         start = time.perf_counter()
         self.wait()
-        if is_ready(step) and step in self.pending.metrics:  # a step without metrics is not whole, and is done again
+        if is_ready(step) and step in self.pending.metrics:  # a step without metrics is not whole, and is repeated
             return {"time/wait_for_rollout": time.perf_counter() - start}
         self.explorer.step = step - 1
         self._roll_out(step, global_step)
         return {}
 
     def evaluate(self, step: int, global_step: int) -> dict[str, float]:
-        """Evaluate the weights that were trained for `step` steps; metrics."""
-        self.wait()  # before the sync: rollouts that were done again after it would have other weights
+        """Evaluate the weights that were trained for `step` steps, and return metrics."""
+        self.wait()  # before the sync: rollouts that were repeated after it would have other weights
         self._engines_turn()
-        if self.explorer.step >= self.pending.target:  # no rollouts need the weights that they had again
+        if self.explorer.step >= self.pending.target:  # no rollouts will be repeated with their old weights
             self.explorer.engines.forget_restored()
         return self.sync.sync(global_step) | self.driver.run(self.explorer.eval(step))
 
@@ -252,14 +255,14 @@ class TrainingRollouts(Watcher):
         self.driver.run(self.explorer.engines.wake_up())
 
     def _roll_out(self, target: int, global_step: int) -> None:
-        """Explore all steps up to `target` now; the first one has the metrics of the sync before it."""
+        """Explore all steps up to `target` now; the metrics of the sync before them are added to the first step's."""
         self._engines_turn()
         self.driver.run(self._explore(target, self.sync.sync_if_due(global_step)))
 
     async def _explore(self, target: int, metrics: dict[str, float] | None = None) -> None:
-        """Explore all steps up to `target`, the first one with these metrics; a ConfigError if no task is left.
+        """Explore all steps up to `target`; `metrics` are added to the first one's. ConfigError: no task is left.
 
-        Metrics are kept as soon as a step is done: a signal may end the run then.
+        Metrics are kept as soon as a step is done, because a signal may end the run.
         """
         explorer, first = self.explorer, metrics or {}
         self.pending.target = target
@@ -270,11 +273,11 @@ class TrainingRollouts(Watcher):
             self.pending.metrics[explorer.step], first = first | explorer.metrics, {}
 
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
-        """Show experiences later: the watcher's loggers are also the trainer's, which may be logging just now."""
+        """Show experiences later: the trainer uses the same loggers, and may be logging now."""
         self.driver.call_later(partial(self.watcher.keep_completions, experiences, step, taskset))
 
     def show_tasks(self, batch: int | str, done: int, total: int) -> None:
-        """Show the tasks done, unless the main thread trains: it draws a bar of its own then."""
+        """Show the number of finished tasks, unless the main thread trains and draws its own progress bar."""
         if not self.under_way:
             self.watcher.show_tasks(batch, done, total)
 
@@ -286,22 +289,26 @@ class TrainingRollouts(Watcher):
         return self._begun is not None
 
     def explore_ahead(self, step: int, global_step: int, last: float) -> dict[str, float]:
-        """Begin the rollouts that go on while `step` is trained on, unless they are begun, up to step `last`; metrics.
+        """Begin the rollouts that go on while `step` is trained on, and return metrics of a sync before them.
 
-        Engines that take turns with the trainer roll out nothing ahead: their `sync_offset` is 0.
+        Nothing happens if they were begun already, or if there are none: with `sync_offset` 0, as for engines that take
+        turns with the trainer, or after step `last`.
         """
         offset = self.explorer.config.sync_offset
         target = min(step + offset, last)
         if self.explorer.step >= target or self.under_way:
             return {}
-        if self.explorer.step < (before := min(step - 1 + offset, last)):
-            self._roll_out(int(before), global_step)  # earlier steps have weights of their own
+        if self.explorer.step < (previous := min(step - 1 + offset, last)):
+            self._roll_out(int(previous), global_step)  # earlier steps, which are rolled out with earlier weights
         metrics = self.sync.sync_if_due(global_step)
         self._begin(int(target))
         return metrics
 
     def _begin(self, target: int) -> None:
-        self._begun = time.perf_counter(), self.driver.start(self._timed(target))  # the task begins within the call
+        self._begun = (
+            time.perf_counter(),
+            self.driver.start(self._timed(target)),
+        )  # in this order: the task starts at once
 
     async def _timed(self, target: int) -> tuple[float, float]:
         start = time.perf_counter()
@@ -311,7 +318,7 @@ class TrainingRollouts(Watcher):
     def wait(self) -> None:
         """Wait for rollouts under way, and raise their error, if any.
 
-        Ctrl-C and SIGTERM cancel the rollouts, and are raised: a resumed run does the rollouts again.
+        Ctrl-C and SIGTERM cancel the rollouts and are raised; a resumed run repeats the rollouts.
         """
         self.settle()
         error, self._error = self._error, None
@@ -321,8 +328,8 @@ class TrainingRollouts(Watcher):
     def settle(self, limit: float = math.inf) -> None:
         """Wait, for at most `limit` seconds, for the end of rollouts under way; their error is raised by `wait`.
 
-        Without a limit, Ctrl-C and SIGTERM end the wait as in `wait`. With one the run is ending already: only a second
-        Ctrl-C ends the wait early.
+        Without a limit, Ctrl-C and SIGTERM end the wait as in `wait`. With a limit the run is ending already, and only
+        a second Ctrl-C ends the wait early.
         """
         if self._begun is None:
             return
@@ -338,7 +345,7 @@ class TrainingRollouts(Watcher):
     def settle_shortly(self, ctrl_c: CtrlC) -> None:
         """Wait for rollouts under way for `STOP_SECONDS`, because the run is ending.
 
-        Finished steps are in the checkpoint; a resumed run does the others again.
+        Finished steps are saved in the checkpoint; a resumed run repeats the others.
         """
         if not self.under_way:
             return

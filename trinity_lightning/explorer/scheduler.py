@@ -33,9 +33,9 @@ from trinity_lightning.explorer.workflow_runner import (
 logger = logging.getLogger(__name__)
 
 TaskWrapper = Chunk  # its name in Trinity
-_FINAL_ERRORS = (ConfigError, PromptTooLongError)  # the same task would fail in the same way again
-_CHARACTERS = 4  # of a token, about
-_MOST_NAMED = 10  # tasks that were given up
+_FINAL_ERRORS = (ConfigError, PromptTooLongError)  # are not retried: the task would fail in the same way again
+_CHARACTERS = 4  # approximate number of characters a token
+_MOST_NAMED = 10  # numbers of abandoned tasks that a message names
 
 # -- a runner with retries ---------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class RunnerWrapper:
         rollout_model: the model that its workflows try with.
         auxiliary_models: one model of each auxiliary kind.
         config: the explorer's configuration.
-        outcomes: outcomes of attempts, which the runners of a scheduler share; None: its own.
+        outcomes: outcomes of attempts, shared by the runners of a scheduler; None: this runner shares none.
         runners: makes the runner; None: the kind that `config.runner` names.
     """
 
@@ -73,9 +73,8 @@ class RunnerWrapper:
     ) -> tuple[Status, list[Experience], int]:
         """Try the chunk's runs; failed runs are tried up to `max_retry_times` times more.
 
-        Experiences of runs that succeeded are kept, even if other runs fail for good. Errors that would only come again
-        (a prompt that is too long, a wrong configuration, an error that a reward function raised everywhere) are not
-        retried.
+        Experiences of runs that succeeded are kept, even if other runs fail for good. Errors that would repeat are not
+        retried: a prompt that is too long, a wrong configuration, an error that a reward function raises everywhere.
 
         Args:
             task: the chunk.
@@ -88,23 +87,23 @@ class RunnerWrapper:
         clock = asyncio.get_running_loop().time
         start = clock()
         limit = self.config.max_timeout if timeout is None else timeout
-        of_batch = replace(task.task, batch_id=task.batch_id)
+        batch_task = replace(task.task, batch_id=task.batch_id)
         runs = list(range(task.run_id_base, task.run_id_base + task.repeat_times))
         experiences: list[Experience] = []
         failed: dict[int, BaseException] = {}
         seconds = 0.0
         for number in range(1, self.config.max_retry_times + 2):
-            attempt = await self.runner.attempt(of_batch, runs, limit)
+            attempt = await self.runner.attempt(batch_task, runs, limit)
             seconds = attempt.seconds
             experiences += attempt.experiences
             failed = {run: error for run, error in failed.items() if run not in runs} | attempt.errors
             runs = sorted(run for run, error in attempt.errors.items() if not isinstance(error, _FINAL_ERRORS))
-            if self.outcomes.note(of_batch, number, attempt) or not runs:
+            if self.outcomes.note(batch_task, number, attempt) or not runs:
                 break
         experiences.sort(key=lambda experience: experience.eid.run)  # stable: the steps of a run stay in order
         times = {"time_per_task": seconds, "task_run_time": clock() - start}
-        status, experiences = summarize(of_batch, experiences, describe(failed), task.repeat_times, times)
-        self.outcomes.report(of_batch, status)
+        status, experiences = summarize(batch_task, experiences, describe(failed), task.repeat_times, times)
+        self.outcomes.report(batch_task, status)
         return status, experiences, self.runner_id
 
 
@@ -121,13 +120,13 @@ class TaskTimes:
         self._warm_up_steps: set[str] = set()
 
     def add(self, status: Status) -> None:
-        """Count a task that took its time to the end: a failure may have been cut short."""
+        """Add the duration of a task that succeeded; a failed one may have been cut short."""
         if status.ok:
             self._total += status.metric["time_per_task"]
             self._count += 1
 
     def end_step(self, step: str) -> None:
-        """Count a step, once however often more tasks of it were asked for."""
+        """Count a step of the warm-up; a step that ends several times, because of refills, counts once."""
         if len(self._warm_up_steps) < self._config.dynamic_timeout.warmup_min_steps:
             self._warm_up_steps.add(step)
 
@@ -193,23 +192,20 @@ class Scheduler:
             RewardWorkers(config.reward_workers, config.reward_timeout) if config.reward_workers else None
         )
         self._started = False
-        self._finished_at = 0.0  # when a chunk last finished that was still wanted
+        self._finished_at = 0.0  # time at which the last chunk finished, not counting chunks of abandoned tasks
         self._changed = asyncio.Event()
 
     async def prepare(self) -> None:
-        """Check the needs of the runners, and start reward workers: that takes seconds, and loading an engine minutes.
+        """Check the requirements of the runners, and start reward workers, before engines are loaded for minutes.
 
-        Errors are those of the kind of runners, and of `RewardWorkers`.
+        Raises the errors of `Runners.prepare` and `RewardWorkers.start`.
         """
         await self._group.prepare()
         if self._reward_workers is not None:
             await self._reward_workers.start()
 
     async def start(self) -> None:
-        """Begin to run scheduled tasks; nothing happens if the scheduler runs already.
-
-        Errors as in `prepare`.
-        """
+        """Begin to run scheduled tasks; nothing happens if the scheduler runs already. Errors as in `prepare`."""
         await self.prepare()
         await self._group.start()
         self._started = True
@@ -266,15 +262,19 @@ class Scheduler:
     ) -> tuple[list[Status], list[Experience]]:
         """Wait for a batch and take its results: a Status a task, in the order of the tasks, and all experiences.
 
-        With over-rollout, a train batch is finished when 1 - ratio of its tasks are and `wait_after_min` seconds more
-        have passed; its other tasks are then treated as after a time-out. So are the others if at least 16 tasks ended,
-        reward functions failed at every answer to them, and no task has given an experience before.
+        Two events end the wait early; unfinished tasks are then treated as after a time-out:
+
+        - With over-rollout, a share 1 - ratio of a train batch's tasks is finished, and `wait_after_min` more seconds
+          have passed.
+        - At least 16 tasks are finished, all of them failed in their reward functions, and no task of this scheduler
+          has given an experience yet.
 
         Args:
             batch_id: the batch; an unknown one gives ([], []) at once.
-            min_num: tasks to wait for: all results that are there then are returned, the rest goes on. None: all tasks.
-            timeout: seconds after which the results so far are returned; None: max_timeout * (max_retry_times + 1). A
-                task that ran already at the call has then had all of its attempts, and its result counts too.
+            min_num: number of finished tasks to wait for. All results up to then are returned, and the other tasks go
+                on. None: all tasks.
+            timeout: seconds after which the results so far are returned; None: max_timeout * (max_retry_times + 1).
+                Tasks that were running at the call have then had all of their attempts, and their results count too.
             clear_timeout_tasks: True: a time-out cancels unfinished tasks; False: they can be collected later.
 
         Raises:
@@ -318,10 +318,10 @@ class Scheduler:
         timeout: float | None = None,  # noqa: ASYNC109 - of inactivity, not of the call
         clear_timeout_tasks: bool = True,
     ) -> None:
-        """Wait until no task of any batch is unfinished; the results stay to be collected.
+        """Wait until all tasks of all batches are finished; their results can still be collected.
 
         Args:
-            timeout: seconds in which something must finish; None: max_timeout * (max_retry_times + 1).
+            timeout: seconds within which the next chunk must finish; None: max_timeout * (max_retry_times + 1).
             clear_timeout_tasks: True: a time-out cancels unfinished tasks.
 
         Raises:
@@ -357,7 +357,7 @@ class Scheduler:
             *_, chunk, scheduled = heapq.heappop(self._queue)
             if not scheduled.is_unfinished:
                 continue
-            runner = min(self._idle, key=lambda idle: self._load[id(idle.model)])  # of equal ones, idle the longest
+            runner = min(self._idle, key=lambda idle: self._load[id(idle.model)])  # on a tie, idle the longest
             self._idle.remove(runner)
             tokens = _tokens(chunk, runner.model)
             self._load[id(runner.model)] += tokens
@@ -396,7 +396,7 @@ class Scheduler:
             await self._until(batch, lambda: len(batch) if min_num is None else min_num)
 
     async def _last_attempts(self, batch: Batch, running: set[Work], min_num: int | None) -> None:
-        """Wait for chunks in their last attempt, which may take a little longer than its limit.
+        """Wait for chunks in their last attempt, which may overrun its limit a little.
 
         The wait ends when all of them, or `min_num` tasks of the batch, are finished.
         """
@@ -407,12 +407,12 @@ class Scheduler:
             _, running = await asyncio.wait(running, timeout=end - clock(), return_when=asyncio.FIRST_COMPLETED)
 
     async def _until(self, batch: Batch, needed: Callable[[], int]) -> None:
-        """Wait until so many tasks of a batch are finished, or there is no use in waiting for the others."""
+        """Wait until `needed()` tasks of a batch are finished, or so many rewards fail that the others would too."""
         while batch.unfinished and len(batch.finished) < needed() and not self._rewards_fail(batch):
             await self._changed.wait()
 
     def _rewards_fail(self, batch: Batch) -> bool:
-        """True if enough tasks ended, all of them by errors of reward functions, to give the others up."""
+        """True if so many tasks failed, all of them in reward functions, that the others are given up."""
         enough = len(batch.finished) >= ENOUGH_FAILURES and not self._outcomes.succeeded
         return enough and all(scheduled.merged()[0].fails_by_reward for scheduled in batch.finished)
 
@@ -448,9 +448,9 @@ class Scheduler:
 
 
 def _tokens(chunk: Chunk, model: InferenceModel) -> int:
-    """Number of tokens, about, of these runs: of their prompts, by their text, and of their longest answers.
+    """Estimate of the tokens of a chunk's runs: their prompts, by the length of the text, and their longest answers.
 
-    Any value is accepted: the workflow and the engine refuse wrong ones.
+    Wrong values in the task are accepted here: the workflow and the engine refuse them.
     """
     raw_task, response, context = chunk.task.raw_task, chunk.task.rollout_args.get("max_tokens"), model.max_model_len
     prompt = next((raw_task[name] for name in ("messages", "prompt") if raw_task.get(name) is not None), "")

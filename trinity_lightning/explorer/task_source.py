@@ -1,4 +1,4 @@
-"""Makes tasks to train or to evaluate on: a taskset, the workflow that tries it, and the rewards that judge it."""
+"""Makes tasks to train or to evaluate on, of a taskset, a workflow that tries them and rewards that judge them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,13 +25,13 @@ class TaskSource:
         taskset: the raw tasks.
         workflow: registered name, dotted path, or class.
         reward_fn: as `Task.reward_fn`.
-        sampling: sampling settings of the rollouts; a mapping of its values, too.
+        sampling: sampling settings of the rollouts, or a mapping of their values.
         workflow_args: the workflow's settings.
-        repeat_times: rollouts a task; an `Explorer` trains with its `explorer.repeat_times` instead.
+        repeat_times: rollouts a task in evaluations; training uses `explorer.repeat_times`.
         reward_solved: as `Task.reward_solved`, for pass@k and for the order `by_difficulty`.
         chat_template_kwargs: variables of the chat template, as `Task.chat_template_kwargs`.
-        chat_template: the policy's chat template, which has to know the roles of conversations and should read the
-            variables. None: an unknown role is refused when the conversation is rendered.
+        chat_template: the policy's chat template. A role that it does not know is refused, and a variable that it does
+            not read is warned of. None: a conversation is checked when it is rendered.
 
     Raises:
         ConfigError: no taskset, an unknown workflow or reward, an argument that the workflow refuses, or entries
@@ -57,15 +57,15 @@ class TaskSource:
         workflow = check_workflow(self.workflow, self.workflow_args)
         reward_fn = getattr(workflow, "default_reward", None) if self.reward_fn is None else self.reward_fn
         rewards = resolve_rewards(reward_fn)
-        reads_answer = workflow.__module__.startswith(f"{__package__}.")  # your own may find the answer elsewhere
+        reads_answer = workflow.__module__.startswith(f"{__package__}.")  # a user's own may find the answer elsewhere
         self._check_entries(workflow, rewards, reads_answer)
 
     def _check_entries(self, workflow: type[Workflow], rewards: Sequence[Reward], reads_answer: bool) -> None:
         """Refuse entries that the workflow cannot try, or that a reward function cannot judge, once for each taskset.
 
-        Workflow and reward function have an attribute `check_task` for that: a function that raises a ConfigError for a
-        raw task. A reward function that compares with the answer (an attribute `reads_answer`) needs an answer, unless
-        the workflow is the user's own, which may find it elsewhere.
+        A workflow or reward function may have an attribute `check_task`: a function that raises a ConfigError for a bad
+        raw task. A reward function with the attribute `reads_answer` compares with the answer, so that an entry needs
+        one. A workflow of the user's own may find the answer elsewhere; such entries are not checked for it.
         """
         judging = [reward for reward in rewards if reads_answer or not _compares(reward)]
         comparing = [reward.name for reward in judging if _compares(reward)]
@@ -113,7 +113,7 @@ class TaskSource:
         return [self._task(raw, self.repeat_times, is_eval=True) for raw in self.taskset]
 
     def forget_failed(self, tasks: Sequence[Task], experiences: Sequence[Experience]) -> None:
-        """Let the tasksets forget tasks that gave no experience: their entries may be repaired before a resume."""
+        """Let the tasksets forget tasks that gave no experience: their entries may be changed before a resume."""
         succeeded = {_place(experience.info) for experience in experiences}
         for place in {_place(task.raw_task) for task in tasks} - succeeded:
             if place is not None:
@@ -140,6 +140,6 @@ def _compares(reward: Reward) -> bool:
 
 
 def _place(info: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Taskset and index of the task of an experience's info or of a raw task; None if they are not known."""
+    """Taskset and index of a task, by an experience's info or by a raw task; None if they are not known."""
     origin = info.get("task_index")
     return None if origin is None else (origin["taskset_id"], origin["index"])

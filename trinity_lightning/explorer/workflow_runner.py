@@ -25,11 +25,11 @@ from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workfl
 
 logger = logging.getLogger(__name__)
 
-# Time that a cancelled run has for its clean-up. Then it is left to itself, so that its runner is free.
+# Time that a cancelled run has for its clean-up. A run that takes longer is left to itself, so that its runner is free.
 CANCEL_GRACE_SECONDS = 1.0
-# If so many runs, or tasks, failed in their reward functions before any succeeded, the others would fail, too.
+# After so many failures of runs or tasks in reward functions, and no success, the others are expected to fail too.
 ENOUGH_FAILURES = 16
-REMEMBERED = 1000  # messages that are logged once
+REMEMBERED = 1000  # number of messages that are remembered, so as to be logged once
 _REWARD_ERROR = f"{RewardError.__name__}: "
 _REWARD_FAILURE = re.compile(rf"{_REWARD_ERROR}reward function '.+?' (?:raised \w+|returned)")
 
@@ -88,7 +88,7 @@ class WorkflowRunner:
     """Runs workflows with one model.
 
     Attributes:
-        config: the explorer's configuration (its seed is used here).
+        config: the explorer's configuration; only its seed is used here.
         model: the rollout model.
         auxiliary_models: one model of each auxiliary kind.
         runner_id: the runner's number, for messages.
@@ -148,8 +148,10 @@ class WorkflowRunner:
         """
         first = _BoundWorkflow(self, task, runs[0])
         groups = _consecutive(runs) if first.workflow.repeatable else [[run] for run in runs]
-        made = {runs[0]: first}
-        return {asyncio.create_task(self._run_instance(task, group, made.get(group[0]))): group for group in groups}
+        instances = {runs[0]: first}
+        return {
+            asyncio.create_task(self._run_instance(task, group, instances.get(group[0]))): group for group in groups
+        }
 
     async def _run_instance(self, task: Task, runs: list[int], bound: "_BoundWorkflow | None") -> Attempt:
         try:
@@ -219,19 +221,19 @@ class _BoundWorkflow:
         return experiences
 
     def _tagged(self, experiences: list[Experience], runs: Sequence[int]) -> list[Experience]:
-        """The experiences of these runs, marked with their origin; the experiences of each run are its steps."""
+        """The experiences of these runs, marked with their origin, and numbered as the steps of their run."""
         for experience in experiences:
             try:
                 check_assigned(experience)
             except ExperienceError as error:
                 raise RolloutError(f"{type(self.workflow).__name__}.run: {error}") from error
             run = experience.eid.run if self.workflow.repeatable else self.run
-            # A new id: a workflow may give several experiences the same.
+            # A new id, because a workflow may give several experiences the same one.
             experience.eid = replace(experience.eid, batch=self.task.batch_id, task=self.task.task_id, run=run)
             if "task_index" in self.task.raw_task:
                 experience.info.setdefault("task_index", self.task.raw_task["task_index"])
             experience.info["model_version"] = self.view.used_version
-            # The trainer divides its logits by it: both log-probabilities then belong to the same distribution.
+            # The trainer divides its logits by the temperature, so that its log-probabilities compare to the engine's.
             if "temperature" not in experience.info:
                 experience.info["temperature"] = self._temperature()
         _number_steps(experiences, runs)
@@ -239,20 +241,20 @@ class _BoundWorkflow:
         return experiences
 
     def _temperature(self) -> float:
-        used = self.view.used_temperature
-        if used is None:
+        temperature = self.view.used_temperature
+        if temperature is None:
             raise RolloutError(
                 f"{type(self.workflow).__name__} sampled at several temperatures: set info['temperature'] of each "
                 "Experience to that of its call."
             )
-        return used
+        return temperature
 
 
 def _number_steps(experiences: Sequence[Experience], runs: Sequence[int]) -> None:
     """Give the experiences of a run the steps 0, 1, ... in their order, unless their steps differ already.
 
-    If a repeatable workflow gives the experiences of several runs one run id, they keep their ids: the run of each
-    experience is unknown.
+    Nothing is changed if a repeatable workflow gave the experiences of several runs one run id: the run of an
+    experience is then unknown.
     """
     by_run = group_by(experiences, "run")
     if len(by_run) == 1 < len(runs):
@@ -384,12 +386,13 @@ def _cause(texts: Sequence[str]) -> str:
 
 @dataclass
 class Outcomes:
-    """Outcomes of the attempts of all runners since the start, and the messages logged of them.
+    """Outcomes of the attempts of all runners since the start, and the messages that were logged of them.
 
     Attributes:
         succeeded: True once any attempt has given an experience.
-        failed: until then, the error of a reward function by task and run; None: another error, or one that may pass.
-        logged: messages that the log has had lately.
+        failed: failures before the first success, by task and run: the error of a reward function, or None if the error
+            is another one or may pass. Empty after a success.
+        logged: messages that were logged lately.
     """
 
     succeeded: bool = False
@@ -400,8 +403,8 @@ class Outcomes:
         """Note the outcome of an attempt at a task, and log new errors, with the traceback of the user's own code.
 
         Returns:
-            True if further attempts would fail, too: a reward function has raised the same error at every answer, to
-            several tasks, and none has succeeded.
+            True if further attempts would fail too: no attempt has succeeded, and a reward function has raised the same
+            error for every answer to several tasks.
         """
         if attempt.experiences:
             self.succeeded, self.failed = True, {}
@@ -421,12 +424,12 @@ class Outcomes:
         return len(tasks) > 1 and len(reasons) == 1 and None not in reasons
 
     def report(self, task: Task, status: Status) -> None:
-        """Log the failure of a task, if it failed; of tasks of a batch that failed alike, only the first."""
+        """Log the failure of a task, if it failed; tasks of a batch that failed alike are logged once."""
         if not status.ok and self.is_new((task.batch_id, status.kind)):
             logger.warning("task %s/%s: %s", task.batch_id, task.task_id, status.message)
 
     def is_new(self, message: object) -> bool:
-        """True if the log has not had a message lately; it is noted as logged."""
+        """True if a message was not logged lately; it is noted as logged."""
         if len(self.logged) >= REMEMBERED:  # errors that name a time or an address are different each time
             self.logged.clear()
         before = len(self.logged)
