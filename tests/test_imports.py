@@ -180,6 +180,7 @@ class Import(NamedTuple):
     is_late: bool
 
 
+@functools.cache
 def own_imports(source: str) -> list[Import]:
     """The imports of the package's modules, without those that only type checkers see."""
     tree = parsed(source)
