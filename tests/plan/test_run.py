@@ -430,7 +430,7 @@ def test_what_cannot_be_planned_is_refused(overrides: tuple[str, ...], key: str 
 
 
 def test_a_model_without_a_config_is_refused(tmp_path: Path, folder: Any) -> None:
-    with refuses("model"):
+    with refuses("model.name"):
         planned(f"model.name={tmp_path}")
     with refuses("model.name"):
         planned(f"model.name={folder({'model_type': 'unheard_of'})}", "plan.device=H200")
