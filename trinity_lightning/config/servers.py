@@ -161,7 +161,8 @@ def gpus_of_a_server(key: str, engine: EngineConfig, model: str = "", heads: int
         )
     if heads % (split := sizes.get("tensor_parallel_size", 1 if sizes else per_server)):
         raise ConfigError(
-            f"{key}.gpus gives a server {per_server} GPUs, and the {heads} heads of {model} cannot be split over {split}",
+            f"{key}.gpus gives a server {per_server} GPUs, and the {heads} heads of {model} cannot be split over "
+            f"{split}",
             key=f"{key}.gpus",
             fix=f"give a number that divides them{', or more servers (engine.servers)' if key == 'engine' else ''}",
         )
