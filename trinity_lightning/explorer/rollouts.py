@@ -305,10 +305,8 @@ class TrainingRollouts(Watcher):
         return metrics
 
     def _begin(self, target: int) -> None:
-        self._begun = (
-            time.perf_counter(),
-            self.driver.start(self._timed(target)),
-        )  # in this order: the task starts at once
+        start = time.perf_counter()  # before the task, which begins at once
+        self._begun = start, self.driver.start(self._timed(target))
 
     async def _timed(self, target: int) -> tuple[float, float]:
         start = time.perf_counter()

@@ -1,1 +1,1 @@
-"""PROVE IT: the policy's weights to its engines, and the proof that they arrived."""
+"""PROVE IT: sends the policy's weights to its engines, and proves that they arrived."""

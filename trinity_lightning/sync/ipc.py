@@ -1,8 +1,8 @@
-"""Weights to vLLM servers on the trainer's own GPU, by CUDA IPC: nothing leaves the GPU.
+"""Sends weights to vLLM servers on the trainer's own GPU, by CUDA IPC: nothing leaves the GPU.
 
-The trainer writes weights into memory that a server maps, one bucket after another. vLLM's own requests carry the
-handle of that memory as a pickle, which its servers read with VLLM_ALLOW_INSECURE_SERIALIZATION=1 only. Here the handle
-is JSON: the arguments of torch's `rebuild_cuda_tensor` for a tensor of bytes, which `sync/ipc_worker.py` reads.
+The trainer writes weights into memory that a server maps, one bucket after another. In vLLM's own requests the handle
+of that memory is a pickle, which servers read only with VLLM_ALLOW_INSECURE_SERIALIZATION=1. Here the handle is JSON,
+which `sync/ipc_worker.py` reads: the arguments of torch's `rebuild_cuda_tensor` for a tensor of bytes.
 """
 
 import base64
@@ -27,9 +27,9 @@ BUCKET_BYTES = 256 << 20
 
 
 class SharedMemory(ToServers):
-    """The trainer and vLLM servers on its GPU; see `WeightGroup`, which sends to other GPUs.
+    """Sends weights to vLLM servers on the trainer's GPU; `WeightGroup` sends to other GPUs.
 
-    A server is sent one bucket after another, each when it has loaded the one before.
+    A server is sent one bucket after another, each when it has loaded the previous one.
     """
 
     method = "ipc"
@@ -63,9 +63,9 @@ class SharedMemory(ToServers):
 async def _updates(
     buffer: "SharedBuffer", parts: Sequence[Sequence[str]], stream: WeightStream, dtype: torch.dtype
 ) -> AsyncIterator[dict[str, Any]]:
-    """Fill the buffer with one bucket after another, and yield for each vLLM's IPCWeightTransferUpdateInfo.
+    """Fill the buffer with one bucket after another, and yield vLLM's IPCWeightTransferUpdateInfo of each.
 
-    Its handles are JSON (`handle_as_json`).
+    The handles in it are JSON (`handle_as_json`).
     """
     tensors = iter(stream)
     for names in parts:
@@ -75,9 +75,9 @@ async def _updates(
 
 
 def buckets(shapes: Mapping[str, Shape], width: int, most: int) -> list[list[str]]:
-    """Names in their order, cut into lists whose tensors take at most `most` bytes together, or have one larger tensor.
+    """The names in their order, cut into lists whose tensors take at most `most` bytes together.
 
-    `width` is the number of bytes of an element.
+    A larger tensor has a list of its own. `width` is the number of bytes of an element.
     """
     lists: list[list[str]] = []
     filled = 0
@@ -92,7 +92,7 @@ def buckets(shapes: Mapping[str, Shape], width: int, most: int) -> list[list[str
 
 
 class SharedBuffer:
-    """Memory of a GPU, of that many bytes, that one server maps; a RuntimeError: no room, or it cannot be shared."""
+    """GPU memory of `size` bytes that one server maps; RuntimeError: there is no room, or it cannot be shared."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._device = device
@@ -103,7 +103,7 @@ class SharedBuffer:
         self.handles = {gpu: handle_as_json(arguments)}
 
     def fill(self, tensors: Iterable[Tensor], dtype: torch.dtype) -> list[int]:
-        """Write tensors one after another, in that dtype; returns the bytes of each once all are written."""
+        """Write tensors one after another in a dtype, and return the bytes of each once all are written."""
         sizes: list[int] = []
         with torch.cuda.device(self._device):
             for tensor in tensors:
@@ -114,7 +114,7 @@ class SharedBuffer:
         return sizes
 
     def free(self) -> None:
-        """Give the memory back, once the server does not use it any more."""
+        """Free the memory, once the server does not use it any more."""
         del self._memory
         torch.cuda.ipc_collect()
 

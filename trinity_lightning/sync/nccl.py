@@ -1,4 +1,4 @@
-"""Weights to vLLM servers over NCCL, from the trainer's GPU to others."""
+"""Sends weights to vLLM servers over NCCL, from the trainer's GPU to other GPUs."""
 
 import asyncio
 import base64
@@ -14,17 +14,17 @@ from trinity_lightning.errors import RolloutError, WeightSyncError
 from trinity_lightning.sync.servers import Server, ToServers, announcement
 from trinity_lightning.sync.stream import Shape, WeightStream
 
-END_SECONDS = 1.0  # for a server to say what failed, after the sender saw a connection end
+END_SECONDS = 1.0  # time for a server to report its failure, after the sender saw a connection end
 
 
 class WeightGroup(ToServers):
-    """The trainer, which sends, and every worker of some vLLM servers, which receive; made as a `ToServers`.
+    """The group of the trainer, which sends, and all workers of some vLLM servers, which receive.
 
-    It follows vLLM's requests for weight transfer: a server is sent the list of what will come; then each tensor is
-    broadcast once for all servers, in the engine's dtype, and loaded as it arrives.
+    It follows vLLM's requests for weight transfer: a server is sent the list of tensors; then each tensor is broadcast
+    once for all servers, in the engine's dtype, and loaded as it arrives.
 
-    A server that is started again has lost its connection. It is sent its weights through a group of its own, while the
-    others go on generating, and the next `send` forms the group of all again.
+    A server that is started again has lost its connection. It is sent its weights through a separate group, while the
+    other servers go on generating, and the next `send` forms the group of all servers again.
     """
 
     method = "nccl"
@@ -34,7 +34,7 @@ class WeightGroup(ToServers):
         super().__init__(models, device)
         self._group: NCCLGroup | None = None
         self._broken = False
-        self._lock = asyncio.Lock()  # one group at a time is formed
+        self._lock = asyncio.Lock()  # groups are formed one at a time
 
     async def form(self, shapes: Mapping[str, Shape]) -> None:
         await super().form(shapes)
@@ -49,7 +49,7 @@ class WeightGroup(ToServers):
                 self._group = await self._joined_by(self._servers)
             try:
                 await self._deliver(self._group, self._servers, stream, version)
-            except BaseException:  # cancelled, too: a group in which some have received less is of no use
+            except BaseException:  # also if cancelled: a group in which some have received less is of no use
                 self._broken = True
                 self.close()
                 raise
@@ -57,7 +57,7 @@ class WeightGroup(ToServers):
     async def _send_again(self, server: Server, stream: WeightStream, version: int) -> None:
         """Give a server that was started again the weights that it had."""
         async with self._lock:
-            await run_in_thread(self.close)  # NCCL may take seconds
+            await run_in_thread(self.close)  # in a thread, because NCCL may take seconds
             group = await self._joined_by([server])
             try:
                 await self._deliver(group, [server], stream, version)
@@ -65,7 +65,7 @@ class WeightGroup(ToServers):
                 group.close()
 
     async def _joined_by(self, servers: Sequence[Server]) -> "NCCLGroup":
-        """A group that every worker of these servers has joined; WeightSyncError: one did not."""
+        """A group that every worker of these servers has joined; WeightSyncError: a worker did not join."""
         try:
             workers = [await server.workers() for server in servers]
             group = NCCLGroup(sum(workers), self._device)
@@ -109,9 +109,9 @@ async def _once(update: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
 
 
 async def _together(sending: Coroutine[Any, Any, None], receiving: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Wait until all are done. As soon as one fails, its error is raised, because the others would wait for it.
+    """Wait until all coroutines are done. If one fails, raise its error at once: the others would wait for it.
 
-    A receiver's error comes before the sender's, which only saw that a connection ended.
+    A receiver's error is raised rather than the sender's, which only saw that a connection ended.
     """
     sender = asyncio.ensure_future(sending)
     receivers = [asyncio.ensure_future(receiver) for receiver in receiving]
@@ -132,8 +132,8 @@ async def _together(sending: Coroutine[Any, Any, None], receiving: Sequence[Coro
 class NCCLGroup:
     """The sending end, rank 0, of a group that vLLM's workers join.
 
-    The servers get the group's id in their invitations. A store, vLLM's other way, would unpickle whatever anybody has
-    written there. NCCL itself connects over the network interface that it chooses (NCCL_SOCKET_IFNAME).
+    The servers get the group's id in their invitations. vLLM's other way, a store, would unpickle data that anybody can
+    write there. NCCL itself connects over the network interface that it chooses (NCCL_SOCKET_IFNAME).
 
     Args:
         receivers: number of workers that will join, each on a GPU of its own.
@@ -154,7 +154,7 @@ class NCCLGroup:
         self._closed = False
 
     def invitation(self, workers: int) -> dict[str, str | int]:
-        """The information for the next server, with that many workers, as vLLM's NCCLWeightTransferInitInfo has it."""
+        """The fields of vLLM's NCCLWeightTransferInitInfo for the next server, which has that many workers."""
         rank_offset = 1 + self._invited
         self._invited += workers
         name = base64.b64encode(self._id).decode()
@@ -163,7 +163,8 @@ class NCCLGroup:
     def open(self) -> None:
         """Wait until all workers have joined; `close` does not end the wait.
 
-        A RuntimeError: NCCL refuses, or the group was closed.
+        Raises:
+            RuntimeError: NCCL refuses, or the group was closed.
         """
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
@@ -177,7 +178,7 @@ class NCCLGroup:
             raise RuntimeError("the group was closed")
 
     def send(self, stream: WeightStream, dtype: torch.dtype) -> None:
-        """Broadcast each tensor, in that dtype, to every worker; RuntimeError: NCCL failed, or the group was closed."""
+        """Broadcast each tensor in a dtype to every worker; RuntimeError: NCCL failed, or the group was closed."""
         for _, tensor in stream:
             if (communicator := self._communicator) is None:
                 raise RuntimeError("the group was closed")

@@ -1,4 +1,4 @@
-"""The engines that hold the policy, as one: the weights that they have, and giving them others."""
+"""Handles the engines that hold the policy as one: keeps track of their weights, and sends new ones."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,22 +25,22 @@ E = TypeVar("E", bound=PolicyEngine)
 
 
 def shares_weights(models: Iterable[HeldModel]) -> bool:
-    """True if an engine generates with the trainer's own weights, so that there are no older ones to give it."""
+    """True if an engine generates with the trainer's own weights, so that it cannot have older ones."""
     return any(model.capabilities.shares_weights for model in models)
 
 
 class PolicyEngines(Generic[E]):
-    """Engines that are always given the same weights.
+    """Engines that are always sent the same weights.
 
     Args:
         models: the engines.
-        keeps_copy: True to keep a copy of the weights last given: by the time that they are asked for, the trainer's
-            may be newer.
+        keeps_copy: True to keep a copy of the weights last sent, because the trainer's may be newer when they are asked
+            for.
 
     Attributes:
-        version: number of explore steps that changed the weights that the engines were last given.
+        version: version of the weights last sent; see `WeightVersions`.
         source: returns the trainer's present weights; None: not connected yet.
-        group: sends weights to all engines at once; None: each engine is sent them by itself.
+        group: sends weights to all engines at once; None: weights are sent to each engine separately.
     """
 
     def __init__(self, models: Sequence[E], keeps_copy: bool) -> None:
@@ -48,18 +48,18 @@ class PolicyEngines(Generic[E]):
         self.version = 0
         self.source: Callable[[], WeightStream] | None = None
         self._keeps_copy = keeps_copy
-        self._given: WeightStream | None = None
+        self._last_sent: WeightStream | None = None
         self._to_restore: tuple[dict[str, Tensor], int] | None = None
         self.group: Sender | None = None
 
     async def join(self, shapes: Mapping[str, Shape] | None = None) -> None:
-        """Connect with servers that are sent weights without a file, from now on.
+        """Connect with servers, to which weights are sent without a file from now on.
 
         Args:
             shapes: shapes of the weights; None: the trainer's.
 
         Raises:
-            ConfigError, WeightSyncError: as `sender_to` and `ToServers.form`.
+            ConfigError, WeightSyncError: as in `sender_to` and `ToServers.form`.
         """
         stream = self._trainers()
         self.leave()
@@ -73,37 +73,39 @@ class PolicyEngines(Generic[E]):
             group.close()
 
     async def sync(self, version: int) -> None:
-        """Give every engine the trainer's present weights; RuntimeError: they are not connected."""
+        """Send the trainer's present weights to every engine; RuntimeError: they are not connected."""
         stream = self._trainers()
-        if self._keeps_copy:  # copied to the host before it is sent: weights in shards are put together only once
+        if self._keeps_copy:  # copied to the host before, so that weights in shards are put together only once
             with while_sent(stream) as sent:
                 copied = ((name, tensor.to("cpu", copy=True)) for name, tensor in sent)
                 stream = await run_in_thread(lambda: WeightStream.of(copied))
         await self.send(stream, version)
 
     async def send(self, stream: WeightStream, version: int) -> None:
-        """Give every engine these weights; a server that is started again before the next ones gets them once more."""
+        """Send these weights to every engine; a server that is restarted before the next sync gets them again."""
         with while_sent(stream) as sent:
             if self.group is not None:
                 await self.group.send(sent, version)
             else:
                 await asyncio.gather(*(model.sync_weights(sent, version) for model in self.models))
-        self.version, self._given = version, stream
+        self.version, self._last_sent = version, stream
 
     async def sleep(self) -> None:
-        """Give up the device's memory to the trainer, as far as engines can."""
+        """Have the engines give up the device's memory to the trainer, as far as they can."""
         await asyncio.gather(*(model.sleep() for model in self.models))
 
     async def wake_up(self) -> None:
-        """Take the device's memory back."""
+        """Have the engines take the device's memory back."""
         await asyncio.gather(*(model.wake_up() for model in self.models))
 
     def weight(self, name: str) -> Tensor:
-        """The weight of that name that the engines were last given, or the trainer's present one if no copy is kept.
+        """The weight called `name`, as last sent to the engines, or the trainer's present one if no copy is kept.
 
-        A KeyError has the nearest name; a RuntimeError: the trainer's weights are not connected.
+        Raises:
+            KeyError: unknown name; the message has the nearest one.
+            RuntimeError: the trainer's weights are not connected.
         """
-        stream = self._trainers() if self._given is None else self._given
+        stream = self._trainers() if self._last_sent is None else self._last_sent
         if name not in stream.shapes:
             raise unknown_weight(name, stream.shapes)
         return next(tensor for other, tensor in stream if other == name)
@@ -117,18 +119,18 @@ class PolicyEngines(Generic[E]):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The copy that is kept, and its version; for fresh engines, the weights that `restore` has yet to give."""
-        copy = dict(self._given) if self._keeps_copy and self._given is not None else {}
+        """The copy that is kept, and its version; or the weights that `restore` has not sent yet."""
+        copy = dict(self._last_sent) if self._keeps_copy and self._last_sent is not None else {}
         weights, version = self._to_restore or (copy, self.version)
         return {"version": version, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Remember weights for `restore`, unless giving them would overwrite the trainer's own."""
+        """Remember weights for `restore`, unless the engines share the trainer's, which would be overwritten."""
         has_weights = bool(state["weights"]) and not shares_weights(self.models)
         self._to_restore = (state["weights"], state["version"]) if has_weights else None
 
     async def restore(self) -> bool:
-        """Give fresh engines, once, the weights that they had when the state was taken; True if there were any."""
+        """Send fresh engines, once, the weights of the loaded state; True if there were any."""
         if self._to_restore is None:
             return False
         (weights, version), self._to_restore = self._to_restore, None
@@ -136,7 +138,7 @@ class PolicyEngines(Generic[E]):
         return True
 
     def forget_restored(self) -> None:
-        """Forget the weights for `restore`, because newer ones are due."""
+        """Forget the weights that `restore` would send, because newer ones are due."""
         self._to_restore = None
 
 

@@ -17,20 +17,21 @@ from torch import Tensor, nn
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.sync.stream import in_parts
 
-# About 96 tokens of ordinary text, digits and punctuation. Random tokens are unlikely, where bfloat16 is coarsest.
+# About 96 tokens of ordinary text, digits and punctuation. Random tokens would be unlikely ones, for which bfloat16 is
+# coarsest.
 PROBE_TEXT = (
     "The sum of two numbers is found by adding them. For example, 12 + 7 = 19, and 3 + 4 = 7. "
     "If a train leaves at 9:15 and arrives at 11:45, the journey takes two hours and thirty minutes. "
     "Water boils at 100 degrees and freezes at 0 degrees Celsius."
 )
 DRILL_SEED = 0
-# Scales of the noise, in root mean squares of each tensor. The drill uses the first that moves the log-probabilities by
-# DRILL_CONTRAST nats on average, which is 2.5 times the largest mean difference that is ever allowed as rounding. A
-# trained model needs little noise, a new one much. At the last scale, 2.5 times this run's own allowance is enough:
+# Scales of the noise, in root mean squares of each tensor. The drill uses the first scale that moves log-probabilities
+# by DRILL_CONTRAST nats on average, 2.5 times the largest mean difference that any run allows as rounding. A trained
+# model needs little noise, a new one much. At the last scale, 2.5 times the difference that this run allows is enough:
 # adapters do not change the head, whose size limits how far they can move the log-probabilities.
 DRILL_SCALES = tuple(0.02 * 1.5**i for i in range(15))  # up to 5.8
 DRILL_CONTRAST = 0.3
-DRILL_FLOOR = 0.01  # least root mean square of a tensor: a bias of zeros has to move too
+DRILL_FLOOR = 0.01  # least root mean square by which noise is scaled, so that a bias of zeros moves too
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Tolerance:
         mean: allowed mean difference.
         max: allowed difference of each token.
         relative_mean: additional mean difference, as a share of the mean log-probability.
-        relative_max: additional difference of each token, as a share of its log-probability. Unlikely tokens are
-            rounded the most, and the more so the surer a policy becomes: the largest difference of a sound run went
-            from 0.18 at its start to 0.73 after 20 steps.
+        relative_max: additional difference of each token, as a share of its log-probability. Rounding is largest for
+            unlikely tokens, and grows as a policy becomes surer: the largest difference of a sound run went from 0.18
+            at its start to 0.73 after 20 steps.
     """
 
     mean: float
@@ -55,9 +56,10 @@ class Tolerance:
     def of(cls, *dtypes: torch.dtype, quantized: bool = False) -> "Tolerance":
         """The tolerance for engine and trainer of these dtypes; `quantized` engines may differ twice as much.
 
-        float32 on both sides agrees to 1e-3; a 16-bit side rounds each layer. SmolLM2 with weights and activations
-        rounded to eight bits (float8_e4m3) is 0.15 nats from itself on average, and 0.17 with one scale a tensor; four
-        bits are further off, and refused. The allowed mean stays below the drill's effect (`DRILL_CONTRAST`).
+        With float32 on both sides they agree to 1e-3; with 16 bits on one side each layer is rounded. SmolLM2 with
+        weights and activations rounded to eight bits (float8_e4m3) differs by 0.15 nats on average from the same model
+        unrounded, and by 0.17 with one scale a tensor. With four bits the difference is larger, and refused. The
+        allowed mean stays below the drill's effect (`DRILL_CONTRAST`).
         """
         if quantized:
             return cls(0.12, 1.0, relative_mean=0.04, relative_max=0.2)
@@ -67,7 +69,7 @@ class Tolerance:
 
     def limits(self, logprobs: Tensor) -> tuple[float, Tensor]:
         """The allowed mean difference, and the allowed difference of each token [tokens], for the trainer's values."""
-        # Twice the mean at most, because a policy that knows nothing yet finds every token unlikely.
+        # At most twice the mean, because every token is unlikely for a policy that knows nothing yet.
         mean = min(self.mean + self.relative_mean * float(logprobs.abs().mean()), 2 * self.mean)
         return mean, self.max + self.relative_max * logprobs.abs()
 
@@ -75,7 +77,8 @@ class Tolerance:
 def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolerance, check: str) -> tuple[float, float]:
     """Mean and maximum absolute difference of two lists of log-probabilities; `check` names the comparison.
 
-    A WeightSyncError, with both values: they are beyond the tolerance, or not a number.
+    Raises:
+        WeightSyncError: a difference is beyond the tolerance, or not a number; the message has both values.
     """
     if len(trainer) != len(engine) or not trainer:
         raise different_texts(trainer, engine, check)
@@ -90,11 +93,11 @@ def compare(trainer: Sequence[float], engine: Sequence[float], tolerance: Tolera
 
 
 def perturbed(model: nn.Module) -> AbstractContextManager[Callable[[float], None]]:
-    """A context with a function that perturbs all parameters of a model; it restores them bit for bit at its end.
+    """A context with a function that perturbs all parameters of a model; the context's end restores them bit for bit.
 
-    The function gives each parameter its original value plus seeded noise of `scale` times its root mean square. The
-    noise is made on the parameters' device, and the originals are copied to the host. With a model in shards
-    (`trainer.fsdp.Shards`), all ranks perturb theirs.
+    The function takes a scale, and gives each parameter its original value plus seeded noise of `scale` times its root
+    mean square. The noise is made on the parameters' device, and the originals are copied to the host. With a model in
+    shards (`trainer.fsdp.Shards`), every rank perturbs its shards.
     """
     parts = in_parts(model)
     return perturbed_tensors(model.parameters()) if parts is None else parts.perturbed()
@@ -102,7 +105,7 @@ def perturbed(model: nn.Module) -> AbstractContextManager[Callable[[float], None
 
 @contextmanager
 def perturbed_tensors(parameters: Iterable[Tensor]) -> Iterator[Callable[[float], None]]:
-    """A context as `perturbed` makes, for these parameters."""
+    """A context as that of `perturbed`, for these parameters."""
     parameters = [parameter.detach() for parameter in parameters]
     saved = [parameter.to("cpu", copy=True) for parameter in parameters]
 
@@ -138,8 +141,8 @@ class Synchronizer:
         tolerance: allowed differences between them.
         check_interval: number of syncs from one probe to the next; the first sync is always probed.
         with_drill: True if the drill precedes the first sync.
-        drill_scale: the scale of the drill's noise that was enough, perhaps in an earlier part of the run; None: there
-            was no drill.
+        drill_scale: the scale of the drill's noise that was enough, perhaps before the run was resumed; None: no drill
+            was made.
     """
 
     perturbed: Callable[[], AbstractContextManager[Callable[[float], None]]]
@@ -153,9 +156,10 @@ class Synchronizer:
     _syncs: int = field(default=0, init=False)
 
     def sync(self) -> dict[str, float]:
-        """Send the present weights and return metrics; the first time after the drill; with a probe if one is due.
+        """Make the drill before the first sync, send the present weights, probe them if a probe is due; metrics.
 
-        A WeightSyncError: an engine did not take the weights.
+        Raises:
+            WeightSyncError: an engine did not take the weights.
         """
         if self._syncs == 0 and self.with_drill:
             self._drill()
@@ -225,7 +229,7 @@ def unmoved() -> WeightSyncError:
 
 
 def not_in_time(seconds: float) -> WeightSyncError:
-    """The error for a weight sync that took longer."""
+    """The error for a weight sync that took longer than so many seconds."""
     return WeightSyncError(
         f"a weight sync did not end within {seconds:g} s (synchronizer.sync_timeout): does every engine live? "
         "Restart the servers of engine.urls: they may hold half of the weights."

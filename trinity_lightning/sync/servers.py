@@ -1,4 +1,4 @@
-"""Weights to vLLM servers without a file: the base of the ways that there are, which are found by name (SENDERS)."""
+"""The base of the senders of weights to vLLM servers without a file; they are found by name in SENDERS."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from trinity_lightning.sync.stream import Sender, Shape, check_shapes
 
 
 class Server(Protocol):
-    """A server as senders need it: a `VLLMServerEngine`."""
+    """The part of a `VLLMServerEngine` that senders use."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -43,18 +43,18 @@ class Server(Protocol):
 class ToServers(Sender):
     """Sends the trainer's weights to vLLM servers that were all started for this `method`.
 
-    A server that died is started again before weights are sent. Weights that do not fit touch no server.
+    A server that died is started again before weights are sent. Weights that do not fit are sent to no server.
 
     Args:
         models: the servers.
         device: the device of the trainer's weights.
 
     Attributes:
-        method: its name, as synchronizer.method.
-        server_arguments: vLLM's arguments with which a server is started for it.
+        method: the sender's name in synchronizer.method.
+        server_arguments: vLLM's arguments with which a server is started for the method.
 
     Raises:
-        ConfigError: an engine takes its weights in another way, or the trainer's weights are on a CPU.
+        ConfigError: an engine takes its weights by another method, or the trainer's weights are on a CPU.
     """
 
     method: ClassVar[str]
@@ -72,11 +72,11 @@ class ToServers(Sender):
         self._device = device
 
     async def form(self, shapes: Mapping[str, Shape]) -> None:
-        """Start every server and connect with it; a WeightSyncError: one does not join, or has other shapes."""
+        """Start every server and connect with it; WeightSyncError: a server does not join, or has other shapes."""
         await self.check(shapes)
 
     async def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Start every server, if it does not run; a WeightSyncError: weights of these shapes do not fit one."""
+        """Start every server that does not run; WeightSyncError: weights of these shapes do not fit a server."""
         await asyncio.gather(*(server.load() for server in self._servers))
         for server in self._servers:
             check_shapes(shapes, server.weight_shapes)
@@ -86,19 +86,19 @@ SENDERS: Registry[type[ToServers]] = Registry("weight sender")
 
 
 def server_arguments(method: str) -> Mapping[str, Any]:
-    """vLLM's arguments with which a server is started for a way of sending weights; none if it reads a folder."""
+    """vLLM's arguments with which a server is started for a method of weight sync; none if it reads a folder."""
     return SENDERS.get(method).server_arguments if method in SENDERS else {}
 
 
 def sender_to(models: Sequence[InferenceModel], device: torch.device) -> ToServers:
-    """The sender for these engines, by the method that they were started for; arguments and errors as `ToServers`."""
+    """The sender for these engines, by the method of theirs; arguments and errors as in `ToServers`."""
     methods = (str(getattr(model, "sync_method", "")) for model in models)
     method = next((method for method in methods if method in SENDERS), "nccl")
     return SENDERS.get(method)(models, device)
 
 
 def announcement(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, Any]:
-    """The description of tensors that are sent in that dtype, in the form of vLLM's requests."""
+    """The description of tensors that are sent in a dtype, in the form of vLLM's requests."""
     return {
         "names": list(shapes),
         "dtype_names": [str(dtype).removeprefix("torch.")] * len(shapes),
@@ -107,7 +107,7 @@ def announcement(shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, A
 
 
 def check_device(device: torch.device, method: str) -> None:
-    """Refuse to send weights by that method if they are not in a GPU's memory; a ConfigError."""
+    """Refuse to send weights by a method if they are not in a GPU's memory: ConfigError."""
     if device.type != "cuda":
         raise ConfigError(
             f"synchronizer={method} sends from a GPU, and the policy is on {device}",

@@ -1,4 +1,4 @@
-"""The policy's weights on their way to engines: a stream whose names and shapes are known before its tensors."""
+"""The policy's weights on their way to engines: a stream of tensors whose names and shapes are known beforehand."""
 
 import re
 import threading
@@ -40,7 +40,7 @@ class WeightStream:
 
     @classmethod
     def of(cls, named_tensors: Iterable[tuple[str, Tensor]]) -> "WeightStream":
-        """A stream as it is; anything else that yields (name, tensor) is gathered first, to learn its shapes."""
+        """The stream itself, or a stream of anything that yields (name, tensor), gathered first to learn the shapes."""
         if isinstance(named_tensors, WeightStream):
             return named_tensors
         gathered = list(named_tensors)
@@ -49,10 +49,10 @@ class WeightStream:
 
 @contextmanager
 def while_sent(stream: WeightStream) -> Iterator[WeightStream]:
-    """The stream for one sync. If the sync ends early, such as by its time limit, a thread that still reads is refused.
+    """The stream for one sync. If the sync ends early, as by its time limit, reading on raises a WeightSyncError.
 
-    Otherwise it would read weights while they are trained again. With a policy in shards (`trainer.fsdp.Shards`), it
-    would also take part in rounds of all processes at the same time as the thread that trains or saves.
+    Otherwise a thread might read weights while they are trained again. With a policy in shards
+    (`trainer.fsdp.Shards`), it would also communicate with other ranks at the same time as the thread that trains.
     """
     given_up = threading.Event()
 
@@ -76,13 +76,13 @@ class Sender(ABC):
 
     @abstractmethod
     async def send(self, stream: WeightStream, version: int) -> None:
-        """Give every engine these weights; a WeightSyncError: one did not take them, and may hold half of them."""
+        """Send these weights to every engine; WeightSyncError: an engine did not take them, and may hold half."""
 
-    def close(self) -> None:  # noqa: B027  # some have nothing to leave
-        """Leave the engines; calling it twice is allowed."""
+    def close(self) -> None:  # noqa: B027  # some senders have no connection
+        """Disconnect from the engines; calling it twice is allowed."""
 
 
-MAX_LISTED = 8
+MAX_LISTED = 8  # differences of a kind that a message names
 
 
 def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
@@ -92,7 +92,7 @@ def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> No
 
 
 def misfit(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> WeightSyncError:
-    """The error for shapes by name that differ: the first 8 differences of each kind, and the fix."""
+    """The error for shapes by name that differ; it has the first differences of each kind, and the fix."""
     missing = [f"'{name}'" for name in expected if name not in sent]
     matches = {name: nearest(name, expected) for name in sent if name not in expected}
     unknown = [f"'{name}'" + (f" (nearest: '{match}')" if match else "") for name, match in matches.items()]
@@ -115,9 +115,9 @@ def misfit(sent: Mapping[str, Shape], expected: Mapping[str, Shape]) -> WeightSy
 def weight_stream(model: nn.Module) -> WeightStream:
     """Every parameter of a Hugging Face model under its checkpoint name; a tied one under each of its names.
 
-    The tied head is always sent, because an engine may keep a packed copy of it that would silently stay stale. Weights
-    in shards (`trainer.fsdp.Shards`) are put together one by one as they are sent; adapters
-    (`trainer.adapter.Adapter`) are merged.
+    A tied head is always sent, because an engine may keep a packed copy of it that would silently stay stale. Weights
+    in shards (`trainer.fsdp.Shards`) are put together one by one as they are sent; adapters (`trainer.adapter.Adapter`)
+    are merged into the weights.
     """
     if (parts := in_parts(model)) is not None:
         return as_checkpoint(parts.parameters(), model, parts.whole)
@@ -125,7 +125,7 @@ def weight_stream(model: nn.Module) -> WeightStream:
 
 
 def parameter_stream(model: nn.Module) -> WeightStream:
-    """Every parameter under the model's own name for it: for an engine that generates with this very model."""
+    """Every parameter under the model's own name for it, for an engine that generates with this same model."""
     tensors = dict(model.named_parameters(remove_duplicate=False))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return WeightStream(shapes, lambda: ((name, tensor.detach()) for name, tensor in tensors.items()))
@@ -143,7 +143,7 @@ class Parts(Protocol):
         ...
 
     def perturbed(self) -> AbstractContextManager[Callable[[float], None]]:
-        """As `sync.proof.perturbed`."""
+        """A context as that of `sync.proof.perturbed`."""
         ...
 
 
@@ -163,7 +163,7 @@ def skeleton(path: str) -> Any:
 def parameter_shapes(path: str) -> dict[str, Shape]:
     """Checkpoint names and shapes of every parameter of the Hugging Face model in a folder (or of a hub name).
 
-    Tied parameters are listed under each of their names: an engine may keep a copy of its own of a tied head.
+    Tied parameters are listed under each of their names, because an engine may keep a second copy of a tied head.
     """
     model = skeleton(path)
     return dict(as_checkpoint(dict(model.named_parameters(remove_duplicate=False)), model).shapes)
@@ -177,18 +177,18 @@ _LAYER = re.compile(r".*?\.\d+(?=\.)")
 def as_checkpoint(
     tensors: Mapping[str, Tensor], model: Any, read: Callable[[str], Tensor] | None = None
 ) -> WeightStream:
-    """Tensors by a model's own parameter names, as its checkpoints have them: as `save_pretrained` would write them.
+    """Convert tensors from a model's parameter names to the names and forms that `save_pretrained` would write.
 
-    Transformers holds some of them in another form, such as all experts of a layer in one tensor. They are converted
-    back layer by layer, unless a tensor of the checkpoint is made from several layers, so that no whole copy is made.
+    Transformers holds some weights in another form, such as all experts of a layer in one tensor. They are converted
+    layer by layer, so that no whole copy is made, unless a tensor of the checkpoint is made from several layers.
 
     Args:
         tensors: the weights.
         model: the Hugging Face model whose names they have; its own weights are not read.
-        read: returns the tensor of a name, when its turn comes to be sent; None: as they are.
+        read: returns the tensor of a name when it is about to be sent; None: the tensors are sent as they are.
     """
     device, take = next(iter(tensors.values())).device, read or (lambda name: tensors[name].detach())
-    if conversions := _conversions(model):  # few models have some
+    if conversions := _conversions(model):  # few models have any
         return _converted(tensors, take, model, conversions, device)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return WeightStream(shapes, lambda: ((name, take(name)) for name in shapes), device)
@@ -202,7 +202,7 @@ def check_conversion(tensors: Mapping[str, Tensor], model: Any) -> None:
 def _conversions(model: Any) -> list[Any]:
     """The conversions by which transformers makes the parameters of a model of this class from its checkpoints.
 
-    The model's own would not do: the file that it was loaded from may have lacked a prefix.
+    The conversions that the model itself was loaded with are not used: its file may have lacked a prefix.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
@@ -218,9 +218,13 @@ def _converted(
     conversions: list[Any],
     device: torch.device,
 ) -> WeightStream:
-    """The tensors that `take` returns, in the form of checkpoints, a layer at a time; the others as `as_checkpoint`.
+    """Convert the tensors that `take` returns to the form of checkpoints, a layer at a time.
 
-    `conversions` are those by which transformers makes the model's parameters from its checkpoints.
+    Args:
+        tensors, model: as for `as_checkpoint`.
+        take: returns the tensor of a name.
+        conversions: the conversions by which transformers makes the model's parameters from its checkpoints.
+        device: the device of the tensors.
     """
     plain = SimpleNamespace(_weight_conversions=conversions, config=model.config)  # a model in shards takes no copy
     groups = _layers(tensors)
@@ -237,7 +241,7 @@ def _converted(
 
 def _shapes(tensors: Mapping[str, Tensor], groups: Sequence[Sequence[str]], model: Any) -> dict[str, Shape]:
     """Names and shapes of the converted tensors, in the order of the stream."""
-    # Not empty_like: the one of a shard is a shard too, which rank 0 alone cannot put together.
+    # Not empty_like, which of a shard makes a shard, and rank 0 alone cannot put shards together.
     empty = (
         {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype, device="meta") for n in names} for names in groups
     )

@@ -57,7 +57,7 @@ class BlockingModel:
         return async_client(answer)
 
     def close(self) -> None:
-        """End the run: cancel the calls under way, and refuse new ones."""
+        """End the use of the model: cancel the calls under way, and refuse new ones."""
         with self._lock:
             self._closed = True
             calls = list(self._calls)

@@ -1,4 +1,4 @@
-"""A model as one run of a task sees it: every call has the run's seed and the task's sampling settings."""
+"""A model for one run of a task: every call has the run's seed and the task's sampling settings."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -19,7 +19,7 @@ from trinity_lightning.explorer.workflows.workflow import experience_of
 class BoundModel:
     """An `InferenceModel` that fills in the settings that all calls of a run share.
 
-    Every run and every retry has one of its own, so that a retry draws the same samples.
+    Every run and every retry has its own `BoundModel`, so that a retry draws the same samples.
 
     Attributes:
         enable_history: True: calls through OpenAI's client are always recorded; see `extract_experience_from_history`.
@@ -31,8 +31,8 @@ class BoundModel:
         batch, task, run: identify this run; seeds follow from them and from the number of calls before.
         sampling: settings for calls that do not set them; None values leave the engine's default.
         trained: True if the samples are trained on, and so must come from the policy's whole distribution.
-        template_variables: variables of the chat template for every conversation; its own go first. None: conversations
-            are given no variables, because a task's are for the policy alone.
+        template_variables: variables of the chat template for every conversation; a conversation's own variables win.
+            None: conversations are rendered without variables, because a task's variables are for the policy alone.
     """
 
     enable_history = True
@@ -84,11 +84,11 @@ class BoundModel:
         return await self._model.logprobs(token_ids)
 
     async def sync_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Refuse it with a RuntimeError: a run must not change the model that others generate with."""
+        """Refuse the call with a RuntimeError: a run must not change the model that other runs generate with."""
         raise RuntimeError("a workflow must not change the model's weights: the explorer syncs them between steps")
 
     async def shutdown(self) -> None:
-        """Refuse it with a RuntimeError: the model belongs to the explorer."""
+        """Refuse the call with a RuntimeError: the model belongs to the explorer."""
         raise RuntimeError("a workflow must not shut the model down: other runs generate with it")
 
     def _conversation(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -137,14 +137,14 @@ class BoundModel:
         """Reward the calls through OpenAI's client that have no reward yet.
 
         Args:
-            reward: the reward of each of them.
-            metrics: numbers to be logged, with the last of them.
+            reward: the reward of each such call.
+            metrics: numbers to be logged with the last such call.
         """
         if self._recorded is not None:
             self._recorded.set_reward(reward, metrics or {})
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """The calls through OpenAI's client as experiences, for a workflow that changes them before it returns them."""
+        """The calls through OpenAI's client as experiences, for workflows that change and return them."""
         return [] if self._recorded is None else self._recorded.experiences(clear_history)
 
     @property
@@ -158,20 +158,20 @@ class BoundModel:
 
     @property
     def used_version(self) -> int:
-        """The oldest version at the start of any call, so that lag is never understated.
+        """The oldest model version at the start of any call, so that lag is never understated.
 
-        Before the first call it is the present version.
+        Before the first call, the present version.
         """
         return self.model_version if self._oldest_version is None else self._oldest_version
 
     @property
     def used_temperature(self) -> float | None:
         """The sampling temperature of all calls so far; None if they differ."""
-        used = self._temperatures or {temperature_of(self._sampling)}
-        return next(iter(used)) if len(used) == 1 else None
+        temperatures = self._temperatures or {temperature_of(self._sampling)}
+        return next(iter(temperatures)) if len(temperatures) == 1 else None
 
     def close(self) -> None:
-        """End the run: cancel the calls that its threads wait for, and refuse new ones."""
+        """Cancel the calls that threads of the run wait for, and refuse new ones."""
         if self._blocking is not None:
             self._blocking.close()
 
@@ -188,8 +188,8 @@ def temperature_of(settings: Mapping[str, Any]) -> float:
 class RecordedCalls(ChatCompletions):
     """Answers a run's requests of OpenAI's API, and keeps an Experience of each response, in the order of their ends.
 
-    Call i has `eid.step` i. Its n responses are runs `run`, `run + 1`, ..., as if each had been asked for alone. Calls
-    of an endpoint are passed on and not kept, because it gives no tokens.
+    Call i has `eid.step` i. Its n responses are runs `run`, `run + 1`, ..., as if each had been asked for alone.
+    Requests to an endpoint are passed on, and no experiences are kept, because an endpoint gives no tokens.
 
     Args:
         bound: the run's view of the model.
@@ -197,7 +197,7 @@ class RecordedCalls(ChatCompletions):
         next_call: completes a call's settings by the run's.
         sampling: the run's settings.
         run: number of a call's first response.
-        template_variables: variables of the chat template for every conversation; a call's own go first.
+        template_variables: variables of the chat template for every conversation; a call's own variables win.
     """
 
     def __init__(
@@ -224,12 +224,13 @@ class RecordedCalls(ChatCompletions):
 
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if self._endpoint is not None:
-            samples = path.endswith("/completions")  # embeddings, say, take no seed, and an endpoint may refuse one
+            # Other requests, such as for embeddings, take no seed, and an endpoint may refuse one.
+            samples = path.endswith("/completions")
             return await self._endpoint.answer(path, self._next_call(body) if samples else body)
         return await super().answer(path, body)
 
     async def _render(self, conversation: Conversation) -> list[int]:
-        # By the model itself: the run's view gives an auxiliary model no variables, but a call's own are meant for it.
+        # Rendered by the model itself: the run's view would drop a call's variables for an auxiliary model.
         variables = {**self._template_variables, **conversation.template_variables}
         tools = conversation.tools or None
         return await self._unbound.render(Conversation(conversation, tools, variables), tools)
@@ -243,7 +244,7 @@ class RecordedCalls(ChatCompletions):
             unrewarded[-1].metrics |= metrics
 
     def experiences(self, clear: bool) -> list[Experience]:
-        """The experiences so far; with `clear` they are forgotten here."""
+        """The experiences so far; if `clear`, they are forgotten here."""
         experiences = list(self._experiences)
         if clear:
             self._experiences.clear()

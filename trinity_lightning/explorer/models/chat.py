@@ -15,6 +15,7 @@ from trinity_lightning.explorer.models.turns import PLACEHOLDER, QUESTION, in_pa
 
 # Names of the field that holds a message's reasoning; templates read one of them.
 REASONING = ("reasoning_content", "reasoning", "thinking")
+_CALL_ID = "call00000"  # nine letters and digits, because Mistral's templates insist on that
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -58,7 +59,7 @@ def apply_template(
 ) -> Any:
     """Token ids of a conversation, or the form that `settings` of `apply_chat_template` ask for.
 
-    Errors as `render_chat`.
+    Errors as in `render_chat`.
     """
     try:
         template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else ""
@@ -96,7 +97,8 @@ def _with_one_bos(tokenizer: Any, rendered: Any) -> Any:
 def _plain(message: Mapping[str, Any], template: str) -> dict[str, Any]:
     """The message with its content as text, its reasoning under the name that the template reads, and no empty calls.
 
-    A ConfigError: it has no role.
+    Raises:
+        ConfigError: it has no role, or its content is not text.
     """
     if not message.get("role"):
         raise ConfigError(f"a message is {{role, content}}; this one has no role: {message!r}.")
@@ -171,7 +173,7 @@ def continued(
     end = turn_end(tokenizer, generation_config)
     results = [message for message in messages if message.get("role") == "tool"]
     if results and not _shown_places(tokenizer, tokenizer.get_chat_template(), "tool")[0]:
-        # This template shows results only behind their calls, so the text behind a turn with calls is taken.
+        # This template shows results only behind their calls: take the text that follows a turn with calls.
         calling = {"role": "assistant", "content": "", "tool_calls": [_call_for(message) for message in results]}
         opening, whole = shown(calling, [], False), shown(calling, messages, True)
         if not whole.startswith(opening):
@@ -186,9 +188,6 @@ def continued(
     return [*so_far, *added[end.already_written(so_far[-1], added) :]]
 
 
-_CALL_ID = "call00000"  # nine letters and digits: Mistral's templates insist on that
-
-
 def _call_for(message: Mapping[str, Any]) -> dict[str, Any]:
     """A tool call whose result the message could be."""
     function = {"name": message.get("name") or "tool", "arguments": {}}
@@ -198,7 +197,7 @@ def _call_for(message: Mapping[str, Any]) -> dict[str, Any]:
 # -- tools for chat templates ------------------------------------------------------------------------------------------
 
 
-# Short: it is part of every prompt, and small models have little context.
+# Short, because it is part of every prompt, and small models have little context.
 _TOOLS_PROMPT = """You can call these functions:
 {functions}
 To call one, reply with <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>"""

@@ -65,11 +65,11 @@ class Engine(ABC):
 
     # Abilities beyond generating; see `Capabilities`.
     capabilities = Capabilities()
-    # True if it rounds the weights that it is sent further than to its dtype (engine.args.quantization).
+    # True if it rounds new weights further than to its dtype (engine.args.quantization).
     quantized = False
     # The model's generation settings, set by `load`: their end tokens count beside the tokenizer's and the template's.
     generation_config: Any = None
-    # Number of times that it died and was started again; None: it cannot die without the run.
+    # Number of times that it died and was started again; None for an engine that dies only with the run.
     restarts: int | None = None
     # Markers around the model's thoughts (`model.thoughts`); None: the common ones, and those of its tokenizer.
     thoughts: Markers | None = None
@@ -84,7 +84,7 @@ class Engine(ABC):
         """
         model_and_config, args = engine_arguments(cls, config.model.name, config.engine)
         engine = made_at_start(f"engine '{config.engine.name}'", cls, args, ENGINE_ARGS, model_and_config)
-        if not hasattr(engine, "_max_model_len"):  # a dataclass, say, does not call `Engine.__init__`
+        if not hasattr(engine, "_max_model_len"):  # its class (a dataclass, say) does not call `Engine.__init__`
             engine._max_model_len = config.engine.max_model_len
         return [engine]
 
@@ -157,7 +157,7 @@ class Engine(ABC):
         """Receive the Hugging Face model that is trained, before `load`: for engines that generate with it."""
 
     async def sleep(self) -> None:  # noqa: B027
-        """Give memory that is shared with the trainer up to it, until `wake_up`."""
+        """Give the memory that is shared with the trainer to the trainer, until `wake_up`."""
 
     async def wake_up(self) -> None:  # noqa: B027
         """Take the memory back, with the weights as they were and an empty cache."""
@@ -169,7 +169,7 @@ class Engine(ABC):
         """Stop being driven: `pump` is not called any more."""
 
     def pump(self) -> bool:
-        """Do a piece of the work that belongs on the thread that drives the engines; True if there was any."""
+        """Do a piece of the work of the driving thread; True if there was any."""
         return self.run_commands()
 
     def run_commands(self) -> bool:
@@ -255,7 +255,7 @@ class LoadedEngine(Engine):
 # -- the text of a response -------------------------------------------------------------------------------------------
 
 
-_CONTEXT = 32  # last tokens of the prompt, with which a response is decoded
+_CONTEXT = 32  # number of the prompt's last tokens that are decoded together with a response
 
 
 def response_text(
@@ -266,10 +266,10 @@ def response_text(
     skip_special_tokens: bool = False,
     markers: Sequence[Markers] | None = None,
 ) -> Response:
-    """The text of a response, decoded behind its prompt: alone, SentencePiece would drop its first word's space.
+    """The text of a response, decoded behind its prompt, because SentencePiece drops the space before a first word.
 
-    The model's own markers stay in the text, such as those around thoughts and tool calls. End tokens, padding and BOS
-    are left out.
+    The model's markers stay in the text, such as those around thoughts and tool calls. End tokens, padding and BOS are
+    left out.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -293,28 +293,29 @@ def response_text(
 def written_text(
     tokenizer: Any, completion: Completion, sampling: Mapping[str, Any], markers: Sequence[Markers] | None = None
 ) -> Response:
-    """The text that the policy wrote in a completion, which rewards, environments and tool parsers judge.
+    """The text of a completion, which rewards, environments and tool parsers read.
 
-    If a stop string or a stop token of `sampling.stop_token_ids` ended it, the text ends with that.
+    If a stop string or a token of `sampling.stop_token_ids` ended the completion, the text ends with it.
 
     Args:
         tokenizer, markers: as for `response_text`.
-        completion: its tokens, and the reason why it ended.
-        sampling: its settings. `skip_special_tokens=True` leaves out the model's markers, and
+        completion: the completion; its own text is not read.
+        sampling: the settings that it was drawn with. `skip_special_tokens=True` leaves out the model's markers, and
             `include_stop_str_in_output=False` the stop string or stop token.
     """
     skip = bool(sampling.get("skip_special_tokens"))
-    read = partial(response_text, tokenizer, completion.prompt_token_ids, skip_special_tokens=skip, markers=markers)
-    written, stop = completion.token_ids, completion.stop_reason
+    decode = partial(response_text, tokenizer, completion.prompt_token_ids, skip_special_tokens=skip, markers=markers)
+    token_ids, stop = completion.token_ids, completion.stop_reason
     shows_stop = sampling.get("include_stop_str_in_output") is not False
     if isinstance(stop, str):
-        text = read(written)
-        begin = text.find(stop, max(len(read(written[:-1])) - len(stop) + 1, 0))  # the last token completed it
-        begin = text.rfind(stop) if begin < 0 else begin  # or an earlier one, as speculation gives several at once
+        text = decode(token_ids)
+        # The last token completed the stop string; or an earlier one, because speculation gives several tokens at once.
+        begin = text.find(stop, max(len(decode(token_ids[:-1])) - len(stop) + 1, 0))
+        begin = text.rfind(stop) if begin < 0 else begin
         return text if begin < 0 else text.with_text(text[: begin + shows_stop * len(stop)])
     ended = completion.finish_reason == "stop"
     asked_for = stop is not None and stop in (sampling.get("stop_token_ids") or ())
-    return read(written[:-1] if ended and not (asked_for and shows_stop) else written)
+    return decode(token_ids[:-1] if ended and not (asked_for and shows_stop) else token_ids)
 
 
 # -- engines that compute in this process ------------------------------------------------------------------------------
@@ -324,7 +325,7 @@ T = TypeVar("T")
 
 
 class InProcessEngine(LoadedEngine):
-    """Base of the in-process engines: it queues, waits, cancels, and fails without a hang.
+    """Base of the in-process engines: queues requests, waits for results, cancels, and fails without a hang.
 
     An engine implements `_load`, which sets the values of a `LoadedEngine`, and `_add`, `_add_scoring`, `_abort`,
     `_abort_all`, `_has_work`, `_step`, `_take_weights` and `_free`. A single thread calls all of them: the main thread
@@ -380,7 +381,7 @@ class InProcessEngine(LoadedEngine):
         except BaseException as error:
             self._fail_all(f"the engine failed while generating: {type(error).__name__}: {error}")
             if not isinstance(error, Exception):
-                raise  # Ctrl-C is the driver's to handle
+                raise  # the driver handles Ctrl-C
         return True
 
     def run_commands(self) -> bool:
@@ -389,6 +390,8 @@ class InProcessEngine(LoadedEngine):
             self._commands.get_nowait()()
             worked = True
         return worked
+
+    # -- to be implemented by an engine, and called on the driving thread ----------------------------------------------
 
     @abstractmethod
     def _load(self) -> None: ...
@@ -447,7 +450,7 @@ class InProcessEngine(LoadedEngine):
         self._waiting[request_id] = reply
         try:
             add(request_id)
-        except Exception as error:  # the caller is told that its request is refused; the engine goes on
+        except Exception as error:  # the request is refused, and the engine goes on
             del self._waiting[request_id]
             reply.set_exception(error)
 
@@ -482,7 +485,7 @@ class InProcessEngine(LoadedEngine):
 
     async def _wait(self, reply: Future[T]) -> T:
         while self._wake is None:
-            await asyncio.sleep(0)  # let other coroutines post their requests first: one step serves them all
+            await asyncio.sleep(0)  # other coroutines post their requests first, so that one step serves all
             if reply.done():
                 break
             self.pump()

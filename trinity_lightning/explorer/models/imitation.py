@@ -1,4 +1,4 @@
-"""Conversations to learn from, in the tokens that rollouts would have: for SFT, preference pairs and expert data."""
+"""Renders conversations for SFT, preference pairs and expert data in the tokens that rollouts would have."""
 
 import logging
 import re
@@ -60,8 +60,8 @@ class Turn:
 class Imitation:
     """Renders the conversations of one entry of a dataset.
 
-    A trained turn follows the prompt that rollouts have, and holds the text of the entry. The chat template's rendering
-    is taken if it does both; otherwise the prompt and the text are joined. Each turn ends with an end token: the
+    A trained turn has to follow the prompt that rollouts have, and to hold the text of the entry. The chat template's
+    rendering is taken if both hold; otherwise the prompt and the text are joined. Each turn ends with an end token: the
     template's, the marker of the next turn, or `TurnEnd.closing`.
 
     Args:
@@ -96,7 +96,7 @@ class Imitation:
         return self._as_rendered(messages, turns) or self._joined(messages, turns)
 
     def completion(self, prompt: Messages, answer: Messages) -> tuple[list[int], list[int]]:
-        """The prompt that rollouts have, and the tokens of a conversation to the end of its last turn.
+        """The tokens of the prompt that rollouts have, and those of the conversation to the end of its last turn.
 
         Raises:
             ConfigError: as `conversation`.
@@ -144,7 +144,7 @@ class Imitation:
     # -- one turn ------------------------------------------------------------------------------------------------------
 
     def _turn(self, messages: Messages, place: int) -> Turn:
-        """The assistant's turn at that place, as the template shows it if that fits rollouts, else by its own text."""
+        """The assistant's turn at a place: as the template shows it if that fits rollouts, else made of its text."""
         message = messages[place]
         prompt, shown = self._text(messages[:place], add_generation_prompt=True), self._text(messages[: place + 1])
         context, whole = self._encode(prompt), self._encode(shown)
@@ -192,12 +192,12 @@ class Imitation:
         return next((pair for pair in markers_of(self._tokenizer) if prompt.rstrip().endswith(pair.opening)), None)
 
     def _opening_of(self, prompt: str) -> str:
-        """The opening marker of thoughts that a prompt ends with, which belongs to the turn; "" without one."""
+        """The opening marker of thoughts at the end of a prompt, which belongs to the turn; "" without one."""
         opened = self._opened_thoughts(prompt)
         return opened.opening if opened else ""
 
     def _opens_twice(self, prompt: str, behind: str | None) -> bool:
-        """True if the template opens thoughts behind a prompt that has opened them."""
+        """True if the template opens thoughts again behind a prompt that has opened them."""
         opened = self._opened_thoughts(prompt)
         return opened is not None and behind is not None and opened.opening in behind
 
@@ -228,7 +228,7 @@ class Imitation:
         return [*response[:end], *(self._end.closing_calls if calls else self._end.closing)]
 
     def _end_of_next(self, behind: Sequence[int]) -> int:
-        """Number of tokens behind a turn up to one that ends it, such as the next turn's marker; 0 if none does."""
+        """Number of tokens behind a turn up to the one that ends it, such as the next turn's marker; 0 without one."""
         places = (place for place, token in enumerate(behind) if not is_space(self._tokenizer, token))
         place = next(places, len(behind))
         if place == len(behind) or behind[place] not in self._end.tokens:
@@ -302,7 +302,7 @@ class Imitation:
         return any(mask[begin:end]) or (bool(answer) and answer in written)
 
     def _begin_marks(self, before: Messages, turn: Turn, tokens: list[int], mask: list[bool]) -> bool:
-        """Let a turn's marks begin behind the prompt of rollouts, in place; False if the tokens hold another turn."""
+        """Unmark the tokens of the rollouts' prompt before a turn, in place; False if the tokens hold another turn."""
         up_to_turn = [*turn.context, *turn.response]
         if tokens[: len(up_to_turn)] != up_to_turn:
             return False
@@ -311,7 +311,7 @@ class Imitation:
         return True
 
     def _end_marks(self, tokens: list[int], mask: list[bool], turns: int) -> bool:
-        """Let the marks of every turn end with its end token, in place; False if a turn has none."""
+        """Move the end of every turn's marks to its end token, in place; False if a turn has no end token."""
         stops = [place for place in range(1, len(mask) + 1) if mask[place - 1] and not any(mask[place : place + 1])]
         ended = 0
         for stop in stops:
@@ -335,7 +335,7 @@ class Imitation:
         return self._encode(self._text(messages))
 
     def _text(self, messages: Messages, **settings: Any) -> str:
-        """The conversation as the chat template writes it. ConfigError: it refuses it, or there is no message."""
+        """The conversation as the chat template writes it. ConfigError: the template refuses it, or it is empty."""
         if not messages:
             raise ConfigError("the assistant's turn follows no message", fix="begin conversations with another role")
         return apply_template(self._tokenizer, messages, self._tools, tokenize=False, **settings, **self._variables)
@@ -347,7 +347,10 @@ class Imitation:
 
 
 def _remainder(shown: str, prompt: str) -> str | None:
-    """The text that a rendering has behind a prompt, whose last whitespace may differ; None if it begins otherwise."""
+    """The text behind a prompt in a rendering; None if the rendering begins with another text.
+
+    The whitespace at the end of the prompt may differ.
+    """
     if shown.startswith(prompt):
         return shown[len(prompt) :]
     end = prompt.rstrip()

@@ -1,4 +1,4 @@
-"""OpenAI's API on both sides: OpenAI's client for a model of this process, and a model behind an endpoint."""
+"""OpenAI's API on both sides: a client for a model of this process, and a model behind an endpoint."""
 
 import asyncio
 import importlib
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 # Answers a request: path and body -> HTTP status and body of the response.
 Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 
-ROOT = "/v1"  # with which the paths of requests begin
-MODEL_ID = "policy"  # there is one model, which answers to any `model=`
+ROOT = "/v1"  # beginning of the paths of requests
+MODEL_ID = "policy"  # name of the one model; requests may give any other name
 
 # Arguments that are passed to the engine by the same name, unless they have the value that changes nothing.
 _TEXT = ("skip_special_tokens", "include_stop_str_in_output")  # vLLM's names: how tokens become text
 _SAMPLING: dict[str, Any] = {**dict.fromkeys(("temperature", "stop", "seed", *_TEXT)), **NEUTRAL_SAMPLING}
-_OWN = ("messages", "model", "tools", "n", "max_tokens", "max_completion_tokens", "logprobs", TEMPLATE_VARIABLES)
-# Arguments that are accepted with these values only.
+_READ_HERE = ("messages", "model", "tools", "n", "max_tokens", "max_completion_tokens", "logprobs", TEMPLATE_VARIABLES)
+# Arguments that are accepted with these values only; and arguments that are accepted and ignored.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "stream": (False, None),
     "top_logprobs": (0, None),
@@ -50,9 +50,9 @@ _IGNORED = ("user", "metadata", "store", "parallel_tool_calls", "return_token_id
 class ChatCompletions:
     """Answers requests of OpenAI's chat completions API with a model.
 
-    Like vLLM's server it takes variables of the chat template: `extra_body={"chat_template_kwargs": {...}}`.
-    A response also has the exact tokens, unlike OpenAI's: `response.prompt_token_ids`, and for each choice
-    `choice.token_ids`, `choice.token_logprobs` and `choice.answer`, the text behind its thoughts, which is null if the
+    Like vLLM's server it takes variables of the chat template: `extra_body={"chat_template_kwargs": {...}}`. Unlike
+    OpenAI's, a response has the exact tokens: `response.prompt_token_ids`, and for each choice `choice.token_ids` and
+    `choice.token_logprobs`. Besides, `choice.answer` is the text behind the choice's thoughts; it is null if the
     response was cut off in them.
 
     Args:
@@ -67,7 +67,7 @@ class ChatCompletions:
         self._tool_calls = itertools.count()
 
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """HTTP status and body of the response; an error of the model becomes one of the API, with its message."""
+        """HTTP status and body of the response; the model's errors become error responses of the API."""
         try:
             if path.endswith("/models"):
                 model = {"id": MODEL_ID, "object": "model", "created": 0, "owned_by": "trinity_lightning"}
@@ -153,7 +153,7 @@ class ChatCompletions:
 
 
 def async_client(answer: Answer) -> Any:
-    """An `openai.AsyncOpenAI` whose requests `answer` answers. It never retries unless asked to (`with_options`).
+    """An `openai.AsyncOpenAI` whose requests `answer` answers. It retries only if `with_options` asks for it.
 
     Its `model_path` is the value for `model=`.
 
@@ -224,7 +224,7 @@ def _body_of(request: Any) -> dict[str, Any]:
 
 def _check(body: Mapping[str, Any]) -> None:
     """Refuse arguments that would silently be ignored."""
-    known = (*_OWN, *_SAMPLING, *_FIXED, *_IGNORED)
+    known = (*_READ_HERE, *_SAMPLING, *_FIXED, *_IGNORED)
     for name, value in body.items():
         if name not in known:
             raise ConfigError(unknown_name("argument of chat.completions.create", name, known), key=name)
@@ -239,7 +239,7 @@ def _check(body: Mapping[str, Any]) -> None:
 
 
 def _logprobs(completion: Completion) -> dict[str, Any]:
-    """Log-probabilities in OpenAI's form, with tokens named by their ids, because two may have the same text."""
+    """Log-probabilities in OpenAI's form. Tokens are named by their ids, because two tokens may have the same text."""
     content = [
         {"token": f"token_id:{token}", "bytes": None, "logprob": logprob, "top_logprobs": []}
         for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
@@ -261,7 +261,7 @@ _EXTRA = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "s
 
 
 class OpenAIModel:
-    """An auxiliary `InferenceModel` that only chats, so that nothing of it is trained on: an endpoint gives no tokens.
+    """An auxiliary `InferenceModel` that only chats. An endpoint gives no tokens, so that nothing is trained on them.
 
     Args:
         url: the endpoint's address, such as https://api.openai.com/v1.
@@ -270,8 +270,7 @@ class OpenAIModel:
             default: a key goes only where it was meant for.
 
     Raises:
-        ConfigError: the package openai is not installed, or the key is not set; or (by a call) only an engine of the
-            policy can do that.
+        ConfigError: the package openai is not installed, or the key is not set; or a call other than `chat` is made.
     """
 
     capabilities = Capabilities(overlaps_training=True, picklable=True, sync_methods=(), keys=())
@@ -283,11 +282,11 @@ class OpenAIModel:
         self._url = url
         self._model = model
         self._api_key_env = api_key_env
-        # Made now, to report a missing package or key at once; and again by the first request after a shutdown.
+        # Made now, so that a missing package or key is reported at once; made anew by a request after a shutdown.
         self._client: Any = self.get_openai_async_client()
 
     async def load(self) -> None:
-        """Check before rollouts begin that the endpoint answers; it may refuse to list its models.
+        """Check that the endpoint answers; it may refuse to list its models.
 
         Raises:
             ModelLoadError: the endpoint does not answer, or does not take the key.
@@ -338,7 +337,7 @@ class OpenAIModel:
         return client
 
     async def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """HTTP status and body of the endpoint's response to a request, whose `model` is replaced by this one."""
+        """HTTP status and body of the endpoint's response to a request; `model` in its body is replaced by this one."""
         from openai import APIStatusError, OpenAIError
 
         if body.get("stream"):
@@ -394,5 +393,5 @@ class OpenAIModel:
         return key
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a copy in another process have connections of its own."""
+        """Make a copy in another process with connections of its own."""
         return OpenAIModel, (self._url, self._model, self._api_key_env)

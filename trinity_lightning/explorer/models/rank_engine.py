@@ -1,6 +1,6 @@
 """The in-process engine of another rank (engine.per_rank), which rank 0 asks by a socket that only this user can open.
 
-A frame is JSON behind four bytes with its length: a request [number, name, arguments] or an answer [number, result,
+A frame is JSON after four bytes with its length: a request [number, name, arguments], or an answer [number, result,
 error].
 """
 
@@ -25,13 +25,14 @@ from trinity_lightning.sync.stream import WeightStream
 
 CANCEL = "cancel"
 LENGTH_BYTES = 4
-LOST_SECONDS = SILENT_SECONDS + 10  # by then rank 0 has noticed that the rank ended
-# Errors of an engine that keep their type on the way; any other ends the request as a RolloutError.
+LOST_SECONDS = SILENT_SECONDS + 10  # by this time rank 0 has noticed that the other rank ended
+# Errors of an engine that keep their type on the way; any other becomes a RolloutError.
 ERRORS = {
     kind.__name__: kind
     for kind in (ConfigError, ModelLoadError, PromptTooLongError, RolloutError, TypeError, ValueError)
 }
-FIELDS = ("token_ids", "logprobs", "text", "finish_reason", "stop_reason")  # of a Completion, in the answer's order
+# Fields of a Completion in the order of an answer.
+FIELDS = ("token_ids", "logprobs", "text", "finish_reason", "stop_reason")
 
 
 def _encoded(frame: list[Any]) -> bytes:
@@ -41,7 +42,7 @@ def _encoded(frame: list[Any]) -> bytes:
 
 
 async def _read(reader: StreamReader) -> list[Any]:
-    """The next frame; IncompleteReadError, an EOFError, or OSError: the other end is gone."""
+    """The next frame; EOFError or OSError: the other end is gone."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
     return json.loads(await reader.readexactly(length))
 
@@ -79,7 +80,7 @@ class RankEngine(LoadedEngine):
         self._numbers = itertools.count()
 
     async def load(self) -> None:
-        """Have that rank load its engine, once; RankError: it took longer than `limit`."""
+        """Have the other rank load its engine, once; RankError: it took longer than `limit`."""
         async with self._loading:
             if self._loaded:
                 return
@@ -103,11 +104,11 @@ class RankEngine(LoadedEngine):
         self._end("the engine was shut down")
 
     async def sleep(self) -> None:
-        """Have that rank's engine sleep; RankError: it does not answer."""
+        """Have the other rank's engine sleep; RankError: it does not answer."""
         await self._ask_in_time("sleep")
 
     async def wake_up(self) -> None:
-        """Wake that rank's engine if it is loaded; RankError: it does not answer."""
+        """Wake the other rank's engine if it is loaded; RankError: it does not answer."""
         if self._loaded:
             await self._ask_in_time("wake_up")
 
@@ -133,7 +134,7 @@ class RankEngine(LoadedEngine):
     # -- requests and answers -----------------------------------------------------------------------------------------
 
     async def _ask_in_time(self, request: str) -> Any:
-        """Ask for work of that rank's main thread, which may hang while another thread sends its beats."""
+        """Ask for work of the other rank's main thread; RankError: it hangs, although another thread sends beats."""
         try:
             return await asyncio.wait_for(self._ask(request), self.limit)
         except TimeoutError as error:
@@ -168,7 +169,7 @@ class RankEngine(LoadedEngine):
                 else:
                     answer.set_exception(self._error(*error))
         except (EOFError, OSError):
-            # The run will end with that rank's own error once rank 0 looks for it. If the requests failed before that,
+            # The run will end with the other rank's error once rank 0 looks for it. If the requests failed before that,
             # the step could count as complete without their tasks.
             await asyncio.sleep(LOST_SECONDS)
             self._end(f"rank {self.rank} has ended, and its engine with it")
@@ -185,13 +186,13 @@ class RankEngine(LoadedEngine):
                 answer.set_exception(RolloutError(reason))
 
     def _error(self, kinds: list[str], message: str) -> Exception:
-        """The error of that rank's engine, by the names of its class and base classes."""
+        """The error of the other rank's engine, by the names of its class and base classes."""
         kind = next((ERRORS[name] for name in kinds if name in ERRORS), None)
         return RolloutError(f"rank {self.rank}: {kinds[0]}: {message}") if kind is None else kind(message)
 
 
 class EngineAnswers:
-    """Answers the requests of rank 0's `RankEngine` on another rank, on the event loop of its engine's coroutines."""
+    """Answers the requests of rank 0's `RankEngine`; lives on another rank, on the event loop of its engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

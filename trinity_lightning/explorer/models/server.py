@@ -18,7 +18,7 @@ import aiohttp
 from trinity_lightning.common.words import how_it_ended
 from trinity_lightning.errors import RolloutError
 
-CONNECT_SECONDS = 2.0  # even a slow server accepts a connection at once: its machine's kernel does
+CONNECT_SECONDS = 2.0  # short: a connection is accepted by the kernel at once, even if the server is slow
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
@@ -37,8 +37,8 @@ class ServerClient:
 
     def __init__(self, address: str, diagnose: Callable[[], Awaitable[str]] = _nothing) -> None:
         is_url = address.startswith(("http://", "https://"))
-        # Connections are not limited, because the server decides how many requests it decodes at once. None is kept for
-        # the next request: vLLM closes idle ones after 5 s, which goes unnoticed while training holds the event loop.
+        # The number of connections has no limit, because the server decides how many requests it decodes at once. No
+        # connection is kept: vLLM closes idle ones after 5 s, unnoticed while training holds the event loop.
         connector = (
             aiohttp.TCPConnector(limit=0, force_close=True)
             if is_url
@@ -63,7 +63,7 @@ class ServerClient:
             return False
 
     async def get(self, path: str) -> Any:
-        """The server's answer; errors as `post`."""
+        """The server's answer; errors as in `post`."""
         return await self._request("GET", path)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -94,7 +94,7 @@ class ServerClient:
 
 
 def _message(text: str) -> str:
-    """The message of an error response, by its text."""
+    """The message in the text of an error response."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -112,8 +112,8 @@ LOG_LINES = 15
 class ServerProcess:
     """A process that serves on a socket in a private folder: no port is opened, and no other user can connect.
 
-    It ends with this process, even if that is killed. The socket is no port because requests that change weights need
-    no password.
+    It ends with this process, even if this process is killed. It opens no port, because requests that change weights
+    need no password.
 
     Args:
         flags: command line of vLLM's server.

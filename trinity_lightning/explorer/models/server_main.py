@@ -1,7 +1,7 @@
 """vLLM's server as a child process that never outlives its parent; started by path, `python -P server_main.py FLAGS`.
 
-Its standard input is a pipe that the parent holds open and never writes to. The pipe ends when the parent does, in
-whatever way; then the server and the processes that it started end too.
+Its standard input is a pipe that the parent holds open and never writes to. However the parent ends, the pipe ends with
+it; then the server and the processes that it started end too.
 """
 
 import os

@@ -10,7 +10,7 @@ from typing import Any
 from trinity_lightning.common.thoughts import Response, split_thoughts
 
 OPENING = "<tool_call>"
-# The closing tag may be missing: the end token or a stop string stands in its place.
+# The closing tag may be missing, because an end token or a stop string may have ended the response.
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -27,9 +27,9 @@ Parser = Callable[[str], tuple[str, list[ToolCall]]]
 
 
 def behind_thoughts(parse: Parser) -> Parser:
-    """Have a parser read only the answer behind a response's thoughts: a call that they consider does not count.
+    """Have a parser read only the answer behind a response's thoughts: calls within thoughts do not count.
 
-    The text around the calls begins with the thoughts, for rewards that look at them.
+    The returned text begins with the thoughts, for rewards that look at them.
     """
 
     @wraps(parse)

@@ -54,7 +54,7 @@ class Sample:
 class Decoding:
     """A batch of requests by id, decoded together by a model in evaluation mode, to the end of the longest response.
 
-    Responses end with `ends`; None: with the model's end tokens.
+    `ends` are the token ids that end a response; None: the model's end tokens.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Decoding:
             key: [Sample(request, _generator(request, i, model.device)) for i in range(request.n)]
             for key, request in requests.items()
         }
-        self._rows = [sample for samples in self._open.values() for sample in samples]  # one for each row of tensors
+        self._rows = [sample for samples in self._open.values() for sample in samples]  # in the order of tensor rows
         width = max(len(row.request.token_ids) for row in self._rows)
         padding = [width - len(row.request.token_ids) for row in self._rows]
         tokens = [[0] * pad + row.request.token_ids for pad, row in zip(padding, self._rows, strict=True)]
@@ -111,7 +111,7 @@ class Decoding:
         return output.logits[:, -1].float()
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and their log-probabilities, [rows]: argmax of log p - log(exponential noise) is a draw from p."""
+        """Drawn tokens and their log-probabilities, [rows]; argmax of log p - log(exponential noise) draws from p."""
         temperatures = torch.tensor([row.request.temperature or 1.0 for row in self._rows], device=logits.device)
         logprobs = (logits / temperatures[:, None]).log_softmax(-1)
         keys = logprobs.clone()
@@ -136,7 +136,7 @@ class Decoding:
                 row.finish_reason, row.stop_reason = "stop", min(stops, key=text.index)
 
     def _drop_ended_rows(self) -> None:
-        """Drop ended rows once they are half of all: copying the cache at every end would cost more than it saves."""
+        """Drop ended rows once they are half of all; copying the cache at every end would cost more than it saves."""
         going_on = [index for index, row in enumerate(self._rows) if row.finish_reason is None]
         if 0 < len(going_on) <= len(self._rows) // 2:
             self._rows = [self._rows[index] for index in going_on]
@@ -229,7 +229,7 @@ class TransformersEngine(InProcessEngine):
         self._scoring[request_id] = token_ids
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse a prompt without tokens, or with unknown ones, which would fail the whole batch: ValueError."""
+        """Refuse a prompt without tokens, or with unknown ones, because it would fail its whole batch: ValueError."""
         size = self._model.config.vocab_size
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token.")
@@ -267,7 +267,7 @@ class TransformersEngine(InProcessEngine):
 
     @torch.no_grad()
     def _step(self) -> Iterable[tuple[str, Any]]:
-        """Score the texts that wait for it, then draw one more token for every sample of the batch under way."""
+        """Score the waiting texts, then draw one more token for every sample of the batch under way."""
         with _evaluating(self._model):
             results: list[tuple[str, Any]] = [(key, self._score(tokens)) for key, tokens in self._scoring.items()]
             self._scoring.clear()
@@ -299,7 +299,7 @@ class TransformersEngine(InProcessEngine):
 def _evaluating(model: Any) -> Iterator[None]:
     """Put the trainer's model into evaluation mode, and restore its mode at the end.
 
-    Compiled layers (`model.compile`) run uncompiled: they would be compiled again for the cache of every layer.
+    Compiled layers (`model.compile`) run uncompiled, because they would be compiled again for the cache of every layer.
     """
     was_training = model.training
     model.eval()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-# Stands for an answer, to find the text that a template writes around answers.
+# A stand-in for an answer, by which the text that a template writes around answers is found.
 PLACEHOLDER = "THE-RESPONSE-STANDS-HERE"
 QUESTION: dict[str, Any] = {"role": "user", "content": "."}
 RESULT: dict[str, Any] = {"role": "tool", "content": "."}
@@ -14,10 +14,10 @@ RESULT: dict[str, Any] = {"role": "tool", "content": "."}
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a plain text, which begin once with the tokens that the tokenizer begins texts with, such as BOS.
+    """Token ids of a plain text, with the tokenizer's first tokens (such as BOS) once at the beginning.
 
     The text may have them already, as a rendered chat does. Tokens that the tokenizer adds at the end of a text are
-    left out: a prompt that has ended cannot be continued.
+    left out, because a prompt that has ended cannot be continued.
     """
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     beginning = _beginning(tokenizer)
@@ -39,8 +39,9 @@ class TurnEnd:
 
     Attributes:
         tokens: all end tokens, taken from the tokenizer, generation_config.json and the chat template.
-        closing: token ids that the chat template writes behind the last answer, up to its first end token. If it writes
-            none: the marker of the user's turn if generation_config.json lists it, else the tokenizer's end token.
+        closing: token ids that the chat template writes behind the last answer, up to the first end token. If the
+            template writes no end token: the marker of the user's turn if generation_config.json lists it, else the
+            tokenizer's end token.
         closing_calls: the same behind an answer that calls tools.
         markers: tokens that begin the next turn and thereby end this one, as in the GLM family; usually none.
         unlisted: markers that the model's files do not list as end tokens.
@@ -62,7 +63,7 @@ class TurnEnd:
             last: the turn's last token. If the turn was cut off, it is no end token: the template closes the turn.
             behind: the tokens that the template writes behind the turn and before the model's next one.
         """
-        # The marker of the next turn stays, because it says whose turn that is, unless this turn ended with it.
+        # The marker of the next turn is written anew, because it names the next role, unless this turn ended with it.
         if last in self.tokens and self.markers.isdisjoint(self.closing):
             if tuple(behind[: len(self.closing)]) == self.closing:
                 return len(self.closing)
@@ -96,7 +97,7 @@ def _turn_end(tokenizer: Any, template: str | None, eos: int | None, listed: fro
     if template is None:
         return TurnEnd(known, default, default)
     last, question, result = (_behind_answer(tokenizer, message) for message in (None, QUESTION, RESULT))
-    # Tokens that follow an answer anywhere come first: Phi's template ends turns with one token, and conversations with
+    # Tokens behind every answer are tried first: Phi's template ends turns with one token, and conversations with
     # another. `earlier` is for templates that do not end the last turn.
     shared = last[: common_length(last, question or last)]
     earlier = question[0] if question[:1] and question[0] == _end_of_user_turn(tokenizer) else None

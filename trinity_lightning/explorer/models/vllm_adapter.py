@@ -1,8 +1,8 @@
 """vLLM engines that compute with low-rank adapters themselves, next to the weights that they have loaded.
 
-Weights are never sent to them: after loading weights again, vLLM's CPU build computes with wrong adapters. They are
-told which layers are adapted: otherwise vLLM would prepare the head for an adapter too, and with such a head its CPU
-build cannot compute the log-probabilities of prompts, which probes ask for.
+They are sent no weights, because vLLM's CPU build computes with wrong adapters after it has loaded weights again. They
+are told which layers are adapted. Otherwise vLLM would prepare the head for an adapter too, and with such a head its
+CPU build cannot compute the log-probabilities of prompts, which probes ask for.
 """
 
 import json
@@ -64,7 +64,7 @@ class VLLMAdapterEngine(VLLMEngine):
         return None
 
     def _load_weights(self, stream: WeightStream) -> None:
-        """Load the adapters in place of the ones before; requests use them from now on."""
+        """Load the adapters in place of the previous ones; requests use them from now on."""
         from vllm.lora.request import LoRARequest
 
         tensors = {name: tensor.to("cpu").contiguous() for name, tensor in stream}
@@ -76,11 +76,11 @@ class VLLMAdapterEngine(VLLMEngine):
 
 
 class VLLMAdapterServerEngine(VLLMServerEngine):
-    """A `VLLMServerEngine` that is sent adapters as a folder; before the first ones it answers no requests.
+    """A `VLLMServerEngine` that is sent adapters as a folder; it answers no requests before the first ones.
 
     Args:
         model, config, others: as for a VLLMServerEngine whose server is started here.
-        shapes: as for a VLLMAdapterEngine; so are the errors.
+        shapes: as for a VLLMAdapterEngine, whose errors it raises, too.
     """
 
     def __init__(self, model: str, config: EngineConfig, *, shapes: Mapping[str, Shape], **others: Any) -> None:
@@ -106,8 +106,8 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
     async def _reload(self, folder: Path, version: int) -> None:
         """Have the server compute with the adapters of a folder.
 
-        The ones before are unloaded first: if they were replaced in place, vLLM would read the folder again at each
-        step of its decoding.
+        The previous adapters are unloaded first. If they were replaced in place, vLLM would read the folder again at
+        each step of decoding.
         """
         if not (folder / _TENSORS).exists():  # else another server of the run has renamed it
             _describe(folder, self._shapes)

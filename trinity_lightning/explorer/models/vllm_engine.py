@@ -38,7 +38,7 @@ from trinity_lightning.sync.stream import WeightStream, parameter_shapes, skelet
 VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
 CPU_REQUESTS, GPU_REQUESTS = 64, 256
 CPU_CACHE_GB = 0.5
-CPU_BLOCK_TOKENS = 32  # the fewest that vLLM's kernels for AMX take
+CPU_BLOCK_TOKENS = 32  # tokens of a cache block: the fewest that vLLM's kernels for AMX take
 
 
 def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
         "dtype": VLLM_DTYPES[EngineDtype(config.dtype)],
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs or (CPU_REQUESTS if on_cpu else GPU_REQUESTS),
-        # In the distribution sampled from, temperature applied: the trainer compares its own log-probabilities to them.
+        # Log-probabilities with the temperature applied, as the trainer computes them.
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # not the model's, whose top_k and penalties would cut the policy's distribution
         "disable_log_stats": True,
@@ -64,7 +64,7 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
     if EngineSleep(config.sleep) is EngineSleep.always:
         arguments["enable_sleep_mode"] = True
     if on_cpu:
-        # Seeded requests cannot be prefilled in chunks: a CPU generator has no offset to set.
+        # Seeded requests cannot be prefilled in chunks, because the offset of a CPU generator cannot be set.
         arguments |= {
             "enforce_eager": True,
             "enable_chunked_prefill": False,
@@ -116,10 +116,11 @@ class VLLMEngine(InProcessEngine):
         self._sleeps, self._asleep = EngineSleep(self._config.sleep) is EngineSleep.always, False
 
     async def sleep(self) -> None:
-        """With engine.sleep=always, move the weights to the host and give up the cache, until `wake_up`.
+        """Give memory to the trainer until `wake_up`.
 
-        The weights are kept, because a step that trained nothing is followed by no sync. On a CPU the cache is emptied:
-        until it is written to it takes no memory, and neither do vLLM's temporary tensors.
+        With engine.sleep=always, the weights move to the host and the cache is given up. The weights are kept, because
+        no sync follows a step that trained nothing. On a CPU the memory of the cache, and of vLLM's temporary tensors,
+        is given back to the system; an empty cache takes none until it is written to.
         """
         await self._on_driver(self._fall_asleep if self._sleeps else self._empty_cache)
 
@@ -147,7 +148,7 @@ class VLLMEngine(InProcessEngine):
 
     def _load(self) -> None:
         path = str(resolve_model(self._model))
-        # One process: weight sync is then a plain call. Both must be set before vLLM is imported.
+        # One process, so that a weight sync is a plain call. Both variables must be set before vLLM is imported.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         before = random_state()
@@ -191,7 +192,7 @@ class VLLMEngine(InProcessEngine):
             return LLMEngine.from_engine_args(args_of_gpu(EngineArgs, arguments))
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
-        # vLLM would make text after every token, in the thread that drives the engine: only stop strings need it.
+        # vLLM would make text after every token, in the thread that drives the engine. Only stop strings need that.
         defaults = {"detokenize": bool(sampling.get("stop")), "skip_special_tokens": False}
         sampling = defaults | with_end_tokens(sampling, self.end_tokens)
         self._submit(request_id, token_ids, n=n, logprobs=0, **sampling)
@@ -211,7 +212,7 @@ class VLLMEngine(InProcessEngine):
         self._engine.abort_request([request_id])
 
     def _abort_all(self) -> None:
-        # A step that raised leaves its requests in the scheduler, where they would be tried again without end.
+        # A step that raised leaves its requests in vLLM's scheduler, which would try them again without end.
         self._engine.abort_request(list(self._engine.output_processor.request_states), internal=True)
 
     def _has_work(self) -> bool:
@@ -239,15 +240,16 @@ class VLLMEngine(InProcessEngine):
 
     @contextmanager
     def _own_random_states(self) -> Iterator[None]:
-        """Give torch's global generators states of the engine's own, and then the trainer's back.
+        """Give torch's global generators the engine's states, and afterwards the trainer's states again.
 
-        Every step draws from these generators, even for seeded requests. The number of steps is a matter of timing, on
-        which a run must not depend.
+        Every step draws from these generators, even for seeded requests. The number of steps depends on timing, and the
+        trainer's random numbers must not.
         """
         generators = [torch.default_generator, *torch.cuda.default_generators]
         trainers = [generator.get_state() for generator in generators]
         if not self._random_states:
-            self._random_states = [torch.Generator(one.device).manual_seed(0).get_state() for one in generators]
+            fresh = [torch.Generator(generator.device).manual_seed(0) for generator in generators]
+            self._random_states = [generator.get_state() for generator in fresh]
         _set_states(generators, self._random_states)
         try:
             yield
@@ -271,7 +273,7 @@ class VLLMEngine(InProcessEngine):
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
 
     def _free(self) -> None:
-        self._awake()  # vLLM's allocator cannot free memory that it has given up
+        self._awake()  # first, because vLLM's allocator cannot free memory that sleeps
         self._close()
 
     def _close(self) -> None:
@@ -304,9 +306,9 @@ def _token_logprobs(flat: Any) -> list[float]:
 def quick_start() -> Iterator[None]:
     """Start vLLM in two thirds of the time: without repeated garbage collections and copies of the tokenizer.
 
-    vLLM collects garbage five times, each time among all objects that torch, Lightning and transformers have made, and
-    then exempts them from collection for good. Here that is done once, before. vLLM also copies the tokenizer for
-    threads that would read requests at once; here a copy is made when one is needed.
+    vLLM collects garbage five times, each time among all objects of torch, Lightning and transformers, and then exempts
+    these objects from collection for good. Here they are exempted once, before. vLLM also copies the tokenizer for
+    threads that read requests concurrently; here a copy is made when one is needed.
     """
     import vllm.renderers.hf
 
@@ -335,7 +337,8 @@ def built_on_cpu(build: Callable[[], Any]) -> Any:
     try:
         return build()
     finally:
-        torch.set_num_threads = set_threads  # vLLM's does nothing, and trainer and servers share cores by it
+        # vLLM replaces it by a function that does nothing; the trainer needs it to share cores with servers.
+        torch.set_num_threads = set_threads
 
 
 FREE_SHARE = 0.95  # share of the free memory that vLLM is asked for, so that its check at the start passes
@@ -344,7 +347,7 @@ FREE_SHARE = 0.95  # share of the free memory that vLLM is asked for, so that it
 def args_of_gpu(kind: type[Any], arguments: dict[str, Any]) -> Any:
     """vLLM's EngineArgs (the class `kind`) of these arguments, for the current GPU."""
     if "kv_cache_memory_bytes" in arguments:
-        # vLLM wants its share of the GPU free, 92% by default, even if the share does not decide the cache's size.
+        # vLLM refuses a GPU of which less than a share is free, 92% by default, even if the cache's size is given.
         free, total = torch.cuda.mem_get_info()
         arguments = {"gpu_memory_utilization": round(FREE_SHARE * free / total, 4), **arguments}
     # This rank's GPU: not the first one on ranks other than 0 (engine.per_rank).
@@ -370,8 +373,8 @@ def _for_gpu(kind: type[Any], gpu: int) -> type[Any]:
 class PackedWeights:
     """Loads weights into a model of vLLM, and packs each linear layer as soon as all of its weight is there.
 
-    vLLM's own `reload_weights`, which is for models of every kind, gives the same bits. But it prepares every module at
-    every call, and loads each tensor twice, once to count its elements.
+    vLLM's `reload_weights` takes models of every kind and gives the same bits. But it prepares every module at every
+    call, and loads each tensor twice, once of these to count its elements.
 
     Args:
         model: a model that `is_packable`.
@@ -390,11 +393,12 @@ class PackedWeights:
         # One of them is the head if the model has no other.
         self._heads = [layer for layer in embeddings if isinstance(layer, ParallelLMHead)] or embeddings
         for layer in embeddings:
-            if layer not in self._heads:  # packed by vLLM for nothing, which took a fifth of a small model's memory
+            if layer not in self._heads:
+                # Drops the packed copy that vLLM made in vain: a fifth of a small model's memory.
                 layer.cpu_linear = torch.nn.functional.linear
 
     def _expect(self, layer: Any) -> None:
-        """Give a packed layer the parameter again through which it was loaded, but empty."""
+        """Give a packed layer an empty parameter with vLLM's loader, like the one through which it was loaded."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
         from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -433,7 +437,7 @@ class PackedWeights:
 
 
 def _pack(layer: Any) -> None:
-    layer.cpu_linear = None  # free the old packed weights first: the new ones take their memory
+    layer.cpu_linear = None  # frees the old packed weights, so that the new ones take their memory
     layer.quant_method.process_weights_after_loading(layer)
 
 
@@ -465,16 +469,16 @@ def is_packable(model: Any) -> bool:
 
 
 def check_experts(config: TrainConfig) -> None:
-    """Refuse a mixture of experts where new weights would not arrive: ConfigError.
+    """Refuse a mixture of experts on vLLM without a GPU, to which new weights do not arrive: ConfigError.
 
-    Without a GPU, vLLM packs experts as it loads them. It takes new weights without a word, and computes with something
-    else: log-probabilities were off by 0.04 after the same weights, and by 8 after others.
+    Without a GPU, vLLM packs experts as it loads them. It accepts new weights, but then computes with wrong ones:
+    log-probabilities were off by 0.04 after the same weights, and by 8 after others.
     """
     engine = config.engine
     if not capabilities_of(engine.name).is_vllm or engine.urls or torch.cuda.is_available():
         return
     name = config.model.name
-    # By the names of the model's parameters: some checkpoints (GraniteMoe) do not call their experts so.
+    # Names of the model's parameters are looked at, because some checkpoints (GraniteMoe) name experts otherwise.
     if any(".experts." in parameter for parameter, _ in skeleton(str(resolve_model(name))).named_parameters()):
         raise ConfigError(
             f"model.name={name} is a mixture of experts, and vLLM without a GPU does not take new weights of experts",
@@ -484,7 +488,7 @@ def check_experts(config: TrainConfig) -> None:
 
 
 def forget_cache(worker: Any) -> None:
-    """Give the memory of a worker's key-value cache back to the system, on a CPU; no block of it may be in use."""
+    """Give the memory of a CPU worker's key-value cache back to the system; no block of the cache may be in use."""
     storages = {cache.untyped_storage().data_ptr(): cache for cache in worker.model_runner.kv_caches}
     for cache in storages.values():
         forget(cache)

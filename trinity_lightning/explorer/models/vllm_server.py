@@ -44,12 +44,13 @@ logger = logging.getLogger(__name__)
 
 MODEL_ID = "policy"
 START_SECONDS, URL_SECONDS = 600.0, 3.0
-WEIGHTS_PER_SECOND = 25e6  # parameters that a slow disk reads: large models are given longer to start
+WEIGHTS_PER_SECOND = 25e6  # parameters that a slow disk reads a second, by which large models are given longer to start
 HEALTH_SECONDS = 0.2  # between two looks at a server that starts
-ENDING_SECONDS, LOOK_SECONDS = 20.0, 0.05  # a server that failed has so long to end or answer; between two looks at it
-MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # a server that died is started again so often within so many seconds
+ENDING_SECONDS = 20.0  # time for a server that failed to end, or to answer again
+LOOK_SECONDS = 0.05  # between two looks at a server that failed
+MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # most restarts of a server within so many seconds
 PROBE, PROBE_TEMPERATURE, PROBE_ROUNDING = "The answer is", 0.2, 0.05
-# In every request: a server elsewhere may take settings that are left out from the model's own generation_config.json.
+# Set in every request, because a server elsewhere may take omitted settings from the model's generation_config.json.
 WHOLE_DISTRIBUTION = {"temperature": 1.0, **NEUTRAL_SAMPLING}
 # Settings that both vLLM's SamplingParams and its server's requests have; a server silently ignores any other.
 SAMPLING = (
@@ -69,7 +70,7 @@ class VLLMServerEngine(LoadedEngine):
 
     A server started here that dies is started again by the next request, and answers once it has its weights again: no
     request is answered with other weights than `model_version` says. A server of a `url` that stops answering is given
-    its weights again when it answers. It must not be restarted between two requests, because only a request that fails
+    its weights again when it answers. Such a server must not be restarted between two requests: only a failed request
     shows that it was down.
 
     A copy that is sent to another process (a Ray runner) talks to the same server, also after a restart, but never
@@ -97,7 +98,7 @@ class VLLMServerEngine(LoadedEngine):
 
     @classmethod
     def of_run(cls, config: TrainConfig, folder: Path, **others: Any) -> "list[VLLMServerEngine]":
-        """The servers of a run, which share the files of weights; each that is started here has its cores and GPUs."""
+        """The servers of a run, which share the files of weights; each one started here gets cores and GPUs."""
         name, engine = config.model.name, config.engine
         shutil.rmtree(folder / "weights", ignore_errors=True)  # left by a run that was killed, and is resumed
         chosen, method = config.synchronizer.folder, config.synchronizer.method
@@ -146,8 +147,8 @@ class VLLMServerEngine(LoadedEngine):
         self._loading: asyncio.Task[None] | None = None
         self._start_seconds = START_SECONDS
         self.restarts = 0
-        self._deaths: list[float] = []  # times when it was found dead, within RESTART_WINDOW
-        self._resend: Callable[[], Awaitable[None]] | None = None  # gives it once more the weights that it has
+        self._deaths: list[float] = []  # times within RESTART_WINDOW at which the server was found dead
+        self._resend: Callable[[], Awaitable[None]] | None = None  # sends the present weights once more
 
     # -- start, restart, connection, end -------------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ class VLLMServerEngine(LoadedEngine):
             self._read_model(path)  # while the server starts
             await self._connect()
         except BaseException:
-            await self._disconnect()  # so that a server that was refused is checked, and refused, again
+            await self._disconnect()  # so that the next request checks a refused server again
             await self._end_process()
             raise
 
@@ -208,7 +209,7 @@ class VLLMServerEngine(LoadedEngine):
             raise
 
     async def _connect(self) -> None:
-        """Wait until the server answers, check that it is the right one, and give it the weights that it had."""
+        """Wait until the server answers, check its model and settings, and give it the weights that it had."""
         address = self._address or self._url or "" if self._process is None else str(self._process.socket)
         self._client = client = ServerClient(address, self._diagnose)
         await self._until_healthy(client)
@@ -232,10 +233,10 @@ class VLLMServerEngine(LoadedEngine):
             await client.close()
 
     async def _diagnose(self) -> str:
-        """A sentence, after a failed request, on how the server that was started here ended; "" if it goes on.
+        """A sentence, after a failed request, on how a server started here ended; "" if it goes on.
 
-        A server that is ending is waited for, so that the next request starts it again: if vLLM's own engine process
-        was killed, its server first refuses everything for a while.
+        A server that is ending is waited for, so that the next request starts it again: after its engine process was
+        killed, vLLM's server refuses every request for a while before it ends.
         """
         process, client = self._process, self._client
         if process is None or client is None:
@@ -250,8 +251,8 @@ class VLLMServerEngine(LoadedEngine):
     async def _forget_if_down(self) -> None:
         """Disconnect from the server of a url that is down: once restarted it has the weights of its own folder.
 
-        The next request connects anew, with all checks, and gives it the policy's weights once more. Two stay
-        connected: an engine whose server is only slow, and a copy in a Ray worker, which has no weights to give.
+        The next request connects anew, checks the server, and gives it the policy's weights once more. The connection
+        stays if the server is only slow, and in a copy of the engine in a Ray worker, which has no weights to give.
         """
         client = self._client
         if self._url is None or client is None or self._resend is None:
@@ -325,7 +326,7 @@ class VLLMServerEngine(LoadedEngine):
             )
 
     async def _check_settings(self, url: str) -> None:
-        """Check that a server elsewhere was started with the settings that it would miss silently, or late."""
+        """Check the settings of a server elsewhere whose lack would show late, or never."""
         try:
             await self.workers()
         except ValueError as error:
@@ -339,8 +340,8 @@ class VLLMServerEngine(LoadedEngine):
         except (ValueError, RolloutError) as error:
             raise ModelLoadError(f"{url} does not generate: {error}") from error
         plain = plain[len(sampled.prompt_token_ids) - 1 :]
-        differences = [abs(one - other) for one, other in zip(sampled.logprobs, plain, strict=True)]
-        # Equal values, although some tokens are unsure, show that the temperature was left out.
+        differences = [abs(drawn - scored) for drawn, scored in zip(sampled.logprobs, plain, strict=True)]
+        # If the values are equal although some tokens are unlikely, the temperature was not applied.
         if max(differences) < PROBE_ROUNDING and min(plain) < -10 * PROBE_ROUNDING:
             raise ConfigError(
                 f"{url} gives log-probabilities without the temperature",
@@ -369,7 +370,8 @@ class VLLMServerEngine(LoadedEngine):
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy in another process, which makes its own connections, and never starts or ends the server.
 
-        A RuntimeError: the server is not started yet.
+        Raises:
+            RuntimeError: the server is not started yet.
         """
         if self._url is None and self._address is None:
             raise RuntimeError("the server is not started yet: load() the engine before it is sent to other processes.")
@@ -416,7 +418,7 @@ class VLLMServerEngine(LoadedEngine):
         except WeightSyncError:
             if self._process is None or not self._process.has_ended:
                 raise
-            await self.load()  # starts it again, with these weights
+            await self.load()  # starts the server again, with these weights
 
     async def _reload(self, folder: Path, version: int) -> None:
         """Have the workers read their weights from a folder."""
@@ -432,7 +434,7 @@ class VLLMServerEngine(LoadedEngine):
             raise WeightSyncError(f"the vLLM server failed while it took over the weights: {error}") from error
 
     async def _changed(self, version: int) -> None:
-        """Set the version of weights that were taken over, and clear the cache that the old ones computed."""
+        """Clear the cache, which the old weights computed, and set the version of the new ones."""
         reset = await self._change("/reset_prefix_cache?reset_running_requests=true", {})
         if not (isinstance(reset, dict) and reset.get("success")):
             raise WeightSyncError(
@@ -459,7 +461,7 @@ class VLLMServerEngine(LoadedEngine):
         """Take over the weights that the trainer sends; WeightSyncError: the server failed.
 
         Args:
-            updates: vLLM's announcements of the weights, part by part; the next is asked for once a part is taken over.
+            updates: vLLM's announcements of the weights, part by part; the next one is read once a part is loaded.
             version: the weights' version.
             resend: sends the weights once more, for a server that is started again.
         """
@@ -488,7 +490,7 @@ def _command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    """A value, or an entry of a list, as vLLM's command line reads it: a mapping or list is JSON."""
+    """A value, or an entry of a list, as a word of vLLM's command line; a mapping or list becomes JSON."""
     return json.dumps(value) if isinstance(value, Mapping | list) else str(value)
 
 

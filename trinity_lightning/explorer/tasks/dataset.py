@@ -33,10 +33,10 @@ def dataset_entries(path: str, split: str = "train", subset: str | None = None, 
         split: name of the split, or a slice of it ("train[:100]"). A file has one split, train; a folder made by
             `save_to_disk` has no slices.
         subset: name of the dataset's configuration on the hub ("main" of gsm8k).
-        as_text: leave every cell of CSV text, for examples to imitate.
+        as_text: True: every cell of CSV stays text, for examples to imitate.
 
     Raises:
-        ConfigError: nothing there, an unknown format, split or subset, or content that cannot be read.
+        ConfigError: there is no such dataset; an unknown format, split or subset; or content that cannot be read.
     """
     local = Path(path).expanduser()
     check_dataset_path("dataset", path)
@@ -47,7 +47,7 @@ def dataset_entries(path: str, split: str = "train", subset: str | None = None, 
     import datasets  # takes a second
     from datasets.exceptions import DatasetsError
 
-    # It logs its errors and raises them, too: the message below has them.
+    # It logs errors that it also raises; the message below has them.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     try:
         if (local / "state.json").is_file():
@@ -69,7 +69,7 @@ def dataset_entries(path: str, split: str = "train", subset: str | None = None, 
 
 
 def _files_of(path: str, subset: str | None) -> dict[str, list[Path]]:
-    """The files of each split, if they are read here; empty: `datasets` reads them, and guesses the types of values.
+    """The files of each split, if this package reads them; empty if `datasets` does, which guesses types of values.
 
     `datasets` decides which files of a folder, or of a repository of the hub, belong to which split.
     """
@@ -89,9 +89,9 @@ def _files_of(path: str, subset: str | None) -> dict[str, list[Path]]:
 
 
 def _data_files(path: str, subset: str | None) -> dict[str, list[str]] | None:
-    """Paths or URLs of the files of each split, of a folder or a repository of the hub.
+    """Paths or URLs of the files of each split of a folder, or of a repository of the hub.
 
-    Empty: `datasets` has to read them. None: the hub is not reached, and `datasets` has rows that it read before.
+    Empty if `datasets` has to read them. None if the hub is not reached and `datasets` has rows that it read before.
     """
     from datasets import load_dataset_builder
 
@@ -104,7 +104,7 @@ def _data_files(path: str, subset: str | None) -> dict[str, list[str]] | None:
 
 
 def _has_options(config: Any) -> bool:
-    """True if the data's README.md has options for how `datasets` reads them, such as `sep`."""
+    """True if the README.md beside the data sets options for reading them, such as `sep`."""
     from datasets import BuilderConfig
 
     usual, names = type(config)(), {field.name for field in dataclasses.fields(config)}
@@ -116,17 +116,20 @@ _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<revision>[^/]+)
 
 
 def _downloaded(path: str, urls: Mapping[str, Sequence[str]]) -> dict[str, list[Path]]:
-    """The files of these URLs in a repository of the hub; empty if some are elsewhere."""
+    """The downloaded files of these URLs in a repository of the hub; empty if some are elsewhere."""
     from huggingface_hub import snapshot_download
 
-    files = {split: [_HUB_FILE.fullmatch(url) for url in of_split] for split, of_split in urls.items()}
-    matches = [match for of_split in files.values() for match in of_split if match]
-    is_one = {match["repository"] for match in matches} == {path}
-    if not is_one or len(matches) < sum(map(len, urls.values())):
+    places = {split: [_HUB_FILE.fullmatch(url) for url in split_urls] for split, split_urls in urls.items()}
+    matches = [match for split_matches in places.values() for match in split_matches if match]
+    are_here = {match["repository"] for match in matches} == {path}
+    if not are_here or len(matches) < sum(map(len, urls.values())):
         return {}
     names = [glob.escape(match["name"]) for match in matches]
     folder = snapshot_download(path, repo_type="dataset", revision=matches[0]["revision"], allow_patterns=names)
-    return {split: [Path(folder, match["name"]) for match in of_split if match] for split, of_split in files.items()}
+    return {
+        split: [Path(folder, match["name"]) for match in split_matches if match]
+        for split, split_matches in places.items()
+    }
 
 
 def _copy_of_hub(path: str, subset: str | None) -> dict[str, list[Path]] | None:
@@ -143,23 +146,23 @@ def _copy_of_hub(path: str, subset: str | None) -> dict[str, list[Path]] | None:
     except (HFValidationError, LocalEntryNotFoundError):
         return None
     names = _names_on_hub(path, folder, subset)
-    if missing := [name for of_split in names.values() for name in of_split if not (folder / name).exists()]:
+    if missing := [name for split_names in names.values() for name in split_names if not (folder / name).exists()]:
         raise ConfigError(
             f"dataset '{path}' was downloaded in part only ({missing[0]} is missing)",
             fix="start once with a connection to the hub",
         )
-    return {split: [folder / name for name in of_split] for split, of_split in names.items()}
+    return {split: [folder / name for name in split_names] for split, split_names in names.items()}
 
 
 def _names_on_hub(path: str, folder: Path, subset: str | None) -> dict[str, list[str]]:
     """Names of the files of each split, by the hub's listing that was downloaded with them.
 
-    Without a listing, as an earlier version left none, the files that are in the folder.
+    Earlier versions of huggingface_hub left no listing; then the names of the files in the folder.
     """
     try:
         from huggingface_hub import get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
-    except ImportError:  # of a version that keeps no listing
+    except ImportError:  # this version keeps no listing
         return _names_in(folder, subset)
     try:
         listing = get_cached_repo_tree(path, repo_type="dataset")
@@ -177,18 +180,18 @@ def _names_on_hub(path: str, folder: Path, subset: str | None) -> dict[str, list
 
 def _names_in(folder: Path, subset: str | None) -> dict[str, list[str]]:
     files = _data_files(str(folder.resolve()), subset) or {}
-    return {split: [os.path.relpath(file, folder.resolve()) for file in of_split] for split, of_split in files.items()}
+    return {split: [os.path.relpath(file, folder.resolve()) for file in paths] for split, paths in files.items()}
 
 
 def _check_one_format(folder: Path) -> None:
-    """Refuse files of several formats, since `datasets` reads one of them, unless README.md decides (`configs`)."""
+    """Refuse a folder with several formats, of which `datasets` reads one, unless `configs` in README.md choose."""
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     readme = folder / "README.md"
     if readme.is_file() and "\nconfigs:" in readme.read_text(encoding="utf-8"):
         return
     files = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
-    paths = [Path(file) for of_split in files.values() for file in of_split]
+    paths = [Path(file) for split_files in files.values() for file in split_files]
     kinds = {FILE_FORMATS[path.suffix]: path.name for path in paths if path.suffix in FILE_FORMATS}
     if len(kinds) > 1:
         raise ConfigError(
@@ -201,19 +204,19 @@ def _rows_of(files: dict[str, list[Path]], split: str, as_text: bool) -> FileEnt
     from datasets import ReadInstruction
 
     names = names_of(split)
-    used = {name: paths for name, paths in files.items() if name in names}
-    paths = [file for paths in used.values() for file in paths]
+    chosen = {name: paths for name, paths in files.items() if name in names}
+    paths = [file for paths in chosen.values() for file in paths]
     entries = _read(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in paths), as_text)
     counts = iter(entries.counts)
-    sizes = {name: sum(itertools.islice(counts, len(paths))) for name, paths in used.items()}
+    sizes = {name: sum(itertools.islice(counts, len(paths))) for name, paths in chosen.items()}
     starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
     parts = ReadInstruction.from_spec(split).to_absolute(dict.fromkeys(files, 0) | sizes)
-    return entries.chosen([slice(*(starts[part.splitname] + at for at in (part.from_, part.to))) for part in parts])
+    return entries.chosen([slice(*(starts[part.splitname] + row for row in (part.from_, part.to))) for part in parts])
 
 
 @functools.lru_cache(maxsize=4)
 def _read(files: tuple[tuple[Path, int, int], ...], as_text: bool) -> FileEntries:
-    """The rows of files, given by path, size and time of the last change: read once for the check and for the run."""
+    """The rows of files by path, size and time of the last change, read once for the check and for the run."""
     return FileEntries([file for file, _, _ in files], as_text)
 
 
@@ -234,9 +237,9 @@ def warn_of_trained_entries(trained: Iterable[TasksetConfig], evaluated: Iterabl
     for test, train in itertools.product(evaluated, trained):
         if test.source == train.source == "dataset" and _place(test) == _place(train):
             rows, others = _rows(test, size), _rows(train, size)
-            if both := sum(int((of_split & others[name]).sum()) for name, of_split in rows.items() if name in others):
+            if shared := sum(int((mask & others[name]).sum()) for name, mask in rows.items() if name in others):
                 logger.warning("%d of %d tasks of eval_tasksets '%s' (split %s) are trained on, too (split %s).",
-                               both, sum(map(np.sum, rows.values())), test.name, test.split, train.split)  # fmt: skip
+                               shared, sum(map(np.sum, rows.values())), test.name, test.split, train.split)  # fmt: skip
 
 
 def _place(taskset: TasksetConfig) -> tuple[str, str | None]:
@@ -245,7 +248,7 @@ def _place(taskset: TasksetConfig) -> tuple[str, str | None]:
 
 
 def _rows(taskset: TasksetConfig, size: Callable[[str, str, str | None], int]) -> dict[str, np.ndarray]:
-    """By split, a mask of the entries that a taskset has; `size` gives the number of entries of a split."""
+    """Masks of the entries of a taskset, by split; `size` returns the number of entries of a split."""
     from datasets import ReadInstruction
 
     sizes = {name: size(str(taskset.path), name, taskset.args.get("subset")) for name in names_of(taskset.split)}

@@ -1,4 +1,4 @@
-"""Rows of JSON lines, JSON and CSV files, with the values that the files have."""
+"""Rows of files of JSON lines, JSON and CSV, with exactly the values that are written there."""
 
 import copy
 import csv
@@ -19,29 +19,29 @@ class Row(NamedTuple):
     """A row of a file."""
 
     file: Path
-    line: int  # in which it begins, from 1
+    line: int  # the line in which the row begins, counted from 1
     content: Any  # the text of a JSON object, or the cells of CSV by column
 
 
 class FileEntries:
-    """The rows of files as entries; a column that a row does not have is None.
+    """The rows of files as entries; a column that a row lacks is None.
 
-    The files are read once and held in memory, so that a change of theirs during a run does no harm. JSON is parsed
-    again for each use: no use of an entry changes it for the next one.
+    The files are read once and held in memory, so that they may change during a run. JSON is parsed anew for each use,
+    so that no use of an entry changes it for the next one.
 
-    JSON has its types. CSV has none: a column is read as numbers, or as True and False, if each of its cells is written
-    as Python writes that value ("7", "0.5"), so that nothing is lost ("007" and "1.50" stay text); an empty cell is
-    None.
+    Values of JSON keep their types. Cells of CSV have no types, and an empty cell is None. A column is read as numbers,
+    or as True and False, if each of its cells is written as Python writes the value ("7", "0.5"). So nothing is lost:
+    "007" and "1.50" stay text.
 
     Args:
-        files: of one format, in order.
-        as_text: leave every cell of CSV text.
+        files: files of one format, in order.
+        as_text: True: every cell of CSV stays text.
 
     Attributes:
         counts: number of rows of each file.
 
     Raises:
-        ConfigError: rows that cannot be read, the first five by line, file and reason.
+        ConfigError: rows cannot be read; the message has line, file and reason of the first five.
     """
 
     def __init__(self, files: Sequence[Path], as_text: bool = False) -> None:
@@ -101,7 +101,7 @@ def _place(file: Path, line: int) -> str:
 
 
 def _decoded(content: bytes) -> str:
-    """The text of UTF-8. ValueError: the reason why it is none."""
+    """The text of bytes in UTF-8; ValueError: the reason why they are not UTF-8."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -114,7 +114,7 @@ def _decoded(content: bytes) -> str:
 
 
 def _objects(file: Path) -> Iterator[tuple[int, str | bytes]]:
-    """The lines of a file that are not blank, or the elements of an array, each with its (first) line."""
+    """The lines of a file that are not blank, or the elements of its array, each with the number of its first line."""
     with file.open("rb") as opened:
         if file.suffix == ".json" and opened.read(4096).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
             opened.seek(0)
@@ -125,18 +125,18 @@ def _objects(file: Path) -> Iterator[tuple[int, str | bytes]]:
 
 
 def _elements(content: bytes, file: Path) -> Iterator[tuple[int, str]]:
-    """The elements of a JSON array. ConfigError: it is none, from some place on."""
+    """The elements of a JSON array, each with its first line; ConfigError: the place from which on it is no JSON."""
     decoder = json.JSONDecoder()
     try:
         text = _decoded(content)
-        begin = _skipped(text, text.index("[") + 1)
+        begin = _after_space(text, text.index("[") + 1)
         line, more = text.count("\n", 0, begin) + 1, text[begin : begin + 1] != "]"
         while more:
             _, end = decoder.raw_decode(text, begin)
             yield line, text[begin:end]
-            comma = _skipped(text, end)
+            comma = _after_space(text, end)
             more = text[comma : comma + 1] == ","
-            after = _skipped(text, comma + 1) if more else comma
+            after = _after_space(text, comma + 1) if more else comma
             line += text.count("\n", begin, after)
             begin = after
         if text[begin:].strip() != "]":
@@ -147,15 +147,15 @@ def _elements(content: bytes, file: Path) -> Iterator[tuple[int, str]]:
         raise ConfigError(f"{file} {error}.") from error
 
 
-def _skipped(text: str, at: int) -> int:
-    """The next place that is no white space."""
-    while text[at : at + 1].isspace():
-        at += 1
-    return at
+def _after_space(text: str, place: int) -> int:
+    """The first place from `place` on that is no white space."""
+    while text[place : place + 1].isspace():
+        place += 1
+    return place
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of these keys and values. KeyError: a key stands there twice."""
+    """The object of these keys and values; KeyError: a key that stands there twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -164,11 +164,12 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _json_object(content: str | bytes) -> dict[str, Any]:
-    """The object that a text is. ValueError: the reason why it is none."""
+    """The JSON object of a text; ValueError: the reason why it is no object."""
     problem = "is no JSON object, which every entry has to be"
     try:
         text = content if isinstance(content, str) else _decoded(content)
-        value = json.loads(text.rstrip(), object_pairs_hook=_without_repeats)  # a column of this line, if it is cut off
+        # Without the line's end, so that the error of a line that is cut off names a column of this line.
+        value = json.loads(text.rstrip(), object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         raise ValueError(f"{problem}: {error.msg} at column {error.colno}") from error
     except KeyError as error:
@@ -182,7 +183,7 @@ def _json_object(content: str | bytes) -> dict[str, Any]:
 
 
 def _records(file: Path) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
-    """The header and the cells of each record, with its (first) line; a blank line is no record."""
+    """The header and the cells of each record, with the number of its first line; a blank line is no record."""
     csv.field_size_limit(sys.maxsize)  # a text may be long
     line = 0
 
@@ -212,7 +213,7 @@ def _records(file: Path) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
 
 
 def _cells(header: list[str], cells: list[str]) -> dict[str, Any]:
-    """The cells by column, an empty one as None. ValueError: there are more or fewer than columns."""
+    """The cells by column, an empty one as None; ValueError: there are more or fewer cells than columns."""
     if len(cells) != len(header):
         raise ValueError(
             f"has {len(cells)} cells, and the header {len(header)}: put cells that contain commas in quotes"
@@ -221,7 +222,7 @@ def _cells(header: list[str], cells: list[str]) -> dict[str, Any]:
 
 
 def _read_values(rows: Sequence[dict[str, Any]], columns: Mapping[str, None]) -> None:
-    """Read the columns of which each cell is the number or truth value that Python writes in this way."""
+    """Read a column as numbers or truth values, in place, if each of its cells is written as Python writes them."""
     for name in columns:
         if not any(isinstance(_value(row.get(name)), str) for row in rows):
             for row in rows:
@@ -230,7 +231,7 @@ def _read_values(rows: Sequence[dict[str, Any]], columns: Mapping[str, None]) ->
 
 
 def _value(cell: str | None) -> Any:
-    """The number or truth value that Python writes as the cell is written; the cell if there is none."""
+    """The number or truth value that Python writes in the same way as the cell; the cell itself if there is none."""
     if cell in ("True", "False"):
         return cell == "True"
     for kind in (int, float):

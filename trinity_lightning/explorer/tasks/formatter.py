@@ -20,15 +20,15 @@ CONVERSATIONS = "conversations"  # another usual name for messages
 
 @dataclass(frozen=True)
 class Formatter:
-    """Turns an entry into a raw task. These three fields are set, the others stay as they are.
+    """Turns an entry into a raw task. It sets three fields, and leaves the others as they are.
 
     - `prompt`: the text, if the entry has one.
     - `messages`: the conversation, a list of {"role", "content"}, if the entry has one or a system prompt is set.
     - `answer`: the reference answer, if there is one.
 
-    A field that is named, other than by the default, has to be there; `reward_model.ground_truth` is a field within a
-    field. If neither the field of the prompt nor that of the messages is named, `prompt` is taken before `messages`,
-    and `messages` before `conversations`. A prompt that is a list, or JSON text of a list, is a conversation.
+    A field with another name than the default has to be in every entry; `reward_model.ground_truth` names a field
+    within a field. If prompt_field and messages_field have their defaults, the first field of `prompt`, `messages` and
+    `conversations` that is not empty is taken. A prompt that is a list, or JSON text of a list, is a conversation.
 
     Attributes:
         prompt_field, answer_field, messages_field: names of an entry's fields.
@@ -68,7 +68,7 @@ class Formatter:
         return task
 
     def _conversation(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields `prompt`, if the prompt is text, and `messages`, if it is not or has a system prompt before it."""
+        """The field `prompt`, if the prompt is text, and `messages`, if it is a conversation or has a system prompt."""
         field = self._conversation_field(entry)
         conversation = read_messages(field, entry[field])
         task: dict[str, Any] = {}
@@ -121,11 +121,12 @@ class Formatter:
 
 
 def _nested_field(entry: Mapping[str, Any], name: str, key: str) -> Any:
-    """The value of a field within a field, as in `reward_model.ground_truth`. ConfigError: there is none, for `key`."""
+    """The value of a field within a field, such as `reward_model.ground_truth`; ConfigError: `key` names none."""
     value: Any = entry
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            within = [f"{outer}.{inner}" for outer, its in entry.items() if isinstance(its, Mapping) for inner in its]
+            mappings = {outer: inner for outer, inner in entry.items() if isinstance(inner, Mapping)}
+            within = [f"{outer}.{field}" for outer, inner in mappings.items() for field in inner]
             same = next((field for field in within if field.endswith(f".{name}")), None)
             hint = (
                 f"there is no field '{name}'. Did you mean '{same}'?"

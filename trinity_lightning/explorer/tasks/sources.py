@@ -1,8 +1,8 @@
-"""Task sources, which give the entries of tasksets: the built-in ones by name, your own by their dotted path.
+"""Task sources, which give the entries of tasksets: built-in ones by name, a user's own by their dotted path.
 
 A task source is a class or a function. It gives entries by their index (`Entries`), or one after the other without a
 length (`EntryStream`). Its arguments are `taskset.args`. If it has parameters called `path`, `split`, `size` or `seed`,
-it gets these settings of the taskset, too.
+it also gets these settings of the taskset.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ GIVEN = ("path", "split", "size", "seed")  # settings of a taskset that a source
 
 
 class Entries(Protocol):
-    """Entries by their index: a list of dicts, a Hugging Face dataset, or a class that makes entry i when asked for it.
+    """Entries by their index: a list of dicts, a Hugging Face dataset, or a class that makes entry i on demand.
 
-    An entry is a mapping; a `Formatter` knows which of its fields are prompt and answer. Entry i is the same each time,
-    in another process too: a resumed run compares the entries that it was trained on.
+    An entry is a mapping; a `Formatter` knows which of its fields are prompt and answer. Entry i has to be the same
+    each time, also in another process: a resumed run compares the entries that it was trained on.
 
-    A class may have besides:
-        generated = True: entries are made when they are asked for. Only the first is looked at before a run begins.
+    A class may also have:
+        generated = True: entries are made on demand. Only the first one is checked before a run begins.
         checksum(index): a checksum of an entry's settings, if the entry itself differs between processes.
         place(index): the place of an entry, for messages, instead of "entry 3".
     """
@@ -55,14 +55,14 @@ class Entries(Protocol):
 class EntryStream:
     """The entries of a source without length, such as a generator, one after the other.
 
-    To go back, as a resumed run does, the source is made again, and gives the same entries from the first one on. A
-    source with `state_dict` and `load_state_dict` goes on from its state instead. Its entries are not compared then,
-    but its settings are.
+    To go back, as a resumed run does, the source is made again, and has to give the same entries from the first one on.
+    A source with `state_dict` and `load_state_dict` goes on from its state instead; then its settings are compared
+    with those of the saved run, and its entries are not.
 
     Args:
         make: makes the source, an iterable.
-        settings: of the source, as plain values.
-        what, key: name of the source in messages, and its dotted key.
+        settings: settings of the source, as plain values.
+        label, key: name of the source in messages, and its dotted key.
 
     Raises:
         ConfigError: the source does not go on where its state was taken.
@@ -71,9 +71,9 @@ class EntryStream:
     generated = True
 
     def __init__(
-        self, make: Callable[[], Iterable[Mapping[str, Any]]], settings: Mapping[str, Any], what: str, key: str
+        self, make: Callable[[], Iterable[Mapping[str, Any]]], settings: Mapping[str, Any], label: str, key: str
     ) -> None:
-        self._make, self._settings, self._what, self._key = make, dict(settings), what, key
+        self._make, self._settings, self._label, self._key = make, dict(settings), label, key
         self._restart()
         self.has_state = hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")
         if self.has_state:
@@ -83,10 +83,10 @@ class EntryStream:
         self._source: Any = self._make()
         self._entries = iter(self._source)
         self._next = position  # index of the entry that `_entries` gives next
-        self._last: tuple[int, Mapping[str, Any]] = (-1, {})  # the entry that it gave last, by its index
+        self._last: tuple[int, Mapping[str, Any]] = (-1, {})  # index and value of the entry that it gave last
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]:
-        """Entry `index`. IndexError: the source has ended before it."""
+        """Entry `index`; IndexError: the source ends before it."""
         if not self.reaches(index):
             raise IndexError(index)
         return self._last[1]
@@ -123,7 +123,7 @@ class EntryStream:
             return
         if state["settings"] != self._settings:
             raise ConfigError(
-                f"{self._what} has the settings {self._settings}, and had {state['settings']} when the run was saved: "
+                f"{self._label} has the settings {self._settings}, and had {state['settings']} when the run was saved: "
                 "resume with those, or start a new run.",
                 key=self._key,
             )
@@ -140,7 +140,7 @@ class EntryStream:
         if not self.reaches(1) or self[1] != second:
             again = ", but gives an entry again" if self._last[1] == first else ""
             raise ConfigError(
-                f"{self._what} does not go on where its state was taken{again}: state_dict has to say which entry "
+                f"{self._label} does not go on where its state was taken{again}: state_dict has to say which entry "
                 "comes next. A generator, say, counts an entry before it yields it.",
                 key=self._key,
             )
@@ -148,7 +148,7 @@ class EntryStream:
 
 
 def place_of(entries: Any, index: int) -> str:
-    """The place of an entry, for messages: the line of its file, from 1, or else its number, from 0."""
+    """The place of an entry, for messages: the line in its file, counted from 1, or its number, counted from 0."""
     return entries.place(index) if hasattr(entries, "place") else f"entry {index}"
 
 
@@ -159,23 +159,23 @@ def entries_of(config: TasksetConfig, key: str = "taskset") -> Entries | EntrySt
     """The entries that a taskset's source gives.
 
     Args:
-        config: of the taskset.
-        key: the dotted key that it stands under, for messages.
+        config: the taskset's section of the configuration.
+        key: the dotted key of the section, for messages.
 
     Raises:
-        ConfigError: as `check_source`; or the source gives no entries, or refuses its arguments.
+        ConfigError: as in `check_source`; or the source gives no entries, or refuses its arguments.
     """
-    what = f"task source '{config.source}'"
+    label = f"task source '{config.source}'"
     make = functools.partial(_made, check_source(config, key), config, key)
-    with raised_by(what, ConfigError):
+    with raised_by(label, ConfigError):
         source = make()
     if hasattr(source, "__iter__") and not hasattr(source, "__len__"):
         settings = {name: getattr(config, name) for name in ("source", *GIVEN, "args")}
-        return EntryStream(make, json.loads(json.dumps(settings, default=str)), what, f"{key}.source")
+        return EntryStream(make, json.loads(json.dumps(settings, default=str)), label, f"{key}.source")
     if isinstance(source, Mapping | str) or not hasattr(source, "__len__"):
         keys = f" with the keys {', '.join(map(str, source))}" if isinstance(source, Mapping) else ""
         raise ConfigError(
-            f"{key}.source: {what} gives a {type(source).__name__}{keys}",
+            f"{key}.source: {label} gives a {type(source).__name__}{keys}",
             key=f"{key}.source",
             fix=(
                 "give entries by their index (a list, or a class with __len__ and __getitem__), or one after the other "
@@ -186,19 +186,19 @@ def entries_of(config: TasksetConfig, key: str = "taskset") -> Entries | EntrySt
 
 
 def check_source(config: TasksetConfig, key: str = "taskset") -> Callable[..., Any]:
-    """The function or class that a taskset's source names, before it makes anything.
+    """The function or class that a taskset's source names, which takes the taskset's arguments.
 
     Raises:
-        ConfigError: there is no such source, it does not have the arguments that it is given, or it lacks one.
+        ConfigError: there is no such source, it does not take an argument of the taskset, or it needs another one.
     """
-    what = f"task source '{config.source}'"
+    label = f"task source '{config.source}'"
     try:
         source: Any = TASK_SOURCES.resolve(config.source)
     except ConfigError as error:
         raise ConfigError(f"{key}.source: {error}", key=f"{key}.source") from error
     if not callable(source):
         raise ConfigError(
-            f"{key}.source: {what} cannot be called", key=f"{key}.source", fix="name a function or a class"
+            f"{key}.source: {label} cannot be called", key=f"{key}.source", fix="name a function or a class"
         )
     parameters = inspect.signature(source).parameters
     for name in GIVEN:
@@ -206,7 +206,7 @@ def check_source(config: TasksetConfig, key: str = "taskset") -> Callable[..., A
         if name not in parameters:
             if name != "seed" and value != getattr(TasksetConfig, name):  # the order has the seed, too
                 raise ConfigError(
-                    f"{key}.{name} is {value}, and {what} has no parameter {name}",
+                    f"{key}.{name} is {value}, and {label} has no parameter {name}",
                     key=f"{key}.{name}",
                     fix="leave it out",
                 )
@@ -215,8 +215,8 @@ def check_source(config: TasksetConfig, key: str = "taskset") -> Callable[..., A
                 f"{key}.{name} of '{config.name}' is not given, and source {config.source} needs it.",
                 key=f"{key}.{name}",
             )
-    if source is not reasoning_gym:  # whose arguments are those of the dataset at `path`
-        check_arguments(what, source, config.args, f"{key}.args", GIVEN)
+    if source is not reasoning_gym:  # its arguments are those of the dataset `path`, which checks them
+        check_arguments(label, source, config.args, f"{key}.args", GIVEN)
     return source
 
 
@@ -231,7 +231,7 @@ def _made(source: Callable[..., Any], config: TasksetConfig, key: str) -> Any:
 
 # -- addition: built-in sums -------------------------------------------------------------------------------------------
 
-_SPLIT_SEED = 0  # of the split between train and held-out sums alone: no other seed may move a sum across it
+_SPLIT_SEED = 0  # seed of the split of sums into train and heldout; no other seed moves a sum to the other part
 
 
 def addition(split: str = "train", low: int = 0, high: int = 20, heldout: int = 128) -> list[dict[str, Any]]:
@@ -254,9 +254,9 @@ def addition(split: str = "train", low: int = 0, high: int = 20, heldout: int = 
 
 # -- reasoning_gym: tasks with verifiers of their own ------------------------------------------------------------------
 
-# Errors of reasoning-gym for arguments that do not fit: it validates by assert statements.
+# Errors of reasoning-gym for arguments that do not fit; it validates by assert statements.
 _REFUSALS = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError)
-# Datasets of it whose entries depend on the order of a set of texts, which differs between processes.
+# Datasets of reasoning-gym whose entries depend on the order of a set of texts, which differs between processes.
 BY_HASH_SEED = (
     "intermediate_integration", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note",
     "word_ladder",
@@ -275,8 +275,8 @@ class ReasoningGymEntries:
     """Entries of a reasoning-gym dataset, each generated when it is asked for: entry i depends on seed + i only.
 
     Entries of datasets in BY_HASH_SEED also depend on Python's hash seed, which each process draws unless
-    PYTHONHASHSEED is set. An entry is {"prompt", "answer", "metadata", "reasoning_gym": {"name", "config", "entry"}};
-    name and config make the dataset whose `score_answer(answer, entry)` is the verifier.
+    PYTHONHASHSEED is set. An entry is {"prompt", "answer", "metadata", "reasoning_gym": {"name", "config", "entry"}}.
+    The verifier is `score_answer(answer, entry)` of the dataset that name and config make.
 
     Raises:
         ConfigError: an unknown dataset, or a size or argument that it refuses.
@@ -312,8 +312,8 @@ class ReasoningGymEntries:
 
     def checksum(self, index: int) -> int:
         """Checksum of an entry, or of its dataset's settings if entries may differ between processes."""
-        made_of = [self._name, self._config, self._seed + index] if self._name in BY_HASH_SEED else self[index]
-        return zlib.crc32(json.dumps(made_of, sort_keys=True, default=str).encode())
+        content = [self._name, self._config, self._seed + index] if self._name in BY_HASH_SEED else self[index]
+        return zlib.crc32(json.dumps(content, sort_keys=True, default=str).encode())
 
     def __len__(self) -> int:
         return self._size
@@ -334,7 +334,7 @@ class ReasoningGymEntries:
 
 @contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
-    """Seed Python's and NumPy's global generators, which some datasets draw from; afterwards they go on as before."""
+    """Seed Python's and NumPy's global generators, from which some datasets draw, and restore their states."""
     states = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,4 +1,4 @@
-"""A task: an entry of a taskset, with the settings by which it is tried and judged."""
+"""A task: an entry of a taskset, with the settings for trying it and for judging the responses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Fields of a raw task.
 PROMPT, ANSWER, MESSAGES = "prompt", "answer", "messages"
-# Sampling settings that the group and the run decide.
+# Sampling settings that follow from other settings, by the fix that a refusal names.
 _RESERVED_SAMPLING = {"n": "set repeat_times instead", "seed": "the seed of a rollout follows from explorer.seed"}
 
 
@@ -43,7 +43,7 @@ class Task:
             `common.solved.criterion_of`.
         batch_id: the explore step ("<step>/<taskset>" in an evaluation); set by the scheduler.
         task_id: position in the batch; set by the scheduler.
-        chat_template_kwargs: variables of the chat template; those of the entry (a field of the same name) win.
+        chat_template_kwargs: variables of the chat template; variables in the entry's field of the same name win.
 
     Raises:
         ConfigError: repeat_times below 1, arguments that are no mappings, or a sampling setting that a task cannot
@@ -74,14 +74,15 @@ class Task:
                 raise ConfigError(f"Task.rollout_args must not hold '{name}': {fix}.")
 
 
-# -- its conversation -------------------------------------------------------------------------------------------------
+# -- a task's conversation --------------------------------------------------------------------------------------------
 
 
 def messages_of(task: Task) -> Conversation:
     """The conversation that a task's entry begins, with its tools and the variables of the chat template.
 
     Raises:
-        ConfigError: the entry has neither "messages" nor "prompt", they cannot be read, or they end with the assistant.
+        ConfigError: the entry has neither "messages" nor "prompt", its conversation cannot be read, or the conversation
+            ends with the assistant.
     """
     conversation = conversation_of(task)
     check_asks(MESSAGES, conversation)
@@ -107,12 +108,12 @@ def conversation_of(task: Task) -> Conversation:
 
 
 def template_variables_of(task: Task) -> dict[str, Any]:
-    """The variables of the chat template that a task's conversations are rendered with."""
+    """The variables of the chat template for a task's conversations."""
     return {**task.chat_template_kwargs, **read_template_variables(task.raw_task)}
 
 
 def prompt_text_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A conversation for people: the content of a lone message, else a line "role: content" for each message."""
+    """A conversation as text for people: the content of a single message, or else a line "role: content" a message."""
     if len(messages) == 1:
         return str(messages[0].get("content", ""))
     return "\n".join(f"{message.get('role')}: {message.get('content', '')}" for message in messages)

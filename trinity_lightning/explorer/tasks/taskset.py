@@ -34,7 +34,7 @@ from trinity_lightning.explorer.tasks.sources import (
 
 logger = logging.getLogger(__name__)
 
-MOST_CHECKED = 64  # of generated entries that are made again when a run is resumed
+MOST_CHECKED = 64  # number of generated entries, at most, that are compared when a run is resumed
 
 Format = Callable[[Mapping[str, Any]], dict[str, Any]]  # from an entry to a raw task
 
@@ -60,11 +60,11 @@ class TaskSelection(ABC):
 
     @abstractmethod
     def next_batch(self, n: int) -> list[dict[str, Any]]:
-        """The next n raw tasks; fewer, at last none, only when it is exhausted."""
+        """The next n raw tasks; fewer, and finally none, only when the selection is exhausted."""
 
     @abstractmethod
     def update(self, pass_rates: Mapping[str, Mapping[int, tuple[float, int]]]) -> None:
-        """Take note of how tasks went.
+        """Take note of the results of tasks.
 
         Args:
             pass_rates: by taskset and index, the mean reward and the number of rollouts.
@@ -76,7 +76,7 @@ class TaskSelection(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Go on from the cursor that `state_dict` returned."""
 
 
 # -- the order of one taskset -----------------------------------------------------------------------------------------
@@ -86,15 +86,15 @@ class Order:
     """The order of entries: `sequential` or `shuffled`.
 
     Args:
-        size: number of entries; None: they do not end, and are not shuffled.
-        seed: of the permutations, each of which depends on size, seed and epoch alone; None: the source's order.
+        size: number of entries; None: the entries do not end, and are not shuffled.
+        seed: seed of the permutations, which depend on size, seed and epoch alone; None: the source's order.
     """
 
     def __init__(self, size: int | None, seed: int | None) -> None:
         self._size, self._seed = size, seed
 
     def indices(self, begin: int, end: int) -> list[int]:
-        """The entries at these positions, counted since the first epoch began."""
+        """Indices of the entries at positions `begin` to `end`, counted since the first epoch began."""
         if self._size is None:
             return list(range(begin, end))
         return [self._at(*divmod(position, self._size)) for position in range(begin, end)]
@@ -119,7 +119,7 @@ def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class Ranking(Order):
-    """`easy_to_hard`: the entries by the number in a field, lowest first.
+    """The order `easy_to_hard`: the entries by the number in a field, lowest first.
 
     Raises:
         ConfigError: no field is given, or an entry has no number there.
@@ -148,23 +148,20 @@ class Ranking(Order):
         return self._ranking[offset]
 
 
-# At this pass rate the rewards of a group vary most: p (1 - p) is largest.
-TARGET_PASS_RATE = 0.5
-
-# Rollouts from k updates of a task ago count 0.8^k: the policy has changed since.
-MEMORY = 0.8
+TARGET_PASS_RATE = 0.5  # here the rewards of a group vary most: p (1 - p) is largest
+MEMORY = 0.8  # rollouts before the last k updates of a task count 0.8^k, because the policy has changed since
 
 
 class DifficultySelector(Order):
-    """`by_difficulty`: picks the tasks whose pass rate is likely to be nearest to one half.
+    """The order `by_difficulty`, which picks the tasks whose pass rate is likely to be nearest to one half.
 
-    Each task's pass rate has a Beta distribution, uniform at first, that its rollouts change. Each pick draws a rate
+    Each task's pass rate has a Beta distribution, uniform at first, which its rollouts change. Each pick draws a rate
     for every task (Thompson sampling: Thompson, Biometrika 25, 1933) and takes the tasks nearest to one half, so that
-    tasks which were not tried yet get their turn.
+    tasks which were not tried yet are picked, too.
 
     Args:
         size: number of tasks.
-        seed: of the draws. A pick depends on it and on the number of tasks picked before.
+        seed: seed of the draws. A pick depends on the seed and on the number of tasks picked before.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -174,13 +171,13 @@ class DifficultySelector(Order):
         self._fails = np.zeros(size)
 
     def indices(self, begin: int, end: int) -> list[int]:
-        """`end - begin` tasks, each once if there are enough; `begin` seeds the draws, so that picks differ."""
+        """Indices of `end - begin` tasks, different ones if there are enough; `begin` also seeds the draws."""
         rates = np.random.default_rng([self._draws, begin]).beta(1 + self._passes, 1 + self._fails)
         nearest = np.argsort(np.abs(rates - TARGET_PASS_RATE), kind="stable").tolist()
         return [nearest[i % len(nearest)] for i in range(end - begin)]
 
     def update(self, pass_rates: Mapping[int, tuple[float, int]]) -> None:
-        """Take note of tried tasks: by entry the mean reward, clipped to [0, 1], and the number of rollouts."""
+        """Take note of tried tasks, by index: the mean reward, clipped to [0, 1], and the number of rollouts."""
         for index, (mean, count) in sorted(pass_rates.items()):
             rate = min(max(mean, 0.0), 1.0)
             self._passes[index] = MEMORY * self._passes[index] + rate * count
@@ -197,7 +194,7 @@ class DifficultySelector(Order):
 
 
 def _order_of(name: str, order: str, entries: Any, size: int | None, seed: int, field: str | None, key: str) -> Order:
-    """The order of a taskset that is called `order` in the configuration."""
+    """The order of a taskset, by its name `order` in the configuration."""
     if order == "easy_to_hard":
         return Ranking(entries, name, field, key)
     if order == "by_difficulty":
@@ -214,16 +211,17 @@ class Taskset(TaskSelection):
     A raw task is the entry's fields with `prompt` or `messages`, `answer` if there is one (see `Formatter`), and
     `task_index` {"taskset_id": name of the taskset, "index": position in the source}.
 
-    `taskset[i]` is the raw task of entry i, whatever the order; `next_batch` follows the order and moves the cursor.
+    `taskset[i]` is the raw task of entry i in the source; `next_batch` follows the order and moves the cursor.
 
     Args:
-        entries: by their index, such as a list of dicts; or a stream, which has no length and one order, `sequential`.
-        name: of the taskset in metrics and in `task_index`.
+        entries: entries by their index, such as a list of dicts; or a stream, which has no length, and for which the
+            order has to be `sequential`.
+        name: name of the taskset in metrics and in `task_index`.
         formatter: makes a raw task of an entry; None: a `Formatter` of the usual fields.
-        order: `sequential`; `shuffled`: a permutation of each epoch that depends on size, seed and epoch alone;
+        order: `sequential`; `shuffled`: in each epoch a permutation that depends on size, seed and epoch alone;
             `easy_to_hard`: by the number in `difficulty_field`, lowest first; or `by_difficulty`: tasks that are solved
             half of the time, by the rates that `update` gets (see `DifficultySelector`).
-        seed: of the order.
+        seed: seed of the order.
         epochs: number of times that the entries are handed out; None: without end.
         difficulty_field: an entry's field with a number, for `easy_to_hard`.
         key: the dotted key that the taskset stands under, for messages.
@@ -301,13 +299,13 @@ class Taskset(TaskSelection):
         """The taskset that a configuration describes.
 
         Args:
-            config: of the taskset.
+            config: the taskset's section of the configuration.
             epochs: number of times that the entries are handed out; None: without end.
             answered: True if conversations may end with the assistant's answer; see `Formatter`.
             key: the dotted key that the configuration stands under, for messages.
 
         Raises:
-            ConfigError: as `entries_of` and `Taskset`.
+            ConfigError: as in `entries_of` and `Taskset`.
         """
         return cls(
             entries_of(config, key),
@@ -356,9 +354,9 @@ class Taskset(TaskSelection):
         check_rows(f"taskset '{self.name}'", count, lambda index: check(self._raw_task(index)), self.place, self._key)
 
     def _checksum(self, index: int) -> int:
-        """Checksum of an entry: the source's, if it has a method for it, else that of the values which are not null.
+        """Checksum of an entry: by the source's method `checksum`, or else of the values that are not null.
 
-        Numbers count as text: the other entries decide whether a column of CSV is one of numbers.
+        Numbers count as text, because other entries decide whether a column of CSV is one of numbers.
         """
         if (checksum := getattr(self._entries, "checksum", None)) is not None:
             return checksum(index)
@@ -367,7 +365,7 @@ class Taskset(TaskSelection):
         return zlib.crc32(json.dumps(values, default=lambda value: type(value).__name__, skipkeys=True).encode())
 
     def _check_seen(self, seen: Mapping[int, int]) -> None:
-        """Compare the entries with those that a saved run was handed; if they are generated, a few, evenly spread."""
+        """Compare the entries that a saved run was handed; of generated entries only a few, evenly spread."""
         indices = sorted(index for index in seen if self._seen.get(index) != seen[index])
         if getattr(self._entries, "generated", False):
             indices = indices[:: max(len(indices) // MOST_CHECKED, 1)]
@@ -392,7 +390,7 @@ class Taskset(TaskSelection):
     def next_batch(self, n: int) -> list[dict[str, Any]]:
         """The next n raw tasks; a batch runs on into the next epoch.
 
-        Fewer than n, at last none, only when `epochs` are over, or a stream has ended.
+        There are fewer than n, and finally none, only when `epochs` are over, or a stream has ended.
         """
         whole_number(f"size of a batch of taskset '{self.name}'", n, least=1)
         end = self._position + n
@@ -409,7 +407,7 @@ class Taskset(TaskSelection):
         return batch
 
     def forget(self, index: int) -> None:
-        """Forget that an entry was handed out: it gave nothing, and may be repaired before the run is resumed."""
+        """Forget that an entry was handed out: it gave no experience, and may be changed before the run is resumed."""
         self._seen.pop(index, None)
 
     def update(self, pass_rates: Mapping[str, Mapping[int, tuple[float, int]]]) -> None:
@@ -429,7 +427,7 @@ class Taskset(TaskSelection):
         return state | {"stream": self._stream.state_dict(self._position)} if self._stream else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the saved taskset stood. Entries that were not handed out, or gave nothing, may have changed.
+        """Go on where the saved taskset stood; entries that were not handed out, or were forgotten, may have changed.
 
         Raises:
             ConfigError: the state belongs to another taskset; the message says what differs.
@@ -452,7 +450,7 @@ class Taskset(TaskSelection):
         self._order.load_state_dict(state["difficulty"])
 
 
-# The name of a taskset whose source and path alone were set, on top of the default choice taskset=addition.
+# In earlier versions, the name of a taskset whose source and path were set on top of the default choice, addition.
 NAME_OF_EARLIER_VERSIONS = "addition"
 
 
@@ -460,14 +458,14 @@ _COMPARED = ("name", "size", "seed", "order")  # parts of a state that must not 
 
 
 def check_state(name: str, state: Mapping[str, Any], current: Mapping[str, Any], key: str = "taskset") -> None:
-    """Refuse a saved state of another taskset than the one whose `current` state is given; `key` is for messages.
+    """Refuse the saved state of another taskset than the one that has the state `current`; `key` is for messages.
 
     Raises:
         ConfigError: the message says what differs.
     """
     if state.get("name") == NAME_OF_EARLIER_VERSIONS:
         state = {**state, "name": current["name"]}
-    expected = current.keys() - {"seen"}  # which earlier versions lack: they had a checksum of everything, `content`
+    expected = current.keys() - {"seen"}  # states of earlier versions have `content` instead, a checksum of all entries
     if state.keys() - {"seen", "content"} != expected:
         raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(current)}.")
     different = [f"{key} {state[key]!r} -> {current[key]!r}" for key in _COMPARED if state[key] != current[key]]
@@ -483,14 +481,14 @@ def check_state(name: str, state: Mapping[str, Any], current: Mapping[str, Any],
 
 
 class TasksetMixture(TaskSelection):
-    """Hands out the tasks of several tasksets. The share of each is its weight by the sum of weights.
+    """Hands out the tasks of several tasksets. A taskset's share is its weight divided by the sum of weights.
 
     A taskset that is exhausted leaves its share to the others.
 
     Args:
-        tasksets: with different names.
-        weights: above 0, one a taskset.
-        name: of the mixture, for messages.
+        tasksets: tasksets with different names.
+        weights: a number above 0 for each taskset.
+        name: name of the mixture, for messages.
 
     Raises:
         ConfigError: no taskset, two of one name, or a weight that is not above 0.
@@ -521,20 +519,20 @@ class TasksetMixture(TaskSelection):
     def next_batch(self, n: int) -> list[dict[str, Any]]:
         """The next n raw tasks; fewer only when all tasksets are exhausted."""
         whole_number(f"size of a batch of taskset '{self.name}'", n, least=1)
-        open_ = dict(self._weights)
+        remaining = list(self._weights)  # names of the tasksets that are not exhausted
         batches: dict[str, list[dict[str, Any]]] = {name: [] for name in self._tasksets}
-        while open_ and (missing := n - sum(map(len, batches.values()))) > 0:
+        while remaining and (missing := n - sum(map(len, batches.values()))) > 0:
             shares = Counter[str]()
             for _ in range(missing):
-                name = min(open_, key=lambda name: (self._taken[name] + 1) / self._weights[name])
+                name = min(remaining, key=lambda name: (self._taken[name] + 1) / self._weights[name])
                 self._taken[name] += 1
                 shares[name] += 1
             for name, share in shares.items():
-                got = self._tasksets[name].next_batch(share)
-                batches[name] += got
-                if len(got) < share:
-                    self._taken[name] -= share - len(got)
-                    del open_[name]
+                tasks = self._tasksets[name].next_batch(share)
+                batches[name] += tasks
+                if len(tasks) < share:
+                    self._taken[name] -= share - len(tasks)
+                    remaining.remove(name)
         return [task for batch in batches.values() for task in batch]
 
     def update(self, pass_rates: Mapping[str, Mapping[int, tuple[float, int]]]) -> None:
@@ -563,19 +561,19 @@ class TasksetMixture(TaskSelection):
 
 
 def mixture_of(configs: Mapping[str, TasksetConfig]) -> TasksetMixture:
-    """The mixture of the tasksets that stand under these keys; errors as `Taskset.from_config` and `TasksetMixture`."""
+    """The mixture of the tasksets under these keys; errors as in `Taskset.from_config` and `TasksetMixture`."""
     tasksets = [Taskset.from_config(config, key=f"tasksets.{name}") for name, config in configs.items()]
     return TasksetMixture(tasksets, [config.weight for config in configs.values()])
 
 
 def check_tasksets(configs: Mapping[str, TasksetConfig]) -> None:
-    """Refuse tasksets before anything heavy is imported: their sources, the arguments of these, and files of rows.
+    """Check the sources of tasksets, their arguments, and files of rows, before anything heavy is imported.
 
     Args:
-        configs: by their dotted keys, such as `eval_tasksets.sums`.
+        configs: sections of tasksets by their dotted keys, such as `eval_tasksets.sums`.
 
     Raises:
-        ConfigError: as `check_source`, and as `Taskset.from_config` for a file of rows.
+        ConfigError: as in `check_source`, and as in `Taskset.from_config` for a file of rows.
     """
     for key, config in configs.items():
         check_source(config, key)
