@@ -73,14 +73,14 @@ def test_files_that_contributing_names_are_there() -> None:
 def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
     """A reader who meets a relative clause first has to read the sentence twice."""
     openings = re.compile(r"\s*(Of|That|Those|What|Whether|Which)\b")
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    found = [
+    openers = [
         f"{path.relative_to(ROOT)}, line {getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
         for path in sorted((ROOT / "trinity_lightning").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, kinds) and openings.match(text := ast.get_docstring(node) or "")
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and openings.match(text := ast.get_docstring(node) or "")
     ]
-    assert not found, "\n".join(found)
+    assert not openers, "\n".join(openers)
 
 
 def test_the_tree_in_the_readme_is_the_tree() -> None:

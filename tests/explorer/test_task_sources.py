@@ -165,7 +165,8 @@ def test_entries_by_index_are_handed_out_in_any_order_and_resumed(source, values
 def test_a_source_is_given_the_settings_that_it_has_parameters_for():
     entries: Any = entries_of(settings("Sums", split="heldout", size=3, args={"terms": 4}))
     assert (entries.split, entries.seed, len(entries), entries.terms) == ("heldout", 5, 3, 4)
-    assert len(entries_of(settings("Sums"))) == 9  # its own default
+    default: Any = entries_of(settings("Sums"))
+    assert len(default) == 9
 
 
 def test_held_out_entries_are_those_of_another_split():

@@ -306,8 +306,7 @@ def auxiliary_configs(run: "TrainConfig") -> dict[str, Any]:
     configs = {str(name): auxiliary_config(f"auxiliary_models.{name}", model) for name, model in models.items()}
     for name in teachers_of(run) if models else ():
         model = models.get(name)
-        starts = isinstance(model, Mapping) and not model.get("url")
-        if starts and "max_model_len" not in (model.get("engine") or {}):
+        if isinstance(model, Mapping) and not model.get("url") and "max_model_len" not in (model.get("engine") or {}):
             configs[str(name)].engine.max_model_len = run.engine.max_model_len + 1
     return configs
 
