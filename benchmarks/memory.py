@@ -30,7 +30,7 @@ from torch import Tensor
 from trinity_lightning.build import build  # noqa: F401  imports all that a run does
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.algorithm import AlgorithmConfig
-from trinity_lightning.config.engine import EngineDtype
+from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.model import LoRAConfig
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine

@@ -12,7 +12,7 @@ import statistics
 import time
 from typing import Any
 
-from trinity_lightning.config.engine import EngineDtype
+from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine, engine_args
 

@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trinity_lightning.common.hardware import reuse_large_buffers
-from trinity_lightning.config.engine import EngineDtype
+from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models import vllm_engine

@@ -13,7 +13,7 @@ from support.runs import ROOT
 
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.run import validate
-from trinity_lightning.plan.__main__ import PlanConfig, register
+from trinity_lightning.plan.command import PlanConfig, register
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
 COMMAND = re.compile(  # of Python, or of what starts it, such as torchrun

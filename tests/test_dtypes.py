@@ -12,7 +12,7 @@ from support.errors import refuses
 
 from trinity_lightning.build import build
 from trinity_lightning.common import hardware
-from trinity_lightning.config.engine import EngineDtype
+from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.model import WeightDtype
 from trinity_lightning.engines import settle_dtypes
 from trinity_lightning.errors import ConfigError

@@ -19,7 +19,7 @@ from trinity_lightning.build import explorer_callback
 from trinity_lightning.common import hardware
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.thoughts import answer_part
-from trinity_lightning.config.engine import EngineConfig
+from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.model import ModelConfig
 from trinity_lightning.config.run import TrainConfig, typed_config

@@ -34,6 +34,7 @@ TOPS = (
 PACKAGE_TOPS = (
     "plan",
     "plan.__main__",
+    "plan.command",
     "plan.gpu",
     "plan.memory",
     "plan.run",
@@ -79,7 +80,7 @@ MAY_USE_LIGHTNING = {
 }
 
 # Programs: they refuse a wrong command before they import what a run needs.
-ENTRY_POINTS = {f"{PACKAGE}.{name}" for name in ("train", "evaluate", "report", "plan.__main__")}
+ENTRY_POINTS = {f"{PACKAGE}.{name}" for name in ("train", "evaluate", "report", "plan.command")}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 IMPORTS_BY_PATH = {"import_object", "import_module", "__import__"}
 

@@ -17,7 +17,7 @@ from support.tiny_model import tiny_model, train_a_little
 from support.tiny_vllm import tiny_engine
 
 from trinity_lightning.config.algorithm import Layout
-from trinity_lightning.config.engine import EngineSleep
+from trinity_lightning.config.engines import EngineSleep
 from trinity_lightning.config.model import LoRAConfig, OptimizerConfig
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.sync.stream import weight_stream

@@ -10,7 +10,7 @@ from support.compose import composed
 from support.errors import refuses
 from support.runs import ROOT, SMALL, RunTrain
 
-from trinity_lightning.config.engine import Capabilities, capabilities_of
+from trinity_lightning.config.engines import Capabilities, capabilities_of
 from trinity_lightning.config.run import validate
 from trinity_lightning.errors import UnfinishedClassError
 from trinity_lightning.explorer.models.engine import Engine

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from support.compose import composed
 from support.runs import SMALL, Commands, only, rolled_out, rows, wait_for
 
 from trinity_lightning.build import checkpoint_of
-from trinity_lightning.config.checkpoints import RECORD, settle_auto
+from trinity_lightning.config.checkpoints import RECORD, folder_of_same_run, settle_auto
 from trinity_lightning.config.hydra import sole_writer
+from trinity_lightning.config.lightning_objects import check_targets
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import TakenFolderError
 
@@ -214,3 +216,17 @@ def test_a_run_that_came_to_its_end_is_not_begun_again_though_its_checkpoints_ar
     assert (tmp_path / "metrics.csv").is_file()
     with pytest.raises(TakenFolderError):
         checkpoint_of(TrainConfig(), tmp_path)
+
+
+def test_the_record_of_an_earlier_version_whose_callbacks_lay_elsewhere_is_found(tmp_path: Path) -> None:
+    config = composed("+recipe=grpo", "model=tiny")
+    folder = tmp_path / "grpo" / "earlier"
+    (folder / RECORD).parent.mkdir(parents=True)
+    earlier = OmegaConf.merge(config, {"callbacks": {"checkpoint": {"every_n_epochs": 3}}, "output_dir": str(folder)})
+    earlier.callbacks.checkpoint._target_ = "trinity_lightning.trainer.checkpoint_io.StepCheckpoint"
+    OmegaConf.save(earlier, folder / RECORD)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "step_00003.ckpt").touch()
+    assert folder_of_same_run(folder.parent, config) == folder
+    assert folder_of_same_run(folder.parent, composed("+recipe=grpo", "model=tiny", "steps=9")) is None
+    check_targets(earlier)  # a recipe that names the earlier path goes on, too

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from support.compose import composed
 from support.errors import refuses
 
-from trinity_lightning.config.engine import SENT
+from trinity_lightning.config.engines import SENT
 from trinity_lightning.config.run import validate
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.evaluate import _without_training

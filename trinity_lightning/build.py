@@ -23,7 +23,7 @@ from trinity_lightning.buffer.offline import expert_data, offline_parts, summary
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checkpoints import checkpoints_in, holds_a_run, resume_command
-from trinity_lightning.config.engine import EngineConfig, capabilities_of
+from trinity_lightning.config.engines import EngineConfig, capabilities_of
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.own_code import where
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS

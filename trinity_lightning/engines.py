@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from trinity_lightning.common.hardware import check_caches, faster_dtype
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.thoughts import Markers
-from trinity_lightning.config.engine import EngineConfig, EngineDtype, capabilities_of
+from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
 from trinity_lightning.config.explorer import AuxiliaryConfig, auxiliary_servers
 from trinity_lightning.config.model import WeightDtype
 from trinity_lightning.config.models import resolve_model

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import check_whole, checkpoints_in, is_checkpoint, last_checkpoint
-from trinity_lightning.config.engine import SENT
+from trinity_lightning.config.engines import SENT
 from trinity_lightning.config.lightning_objects import check_loggers, check_targets
 from trinity_lightning.config.registry import config_dir
 from trinity_lightning.config.run import validate

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from trinity_lightning.build import eval_sources, finish, instances_of, quiet_libraries, record_config
 from trinity_lightning.common.checkpoints import contents, whole
-from trinity_lightning.config.engine import TRAINER_GPU
+from trinity_lightning.config.engines import TRAINER_GPU
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import typed_config
 from trinity_lightning.engines import auxiliary_models_of, check_room, engines_of, settle_dtypes, tell_thoughts

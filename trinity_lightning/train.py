@@ -194,7 +194,7 @@ def main() -> None:
     """
     if (name := "".join(sys.argv[1:2])) in explain.PROGRAMS:
         del sys.argv[1]
-        import_module(f"trinity_lightning.{explain.PROGRAMS[name]}").main()
+        import_module(f"trinity_lightning.{name}").main()
     else:
         compose.run_command(_main)
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.engine import EngineConfig
+from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine

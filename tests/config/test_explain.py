@@ -10,7 +10,7 @@ from hydra.errors import MissingConfigException
 from support.compose import composed
 
 from trinity_lightning.config.algorithm import AlgorithmConfig
-from trinity_lightning.config.engine import EngineConfig
+from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.explain import CONFIG_ERRORS, _place, explain, explain_composition
 from trinity_lightning.config.explorer import AuxiliaryConfig
 from trinity_lightning.config.hydra import check_processes

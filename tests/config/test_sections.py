@@ -9,7 +9,7 @@ from support.compose import composed
 
 from trinity_lightning.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from trinity_lightning.config.buffer import BufferConfig, HeldOutConfig
-from trinity_lightning.config.engine import EngineConfig, SynchronizerConfig
+from trinity_lightning.config.engines import EngineConfig, SynchronizerConfig
 from trinity_lightning.config.explorer import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig, SamplingConfig
 from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.config.run import validate

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.config.algorithm import AlgorithmConfig
-from trinity_lightning.config.engine import EngineDtype, SynchronizerConfig
+from trinity_lightning.config.engines import EngineDtype, SynchronizerConfig
 from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
 from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.config.models import resolve_model

@@ -13,7 +13,7 @@ from support.errors import refuses
 from support.fake_model import FakeModel, LeapingLoop
 
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.config.engine import SynchronizerConfig
+from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
 from trinity_lightning.explorer.callback import ExplorerCallback

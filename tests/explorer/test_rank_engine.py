@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.ranks import Ranks
-from trinity_lightning.config.engine import Capabilities, EngineConfig
+from trinity_lightning.config.engines import Capabilities, EngineConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RankError, RolloutError
 from trinity_lightning.explorer.distributed import ENGINES, EngineFollower, RankWeights
 from trinity_lightning.explorer.driver import Driver

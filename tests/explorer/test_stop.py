@@ -21,7 +21,7 @@ from support.trainer import quiet_trainer
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.algorithm import AlgorithmConfig
-from trinity_lightning.config.engine import Capabilities, SynchronizerConfig
+from trinity_lightning.config.engines import Capabilities, SynchronizerConfig
 from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
 from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.config.models import load_tokenizer, resolve_model

@@ -12,7 +12,7 @@ from support.forked import fork_servers
 from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
 
-from trinity_lightning.config.engine import EngineConfig, EngineDtype
+from trinity_lightning.config.engines import EngineConfig, EngineDtype
 from trinity_lightning.config.model import LoRAConfig
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.explorer.driver import Driver

@@ -21,7 +21,7 @@ from support.tiny_model import tiny_model
 from support.tiny_vllm import driven_engine, standing_still, tiny_engine
 
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.engine import EngineConfig
+from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import (
     ModelLoadError,

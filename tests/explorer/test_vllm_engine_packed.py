@@ -10,7 +10,7 @@ import torch
 import transformers
 from support.tiny_model import logprobs, train_a_little
 
-from trinity_lightning.config.engine import EngineDtype
+from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ModelLoadError
 from trinity_lightning.explorer.driver import Driver

@@ -28,7 +28,7 @@ from support.tiny_model import logprobs, tiny_model
 from trinity_lightning.buffer.operators.auxiliary import TeacherTopK
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.engine import EngineDtype
+from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.errors import (

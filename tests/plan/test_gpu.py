@@ -13,7 +13,7 @@ from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.model_memory import Training
 from trinity_lightning.config.algorithm import AlgorithmConfig, KLConfig
 from trinity_lightning.config.buffer import BufferConfig, DatasetConfig
-from trinity_lightning.config.engine import EngineConfig, EngineDtype, EngineSleep
+from trinity_lightning.config.engines import EngineConfig, EngineDtype, EngineSleep
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.model import LoRAConfig, ModelConfig, OptimizerConfig, WeightDtype
 from trinity_lightning.config.run import TrainConfig

@@ -18,8 +18,8 @@ from trinity_lightning.common.model_memory import ModelShape, Training
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import typed_config
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.plan.__main__ import as_json, as_text, register
-from trinity_lightning.plan.__main__ import plan as plan_of
+from trinity_lightning.plan.command import as_json, as_text, register
+from trinity_lightning.plan.command import plan as plan_of
 from trinity_lightning.plan.memory import (
     ACTIVATIONS,
     CACHE,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.engine import Capabilities
+from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.errors import PromptTooLongError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.openai_api import ChatCompletions, async_client

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from trinity_lightning.config.engine import SynchronizerConfig
+from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.explorer.explorer import NOBODY, Explorer
 from trinity_lightning.explorer.rollouts import PendingSteps, TrainingRollouts, WeightVersions
 

@@ -17,7 +17,7 @@ from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
 from torch import Tensor
 
-from trinity_lightning.config.engine import EngineDtype
+from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.explorer.driver import Driver

@@ -25,7 +25,7 @@ from support.tiny_model import logprobs, tiny_model
 from torch import Tensor
 
 from trinity_lightning.common.threads import run_in_thread
-from trinity_lightning.config.engine import EngineDtype
+from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.explorer.driver import Driver

@@ -11,7 +11,7 @@ from support.tiny_model import logprobs, tiny_model, train_a_little
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from trinity_lightning.config.engine import EngineDtype
+from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.model import LoRAConfig
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import WeightSyncError

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from support.errors import refuses
 from torch import Tensor
 
-from trinity_lightning.config.engine import EngineConfig
+from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.model import ModelConfig
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import WeightSyncError

@@ -2,7 +2,7 @@
 
 from trinity_lightning.config.algorithm import *  # noqa: F403
 from trinity_lightning.config.buffer import *  # noqa: F403
-from trinity_lightning.config.engine import *  # noqa: F403
+from trinity_lightning.config.engines import *  # noqa: F403
 from trinity_lightning.config.explorer import *  # noqa: F403
 from trinity_lightning.config.model import *  # noqa: F403
 from trinity_lightning.config.run import *  # noqa: F403

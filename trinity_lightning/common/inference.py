@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from trinity_lightning.config.engine import Capabilities
+from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.errors import ReadOnlyError
 
 

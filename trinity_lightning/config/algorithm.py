@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.config.buffer import OnError
 from trinity_lightning.config.critic import critic_config
-from trinity_lightning.config.engine import Capabilities
+from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.explorer import TEACHER_OPERATOR, ExplorerConfig
 from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.config.registry import FILTERING_STRATEGIES, PARTS, SINGLE_RESPONSE_WORKFLOWS

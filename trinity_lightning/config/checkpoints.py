@@ -131,7 +131,7 @@ NOT_OF_THE_TRAINING = ("ckpt_path", "output_dir", "output_root", "logger", "hydr
 def folder_of_same_run(runs: Path, config: DictConfig) -> Path | None:
     """The folder below `runs` of the run of this configuration with the newest checkpoint; None if there is none.
 
-    Configurations are compared by Hydra's records of them, without the keys of NOT_OF_THE_TRAINING.
+    Configurations are compared by Hydra's records of them, without callbacks and the keys of NOT_OF_THE_TRAINING.
     """
     settings = _training_settings(config)
     folders = dict.fromkeys(path.parents[1] for path in reversed(checkpoints_in(runs, "*/checkpoints/*.ckpt")))
@@ -142,7 +142,7 @@ def folder_of_same_run(runs: Path, config: DictConfig) -> Path | None:
 
 def _training_settings(config: Any) -> dict[str, Any]:
     settings: Any = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
-    return {key: value for key, value in settings.items() if key not in NOT_OF_THE_TRAINING}
+    return {key: value for key, value in settings.items() if key not in (*NOT_OF_THE_TRAINING, "callbacks")}
 
 
 def settle_auto(config: DictConfig, leads: bool) -> None:

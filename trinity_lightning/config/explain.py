@@ -31,7 +31,7 @@ from trinity_lightning.config.trainer import NOT_OF_A_RUN, SET_INSTEAD
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TakenFolderError, TrinityError
 
-PROGRAMS = {"plan": "plan.__main__", "evaluate": "evaluate", "report": "report"}
+PROGRAMS = ("plan", "evaluate", "report")
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 begun: set[Path] = set()  # folders made by this process, or by Hydra for it, for runs and evaluations
 LOCK = ".lock"

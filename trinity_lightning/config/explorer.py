@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING
 
 from trinity_lightning.config.buffer import OperatorConfig
-from trinity_lightning.config.engine import EngineConfig
+from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.models import check_same_vocabulary, config_of, load_tokenizer, resolve_model
 from trinity_lightning.config.registry import ASKING_WORKFLOWS, PARTS
 from trinity_lightning.config.sections import Section, checked, section_of

@@ -28,7 +28,7 @@ from trinity_lightning.config.buffer import (
     operator_configs,
 )
 from trinity_lightning.config.critic import check_critic, check_value_model
-from trinity_lightning.config.engine import (
+from trinity_lightning.config.engines import (
     ENGINE_KEYS,
     Capabilities,
     EngineConfig,

@@ -2,7 +2,7 @@
 
 from trinity_lightning.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from trinity_lightning.config.buffer import BufferConfig as BufferConfig
-from trinity_lightning.config.engine import EngineConfig as EngineConfig
+from trinity_lightning.config.engines import EngineConfig as EngineConfig
 from trinity_lightning.config.explorer import ExplorerConfig as ExplorerConfig
 from trinity_lightning.config.explorer import SamplingConfig as SamplingConfig
 from trinity_lightning.config.explorer import WorkflowConfig as WorkflowConfig

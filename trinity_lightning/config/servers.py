@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trinity_lightning.config.engine import (
+from trinity_lightning.config.engines import (
     PARALLEL,
     SENT,
     SET_BY,

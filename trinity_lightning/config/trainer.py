@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trinity_lightning.config.engine import capabilities_of, gpu_count
+from trinity_lightning.config.engines import capabilities_of, gpu_count
 from trinity_lightning.config.model import WeightDtype
 
 if TYPE_CHECKING:

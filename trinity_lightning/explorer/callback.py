@@ -19,7 +19,7 @@ import lightning as L
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.common.ranks import ranks_of
-from trinity_lightning.config.engine import SynchronizerConfig
+from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError

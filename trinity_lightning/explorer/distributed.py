@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.ranks import BEAT_SECONDS, Ranks, ranks_of
-from trinity_lightning.config.engine import EngineConfig
+from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.trainer import processes_of
 from trinity_lightning.engines import engines_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.ranks import ALONE, Alone
-from trinity_lightning.config.engine import SENT, SynchronizerConfig
+from trinity_lightning.config.engines import SENT, SynchronizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.driver import Driver, LoopTask
 from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher

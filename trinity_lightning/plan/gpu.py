@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.hardware import GIB, free_memory
 from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training
-from trinity_lightning.config.engine import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
+from trinity_lightning.config.engines import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
 from trinity_lightning.config.model import ADAM, OFFLOADED, WeightDtype, room_for
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import TrainConfig

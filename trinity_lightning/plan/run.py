@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from trinity_lightning.common.hardware import GIB, GPUS, TORCH_DTYPES, Gpu, free_memory, known_gpu, product_flops
 from trinity_lightning.common.model_memory import GPU_TOKENS, ModelShape, tokens_that_fit
 from trinity_lightning.config.algorithm import Layout
-from trinity_lightning.config.engine import SENT, TRAINER_GPU, capabilities_of
+from trinity_lightning.config.engines import SENT, TRAINER_GPU, capabilities_of
 from trinity_lightning.config.model import OFFLOADED, WeightDtype
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import TrainConfig, typed_config
@@ -38,7 +38,7 @@ from trinity_lightning.trainer.layout import worth_sharing
 from trinity_lightning.trainer.objective import Objective
 
 if TYPE_CHECKING:
-    from trinity_lightning.plan.__main__ import PlanConfig
+    from trinity_lightning.plan.command import PlanConfig
 
 FORWARD = 1 / 3  # share of a forward pass in the operations of a forward and backward pass
 # 10^9 bytes a second that weights are sent with: within a process on a CPU, measured (benchmarks/weight_sync.py); on a

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.thoughts import Markers, Response, markers_of, opens_thoughts
-from trinity_lightning.config.engine import ENGINE_ARGS, Capabilities, engine_arguments
+from trinity_lightning.config.engines import ENGINE_ARGS, Capabilities, engine_arguments
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.signatures import made_at_start
 from trinity_lightning.errors import PromptTooLongError, RolloutError

@@ -15,7 +15,7 @@ from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.messages import TEMPLATE_VARIABLES, Conversation
 from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.config.chat_template import check_template_variables
-from trinity_lightning.config.engine import Capabilities
+from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.explorer import NEUTRAL_SAMPLING
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RolloutError

@@ -17,7 +17,7 @@ import torch
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.ranks import SILENT_SECONDS
-from trinity_lightning.config.engine import Capabilities, EngineConfig
+from trinity_lightning.config.engines import Capabilities, EngineConfig
 from trinity_lightning.config.models import load_generation_config, load_tokenizer
 from trinity_lightning.errors import ConfigError, ModelLoadError, PromptTooLongError, RankError, RolloutError
 from trinity_lightning.explorer.models.engine import Engine, LoadedEngine

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.engine import CAPABILITIES, EngineConfig
+from trinity_lightning.config.engines import CAPABILITIES, EngineConfig
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import InProcessEngine, response_text, written_text

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from trinity_lightning.config.engine import EngineConfig
+from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.config.model import LORA_ARGUMENTS, room_for
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.servers import MERGE

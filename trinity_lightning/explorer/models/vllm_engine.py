@@ -15,7 +15,7 @@ from torch import Tensor
 from trinity_lightning.common.hardware import GIB, forget, trim_heap
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.random_state import random_state, restore_random_state
-from trinity_lightning.config.engine import (
+from trinity_lightning.config.engines import (
     CAPABILITIES,
     EngineConfig,
     EngineDtype,

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from trinity_lightning.common.hardware import TORCH_DTYPES
 from trinity_lightning.common.inference import Completion
-from trinity_lightning.config.engine import (
+from trinity_lightning.config.engines import (
     CAPABILITIES,
     PARALLEL,
     EngineConfig,
