@@ -1,4 +1,4 @@
-"""A training run, built from a validated configuration: the only place where its parts are put together."""
+"""Builds a training run from a validated configuration; no other module connects the parts of a run."""
 
 import functools
 import logging
@@ -72,8 +72,8 @@ class Run:
 
     Attributes:
         config: the configuration, with the memory plan's values.
-        checkpoint: checkpoint that the run resumes from; None: it begins.
-        plan: the memory plan of this machine's GPU; None: there is none.
+        checkpoint: checkpoint that the run resumes from; None: the run begins.
+        plan: the memory plan of this machine's GPU; None: the run has no such plan.
     """
 
     config: TrainConfig
@@ -91,10 +91,10 @@ class Run:
             print(summary_table(_summary(self)), flush=True)
 
     def fit(self) -> None:
-        """Train, and save the model, even if the end of the training fails (an engine that does not stop, say).
+        """Train, and save the model. It is saved even if an error follows the last step, such as an engine's.
 
         Raises:
-            ModelNotSavedError: the model or the last checkpoint could not be written; everything else was.
+            ModelNotSavedError: the model or the last checkpoint could not be written. Everything else was written.
         """
         try:
             self.trainer.fit(self.policy, self.data, ckpt_path=self.checkpoint, weights_only=True)
@@ -110,7 +110,7 @@ class Run:
     def _finish(self) -> None:
         """Write the model, the last checkpoint and the report, and close the loggers.
 
-        The weights come first. If one of these fails, the others are done all the same.
+        The weights are written first. If one of these parts fails, the others are written all the same.
         """
         self._warn_of_an_early_stop()
         try:
@@ -146,9 +146,12 @@ class Run:
                 self.policy.save_pretrained(self.folder / "model")
 
     def _save_last_checkpoint(self) -> None:
-        """Save the end of the run, so that it can go on with more steps, unless ModelCheckpoint has just done so."""
-        callbacks = (one for one in self.trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint))
-        saver = next(callbacks, None)
+        """Save a checkpoint after the last step, unless ModelCheckpoint has just done so.
+
+        From this checkpoint the run can go on with more steps.
+        """
+        savers = (saver for saver in self.trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint))
+        saver = next(savers, None)
         if saver and saver.dirpath and saver._last_global_step_saved != self.trainer.global_step:
             self.trainer.save_checkpoint(Path(saver.dirpath) / "final.ckpt")
 
@@ -170,7 +173,7 @@ class Run:
 
 
 def _not_saved(failed: Mapping[str, Exception], folder: Path) -> ModelNotSavedError:
-    """The error for the parts that could not be written: why, where the weights are, and the command that writes them.
+    """The error for parts that could not be written: the reasons, the place of the weights, and the command to repeat.
 
     Args:
         failed: the error of each part by its name: "model", "last checkpoint".
@@ -180,15 +183,15 @@ def _not_saved(failed: Mapping[str, Exception], folder: Path) -> ModelNotSavedEr
         str(error) if isinstance(error, TrinityError) else f"The {name} could not be written: {_one_line(error)}."
         for name, error in failed.items()
     )
-    raised = [cause for error in failed.values() for cause in causes(error)]
-    written = "".join(f" {note}" for error in raised for note in getattr(error, "__notes__", ()))
+    errors = [cause for error in failed.values() for cause in causes(error)]
+    saved = "".join(f" {note}" for error in errors for note in getattr(error, "__notes__", ()))
     if "model" not in failed and (folder / "model").is_dir():
-        written = f" The model is in '{folder / 'model'}', whole."
+        saved = f" The model is in '{folder / 'model'}', whole."
     checkpoints = checkpoints_in(folder / "checkpoints")
     newest = f"The newest checkpoint is '{checkpoints[-1]}'." if checkpoints else "There is no checkpoint."
     command = resume_command(folder) if checkpoints else None
     fix = f" Once this is mended, write what is missing with: {command}" if command else ""
-    return ModelNotSavedError(f"training came to its end, and not all of it is saved. {reasons}{written} {newest}{fix}")
+    return ModelNotSavedError(f"training came to its end, and not all of it is saved. {reasons}{saved} {newest}{fix}")
 
 
 def _one_line(error: Exception) -> str:
@@ -200,10 +203,10 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
 
     Args:
         config: a validated configuration.
-        load: watches the load of this machine since the process began; decides the number of threads.
+        load: the load of this machine since the process began; it decides the number of threads.
 
     Raises:
-        ConfigError, ValueError, TypeError: a part does not know a name or an argument.
+        ConfigError, ValueError, TypeError: a part has no such name or argument.
     """
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -226,7 +229,7 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
     else:
         data, callbacks = online_parts(typed, folder, monitor, offload=plan is not None and plan.offload)
     if not follower:
-        # The configuration is recorded after the checkpoint is loaded: a refused resume must not change the record.
+        # Recorded only after the checkpoint is loaded: a resume that is refused must not change the record.
         record = LambdaCallback(
             on_fit_start=lambda *_: policy.try_saving(folder) if typed.save_model else None,
             on_train_start=lambda *_: _record(config, typed.engine, policy, folder),
@@ -245,7 +248,7 @@ def checkpoint_of(config: TrainConfig | DictConfig, folder: Path, begins: bool =
         begins: False for a rank that joins a run: the folder then holds the record of that run.
 
     Raises:
-        ConfigError: as `resume.checkpoint_to_resume`; or a run that begins has a folder that holds another run.
+        ConfigError: as `resume.checkpoint_to_resume`; or the run begins, and its folder holds another run.
     """
     if config.ckpt_path is not None:
         return checkpoint_to_resume(config, folder)
@@ -255,7 +258,7 @@ def checkpoint_of(config: TrainConfig | DictConfig, folder: Path, begins: bool =
 
 
 def _record(config: DictConfig, engine: EngineConfig, policy: PolicyModule, folder: Path) -> None:
-    """Write the configuration, with the values of the policy and of the memory plan in place of `auto` and null."""
+    """Write the configuration. The values of the policy and of the memory plan replace `auto` and null."""
     for key in ("max_num_seqs", "kv_cache_gb", "sleep"):
         config.engine[key] = getattr(engine, key)
     config.algorithm.max_tokens_per_micro_batch = policy.max_tokens
@@ -291,7 +294,7 @@ def _trainer(config: DictConfig, callbacks: list[L.Callback], wandb_id: str | No
         logger=loggers,
         callbacks=callbacks,
         plugins=[AtomicCheckpointIO()],
-        # If we add no callback that saves, Lightning must not add its own, which saves after every step.
+        # Without a callback that saves, Lightning would add its own, which saves after every step.
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
     )
 
@@ -369,7 +372,7 @@ def explorer_callback(
 
 
 def _engines(config: TrainConfig, folder: Path) -> list[Engine]:
-    """The engines that generate: sent merged weights, or adapters that vLLM computes with itself."""
+    """The engines that generate. Adapters reach them merged into the weights, or apart, for vLLM to compute with."""
     if config.engine.per_rank:
         return with_rank_engines(engines_of(config, folder)[0], config)
     if config.synchronizer.lora == "merged":
@@ -429,7 +432,7 @@ def online_data(config: TrainConfig, folder: Path, auxiliary_models: Mapping[str
 
 
 def _dealing(config: TrainConfig) -> dict[str, Any]:
-    """The settings by which a buffer deals out its experiences: all that the buffers of other ranks than 0 need."""
+    """The settings by which a buffer deals out its experiences. The buffers of ranks other than 0 need no others."""
     return {
         "optimizer_steps": config.algorithm.optimizer_steps,
         "inner_epochs": config.algorithm.inner_epochs,
@@ -448,7 +451,7 @@ def response_budget(config: TrainConfig) -> int:
 
 
 def instantiate(node: Any, **arguments: Any) -> Any:
-    """`hydra.utils.instantiate` with errors in one sentence: our own errors as they were, others with their key."""
+    """Call `hydra.utils.instantiate`. Errors of this package pass unchanged; others become a sentence with the key."""
     try:
         return hydra.utils.instantiate(node, **arguments)
     except InstantiationException as error:
@@ -461,13 +464,13 @@ def instantiate(node: Any, **arguments: Any) -> Any:
 
 
 def instances_of(nodes: DictConfig | None) -> list[Any]:
-    """The objects of `_target_` nodes: callbacks, or loggers. No W&B run begins here."""
+    """The objects of `_target_` nodes: callbacks or loggers. A W&B logger does not begin its run yet."""
     return [instantiate(node) for node in (nodes or {}).values()]
 
 
 @contextmanager
 def logging_to(loggers: Collection[Logger], config: DictConfig) -> Iterator[None]:
-    """Log the configuration; an error inside the block, or a stop, ends the loggers before it is raised again."""
+    """Log the configuration. An error or a stop inside the block ends the loggers, and is then raised again."""
     settings: Any = OmegaConf.to_container(config, resolve=True)
     try:
         for run_logger in loggers:
@@ -480,20 +483,21 @@ def logging_to(loggers: Collection[Logger], config: DictConfig) -> Iterator[None
 
 
 def finish(loggers: Collection[Logger], failed: bool = False) -> None:
-    """Write what the loggers still hold, and end the W&B run, so that a sweep's next job gets a run of its own."""
-    with ExitStack() as ends:  # calls all of them, even if one raises
+    """Write the rows that the loggers still hold, and end the W&B run: a sweep's next job needs a run of its own."""
+    with ExitStack() as ends:  # calls all callbacks, even if one raises
         if any(isinstance(run_logger, WandbLogger) for run_logger in loggers):
             import wandb
 
-            ends.callback(wandb.finish, exit_code=int(failed))  # the logger would begin a run if there was none
+            # not by `WandbLogger.experiment`, which would begin a run
+            ends.callback(wandb.finish, exit_code=int(failed))
         for run_logger in loggers:
             ends.callback(run_logger.flush if isinstance(run_logger, RunLogger) else run_logger.save)
 
 
 def quiet_libraries() -> None:
-    """Reduce the output of libraries: Lightning's warnings go to the run's handlers, once.
+    """Reduce the output of libraries. Lightning's warnings go to the run's handlers, once.
 
-    The progress bars of transformers, which last seconds, are turned off. The bars of downloads stay.
+    The progress bars of transformers are turned off, since its work takes seconds. The bars of downloads stay.
     """
     log = logging.getLogger("lightning.pytorch")
     log.handlers.clear()
@@ -507,7 +511,7 @@ def quiet_libraries() -> None:
 
 
 def record_config(config: DictConfig, file: Path) -> None:
-    """Write the resolved configuration. If the run was resumed, warn first of the values that have changed."""
+    """Write the resolved configuration. If the run was resumed, first warn of values that have changed."""
     if config.ckpt_path is not None and file.is_file():
         log_changes(config, file)
     write_atomically(file, OmegaConf.to_yaml(config, resolve=True).encode())

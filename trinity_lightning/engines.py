@@ -1,4 +1,4 @@
-"""The engines of a run: how they are made from its configuration, what they may use of the machine, and the dtypes."""
+"""The engines of a run, made from its configuration; the threads and memory that they may use; and the dtypes."""
 
 import os
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def tell_thoughts(engines: Sequence[Engine], config: TrainConfig) -> None:
 
 
 def check_room(config: TrainConfig, sends: bool = True) -> None:
-    """Refuse now what vLLM would refuse after it has loaded.
+    """Refuse settings that vLLM would refuse only after it has loaded.
 
     Args:
         config: the run's configuration, or an evaluation's.
@@ -69,13 +69,13 @@ def check_room(config: TrainConfig, sends: bool = True) -> None:
 
 
 def _check_model(key: str, name: str, engine: EngineConfig, follows: bool) -> None:
-    """Refuse a context, or a number of GPUs, that the model does not have room for.
+    """Refuse a context that is longer than the model's, and a number of GPUs that does not divide its heads.
 
     Args:
         key: key of the engine.
         name: name or folder of the model.
         engine: the engine.
-        follows: True if the engine's context is the policy's and one token more, as a teacher's is.
+        follows: True if the engine's context is one token longer than the policy's, as a teacher's is.
     """
     try:
         model = AutoConfig.from_pretrained(str(resolve_model(name)), trust_remote_code=False).get_text_config()
@@ -84,7 +84,7 @@ def _check_model(key: str, name: str, engine: EngineConfig, follows: bool) -> No
     if engine.gpus:
         gpus_of_a_server(key, engine, name, getattr(model, "num_attention_heads", 0))
     longest = getattr(model, "max_position_embeddings", None)
-    # vLLM has rules for scaled positions, and can be told to accept a longer context: both are left to it.
+    # vLLM has its own rules for scaled positions, and a variable that allows a longer context.
     scaled = "hf_overrides" in engine.args or "factor" in (getattr(model, "rope_parameters", None) or {})
     stretched = scaled or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
     if longest is not None and engine.max_model_len > longest and not stretched:
@@ -110,7 +110,7 @@ def _auxiliary_model(name: str, auxiliary: AuxiliaryConfig, config: TrainConfig,
     return VLLMServerEngine(auxiliary.model, engine, cores=cores, gpus=engine.gpus, log=folder / f"{name}.log")
 
 
-# -- what servers leave to the trainer ---------------------------------------------------------------------------------
+# -- threads of the trainer beside servers -----------------------------------------------------------------------------
 
 
 def thread_share(config: TrainConfig) -> list[L.Callback]:
@@ -133,9 +133,9 @@ class ThreadShare(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Take fewer threads if the run starts servers on this machine, for auxiliary models or the policy."""
-        config, can = self._config, capabilities_of(self._config.engine.name)
+        config, capabilities = self._config, capabilities_of(self._config.engine.name)
         engines = [model.engine for model in config.auxiliary_models.values() if model.url is None]
-        if can.is_vllm and can.overlaps_training and not config.engine.urls:
+        if capabilities.is_vllm and capabilities.overlaps_training and not config.engine.urls:
             engines.append(config.engine)
         if engines and trainer.node_rank == 0:  # servers run on the machine of rank 0
             cores = sorted(os.sched_getaffinity(0))
@@ -154,15 +154,16 @@ class ThreadShare(L.Callback):
         self.teardown(trainer, pl_module, "fit")
 
 
-# -- dtypes: `auto` is settled once at a run's start, and recorded with its configuration ------------------------------
+# -- dtypes ------------------------------------------------------------------------------------------------------------
 
 
 def settle_dtypes(config: DictConfig, checkpoint: str | Path | None) -> None:
     """Set `model.dtype` and `engine.dtype` of a validated configuration where they are `auto`.
 
-    Weights have the dtype of the checkpoint that is resumed or evaluated; without one, the dtype that is faster here.
-    The engine computes in the trainer's dtype, which is bfloat16 under mixed precision. engine=transformers has no
-    dtype of its own.
+    This happens once, when a run starts; the dtypes are then recorded with its configuration. Weights get the dtype of
+    the checkpoint that is resumed or evaluated, or without a checkpoint the dtype that is faster on this machine. The
+    engine gets the trainer's compute dtype, which is bfloat16 under mixed precision. engine=transformers has no dtype
+    of its own.
     """
     trainer = config.trainer or {}
     if config.model.dtype is WeightDtype.auto:

@@ -25,7 +25,7 @@ class ConfigError(TrinityError, ValueError):
 
 
 class TakenFolderError(ConfigError):
-    """The folder is another run's. Nothing is written there, not even to its log."""
+    """The folder belongs to another run. Nothing is written there, not even to its log."""
 
 
 class UnfinishedClassError(ConfigError, TypeError):
@@ -33,7 +33,7 @@ class UnfinishedClassError(ConfigError, TypeError):
 
 
 class ArgumentError(ConfigError, TypeError):
-    """A part has no argument of that name, or needs one that is missing; the message has the key and the arguments."""
+    """A part has no such argument, or one that it needs is missing; the message has the key and its arguments."""
 
 
 class PartError(TrinityError):
@@ -45,13 +45,13 @@ class ModelLoadError(TrinityError):
 
 
 class RolloutError(TrinityError):
-    """No experience could be made of a whole explore step, or an engine failed for good."""
+    """An explore step gave no experience at all, or an engine failed for good."""
 
 
 class RewardError(RolloutError):
-    """A reward function raised, took too long, or returned something that is no finite number; the message names it."""
+    """A reward function raised, took too long, or returned anything but a finite number; the message names it."""
 
-    may_pass = False  # True if another attempt may work: a server or a disk did not answer, say
+    may_pass = False  # True if another attempt may work: a server or a disk did not answer, for example
 
 
 class WorkflowBlockedError(RolloutError):
@@ -67,11 +67,11 @@ class ReadOnlyError(TrinityError, FrozenInstanceError):
 
 
 class DiskFullError(TrinityError, OSError):
-    """The file `filename` could not be written: the disk is full, or the file would be larger than allowed."""
+    """The file `filename` could not be written: the disk is full, or a limit on file sizes was reached."""
 
     def __str__(self) -> str:
-        first = "raise the limit of a file's size (ulimit -f)" if self.errno == errno.EFBIG else "make room there"
-        return f"'{self.filename}' could not be written ({self.strerror}): {first}, or write to another disk."
+        fix = "raise the limit of a file's size (ulimit -f)" if self.errno == errno.EFBIG else "make room there"
+        return f"'{self.filename}' could not be written ({self.strerror}): {fix}, or write to another disk."
 
 
 class ModelNotSavedError(TrinityError):
@@ -86,7 +86,7 @@ class OperatorError(TrinityError):
 
 
 class WeightSyncError(TrinityError):
-    """The engine's weights are not the trainer's: names or shapes differ, or the probe disagrees."""
+    """The engine's weights differ from the trainer's: in names, in shapes, or by the probe."""
 
 
 class RankError(TrinityError):
@@ -123,11 +123,11 @@ class StorageLockedError(StorageError):
     """Another writer holds the buffer, for good or for too long."""
 
 
-# -- errors that other errors were raised for --------------------------------------------------------------------------
+# -- causes of an error ------------------------------------------------------------------------------------------------
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, then the error that it was raised for or after, and so on."""
+    """The error, then its cause or the error that was being handled when it was raised, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""`python -m trinity_lightning.evaluate +recipe=grpo ckpt_path=last`: evaluate a model, or its checkpoints."""
+"""`python -m trinity_lightning.evaluate +recipe=grpo ckpt_path=last`: evaluate a model or its checkpoints."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
     """Evaluate as configured, and return the metrics by explore step; step 0 is the model itself.
 
     Raises:
-        ConfigError: there is no taskset or no such checkpoint, or a value cannot work.
+        ConfigError: there is no taskset, there is no such checkpoint, or a value cannot work.
     """
     run = validate(config, trains=False)
     if not config.eval_tasksets:
@@ -49,7 +49,7 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
 
 
 def find_checkpoints(config: DictConfig) -> list[Path]:
-    """The checkpoints that `ckpt_path` means, oldest first: none, a file, all of a folder, or the recipe's last one.
+    """The checkpoints that `ckpt_path` names, oldest first: none, one file, all of a folder, or the recipe's newest.
 
     Raises:
         ConfigError: `ckpt_path` is given, and there is no checkpoint.
@@ -68,16 +68,16 @@ def find_checkpoints(config: DictConfig) -> list[Path]:
 
 
 def _by_step(path: Path) -> tuple[bool, Sequence[int], str]:
-    """A sort key: files named by a step first, by number; then files written once, at the end or on Ctrl-C."""
+    """A sort key: files named by a step come first, by number; files written at the end or on Ctrl-C follow."""
     numbers = [int(number) for number in re.findall(r"\d+", path.name)]
     return not numbers, numbers, path.name
 
 
 def _without_training(config: DictConfig) -> None:
-    """Reset the settings that only training needs. An evaluation is one process, and sends servers a folder of weights.
+    """Reset the settings that only training needs: an evaluation is one process, and gives servers weights as a folder.
 
     Raises:
-        ConfigError: servers run already, and no folder is configured that they see.
+        ConfigError: servers run already, and `synchronizer.folder`, which they must see, is not configured.
     """
     if OmegaConf.select(config, "synchronizer.method") in SENT:
         if config.engine.urls and config.synchronizer.folder is None:

@@ -1,4 +1,4 @@
-"""An evaluation, built from a validated configuration. It needs no trainer."""
+"""Builds and runs an evaluation from a validated configuration; no trainer is needed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +30,11 @@ from trinity_lightning.trainer.policy import PolicyModule
 
 @dataclass
 class Evaluation:
-    """The parts of an evaluation. `model` is the model's name or folder; without checkpoints it is evaluated itself."""
+    """The parts of an evaluation.
+
+    Attributes:
+        model: name or folder of the model. It is evaluated itself if there are no checkpoints.
+    """
 
     model: str
     explorer: Explorer
@@ -59,12 +63,12 @@ class Evaluation:
         return results
 
     def _weights(self, path: Path) -> tuple[int, WeightStream]:
-        """The step and the weights of a checkpoint, named as in a model's folder if an engine has its own model."""
+        """The step and the weights of a checkpoint, by the names of a model's folder if an engine has its own model."""
         step, weights = checkpoint_weights(path)
-        if any(".lora_" in name for name in weights.shapes):  # adapters alone
+        if any(".lora_" in name for name in weights.shapes):  # the checkpoint holds adapters alone
             weights = merged_weights(path, self.model)
         model = skeleton(str(resolve_model(self.model)))
-        buffers = {name for name, _ in model.named_buffers()}  # training does not change them: they are not sent
+        buffers = {name for name, _ in model.named_buffers()}  # not sent, because training does not change them
         parameters = {name: tensor for name, tensor in weights if name not in buffers}
         if all(engine.capabilities.shares_weights for engine in self.engines):
             return step, WeightStream.of(parameters.items())
@@ -73,12 +77,12 @@ class Evaluation:
     def _show(self, results: dict[int, dict[str, float]]) -> None:
         for step, metrics in results.items():
             log_row(self.loggers, metrics, step, row=step)
-            counted = [(f"{taskset}: solved", criterion) for taskset, criterion in self.explorer.solved.items()]
-            print(summary_table([("explore step", str(step)), *evaluation_rows(metrics), *counted]), flush=True)
+            criteria = [(f"{taskset}: solved", criterion) for taskset, criterion in self.explorer.solved.items()]
+            print(summary_table([("explore step", str(step)), *evaluation_rows(metrics), *criteria]), flush=True)
 
 
 def merged_weights(path: Path, model: str) -> WeightStream:
-    """The model's weights merged with the adapters of a checkpoint; ConfigError: the adapters are another model's."""
+    """The model's weights merged with a checkpoint's adapters; a ConfigError if those belong to another model."""
     saved = contents(path)
     policy = PolicyModule(**(saved["hyper_parameters"] | {"model": model}))
     policy.configure_model()
@@ -89,7 +93,7 @@ def merged_weights(path: Path, model: str) -> WeightStream:
 
 
 def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
-    """The evaluation with its parts connected; errors as `build.build`."""
+    """The evaluation with its parts connected. Errors as `build.build`."""
     for checkpoint in checkpoints:
         before = contents(checkpoint).get("hyper_parameters", {}).get("model", config.model.name)
         check_model(config.model.name, before, may_have_moved=True)
@@ -107,7 +111,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
         policy = PolicyModule(typed.model.name, dtype=typed.model.dtype)
         policy.configure_model()
         if (config.trainer or {}).get("accelerator", "auto") != "cpu" and torch.cuda.is_available():
-            policy.to(torch.device("cuda", TRAINER_GPU))  # a Trainer would do it: there is none here
+            policy.to(torch.device("cuda", TRAINER_GPU))  # otherwise Lightning's Trainer does so
         for engine in engines:
             engine.bind(policy.policy)
     loggers: list[Logger] = instances_of(config.logger)
@@ -118,7 +122,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
 
 
 def evaluation_rows(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The rows of an evaluation's table: one for the statistics of the reward, and one for those of each other metric.
+    """The rows of an evaluation's table. A row has all statistics of the reward, or of another metric.
 
     Example:
         held            mean@4 0.25  std@4 0.43  best@2 0.5  best@4 1

@@ -1,4 +1,4 @@
-"""`trinity-lightning-report FOLDER`: write the report of a run, which may still go on, or of a sweep."""
+"""`trinity-lightning-report FOLDER`: write the report of a sweep, or of a run, which need not have ended."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ FILE = "report.html"
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write `report.html`, one page that opens from disk, into a run's folder, and return its path.
+    """Write `report.html` into a run's folder, and return its path. The page needs no server.
 
     An earlier report is replaced.
 
@@ -29,7 +29,7 @@ def write_report(folder: str | Path) -> Path:
 
         files = step_files(experiences)
         run.kept, run.kept_steps = counted(files), len(files)
-    # JSON allows lone surrogates, and UTF-8 does not: they become question marks.
+    # Lone surrogates, which JSON allows and UTF-8 does not, become question marks.
     write_atomically(folder / FILE, report_page(run).encode(errors="replace"))
     return folder / FILE
 

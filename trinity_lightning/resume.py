@@ -25,17 +25,19 @@ from trinity_lightning.trainer.checkpoint import check_lora, check_resumed
 
 logger = logging.getLogger(__name__)
 
-ONLINE, OFFLINE = "ExperienceDataModule", "OfflineExperienceDataModule"  # keys of their state in a checkpoint
-CRITICS = {"critic.model": "a value model", "critic.head": "a value head"}  # by the first part of weights' names
+# Keys of a checkpoint that hold the state of the data, of runs with and without rollouts.
+ONLINE, OFFLINE = "ExperienceDataModule", "OfflineExperienceDataModule"
+# Kinds of critics by the beginning of their weights' names.
+CRITICS = {"critic.model": "a value model", "critic.head": "a value head"}
 
 
 def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
-    """The path of the checkpoint that `ckpt_path` means for the run in `folder`.
+    """The path of the checkpoint that `ckpt_path` names for the run in `folder`.
 
     Raises:
-        ConfigError: the file is no checkpoint; its run is of another kind, or has another model, critic, optimizer,
-            seed, dtype or adapters; it was written within a step that is now divided into other items; or its step is
-            later than the last step of this run.
+        ConfigError: the file is no checkpoint; its run has rollouts and this one has none, or the reverse; the model,
+            critic, optimizer, seed, dtype or adapters differ; it was written in the middle of a step that is now
+            divided into other items; or its step is later than the last step of this run.
     """
     path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(str(config.ckpt_path))
     step, _ = saved_weights(path)
@@ -43,7 +45,7 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
         raise ConfigError(
             f"steps is {config.steps}, and '{path}' was written after step {step}", key="steps", fix="give more steps"
         )
-    if (record := folder / "config.yaml").is_file():  # data in the seed's order refuse another seed, too, but late
+    if (record := folder / "config.yaml").is_file():  # data ordered by the seed refuse another, but late
         run = recorded_run(record)
         check_model(config.model.name, run.model.name)
         if run.get("seed", config.seed) != config.seed:
@@ -61,18 +63,18 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     if step == config.steps:
         logger.warning("nothing is left to do: all %d steps are done in '%s'. To go on, set steps=N.", step, path)
     before = checkpoint.get("callbacks", {}).get("ExplorerCallback", {}).get("explorer", {}).get("seed", config.seed)
-    if before != config.seed:  # only in another folder: with this folder's record another seed was refused above
+    if before != config.seed:  # only in a new folder: a record in this one was compared above
         logger.warning("resuming with seed = %s; it was %s in '%s'", config.seed, before, path)
     return str(path)
 
 
 def check_model(asked: str, before: str, may_have_moved: bool = False) -> None:
-    """Refuse another model than the checkpoint's, even if the weights fit: tokenizer and reference would differ.
+    """Refuse a model other than the checkpoint's. Even if the weights fit, tokenizer and reference would differ.
 
     Args:
         asked: name or folder of the model of this run.
         before: name or folder of the model of the checkpoint's run.
-        may_have_moved: if `before` is not here to compare, and `asked` is a folder, take it for the same model.
+        may_have_moved: True to accept a folder as the same model if `before` is not on this machine to compare.
 
     Raises:
         ConfigError: the models differ, or cannot be compared.
@@ -97,11 +99,13 @@ def check_model(asked: str, before: str, may_have_moved: bool = False) -> None:
 
 
 def _check_kind(storage: str, checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Refuse a checkpoint of a run with rollouts for one without, and the reverse: it lacks the state of the data."""
-    this, other, theirs = ("with", "without", OFFLINE) if storage == "memory" else ("without", "with", ONLINE)
-    if theirs in checkpoint:
+    """Refuse a checkpoint of a run with rollouts for a run without, and the reverse: it lacks the state of the data."""
+    this_run, other_run, other_key = (
+        ("with", "without", OFFLINE) if storage == "memory" else ("without", "with", ONLINE)
+    )
+    if other_key in checkpoint:
         raise ConfigError(
-            f"'{path}' is of a run {other} rollouts, and buffer.storage={storage} means a run {this} them",
+            f"'{path}' is of a run {other_run} rollouts, and buffer.storage={storage} means a run {this_run} them",
             key="ckpt_path",
             fix=(
                 "give a checkpoint of such a run, or begin a new run with the trained model (model.name=FOLDER/model)"
@@ -110,7 +114,7 @@ def _check_kind(storage: str, checkpoint: Mapping[str, Any], path: Path) -> None
 
 
 def _check_items(algorithm: Any, checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Refuse to finish a step that is now divided into other items: some groups would be trained twice or never."""
+    """Refuse to finish a step that is now divided into other items: groups would be trained twice, or never."""
     loaders = checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader", [])
     position = loaders[0].get("position", 0) if loaders else 0
     saved = checkpoint["hyper_parameters"].get("algorithm", {})
@@ -128,7 +132,7 @@ def _check_items(algorithm: Any, checkpoint: Mapping[str, Any], path: Path) -> N
 
 
 def _check_critic(critic: Any, names: Iterable[str], path: Path) -> None:
-    """Refuse a critic of another kind than the checkpoint's: the checkpoint has no weights for it.
+    """Refuse a critic of a kind for which the checkpoint has no weights.
 
     Args:
         critic: `algorithm.critic` of this run.
@@ -148,13 +152,13 @@ def _check_critic(critic: Any, names: Iterable[str], path: Path) -> None:
 
 
 def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: BufferConfig, folder: Path) -> None:
-    """Refuse other data than the checkpoint's run was reading, or another way to read them.
+    """Refuse data other than those that the checkpoint's run was reading, and another way to read them.
 
     Args:
         data: the data of this run.
         checkpoint: path of the checkpoint.
         buffer: the section `buffer` of this run.
-        folder: folder of this run; its record, if there is one, names the data that were read.
+        folder: folder of this run. The run's record there, if there is one, names the data that were read.
 
     Raises:
         ConfigError: the data, or the way to read them, differ.
@@ -167,8 +171,8 @@ def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: Buf
             key="ckpt_path",
             fix="give one of a run without rollouts",
         )
-    here = data.state_dict()["reader"]
-    if here and here.keys() != state["reader"].keys():  # other ranks than 0 have no state
+    reader = data.state_dict()["reader"]
+    if reader and reader.keys() != state["reader"].keys():  # ranks other than 0 have no state
         raise ConfigError(
             f"'{checkpoint}' is of a run that read its data in another way",
             fix="set buffer.storage, buffer.order and buffer.repeat as in that run",
@@ -190,7 +194,7 @@ def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: Buf
 
 
 def check_resumed_dtype(config: TrainConfig | DictConfig, checkpoint: Path) -> None:
-    """Refuse another dtype of the weights than the checkpoint's: its optimizer state belongs to that dtype."""
+    """Refuse weights of a dtype other than the checkpoint's, to which its optimizer state belongs."""
     asked, held = config.model.dtype, dtype_of(checkpoint)
     if asked not in (WeightDtype.auto, held):
         raise ConfigError(
@@ -202,14 +206,14 @@ def check_resumed_dtype(config: TrainConfig | DictConfig, checkpoint: Path) -> N
 
 
 def dtype_of(checkpoint: str | Path) -> WeightDtype:
-    """The dtype of a checkpoint's weights: bfloat16 if any weight has it, for some layers may stay in float32."""
+    """The dtype of a checkpoint's weights: bfloat16 if any weight has it, because some layers may stay in float32."""
     _, weights = saved_weights(checkpoint)
     is_rounded = any(tensor.dtype == torch.bfloat16 for tensor in weights.values())
     return WeightDtype.bf16 if is_rounded else WeightDtype.fp32
 
 
 def log_changes(config: DictConfig, file: Path) -> None:
-    """Warn of values that differ from the run's `config.yaml`, and of rules that are newer than that file."""
+    """Warn of values that differ from the run's `config.yaml`, and of rules that are newer than this file."""
     recorded = OmegaConf.load(file)
     before, now = (_flat(OmegaConf.to_container(version, resolve=True)) for version in (recorded, config))
     if "model.thoughts" not in before and now.get("buffer.storage") == "memory":

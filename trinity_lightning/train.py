@@ -55,7 +55,7 @@ def train(config: DictConfig, record: Callable[[], None] = lambda: None) -> "L.T
 
 @contextmanager
 def refusals_of_parts() -> Iterator[None]:
-    """Raise the ValueError or TypeError of a part, such as an argument that it does not have, as a ConfigError."""
+    """Turn a ValueError or TypeError into a ConfigError. A part raises one for an unknown argument, for example."""
     try:
         yield
     except ConfigError:
@@ -69,7 +69,7 @@ def check(config: DictConfig, here: bool = True) -> None:
 
     Args:
         config: the composed configuration.
-        here: True: the run is to work on this machine; False: on some machine.
+        here: True if the run is to work on this machine; False if it is planned for another one.
 
     Raises:
         ConfigError: something cannot work.
@@ -77,8 +77,8 @@ def check(config: DictConfig, here: bool = True) -> None:
     run = validate(config, here=here)
     if here and config.ckpt_path is not None:
         check_checkpoint(config)
-    reads = here and run.buffer.has_rollouts
-    if reads and STARTED_BY not in os.environ:  # otherwise the process that started this one has checked the tasks
+    reads_tasks = here and run.buffer.has_rollouts
+    if reads_tasks and STARTED_BY not in os.environ:  # else the process that started this one has checked the tasks
         from trinity_lightning.explorer.tasks.taskset import check_tasksets
 
         check_tasksets(tasksets_of(run))
@@ -101,7 +101,7 @@ def check(config: DictConfig, here: bool = True) -> None:
 
 
 def check_metric(name: str | None) -> None:
-    """Refuse a sweep.metric that is no metric of a run; a ConfigError."""
+    """Refuse a sweep.metric that no run measures; a ConfigError."""
     from trinity_lightning.monitor.presentation import find_metric
 
     if name is not None and find_metric(name) is None:
@@ -111,7 +111,7 @@ def check_metric(name: str | None) -> None:
 
 
 def check_weighing(run: TrainConfig) -> None:
-    """Refuse unknown strategies and operators, and arguments that they do not have; a ConfigError."""
+    """Refuse unknown strategies, operators, and arguments of them; a ConfigError."""
     from trinity_lightning.algorithm.add_strategy.compose import check_strategy
     from trinity_lightning.buffer.operators.experience_operator import operator_class
 
@@ -124,7 +124,7 @@ def check_weighing(run: TrainConfig) -> None:
 
 
 def check_models(run: TrainConfig) -> None:
-    """Refuse models that cannot be found, a teacher or critic of another tokenizer, and unknown rewards."""
+    """Refuse models that cannot be found, unknown rewards, and a teacher or critic with another vocabulary."""
     from trinity_lightning.explorer.rewards import resolve_rewards
 
     check_there(run)
@@ -152,7 +152,7 @@ def _main(config: DictConfig) -> float | None:
             record = partial(compose.record_composition, compose.composition(config), Path(config.output_dir))
             settle_auto(config, leads)
             begins = not Path(config.output_dir, "config.yaml").exists()
-            if leads and begins:  # before the checks: the report of a sweep names refused jobs, too
+            if leads and begins:  # before the checks, because the report of a sweep also names the refused jobs
                 record()
             check(config)
             try:
@@ -166,16 +166,17 @@ def _main(config: DictConfig) -> float | None:
 
 
 def release(error: BaseException) -> None:
-    """Free the local variables, such as a policy, of the functions that raised an error. The traceback stays.
+    """Free the local variables of the functions that raised an error; a policy may be among them.
 
-    Hydra keeps the error of a sweep's job until all jobs have run, and the next job needs that memory.
+    The traceback stays. Hydra keeps the error of a sweep's job until all jobs have run, and the next job needs the
+    memory.
     """
     for cause in causes(error):
         traceback.clear_frames(cause.__traceback__)
 
 
 def score(trainer: "L.Trainer", run: TrainConfig) -> float | None:
-    """The last value of the metric that a sweep optimises; None if it is not finite, which fails the trial.
+    """The last value of the metric that a sweep optimises. None if it is not finite: the trial then fails.
 
     Raises:
         ConfigError: the run has not measured `sweep.metric`.
@@ -190,7 +191,7 @@ def score(trainer: "L.Trainer", run: TrainConfig) -> float | None:
 def main() -> None:
     """Console entry point. A configuration error is one message and exit code 2.
 
-    `trinity-lightning plan ...` does the same as `python -m trinity_lightning.plan ...`, and so do the other programs.
+    `trinity-lightning plan ...` runs `python -m trinity_lightning.plan ...`. `evaluate` and `report` work likewise.
     """
     if (name := "".join(sys.argv[1:2])) in explain.PROGRAMS:
         del sys.argv[1]

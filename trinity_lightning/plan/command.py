@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class PlanConfig(Section, key="plan"):
-    """The devices, speeds and lengths that the plan is made for.
+    """The devices, speeds and lengths for which the plan is made.
 
     Attributes:
-        device: the GPU that the run is to have, such as H100-80GB (an unknown name lists all); null: this machine's
-            GPU, or its CPU.
-        memory_gb: GiB of a device that may be used; null: of a GPU what CUDA reports, of this machine what is free.
-        host_gb: GiB of host memory that may be used; null: what is free if the plan is for this machine; enough if it
-            is for another one.
-        tflops: 10^12 operations a second of a device's best matrix product; null: a GPU's by its data sheet, measured
-            on this machine's CPU.
-        bandwidth_gb: 10^9 bytes a second that a device's memory is read with; null: likewise.
-        training_share: share of that speed that training is assumed to reach (`perf/mfu`; 0.41 to 0.52 on a CPU).
-        rollout_share: share that the engine is assumed to reach while it generates, of the speed of products or of
-            memory, whichever takes longer.
-        sync_gb: 10^9 bytes a second that weights are assumed to be sent with; null: 2 within one process on a CPU, 10
+        device: the GPU to plan for, such as H100-80GB (an unknown name lists all). Null: this machine's GPU, or its
+            CPU.
+        memory_gb: GiB of a device that may be used. Null: for a GPU, the memory that CUDA reports; for a CPU, the free
+            memory.
+        host_gb: GiB of host memory that may be used. Null: the free memory if the plan is for this machine; no limit
+            if it is for another one.
+        tflops: 10^12 operations a second of a device's best matrix product. Null: for a GPU, its data sheet; for this
+            machine's CPU, a measurement.
+        bandwidth_gb: 10^9 bytes a second at which a device's memory is read. Null: as for tflops.
+        training_share: share of tflops that training is assumed to reach (`perf/mfu`; 0.41 to 0.52 on a CPU).
+        rollout_share: share that generation is assumed to reach, of tflops or of bandwidth_gb, whichever takes longer.
+        sync_gb: 10^9 bytes a second at which weights are assumed to be sent. Null: 2 within one process on a CPU, 10
             within or between GPUs, 1 through a folder.
         prompt_tokens: tokens of a prompt; null: all that the response leaves of the context.
         response_tokens: tokens of a response; null: sampling.max_tokens.
@@ -64,16 +64,16 @@ def plan(config: DictConfig) -> "RunPlan":
     """The plan of the configured run.
 
     Raises:
-        ConfigError: a value cannot work, or something does not fit; then with numbers and the keys that help.
+        ConfigError: a value cannot work; or a part does not fit, with its bytes and the keys that help.
     """
     if not isinstance(config.plan, DictConfig):
         raise ConfigError(f"plan is {config.plan!r}, and has keys", key="plan", fix=f"give plan.device={config.plan}")
     with open_dict(config):
-        asked: PlanConfig = OmegaConf.to_object(config.pop("plan"))  # type: ignore[assignment]
+        plan_config: PlanConfig = OmegaConf.to_object(config.pop("plan"))  # type: ignore[assignment]
     check(config, here=False)
     from trinity_lightning.plan.run import plan_run
 
-    return plan_run(config, asked)
+    return plan_run(config, plan_config)
 
 
 def as_text(run: "RunPlan") -> str:
@@ -84,7 +84,7 @@ def as_text(run: "RunPlan") -> str:
         if share.memory.shared:
             phases.append((f"{share.name}, training", share.memory.training))
             phases.append((f"{share.name}, generating", share.memory.generating))
-        else:  # a trainer alone, which takes most while it trains; or vLLM alone, which always takes the same
+        else:  # a trainer alone, which takes most while it trains; or vLLM alone, whose memory is constant
             phases.append((share.name, share.memory.training))
     names = dict.fromkeys(name for _, parts in phases for name in parts)
     rows = [[name, *(_gib(parts.get(name, 0)) for _, parts in phases)] for name in names]
@@ -137,7 +137,7 @@ def as_json(run: "RunPlan") -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table. A column is as wide as its longest cell; all columns but the first are aligned right."""
+    """The lines of a table. A column is as wide as its longest cell. All columns but the first are aligned right."""
     first, *others = [len(max(column, key=len)) for column in zip(header, *rows, strict=True)]
     lines = []
     for name, *cells in (header, *rows):

@@ -54,9 +54,9 @@ def with_memory_plan(
 
     Args:
         config: the configuration, its dtypes settled.
-        checkpoint: checkpoint to resume from. It has the tokens of a micro-batch under `auto`.
-        record: `config.yaml` of the run to resume. Values planned then for an engine on the trainer's GPU are taken
-            again if they fit.
+        checkpoint: checkpoint to resume from. Under `auto`, it gives the tokens of a micro-batch.
+        record: `config.yaml` of the run to resume. If its engine has the trainer's GPU, the recorded values of the
+            plan are taken again, unless they no longer fit.
 
     Raises:
         ConfigError: as `planned`; or the checkpoint is of an earlier version.
@@ -65,8 +65,8 @@ def with_memory_plan(
     if accelerator == "cpu" or not torch.cuda.is_available():
         return config, None
     free, total = torch.cuda.mem_get_info(TRAINER_GPU)
-    auto = config.algorithm.max_tokens_per_micro_batch == AUTO
-    tokens = _resumed_budget(checkpoint) if checkpoint is not None and auto else None
+    is_auto = config.algorithm.max_tokens_per_micro_batch == AUTO
+    tokens = _resumed_budget(checkpoint) if checkpoint is not None and is_auto else None
     if config.buffer.has_rollouts and not capabilities_of(config.engine.name).is_vllm:
         return with_auxiliary_shares(config, total)[0], None
     gpus = Gpus(torch.cuda.device_count(), free, total, free_memory())
@@ -82,16 +82,16 @@ def with_memory_plan(
 
 
 def _resumed_budget(checkpoint: str | Path) -> int:
-    """Tokens of a micro-batch under `auto`, as the checkpoint's run had them."""
+    """Tokens of a micro-batch that the checkpoint's run chose under `auto`."""
     state = contents(checkpoint).get("policy", {})
     check_version(state, (BUDGET,), "the policy")
     return state[BUDGET]
 
 
 def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple[TrainConfig, MemoryPlan]:
-    """The configuration with the plan's values, and the plan, of a run whose trainer has the first of these GPUs.
+    """The configuration with the plan's values, and the plan.
 
-    The trainer has the GPU to itself unless the run starts a vLLM there.
+    The trainer has the first GPU, and shares it only with a vLLM that the run starts there.
 
     Args:
         config: the configuration, its dtypes settled.
@@ -99,17 +99,17 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
         tokens: tokens of a micro-batch under `auto`; None: as many as are useful and fit.
 
     Raises:
-        ConfigError: trainer and engine do not fit on the GPU together; or servers have that GPU and others, too.
+        ConfigError: trainer and engine do not fit on the GPU together; or servers have that GPU and others.
     """
-    online, engine = config.buffer.has_rollouts, config.engine
-    config, beside = with_auxiliary_shares(config, gpus.total) if online else (config, 0)
-    if online and capabilities_of(engine.name).is_vllm:
+    has_rollouts, engine = config.buffer.has_rollouts, config.engine
+    config, beside = with_auxiliary_shares(config, gpus.total) if has_rollouts else (config, 0)
+    if has_rollouts and capabilities_of(engine.name).is_vllm:
         engine = replace(engine, max_num_seqs=rollouts_of(config, gpus.count).at_once)
         config = replace(config, engine=engine)
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
     training = training_of(config, gpus.count)
     training = replace(training, tokens=training.tokens or tokens)
-    if not online or not _shares_the_gpu(engine):
+    if not has_rollouts or not _shares_the_gpu(engine):
         return config, beside_others(plan(shape, training, None, gpus.free - beside, gpus.host), beside)
     rollouts = replace(rollouts_of(config, gpus.count), beside=beside)
     together = plan(shape, training, rollouts, gpus.free, gpus.host)
@@ -124,7 +124,7 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
 
 
 def _as_recorded(engine: EngineConfig, record: Path | None) -> EngineConfig:
-    """The engine with the cache and sleep that `record` has; values that are configured now take precedence."""
+    """The engine with the cache and sleep of the record; values that are configured now take precedence."""
     if record is None or not record.is_file():
         return engine
     before = OmegaConf.select(OmegaConf.load(record), "engine", default={})
@@ -133,9 +133,9 @@ def _as_recorded(engine: EngineConfig, record: Path | None) -> EngineConfig:
 
 
 def with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig, int]:
-    """The configuration with a share of the trainer's GPU for each auxiliary server there, and their bytes in all.
+    """The configuration with a share of the trainer's GPU for each auxiliary server on it, and the bytes of all shares.
 
-    A gpu_memory_utilization in `engine.args` takes precedence, and is counted.
+    A gpu_memory_utilization in `engine.args` takes precedence over the share, and its bytes are counted.
 
     Args:
         config: the configuration, its dtypes settled.
@@ -158,14 +158,14 @@ def with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig,
 
 def _shares_the_gpu(engine: EngineConfig) -> bool:
     """True if the run starts a vLLM on the trainer's GPU."""
-    can = capabilities_of(engine.name)
-    if not can.is_vllm or engine.urls:
+    capabilities = capabilities_of(engine.name)
+    if not capabilities.is_vllm or engine.urls:
         return False
-    return not can.overlaps_training or _on_the_trainers_gpu("engine", engine)
+    return not capabilities.overlaps_training or _on_the_trainers_gpu("engine", engine)
 
 
 def _on_the_trainers_gpu(key: str, engine: EngineConfig) -> bool:
-    """True if a server has the trainer's GPU. ConfigError: it has that one and others."""
+    """True if a server has the trainer's GPU; a ConfigError if it has other GPUs too."""
     gpus = list(engine.gpus or [TRAINER_GPU])
     if TRAINER_GPU in gpus and len(gpus) > 1:
         raise ConfigError(
@@ -176,8 +176,23 @@ def _on_the_trainers_gpu(key: str, engine: EngineConfig) -> bool:
     return TRAINER_GPU in gpus
 
 
+def planned_engine(engine: EngineConfig, memory: MemoryPlan, total: int) -> EngineConfig:
+    """The engine with the plan's values, for a device of `total` bytes; `engine.args` takes precedence."""
+    sleep = EngineSleep.always if memory.sleep else EngineSleep.never
+    return _with_share(replace(engine, sleep=sleep), memory.kv_cache, memory.engine / total)
+
+
+def _with_share(engine: EngineConfig, cache: int, share: float) -> EngineConfig:
+    """The engine with a cache of `cache` bytes and this share of the device's memory."""
+    args = {"gpu_memory_utilization": round(share, 4), "max_num_batched_tokens": BATCHED_TOKENS}
+    return replace(engine, kv_cache_gb=cache / GIB, args=args | engine.args)
+
+
+# -- the planner's description of training and rollouts ----------------------------------------------------------------
+
+
 def training_of(config: TrainConfig, gpus: int) -> Training:
-    """The plan's description of training, on machines with `gpus` GPUs. Mixed precision has float32 weights."""
+    """The planner's description of training, on machines with `gpus` GPUs. Mixed precision has float32 weights."""
     settings = config.trainer or {}
     adapters, adapter_width = adapters_of(config)
     trainers = processes_of(settings, gpus)
@@ -194,7 +209,7 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
         shards=trainers_of(settings, gpus) if strategy_of(settings) == SHARDS else 1,
         adapters=adapters,
         adapter_width=adapter_width,
-        moments=2 if config.optimizer.name == "adamw_8bit" else 2 * FLOAT,  # other optimizers: as Adam
+        moments=2 if config.optimizer.name == "adamw_8bit" else 2 * FLOAT,  # other optimizers count like Adam
         value_model=None if (values := value_model_of(config)) is None else ModelShape.of(values),
         on_host=trainers if config.optimizer.name == OFFLOADED else 0,
         offloadable=trainers if config.optimizer.name in ADAM else 0,
@@ -202,21 +217,22 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
 
 
 def value_model_of(config: TrainConfig) -> Any:
-    """The skeleton of the critic's value model; None if the critic has none, or there is no critic."""
+    """The skeleton of the critic's value model; None if there is no critic or no value model of its own."""
     critic = config.algorithm.critic
     return None if critic is None or critic.model is None else skeleton(str(resolve_model(critic.model)))
 
 
 def adapters_of(config: TrainConfig) -> tuple[int, int]:
-    """Number of parameters of the policy's adapters, and the numbers that they save of each token; both 0 without them.
+    """Parameters of the policy's adapters, and the activations that they save for each token; 0 and 0 without adapters.
 
-    An adapter saves its low-rank activations for the backward pass; with dropout also its input and the dropout mask.
+    Both are counts of numbers. For the backward pass, an adapter saves its low-rank activations; with dropout, it saves
+    its input and the dropout mask too.
     """
     lora = config.model.lora
     if lora.r is None:
         return 0, 0
     model = skeleton(str(resolve_model(config.model.name)))
-    with torch.random.fork_rng(devices=[]):  # adapters draw their weights: the policy's must not depend on it
+    with torch.random.fork_rng(devices=[]):  # new adapters draw random weights; the policy's draws must not change
         Adapter(model, lora, config.model.name)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     down = [weight for name, weight in trained.items() if ".lora_A." in name]  # [rank, input]
@@ -230,7 +246,7 @@ def trainers_of(settings: Mapping[str, Any], gpus: int) -> int:
 
 
 def _generating(engine: EngineConfig, requests: int, **others: Any) -> Rollouts:
-    """The plan's description of an engine that is given `requests` requests."""
+    """The planner's description of an engine that gets `requests` requests."""
     return Rollouts(
         width=4 if engine.dtype is EngineDtype.fp32 else 2,
         context=engine.max_model_len,
@@ -243,13 +259,13 @@ def _generating(engine: EngineConfig, requests: int, **others: Any) -> Rollouts:
 
 
 def rollouts_of(config: TrainConfig, gpus: int) -> Rollouts:
-    """The plan's description of rollouts, on machines with `gpus` GPUs."""
+    """The planner's description of rollouts, on machines with `gpus` GPUs."""
     engine = config.engine
-    engines = processes_of(config.trainer or {}, gpus) if engine.per_rank else 1  # on one machine
+    engines = processes_of(config.trainer or {}, gpus) if engine.per_rank else 1  # per_rank is for one machine
     sleeps = {EngineSleep.auto: None, EngineSleep.always: True, EngineSleep.never: False}
     return _generating(
         engine,
-        requests=-(-config.explorer.batch_size // engines) * config.explorer.repeat_times,  # of a step, for each engine
+        requests=-(-config.explorer.batch_size // engines) * config.explorer.repeat_times,  # a step and engine
         sleep=sleeps[engine.sleep],
         servers=engine.servers if capabilities_of(engine.name).overlaps_training else 0,
         adapters=_adapters_in_vllm(config) if config.synchronizer.lora == "adapter" else 0,
@@ -258,18 +274,6 @@ def rollouts_of(config: TrainConfig, gpus: int) -> Rollouts:
 
 
 def _adapters_in_vllm(config: TrainConfig) -> int:
-    """Number of parameters of the adapters at the rank that vLLM makes room for."""
+    """Number of parameters of the adapters at the rank for which vLLM allocates memory."""
     rank = config.model.lora.r or 0
     return adapters_of(config)[0] * room_for(rank) // rank
-
-
-def planned_engine(engine: EngineConfig, memory: MemoryPlan, total: int) -> EngineConfig:
-    """The engine with the plan's values, for a device of `total` bytes; `engine.args` takes precedence."""
-    sleep = EngineSleep.always if memory.sleep else EngineSleep.never
-    return _with_share(replace(engine, sleep=sleep), memory.kv_cache, memory.engine / total)
-
-
-def _with_share(engine: EngineConfig, cache: int, share: float) -> EngineConfig:
-    """The engine with a cache of `cache` bytes and a share of the device."""
-    args = {"gpu_memory_utilization": round(share, 4), "max_num_batched_tokens": BATCHED_TOKENS}
-    return replace(engine, kv_cache_gb=cache / GIB, args=args | engine.args)

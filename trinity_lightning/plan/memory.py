@@ -1,4 +1,4 @@
-"""The memory plan: how trainer and vLLM share a device, computed from the model's shape before any weight is loaded.
+"""The memory plan: the parts of a device for trainer and vLLM, computed from the model's shape before any loading.
 
 The trainer keeps weights, float32 masters and Adam's moments all the time, and gradients and activations while it
 trains. vLLM keeps weights and a key-value cache, and needs working memory while it generates. `plan` tries three ways,
@@ -8,7 +8,7 @@ the cheapest first, and takes the first one whose cache has room for the rollout
 2. vLLM sleeps while the trainer trains: its weights move to the host, and its cache is freed;
 3. vLLM sleeps, and masters and moments move to the host while vLLM generates.
 
-On a CPU there is one way: vLLM's weights stay, and its cache is freed while the trainer trains. `plan` also plans a
+On a CPU there is one way: vLLM's weights stay, and its cache is freed while the trainer trains. `plan` also serves a
 trainer that has its device to itself.
 
 All functions are pure. Sizes are bytes unless a name says otherwise.
@@ -22,20 +22,21 @@ from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training, activations
 from trinity_lightning.errors import ConfigError
 
-# Tokens of a micro-batch. More than 16,384 gain nothing on a GPU. Only halves are tried, so that a little less free
-# memory at another start changes nothing. Fewer than the wanted ones cost further passes over the gradient.
+# Sizes of a micro-batch in tokens. More than 16,384 gain nothing on a GPU. Only halves are tried: if a little less
+# memory is free at the next start, the size stays the same. Sizes below WANTED_TOKENS cost further passes over the
+# gradient.
 TOKENS = tuple(16384 >> half for half in range(15))
 WANTED_TOKENS = TOKENS[:3]
 
 BATCHED_TOKENS = 8192  # prompt tokens that vLLM computes in one pass
 FEWEST_REQUESTS, MOST_REQUESTS = 256, 1024
-ENOUGH = 0.5  # a cache with this share of what all requests at full length need has room for a step's rollouts
+ENOUGH = 0.5  # share of the cache for all requests at full length that suffices for the rollouts of a step
 CUDA_CONTEXT = GIB  # driver, kernels and workspaces of a process that computes with torch and vLLM
 WORKSPACES = CUDA_CONTEXT // 2  # the part of CUDA_CONTEXT that the trainer allocates after its context exists
-CUDA_GRAPHS = GIB  # vLLM's graphs
+CUDA_GRAPHS = GIB  # of vLLM
 FRAGMENTS = 0.04  # share of the device that allocators lose between blocks
-FIRST_SHARDS = 8  # devices that the advice names first to a trainer of one device
-MOST_DOUBLED = 8  # how often the advice doubles FIRST_SHARDS until the model fits
+FIRST_SHARDS = 8  # devices that the message of a refusal suggests to a trainer of one device
+MOST_DOUBLED = 8  # numbers of devices that are tried for this message, each twice the one before
 PINNED = 2  # host bytes for each byte of sleeping weights, at most: vLLM pins each tensor as a power of two
 SERVER_SHARE = 0.92  # share of a GPU that vLLM takes by default
 
@@ -59,7 +60,7 @@ class Rollouts:
         context: longest prompt and response together, in tokens.
         requests: rollouts of a step.
         max_num_seqs: requests decoded at once; None: all of a step, at least 256 and at most 1,024.
-        kv_cache: bytes of the key-value cache; None: as many as the requests may need, or as are free.
+        kv_cache: bytes of the key-value cache; None: as many as the requests may need, but no more than are free.
         sleep: True: vLLM sleeps while the trainer trains; None: only if there is no room otherwise.
         servers: vLLM processes that share the device with the trainer; 0: vLLM runs in the trainer's process, and the
             two use the same working memory in turns. Servers never sleep.
@@ -70,7 +71,7 @@ class Rollouts:
         processes: processes of a machine that each have an engine, on a device of their own (engine.per_rank).
 
     Raises:
-        ConfigError: a server that is to sleep.
+        ConfigError: a server is to sleep.
     """
 
     width: int
@@ -136,7 +137,7 @@ class MemoryPlan:
 
     @property
     def way(self) -> str:
-        """The way the device is shared, in words."""
+        """The way in which the device is shared, in words."""
         if not self.shared:
             return "the trainer alone" if POLICY in self.training else "vLLM alone"
         ways = {(False, False): "side by side", (True, False): "vLLM sleeps while the trainer trains"}
@@ -161,27 +162,30 @@ def _listed(parts: Mapping[str, int]) -> str:
     return f"{gib(sum(parts.values()))}: " + ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
 
 
+# -- the trainer's memory ----------------------------------------------------------------------------------------------
+
+
 def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
-    """Bytes that a device of the trainer keeps for each state, by name.
+    """Bytes of each state that a device of the trainer keeps, by name.
 
     Gradients are always float32. Weights of 2 bytes have float32 masters in the optimizer. If adapters are trained,
     only they have masters, moments and gradients.
 
-    In shards (trainer/fsdp.py) the trained weights are float32, and there are no masters. Each device gathers in
-    `width` bytes the layer that it computes with, the next layer, and the weights outside the layers. The gradients of
-    a micro-batch are whole until they are added up: `width` bytes an element in a layer, float32 outside the layers.
-    They are copied to float32 to be sent. Gradients of adapters are small and not counted here.
+    In shards (trainer/fsdp.py) the trained weights are float32, and there are no masters. Each device gathers the
+    layer that it computes with, the next layer, and the weights outside the layers, at `width` bytes an element. The
+    gradients of a micro-batch are whole until they are added up: `width` bytes an element in a layer, float32 outside
+    the layers. They are copied to float32 to be sent. Gradients of adapters are small and not counted here.
     """
     parameters, width = -(-shape.parameters // training.shards), training.width  # of one shard
     trained = -(-(training.adapters or shape.parameters) // training.shards)
-    here = not training.on_host  # masters and moments are on the device; otherwise see `states_on_host`
-    trained_width = width + here * ((FLOAT if width < FLOAT else 0) + training.moments) + FLOAT
+    on_device = not training.on_host  # True if masters and moments are on the device; else see `states_on_host`
+    trained_width = width + on_device * ((FLOAT if width < FLOAT else 0) + training.moments) + FLOAT
     split, layer = training.shards > 1, (shape.parameters - shape.outside) // shape.layers
     gradients = 0 if training.adapters else 2 * FLOAT * shape.outside + (width + FLOAT) * layer
     states = {
         POLICY: (FLOAT if split else width) * trained + (width * parameters if training.adapters else 0),
-        MASTERS: FLOAT * trained if here and width < FLOAT and not split else 0,
-        MOMENTS: here * training.moments * trained,
+        MASTERS: FLOAT * trained if on_device and width < FLOAT and not split else 0,
+        MOMENTS: on_device * training.moments * trained,
         GRADIENTS: FLOAT * trained,
         REFERENCE: width * parameters if training.reference else 0,
         VALUE_MODEL: 0 if training.value_model is None else trained_width * training.value_model.parameters,
@@ -203,20 +207,24 @@ def micro_batch_tokens(shape: ModelShape, training: Training, free: int) -> int:
     return next((tokens for tokens in TOKENS if activations(shape, training, tokens) <= free), 0)
 
 
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
 def plan(shape: ModelShape, training: Training, rollouts: Rollouts | None, device: int, host: int) -> MemoryPlan:
     """The first way whose cache has room for the rollouts of a step at once, otherwise the one with the largest cache.
 
-    If no way fits and vLLM cannot sleep, micro-batches get smaller until both fit side by side.
+    If no way fits and vLLM cannot sleep, micro-batches get smaller until trainer and vLLM fit side by side.
 
     Args:
         shape: the model, which both trainer and engine hold.
-        training, rollouts: what the run is configured to do; None for rollouts: the trainer has the device to itself.
+        training: the configured training.
+        rollouts: the configured rollouts; None: the trainer has the device to itself.
         device: free bytes of the device, once this process has its CUDA context.
         host: free bytes of host memory.
 
     Raises:
         ConfigError: no way has room for a micro-batch and one request, or host memory has no room for the optimizers
-            that are to be there. The message has numbers and says which keys help.
+            configured for it. The message has numbers and the keys that help.
     """
     on_host = {} if training.on_cpu else states_on_host(shape, training)
     if (needed := sum(on_host.values())) > host:
@@ -226,17 +234,17 @@ def plan(shape: ModelShape, training: Training, rollouts: Rollouts | None, devic
             "Choose adamw or adamw_8bit, fewer trainer.devices, or a host with more.",
             key="optimizer.name",
         )
-    asked = _Asked(shape, training, rollouts, device, host - needed)
-    ways = list(asked.ways())
-    fitting = [way for way in ways if asked.fits(way)]
-    if not fitting and not ways[-1].sleep:  # a way with sleep needs less memory than any side by side
-        ways = list(asked.side_by_side(TOKENS))
-        fitting = [way for way in ways if asked.fits(way)][:1]
+    planner = _Planner(shape, training, rollouts, device, host - needed)
+    ways = list(planner.ways())
+    fitting = [way for way in ways if planner.fits(way)]
+    if not fitting and not ways[-1].sleep:  # no way with sleep, which would take the least memory
+        ways = list(planner.side_by_side(TOKENS))
+        fitting = [way for way in ways if planner.fits(way)][:1]
     if not fitting:
-        raise ConfigError(asked.refusal(ways[-1]))
-    wanted = ENOUGH * cache_bytes(shape, rollouts, rollouts.at_once) if rollouts else 0
-    enough = (way for way in fitting if way.kv_cache >= wanted)
-    return replace(next(enough, max(fitting, key=lambda way: way.kv_cache)), on_host=on_host)
+        raise ConfigError(planner.refusal(ways[-1]))
+    enough_cache = ENOUGH * cache_bytes(shape, rollouts, rollouts.at_once) if rollouts else 0
+    roomy = (way for way in fitting if way.kv_cache >= enough_cache)
+    return replace(next(roomy, max(fitting, key=lambda way: way.kv_cache)), on_host=on_host)
 
 
 def beside_others(alone: MemoryPlan, others: int) -> MemoryPlan:
@@ -248,8 +256,8 @@ def beside_others(alone: MemoryPlan, others: int) -> MemoryPlan:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The arguments of `plan`; `host` is what the optimizers leave of host memory."""
+class _Planner:
+    """Makes the ways to share a device. Attributes as in `plan`, but `host` is without the optimizers' bytes."""
 
     shape: ModelShape
     training: Training
@@ -258,7 +266,7 @@ class _Asked:
     host: int
 
     def ways(self) -> Iterator[MemoryPlan]:
-        """All ways that the configuration and host memory allow, the cheapest first; the device may be too small."""
+        """All ways that configuration and host memory allow, the cheapest first. They may not fit on the device."""
         training, rollouts = self.training, self.rollouts
         if rollouts is None or rollouts.sleep is not True or training.on_cpu:
             yield from self.side_by_side(WANTED_TOKENS)
@@ -280,26 +288,26 @@ class _Asked:
         return (self.way(tokens) for tokens in sorted(budgets, reverse=True))
 
     def way(self, tokens: int, sleep: bool = False, offload: bool = False) -> MemoryPlan:
-        """The parts that are on the device in each phase, with a cache for at least one request.
+        """The plan of one way: the parts on the device in each phase, with a cache for at least one request.
 
-        In one process trainer and vLLM compute in turns, in the same working memory.
+        Within one process, trainer and vLLM compute in turns, in the same working memory.
         """
         shape, training, rollouts, rest = self.shape, self.training, self.rollouts, self._others()
         states = weight_states(shape, training)
         away = {GRADIENTS, GATHERED, *((MASTERS, MOMENTS) if offload else ())}
-        while_generating = {name: size for name, size in states.items() if name not in away}
-        trains = {**states, ACTIVATIONS: activations(shape, training, tokens)}
+        resting = {name: size for name, size in states.items() if name not in away}
+        trainer = {**states, ACTIVATIONS: activations(shape, training, tokens)}
         if rollouts is None:
-            return MemoryPlan(self.device, {**trains, **rest}, {**while_generating, **rest}, tokens)
+            return MemoryPlan(self.device, {**trainer, **rest}, {**resting, **rest}, tokens)
         engines = max(rollouts.servers, 1)
         weights = {ENGINE_WEIGHTS: engines * engine_weights(shape, rollouts)}
         working = {WORKING: engines * _working(shape, rollouts)}
         rest = {GRAPHS: engines * (VLLM_LIBRARIES if training.on_cpu else CUDA_GRAPHS), **rest}
-        if rollouts.servers:  # they compute while the trainer does
-            trains |= working
+        if rollouts.servers:  # they compute at the same time as the trainer
+            trainer |= working
             rest |= {CONTEXTS: engines * (LIBRARIES if training.on_cpu else CUDA_CONTEXT)}
-        training_phase = {**trains, **({} if sleep else weights), **rest}
-        generating = {**while_generating, **weights, **working, **rest}
+        training_phase = {**trainer, **({} if sleep else weights), **rest}
+        generating = {**resting, **weights, **working, **rest}
         cache_stays = not sleep and (not training.on_cpu or rollouts.servers > 0)
         fullest = max(sum(training_phase.values()) if cache_stays else 0, sum(generating.values()))
         cache = _room(shape, rollouts, (self.device - fullest) // engines)
@@ -319,14 +327,14 @@ class _Asked:
         beside = {BESIDE: self.rollouts.beside} if self.rollouts and self.rollouts.beside else {}
         return {**beside, RESERVE: LIBRARIES + CPU_RESERVE if self.training.on_cpu else _reserve(self.device)}
 
-    # -- the message if nothing fits -----------------------------------------------------------------------------------
+    # -- the message if no way fits ------------------------------------------------------------------------------------
 
     def refusal(self, way: MemoryPlan) -> str:
-        """The message that says why not even the most frugal way fits, and which keys help."""
+        """The message that even the most frugal way does not fit, with the keys that help."""
         phases = {"training": way.training, "generating": way.generating}
         phase = max(phases, key=lambda name: sum(phases[name].values()))
         room: float = way.device - way.left
-        if not self.training.on_cpu:  # `device` has left out the CUDA context of this process
+        if not self.training.on_cpu:  # `device` does not contain the CUDA context of this process
             room = (room - _reserve(way.device) + WORKSPACES) / (1 - FRAGMENTS) + CUDA_CONTEXT - WORKSPACES
         request = ""
         if self.rollouts is not None:
@@ -341,7 +349,7 @@ class _Asked:
     def _knobs(self, way: MemoryPlan) -> Iterator[str]:
         """Settings that save memory, each with the bytes that it saves in the fuller phase."""
         training, rollouts, tokens = self.training, self.rollouts, way.micro_batch_tokens
-        options: list[tuple[str, _Asked, int]] = [
+        options: list[tuple[str, _Planner, int]] = [
             ("model.gradient_checkpointing=true takes {} less", self._trained(checkpointing=True), tokens),
             ("without a reference (algorithm.kl.coef=0) {} less", self._trained(reference=False), tokens),
             ("model.dtype=bf16 takes {} less", self._trained(width=2), tokens),
@@ -371,8 +379,8 @@ class _Asked:
         if rollouts is not None and rollouts.sleep is False and not rollouts.servers:
             yield "engine.sleep=auto frees vLLM's memory for training"
 
-    def _trained(self, **changed: Any) -> "_Asked":
-        """A copy with other values of `Training`."""
+    def _trained(self, **changed: Any) -> "_Planner":
+        """A copy with other values in `training`."""
         return replace(self, training=replace(self.training, **changed))
 
     def _shards_that_fit(self, way: MemoryPlan) -> int:
@@ -381,15 +389,18 @@ class _Asked:
         numbers = [first << doubled for doubled in range(MOST_DOUBLED)]
         split = ((number, self._trained(shards=number)) for number in numbers)
         tokens, sleep, offload = way.micro_batch_tokens, way.sleep, way.offload
-        return next((number for number, asked in split if asked.way(tokens, sleep, offload).left >= 0), first)
+        return next((number for number, planner in split if planner.way(tokens, sleep, offload).left >= 0), first)
 
     def _moves_to_host(self, way: MemoryPlan) -> bool:
-        """True if adamw_offload is possible and host memory has room for it, beside the weights of a sleeping vLLM."""
+        """True if adamw_offload is possible, and host memory has room for it beside the weights of a sleeping vLLM."""
         training = self.training
         offloaded = replace(training, on_host=training.offloadable, moments=2 * FLOAT)
         asleep = _asleep(self.shape, self.rollouts) if self.rollouts and way.sleep else 0
         fits = sum(states_on_host(self.shape, offloaded).values()) + asleep <= self.host
         return training.offloadable > 0 and training.shards == 1 and not training.on_cpu and fits
+
+
+# -- vLLM's memory -----------------------------------------------------------------------------------------------------
 
 
 def engine_weights(shape: ModelShape, rollouts: Rollouts) -> int:
@@ -398,24 +409,24 @@ def engine_weights(shape: ModelShape, rollouts: Rollouts) -> int:
 
 
 def _asleep(shape: ModelShape, rollouts: Rollouts) -> int:
-    """Bytes of host memory that the weights of a machine's engines take while the engines sleep."""
+    """Bytes of host memory for the weights of a machine's engines while these sleep."""
     return PINNED * rollouts.processes * engine_weights(shape, rollouts)
 
 
 def cache_bytes(shape: ModelShape, rollouts: Rollouts, requests: int) -> int:
-    """Bytes of the keys and values of `requests` requests of the greatest length."""
-    width = max(shape.key_width // rollouts.gpus, shape.query_width // shape.heads)  # a GPU has one head at least
+    """Bytes of the keys and values of `requests` requests of full length, on each GPU of an engine."""
+    width = max(shape.key_width // rollouts.gpus, shape.query_width // shape.heads)  # a GPU has at least one head
     return requests * rollouts.context * 2 * shape.layers * width * rollouts.width
 
 
 def _room(shape: ModelShape, rollouts: Rollouts, free: int) -> int:
-    """Bytes of the cache: as configured, else as many as are useful and free; at least enough for one request."""
+    """Bytes of the cache: as configured, otherwise as many as are useful and free. It holds at least one request."""
     useful = min(free, cache_bytes(shape, rollouts, rollouts.at_once))
     return max(useful if rollouts.kv_cache is None else rollouts.kv_cache, cache_bytes(shape, rollouts, 1))
 
 
 def _working(shape: ModelShape, rollouts: Rollouts) -> int:
-    """Bytes of vLLM's working memory: one layer of a pass over prompts, and the logits it samples from, in float32."""
+    """Bytes of vLLM's working memory: one layer of a pass over prompts, and float32 logits to sample from."""
     width = rollouts.width
     split = 4 * shape.intermediate + shape.query_width + 2 * shape.key_width
     layer = BATCHED_TOKENS * width * (split // rollouts.gpus + 4 * shape.hidden)
@@ -423,13 +434,14 @@ def _working(shape: ModelShape, rollouts: Rollouts) -> int:
 
 
 def _engine(shape: ModelShape, rollouts: Rollouts, cache: int) -> int:
+    """All bytes of an engine with a cache of `cache` bytes."""
     return engine_weights(shape, rollouts) + CUDA_GRAPHS + _working(shape, rollouts) + cache
 
 
 def auxiliary_server(shape: ModelShape, rollouts: Rollouts) -> tuple[int, int]:
     """Bytes of the cache of an auxiliary model's server, and all bytes of the server, its CUDA context included.
 
-    The cache is as configured, otherwise the share ENOUGH of what all requests may need.
+    The cache is as configured, otherwise the share ENOUGH of the bytes that all requests may need.
     """
     cache = rollouts.kv_cache
     if cache is None:
@@ -438,11 +450,12 @@ def auxiliary_server(shape: ModelShape, rollouts: Rollouts) -> tuple[int, int]:
 
 
 def _reserve(device: int) -> int:
+    """Bytes of a GPU that workspaces and fragments take."""
     return WORKSPACES + int(FRAGMENTS * device)
 
 
 def engine_alone(shape: ModelShape, rollouts: Rollouts, device: int) -> MemoryPlan:
-    """The plan of each GPU that an engine has to itself. The cache is as configured, or takes all that vLLM finds.
+    """The plan of each GPU that an engine has to itself. The cache is as configured, or all that vLLM finds free.
 
     Raises:
         ConfigError: the cache has no room for one request.

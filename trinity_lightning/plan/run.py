@@ -1,4 +1,4 @@
-"""The plan of a whole run, from its configuration and its model's config: memory of every device, seconds of a step."""
+"""The plan of a whole run: memory of every device, seconds of a step. No weights are loaded."""
 
 import time
 from dataclasses import dataclass, replace
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from trinity_lightning.plan.command import PlanConfig
 
 FORWARD = 1 / 3  # share of a forward pass in the operations of a forward and backward pass
-# 10^9 bytes a second that weights are sent with: within a process on a CPU, measured (benchmarks/weight_sync.py); on a
-# GPU or between GPUs, and as a folder, as others report.
+# 10^9 bytes a second at which weights are sent: within a process on a CPU, as measured (benchmarks/weight_sync.py);
+# within or between GPUs, and as a folder, as others report.
 CPU_GB, GPU_GB, FOLDER_GB = 2.0, 10.0, 1.0
 ENOUGH_HOST = 1 << 50  # assumed host memory of another machine, in bytes
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The kind of device that a run computes on.
+    """A kind of device, on which a run computes.
 
     Attributes:
         name: its usual name.
@@ -57,7 +57,7 @@ class Hardware:
         machine: number of these devices in a machine, and their memory. A CPU is one device with all memory of the
             machine.
         flops: operations a second of its best matrix product; None: not known for the run's dtype.
-        bandwidth: bytes a second that its memory is read with.
+        bandwidth: bytes a second at which its memory is read.
     """
 
     name: str
@@ -69,13 +69,13 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of a run, and the devices that they have.
+    """The engines of a run, and their devices.
 
     Attributes:
-        count: engines that share the rollouts; each copy of the model in a server (data_parallel_size) counts.
-        gpus: GPUs that each engine splits the model over.
+        count: engines that share the rollouts. Each copy of the model in a server (data_parallel_size) counts as one.
+        gpus: GPUs over which each engine splits the model.
         on_one: engines that compute on the same device.
-        server_gpus: GPUs of each server that has GPUs of its own; 0: no server has.
+        server_gpus: GPUs of each server that has GPUs of its own; 0: no server has any.
     """
 
     count: int = 1
@@ -86,7 +86,7 @@ class Engines:
 
 @dataclass(frozen=True)
 class Share:
-    """The memory plan of one or several devices that hold the same."""
+    """The memory plan of one device, or of several with the same contents."""
 
     name: str
     devices: int
@@ -100,9 +100,9 @@ class RunPlan:
     Attributes:
         model: name of the model, number of its parameters and their dtype, as text.
         parameters: number of the model's parameters.
-        hardware: device that the run is planned for.
-        shares: memory of all devices, those that hold the same together; the first is rank 0's.
-        tokens: tokens of a step, by what is done with them.
+        hardware: device for which the run is planned.
+        shares: memory of all devices, one entry for those with the same contents; the first entry is rank 0's.
+        tokens: numbers of tokens, by name.
         seconds: seconds of a step, by part; empty if the speed of the device is not known.
         assumed: assumptions behind tokens and seconds, by the key that changes them.
     """
@@ -116,31 +116,33 @@ class RunPlan:
     assumed: dict[str, str]
 
 
-def plan_run(config: DictConfig, asked: "PlanConfig") -> RunPlan:
+def plan_run(config: DictConfig, plan_config: "PlanConfig") -> RunPlan:
     """The plan of a run.
 
     Args:
         config: a checked configuration. Its dtypes are settled here.
-        asked: the section `plan`.
+        plan_config: the section `plan`.
 
     Raises:
-        ConfigError: the model has no config; the device is not known; GPUs cannot be shared out evenly; something does
+        ConfigError: the model has no config; the device is not known; GPUs cannot be shared out evenly; or a part does
             not fit.
     """
     trainer = config.trainer or {}
-    gpu = gpu_of(asked, trainer.get("accelerator", "auto"))
+    gpu = gpu_of(plan_config, trainer.get("accelerator", "auto"))
     if gpu is not None and config.model.dtype is WeightDtype.auto:
         config.model.dtype = WeightDtype.bf16
     settle_dtypes(config, None)
     run = replace(typed_config(config), trainer=trainer)
-    hardware, model = _hardware(asked, gpu, run), _model(run.model.name)
-    shape, step = ModelShape.of(model), step_of(run, asked)
+    hardware, model = _hardware(plan_config, gpu, run), _model(run.model.name)
+    shape, step = ModelShape.of(model), step_of(run, plan_config)
     engines = _engines(run, shape, hardware) if run.buffer.has_rollouts else None
     if hardware.on_cpu:
         run, shares = _on_a_cpu(run, shape, hardware.machine.free)
     else:
         run, shares = _on_gpus(run, shape, hardware.machine, engines)
-    case, work = _Case(run, asked, hardware, step, engines, shape, ModelSize.of(model)), training_work(run, step)
+    estimate = _Estimate(run, plan_config, hardware, step, engines, shape, ModelSize.of(model))
+    work = training_work(run, step)
+    cache = next((share.memory.kv_cache for share in shares if share.memory.kv_cache), 0)
     return RunPlan(
         model=_described(run, shape),
         parameters=shape.parameters,
@@ -153,21 +155,23 @@ def plan_run(config: DictConfig, asked: "PlanConfig") -> RunPlan:
             "computed by training": work.tokens,
             "of a micro-batch": shares[0].memory.micro_batch_tokens,
         },
-        seconds=case.seconds(work, next((share.memory.kv_cache for share in shares if share.memory.kv_cache), 0)),
-        assumed=case.assumed(),
+        seconds=estimate.seconds(work, cache),
+        assumed=estimate.assumed(),
     )
 
 
 def _described(run: TrainConfig, shape: ModelShape) -> str:
+    """Name, parameters and dtype of the model, as text."""
     adapters, _ = adapters_of(run)
     trained = f", {adapters / 1e9:.3g} billion of adapters" if adapters else ""
     return f"{run.model.name}: {shape.parameters / 1e9:.3g} billion parameters{trained}, {run.model.dtype.value}"
 
 
 def _model(name: str) -> Any:
+    """The skeleton of a model; a ConfigError if transformers cannot read its config."""
     try:
         return skeleton(str(resolve_model(name)))
-    except Exception as error:  # whatever a wrong config provokes in transformers
+    except Exception as error:  # a wrong config provokes many kinds of errors in transformers
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise ConfigError(
             f"model.name: '{name}' has no config that transformers can read: {reason}", key="model.name"
@@ -177,28 +181,28 @@ def _model(name: str) -> Any:
 # -- devices and engines -----------------------------------------------------------------------------------------------
 
 
-def gpu_of(asked: "PlanConfig", accelerator: str) -> tuple[str, Gpu] | None:
+def gpu_of(plan_config: "PlanConfig", accelerator: str) -> tuple[str, Gpu] | None:
     """The name and data of the GPU to plan for; None: this machine's CPU.
 
     Raises:
         ConfigError: the GPU is not in the table or has less memory than `plan.memory_gb`; or the trainer uses the CPU.
     """
-    if asked.device is not None:
+    if plan_config.device is not None:
         if accelerator == "cpu":
             raise ConfigError(
-                f"plan.device is {asked.device}, and trainer.accelerator is cpu",
+                f"plan.device is {plan_config.device}, and trainer.accelerator is cpu",
                 key="plan.device",
                 fix="leave one of them out",
             )
-        if asked.device not in GPUS:
-            raise ConfigError(unknown_name("plan.device", asked.device, GPUS), key="plan.device")
-        if (asked.memory_gb or 0) > (most := GPUS[asked.device].gib):
+        if plan_config.device not in GPUS:
+            raise ConfigError(unknown_name("plan.device", plan_config.device, GPUS), key="plan.device")
+        if (plan_config.memory_gb or 0) > (most := GPUS[plan_config.device].gib):
             raise ConfigError(
-                f"plan.memory_gb is {asked.memory_gb:g}, and {asked.device} has {most:g} GiB",
+                f"plan.memory_gb is {plan_config.memory_gb:g}, and {plan_config.device} has {most:g} GiB",
                 key="plan.memory_gb",
                 fix="give less",
             )
-        return asked.device, GPUS[asked.device]
+        return plan_config.device, GPUS[plan_config.device]
     if accelerator == "cpu" or not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
@@ -211,20 +215,20 @@ def gpu_of(asked: "PlanConfig", accelerator: str) -> tuple[str, Gpu] | None:
     return name, gpu
 
 
-def _hardware(asked: "PlanConfig", gpu: tuple[str, Gpu] | None, run: TrainConfig) -> Hardware:
-    """The device with the values of the section `plan`; values left out are the GPU table's or this machine's."""
+def _hardware(plan_config: "PlanConfig", gpu: tuple[str, Gpu] | None, run: TrainConfig) -> Hardware:
+    """The device with the values of the section `plan`; null stands for the GPU table's value or this machine's."""
     settings = run.trainer or {}
     dtype = compute_dtype(run.model.dtype, settings.get("precision"))
-    # 0: the key is null.
-    flops, bandwidth = (asked.tflops or 0) * 1e12, (asked.bandwidth_gb or 0) * 1e9
-    memory, host = int((asked.memory_gb or 0) * GIB), int((asked.host_gb or 0) * GIB)
+    # Each is 0 if its key is null.
+    flops, bandwidth = (plan_config.tflops or 0) * 1e12, (plan_config.bandwidth_gb or 0) * 1e9
+    memory, host = int((plan_config.memory_gb or 0) * GIB), int((plan_config.host_gb or 0) * GIB)
     if gpu is None:
         free = memory or free_memory()
         flops = flops or product_flops(TORCH_DTYPES[dtype], torch.get_num_threads())
         return Hardware("this machine's CPU", True, Gpus(1, free, free, free), flops, bandwidth or _copied_a_second())
     name, known = gpu
     speed = flops or (known.flops if dtype is WeightDtype.bf16 else None)
-    if asked.device is None:
+    if plan_config.device is None:
         count, (free, total), host = torch.cuda.device_count(), torch.cuda.mem_get_info(), host or free_memory()
     else:
         if trains_together(settings) and str(settings.get("devices", AUTO)) in (AUTO, "-1"):
@@ -251,8 +255,8 @@ def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware) -> Engines
     """The engines of the run.
 
     Raises:
-        ConfigError: the GPUs cannot be shared out evenly among servers, some are the trainer's, or the model's heads
-            cannot be split over them.
+        ConfigError: the GPUs cannot be shared out evenly among servers, some of them are the trainer's, or the model's
+            heads cannot be split over them.
     """
     engine, gpus = run.engine, list(run.engine.gpus or ())
     if not capabilities_of(engine.name).overlaps_training:
@@ -276,7 +280,7 @@ def _engines(run: TrainConfig, shape: ModelShape, hardware: Hardware) -> Engines
 def _on_gpus(
     run: TrainConfig, shape: ModelShape, machine: Gpus, engines: Engines | None
 ) -> tuple[TrainConfig, list[Share]]:
-    """The configuration with the plan's values, and the memory of the trainers' GPUs and of the servers' own."""
+    """The configuration with the plan's values, and the memory of the trainers' GPUs and of the servers' GPUs."""
     devices, training = trainers_of(run.trainer or {}, machine.count), training_of(run, machine.count)
     run, first = planned(run, machine)
     if devices == 1:
@@ -300,9 +304,9 @@ def _on_a_cpu(run: TrainConfig, shape: ModelShape, free: int) -> tuple[TrainConf
     The processes share the memory. The plan of the other ranks is made first, and rank 0 has the rest.
     """
     devices, training = trainers_of(run.trainer or {}, 1), replace(training_of(run, 1), on_cpu=True)
-    here = devices // int((run.trainer or {}).get("num_nodes", 1))  # on each machine
+    local = devices // int((run.trainer or {}).get("num_nodes", 1))  # processes of each machine
     if training.tokens is None:
-        training = replace(training, tokens=tokens_that_fit(shape, training.width, free // here, training.value_model))
+        training = replace(training, tokens=tokens_that_fit(shape, training.width, free // local, training.value_model))
     rollouts: Rollouts | None = None
     if run.buffer.has_rollouts and capabilities_of(run.engine.name).is_vllm and not run.engine.urls:
         args = engine_args(run.model.name, run.engine, on_cpu=True)
@@ -311,15 +315,15 @@ def _on_a_cpu(run: TrainConfig, shape: ModelShape, free: int) -> tuple[TrainConf
         rollouts = rollouts_of(run, 1)
     if devices == 1:
         return run, _ranks(1, plan(shape, training, rollouts, free, 0))
-    other = plan(shape, training, rollouts if run.engine.per_rank else None, free // here, 0)
-    free -= (here - 1) * (other.device - other.left)
+    other = plan(shape, training, rollouts if run.engine.per_rank else None, free // local, 0)
+    free -= (local - 1) * (other.device - other.left)
     return run, _ranks(devices, plan(shape, training, rollouts, free, 0), other)
 
 
 def rows_on_a_cpu(run: TrainConfig) -> list[tuple[str, str]]:
-    """The memory that a run on this CPU is expected to take, as rows of the table at its start.
+    """The expected memory of a run on this CPU, as rows of the table at its start.
 
-    The run goes on if the plan does not fit: the row says so.
+    If the plan does not fit, a row says so, and the run goes on.
     """
     try:
         _, shares = _on_a_cpu(run, ModelShape.of(_model(run.model.name)), free_memory())
@@ -331,7 +335,7 @@ def rows_on_a_cpu(run: TrainConfig) -> list[tuple[str, str]]:
 
 
 def _ranks(devices: int, first: MemoryPlan, *others: MemoryPlan) -> list[Share]:
-    """The shares of rank 0 and of the other ranks, which hold the same."""
+    """The share of rank 0, and the share of the other ranks, which all hold the same."""
     names = ("trainer",) if devices == 1 else ("rank 0", "rank 1" if devices == 2 else f"ranks 1 to {devices - 1}")
     return [Share(*values) for values in zip(names, (1, devices - 1), (first, *others), strict=False)]
 
@@ -345,9 +349,9 @@ def _counted(number: int, noun: str) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of a step, all of the assumed lengths: `size` responses to each of `groups` prompts.
+    """The rows of a step: `size` responses to each of `groups` prompts.
 
-    `prompt` and `response` are tokens.
+    All prompts have `prompt` tokens, and all responses `response` tokens.
     """
 
     groups: int
@@ -361,14 +365,14 @@ class Step:
         return self.groups * self.size
 
 
-def step_of(run: TrainConfig, asked: "PlanConfig") -> Step:
-    """The rows of a step. Stored experiences are taken to share no prompts, unless they are pairs.
+def step_of(run: TrainConfig, plan_config: "PlanConfig") -> Step:
+    """The rows of a step. It is assumed that stored experiences share no prompts, unless they are pairs.
 
     Raises:
         ConfigError: a prompt and a response together are longer than the context.
     """
-    context, response = run.engine.max_model_len, asked.response_tokens or run.sampling.max_tokens
-    prompt = asked.prompt_tokens or context - response
+    context, response = run.engine.max_model_len, plan_config.response_tokens or run.sampling.max_tokens
+    prompt = plan_config.prompt_tokens or context - response
     if prompt < 1 or prompt + response > context:
         raise ConfigError(
             f"prompts of {prompt} tokens (plan.prompt_tokens) and responses of {response} (plan.response_tokens) do "
@@ -391,11 +395,11 @@ def training_work(run: TrainConfig, step: Step) -> Work:
 
 
 def training_flops(run: TrainConfig, size: ModelSize, work: Work) -> float:
-    """Operations of a step's training: all passes, what checkpointing computes again, and further forward passes."""
+    """Operations of a step's training: all passes, the activations recomputed by checkpointing, and forward passes."""
     objective = Objective(run.algorithm)
     critic = run.algorithm.critic
     forwards = objective.needs_reference + (objective.needs_old_logprobs or critic is not None)
-    # Checkpointing adds a forward pass. Adapters save as much: no gradients of the weights are computed.
+    # Checkpointing adds a forward pass. Adapters save as much, because weights need no gradients.
     backward = FORWARD * (run.model.gradient_checkpointing - (run.model.lora.r is not None))
     passes = run.algorithm.inner_epochs * (1 + backward) + FORWARD * forwards
     values = 0.0
@@ -406,11 +410,11 @@ def training_flops(run: TrainConfig, size: ModelSize, work: Work) -> float:
 
 
 @dataclass(frozen=True)
-class _Case:
-    """A run and the devices that it is planned for. `engines` is None if it has no rollouts."""
+class _Estimate:
+    """Estimates the seconds of a run's step. `engines` is None if the run has no rollouts."""
 
     run: TrainConfig
-    asked: "PlanConfig"
+    plan_config: "PlanConfig"
     hardware: Hardware
     step: Step
     engines: Engines | None
@@ -418,35 +422,35 @@ class _Case:
     size: ModelSize
 
     def seconds(self, work: Work, cache: int) -> dict[str, float]:
-        """Seconds of a step by part, empty if the speed of the device is not known; `cache`: see `_rollout`."""
+        """Seconds of a step by part, empty if the speed of the device is not known. `cache`: see `_rollout`."""
         run, hardware, parts = self.run, self.hardware, {}
         if hardware.flops is None:
             return {}
         if self.engines:
             flops, bandwidth = hardware.flops / self.engines.on_one, hardware.bandwidth / self.engines.on_one
-            parts["rollout"] = self._rollout(self.engines, cache, flops, bandwidth) / self.asked.rollout_share
+            parts["rollout"] = self._rollout(self.engines, cache, flops, bandwidth) / self.plan_config.rollout_share
             if not capabilities_of(run.engine.name).shares_weights:
                 rollouts = rollouts_of(run, hardware.machine.count)
-                # Adapters are sent at their own rank; `rollouts.adapters` is at the rank that vLLM makes room for.
+                # Adapters are sent at their own rank; `rollouts.adapters` counts them at the rank of vLLM's memory.
                 sent = adapters_of(run)[0] if rollouts.adapters else self.shape.parameters
                 parts["weight sync"] = rollouts.width * sent / (self._sync_gb() * 1e9)
         # All processes of a machine share one CPU.
         nodes = int((run.trainer or {}).get("num_nodes", 1))
         computing = nodes if hardware.on_cpu else trainers_of(run.trainer or {}, hardware.machine.count)
         training = training_flops(run, self.size, work) / (hardware.flops * computing)
-        return {**parts, "training": training / self.asked.training_share}
+        return {**parts, "training": training / self.plan_config.training_share}
 
     def _rollout(self, engines: Engines, cache: int, flops: float, bandwidth: float) -> float:
         """Seconds of a step's rollouts at the full speed of the engines' devices.
 
-        A pass makes one token for each request that is decoded at once, and reads the weights and the keys and values
-        so far. It takes as long as its operations or as these reads, whichever is longer. Prompts are computed once a
+        A pass makes one token for each request that is decoded at once. It reads the weights, and the keys and values
+        so far. It takes the time of its operations or of these reads, whichever is longer. Prompts are computed once a
         group.
 
         Args:
             engines: the engines that share the rollouts.
             cache: bytes of the key-value cache on each GPU of an engine; 0: as many as are useful.
-            flops, bandwidth: operations and bytes a second that an engine has of each of its GPUs.
+            flops, bandwidth: operations and bytes a second that each GPU gives to an engine.
         """
         step, size, rollouts = self.step, self.size, rollouts_of(self.run, self.hardware.machine.count)
         rollouts = replace(rollouts, gpus=engines.gpus, context=step.prompt + step.response)
@@ -460,9 +464,9 @@ class _Case:
         return passes * max(operations / flops, read / bandwidth) + prompts / flops
 
     def _sync_gb(self) -> float:
-        """The 10^9 bytes a second that weights are sent with."""
-        if self.asked.sync_gb is not None:
-            return self.asked.sync_gb
+        """The 10^9 bytes a second at which weights are sent."""
+        if self.plan_config.sync_gb is not None:
+            return self.plan_config.sync_gb
         if capabilities_of(self.run.engine.name).overlaps_training and self.run.synchronizer.method not in SENT:
             return FOLDER_GB
         return CPU_GB if self.hardware.on_cpu else GPU_GB
@@ -483,9 +487,11 @@ class _Case:
             assumptions["plan.tflops"] = f"the speed of {hardware.name} in float32 is not known: give it for times"
             return assumptions
         assumptions["plan.tflops"] = f"a device multiplies matrices at {hardware.flops / 1e12:.3g} TFLOP/s"
-        assumptions["plan.training_share"] = f"training reaches {self.asked.training_share:g} of the speed of products"
+        assumptions["plan.training_share"] = (
+            f"training reaches {self.plan_config.training_share:g} of the speed of products"
+        )
         if self.engines:
-            share = f"rollouts reach {self.asked.rollout_share:g} of either speed, whichever takes longer"
+            share = f"rollouts reach {self.plan_config.rollout_share:g} of either speed, whichever takes longer"
             assumptions["plan.bandwidth_gb"] = f"a device reads its memory with {hardware.bandwidth / 1e9:.4g} GB/s"
             assumptions["plan.rollout_share"] = share
             if not capabilities_of(run.engine.name).shares_weights:
@@ -493,7 +499,7 @@ class _Case:
         return assumptions
 
     def _servers_left_out(self) -> dict[str, str]:
-        """The auxiliary models whose servers the plan leaves out: it counts only those on the trainer's GPU."""
+        """The auxiliary models whose servers the plan does not count: all that are not on the trainer's GPU."""
         counts = self.engines and not self.hardware.on_cpu
         return {
             f"auxiliary_models.{name}": "the server of an auxiliary model is not counted"
