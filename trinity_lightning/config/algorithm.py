@@ -1,4 +1,4 @@
-"""The objective: policy loss, KL penalty, corrections, critic, and the rules between them and the rest of a run."""
+"""The objective: policy loss, KL penalty and corrections; and their rules with other sections of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ CORRECTION_MODES = ("truncate", "mask")
 
 
 class Layout(Enum):
-    """The places of a micro-batch's rows in memory; the loss does not depend on them.
+    """The layout of a micro-batch's rows in memory. The loss does not depend on it.
 
-    `padded`: side by side, padded to the longest. `shared_prefix`: a common beginning of prompts is computed once, and
-    the rest of each row lies behind it, without padding. `auto`: the layout with fewer computed tokens, chosen for each
-    optimizer batch.
+    `padded`: rows lie side by side, padded to the longest. `shared_prefix`: a common beginning of prompts is computed
+    once, and the rest of each row follows it, without padding. `auto`: the layout with fewer computed tokens, chosen
+    for each optimizer batch.
     """
 
     auto = "auto"
@@ -66,7 +66,7 @@ class RolloutCorrectionConfig(Section, key="algorithm.rollout_correction"):
 
     Attributes:
         level: `token`, `sequence`, or `none`.
-        mode: weights outside the range become its nearer end (`truncate`) or 0 (`mask`).
+        mode: weights outside the range become the nearer end of the range (`truncate`) or 0 (`mask`).
         low, high: the range of weights.
     """
 
@@ -91,11 +91,12 @@ class AlgorithmConfig(Section, key="algorithm"):
     """The objective, and how a step's experiences become optimizer steps.
 
     Attributes:
-        policy_loss: {name, args}, or a bare name: a registered name (`ppo`, alias `grpo`, ...) or the dotted path of
-            your own function, and its keyword arguments (clip_range_low, dual_clip, ...); see the table of losses.
-        loss_agg_mode: how token terms become one number: token-mean, seq-mean-token-mean, seq-mean-token-sum, or
-            seq-mean-token-sum-norm, which divides by sampling.max_tokens (with several turns by engine.max_model_len,
-            for a dataset by buffer.dataset.max_length). Null: the loss's default.
+        policy_loss: {name, args}, or a bare name. The name is registered (`ppo`, alias `grpo`, ...) or the dotted path
+            of your own function; args are its keyword arguments (clip_range_low, dual_clip, ...). See the table of
+            losses.
+        loss_agg_mode: the average of token terms: token-mean, seq-mean-token-mean, seq-mean-token-sum, or
+            seq-mean-token-sum-norm. The last divides by sampling.max_tokens (with several turns by
+            engine.max_model_len, for a dataset by buffer.dataset.max_length). Null: the loss's default.
         kl: KL penalty.
         entropy_coef: weight of the entropy bonus.
         old_logprobs: the denominator of the ratio. `trainer`: the policy before the step's first update, computed by
@@ -103,21 +104,23 @@ class AlgorithmConfig(Section, key="algorithm"):
             are then clipped, and several optimizer steps need no further pass. `engine` needs
             rollout_correction.level=none, because the ratio corrects already.
         rollout_correction: importance weights for the engine's mismatch.
-        off_policy_mask_threshold: leave tokens of negative advantage out of the loss in sequences from which the policy
-            has moved away by more than this many nats a token (DeepSeek-V3.2's sequence mask; 0.1 is a start). The
-            sampling policy is the engine or, without its log-probabilities, the policy before the step. Null: no mask.
+        off_policy_mask_threshold: in sequences from which the policy has moved away by more than this many nats a
+            token, tokens of negative advantage are left out of the loss (DeepSeek-V3.2's sequence mask; 0.1 is a
+            start). The sampling policy is the engine or, without its log-probabilities, the policy before the step.
+            Null: no mask.
         optimizer_steps: optimizer steps into which the experiences of an explore step are dealt.
         inner_epochs: passes over these experiences.
         layout: `padded`: rows are padded to the longest of their micro-batch. `shared_prefix`: a common beginning of
-            prompts is computed once, and the rest of each row lies behind it, without padding. `auto`: shared prefixes
-            if they save a fifth. The loss is the same. Models with other layers than full attention keep `padded`.
-        max_tokens_per_micro_batch: computed tokens of one forward and backward pass, which bound the memory; padding
-            counts, a shared prefix counts once. A longer row or pair is a micro-batch of its own. `auto` on a CPU: 256
-            to 4,096 by the free memory when the run starts, recorded in its config.yaml; a resumed run keeps its own.
-            `auto` on a GPU: by the memory plan, 16,384 or a half of that and so on; on several GPUs, and with
+            prompts is computed once, and the rest of each row follows it, without padding. `auto`: shared prefixes if
+            they save a fifth of the tokens. The loss is the same. Models with layers other than full attention keep
+            `padded`.
+        max_tokens_per_micro_batch: computed tokens of one forward and backward pass, which bound the memory. Padding
+            counts; a shared prefix counts once. A longer row or pair is a micro-batch of its own. `auto` on a CPU: 256
+            to 4,096, by the free memory when the run starts; the number is recorded in config.yaml, and a resumed run
+            keeps it. `auto` on a GPU: by the memory plan, 16,384 or a half of it, and so on; on several GPUs, and with
             engine=transformers, at most 4,096.
-        max_grad_norm: gradients are clipped to this norm; null: never.
-        max_bad_steps: a step whose gradient is not finite is left out and counted; this many in a row stop the run.
+        max_grad_norm: norm to which gradients are clipped; null: no clipping.
+        max_bad_steps: a step whose gradient is not finite is left out and counted. This many in a row stop the run.
         critic: a critic, whose values make the advantages (add_strategy=critic, algorithm=ppo_critic); null: none.
     """
 
@@ -156,14 +159,14 @@ class AlgorithmConfig(Section, key="algorithm"):
                 key="algorithm.old_logprobs",
                 fix="set algorithm.rollout_correction.level=none",
             )
-        if not isinstance(self.layout, Layout):  # a script may give its name
+        if not isinstance(self.layout, Layout):  # a script may give the layout's name
             one_of("algorithm.layout", self.layout, [layout.value for layout in Layout])
             self.layout = Layout(self.layout)
 
 
 # -- add strategies ----------------------------------------------------------------------------------------------------
 
-# Built-in strategies and operators; a user's own belong to none of these.
+# Built-in strategies and operators. A user's own part belongs to none of these groups.
 COMPARING_STRATEGIES = ("asymre", "correct_bias", "dr_grpo", "grpo", "opmd", "rloo", "step_wise_grpo")  # within a group
 STEP_STRATEGIES = ("critic", "gigpo", "on_policy_distill", "step_wise_grpo")  # one reward a step, or no reward
 SHAPING_OPERATORS = ("judge", "overlong_penalty", "reward_shaping_mapper")  # they change rewards
@@ -175,48 +178,48 @@ def check_strategies(run: "TrainConfig") -> None:
     Raises:
         ConfigError: names the key and the fix.
     """
-    named = [strategy.name for strategy in run.add_strategy.values()]
-    if not named:
+    names = [strategy.name for strategy in run.add_strategy.values()]
+    if not names:
         raise ConfigError("add_strategy is empty", key="add_strategy", fix="choose one, such as add_strategy=grpo")
-    if named[-1] in FILTERING_STRATEGIES and run.algorithm.policy_loss.name != "sft":
+    if names[-1] in FILTERING_STRATEGIES and run.algorithm.policy_loss.name != "sft":
         raise ConfigError(
-            f"add_strategy={named[-1]} only filters",
+            f"add_strategy={names[-1]} only filters",
             key="add_strategy",
-            fix=f"choose, say, add_strategy=[{named[-1]},grpo]",
+            fix=f"choose, say, add_strategy=[{names[-1]},grpo]",
         )
-    _check_own_needs(run, named)
+    _check_single_strategies(run, names)
     if run.workflow.args.get("mode") == "step_wise":
-        _check_step_rewards(run, [name for name in named if name in PARTS["add strategy"]])
+        _check_step_rewards(run, [name for name in names if name in PARTS["add strategy"]])
     if run.explorer.repeat_times == 1:
-        _check_groups_of_one(named)
+        _check_groups_of_one(names)
     for earlier in list(run.add_strategy.values())[:-1]:
-        keeps_some = earlier.args.get("std_threshold") is not None and named[-1] != "critic"
-        filters = earlier.name in FILTERING_STRATEGIES or keeps_some
+        drops_some = earlier.args.get("std_threshold") is not None and names[-1] != "critic"
+        filters = earlier.name in FILTERING_STRATEGIES or drops_some
         if earlier.name in PARTS["add strategy"] and not filters:
             raise ConfigError(
-                f"add_strategy={earlier.name} sets advantages, and {named[-1]} behind it would set them again: choose "
+                f"add_strategy={earlier.name} sets advantages, and {names[-1]} behind it would set them again: choose "
                 f"one of them; in front of it may be filters: {', '.join(FILTERING_STRATEGIES)}.",
                 key="add_strategy",
             )
 
 
-def _check_own_needs(run: "TrainConfig", named: Sequence[str]) -> None:
+def _check_single_strategies(run: "TrainConfig", names: Sequence[str]) -> None:
     """Refuse asymre beside its loss, on_policy_distill without a teacher, and gigpo without rewards of steps."""
-    if "asymre" in named and run.algorithm.policy_loss.name == "asymre":
+    if "asymre" in names and run.algorithm.policy_loss.name == "asymre":
         raise ConfigError(
             "algorithm.policy_loss=asymre and add_strategy=asymre would both shift the baseline",
             key="algorithm.policy_loss",
             fix="choose add_strategy=dr_grpo, or algorithm.policy_loss=reinforce",
         )
-    own_parts = any("." in part.name for part in (run.workflow, *run.operators.values()))
-    if "on_policy_distill" in named and run.workflow.name != "on_policy_distill" and not own_parts:
+    has_own_parts = any("." in part.name for part in (run.workflow, *run.operators.values()))
+    if "on_policy_distill" in names and run.workflow.name != "on_policy_distill" and not has_own_parts:
         raise ConfigError(
             f"add_strategy=on_policy_distill weighs by a teacher, and workflow={run.workflow.name} asks none",
             key="add_strategy",
             fix="choose workflow=on_policy_distill, and give +auxiliary_models.teacher.model=FOLDER",
         )
-    step_wise = run.workflow.args.get("step_reward") == "own"
-    if "gigpo" in named and run.workflow.name in ("multi_turn", "tool_use") and not step_wise:
+    has_step_rewards = run.workflow.args.get("step_reward") == "own"
+    if "gigpo" in names and run.workflow.name in ("multi_turn", "tool_use") and not has_step_rewards:
         raise ConfigError(
             "add_strategy=gigpo sums the rewards of single steps",
             key="add_strategy",
@@ -228,19 +231,19 @@ def _check_step_rewards(run: "TrainConfig", built_in: list[str]) -> None:
     """Refuse a strategy that compares runs by one reward if the steps of a run may have different rewards."""
     comparing = [name for name in built_in if name not in STEP_STRATEGIES]
     shaping = [operator.name for operator in run.operators.values() if operator.name in SHAPING_OPERATORS]
-    own_rewards = run.workflow.args.get("step_reward") == "own"
-    if comparing and (own_rewards or shaping):
-        cause = "workflow.args.step_reward=own" if own_rewards else f"operator '{shaping[0]}'"
+    has_step_rewards = run.workflow.args.get("step_reward") == "own"
+    if comparing and (has_step_rewards or shaping):
+        cause = "workflow.args.step_reward=own" if has_step_rewards else f"operator '{shaping[0]}'"
         raise ConfigError(
             f"{cause} gives the steps of a run different rewards, and add_strategy={comparing[0]} compares runs by one",
             key="add_strategy",
-            fix=f"choose add_strategy=step_wise_grpo or gigpo{', or step_reward=return' if own_rewards else ''}",
+            fix=f"choose add_strategy=step_wise_grpo or gigpo{', or step_reward=return' if has_step_rewards else ''}",
         )
 
 
-def _check_groups_of_one(named: Sequence[str]) -> None:
-    """Refuse strategies that compare the rollouts of a task if there is one rollout a task."""
-    for name in named:
+def _check_groups_of_one(names: Sequence[str]) -> None:
+    """Refuse strategies that compare the rollouts of a task, in a run with one rollout a task."""
+    for name in names:
         if name in FILTERING_STRATEGIES:
             raise ConfigError(
                 f"explorer.repeat_times is 1, and add_strategy={name} keeps groups whose rewards differ",
@@ -260,10 +263,9 @@ def _check_groups_of_one(named: Sequence[str]) -> None:
 
 STREAMS = "algorithm.policy_loss.args.streams"
 TOKENS = ("rollouts", "expert", "observations", "weights")
-# Built-in losses that may be a term: losses of tokens that are no mixture.
+# Built-in losses that may be a term: all but losses of pairs and mixtures.
 TERM_LOSSES = [name for name, loss in LOSSES.items() if not (loss.needs.pairs or loss.needs.terms)]
-
-TAKEN = ("entropy", "kl", "pg")  # the metric actor/NAME_loss exists already
+TAKEN_NAMES = ("entropy", "kl", "pg")  # names whose metric actor/NAME_loss exists already
 
 
 @dataclass
@@ -274,8 +276,8 @@ class StreamConfig(Section):
         loss: a registered loss of tokens (`ppo`, `sft`, `teacher_kl`, ...), or the dotted path of your own.
         tokens: `rollouts`: tokens that the policy wrote in rollouts. `expert`: responses of expert data
             (buffer.expert). `observations`: text of the environment or the tools in rollouts of several turns.
-            `weights`: tokens with a weight in the experience's info["token_weights"][name of the stream], which has a
-            number for each token of the response; the token's loss is multiplied by it.
+            `weights`: tokens with a weight in the experience's info["token_weights"][name of the stream]. This list has
+            a number for each token of the response, which multiplies the token's loss.
         weight: weight of the term.
         args: arguments of the loss.
     """
@@ -299,27 +301,27 @@ class StreamConfig(Section):
             )
 
 
-def stream_configs(given: Any) -> dict[str, StreamConfig]:
+def stream_configs(values: Any) -> dict[str, StreamConfig]:
     """The streams by name, in order; None stands for `ppo` on rollouts.
 
     Raises:
-        ConfigError: no stream, or none with a weight above 0; a name that is a metric's already; an unknown key; or a
-            value that a stream refuses.
+        ConfigError: there is no stream with a weight above 0; a metric has a stream's name already; a key is unknown;
+            or a stream refuses a value.
     """
-    if given is None:
-        given = {"rollouts": {}}
-    if not isinstance(given, Mapping) or not given:
+    if values is None:
+        values = {"rollouts": {}}
+    if not isinstance(values, Mapping) or not values:
         raise ConfigError(
-            f"{STREAMS} is {given!r}: give {{name: {{loss, tokens, weight, args}}}}, at least one.", key=STREAMS
+            f"{STREAMS} is {values!r}: give {{name: {{loss, tokens, weight, args}}}}, at least one.", key=STREAMS
         )
-    for name in TAKEN:
-        if name in given:
+    for name in TAKEN_NAMES:
+        if name in values:
             raise ConfigError(
                 f"{STREAMS}.{name}: the metric actor/{name}_loss is something else",
                 key=f"{STREAMS}.{name}",
                 fix="give it another name",
             )
-    streams = {str(name): _stream(f"{STREAMS}.{name}", stream) for name, stream in given.items()}
+    streams = {str(name): _stream(f"{STREAMS}.{name}", stream) for name, stream in values.items()}
     if not any(stream.weight for stream in streams.values()):
         raise ConfigError(
             f"{STREAMS}: all weights are 0, and nothing is trained",
@@ -329,18 +331,19 @@ def stream_configs(given: Any) -> dict[str, StreamConfig]:
     return streams
 
 
-def _stream(key: str, given: Any) -> StreamConfig:
-    if not isinstance(given, Mapping | StreamConfig):
+def _stream(key: str, value: Any) -> StreamConfig:
+    """The stream under a key, from a mapping or a section; a ConfigError if it is neither."""
+    if not isinstance(value, Mapping | StreamConfig):
         raise ConfigError(
-            f"{key} is {given!r}", key=key, fix="give {loss, tokens, weight, args}, each of them optional"
+            f"{key} is {value!r}", key=key, fix="give {loss, tokens, weight, args}, each of them optional"
         )
-    if isinstance(given, Mapping) and given.get("args", {}) is None:  # `args:` alone, in YAML
-        given = {**given, "args": {}}
-    return section_of(key, StreamConfig, given)
+    if isinstance(value, Mapping) and value.get("args", {}) is None:  # `args:` without a value, in YAML
+        value = {**value, "args": {}}
+    return section_of(key, StreamConfig, value)
 
 
 def streams_of(algorithm: AlgorithmConfig) -> dict[str, StreamConfig]:
-    """The terms of the objective by name; another loss than `streams` is one term. Errors as `stream_configs`."""
+    """The terms of the objective by name; a loss other than `streams` is one term. Errors as `stream_configs`."""
     loss = algorithm.policy_loss
     if loss.name == "streams":
         return stream_configs(loss.args.get("streams"))
@@ -348,7 +351,7 @@ def streams_of(algorithm: AlgorithmConfig) -> dict[str, StreamConfig]:
 
 
 def _check_streams(run: "TrainConfig") -> None:
-    """Refuse a stream of observations where there are none, and teacher_kl without a teacher; a ConfigError."""
+    """Refuse a stream of observations without observations, and teacher_kl without a teacher; a ConfigError."""
     streams = streams_of(run.algorithm)
     one_turn = run.workflow.name in SINGLE_RESPONSE_WORKFLOWS or run.workflow.args.get("mode") == "step_wise"
     if run.buffer.has_rollouts and one_turn:
@@ -366,7 +369,7 @@ def _check_streams(run: "TrainConfig") -> None:
 
 
 def _check_teacher(run: "TrainConfig") -> None:
-    """Refuse the loss teacher_kl without a teacher's answers to every rollout at temperature 1; a ConfigError."""
+    """Refuse the loss teacher_kl unless a teacher answers to every rollout, at temperature 1; a ConfigError."""
     operators = run.operators.values()
     if not any(operator.name == TEACHER_OPERATOR or "." in operator.name for operator in operators):
         raise ConfigError(
@@ -421,10 +424,10 @@ def check_expert(run: "TrainConfig") -> None:
 
 
 def needs_correction(algorithm: AlgorithmConfig) -> bool:
-    """True if the policy loss is made for experiences of the policy that is trained.
+    """True if the policy loss is right only for experiences of the policy that is trained.
 
-    `opmd` and `sft`, for example, are made for experiences of any policy, and so may be a user's loss. `mix` counts as
-    the loss of its rollouts, and `streams` needs a correction if one of its losses does.
+    `opmd` and `sft`, for example, are right for experiences of any policy. A user's loss may be too, and is not judged
+    here. `mix` counts as the loss of its rollouts, and `streams` needs a correction if one of its losses does.
     """
     losses = [algorithm.policy_loss.name]
     if losses == ["mix"]:
@@ -436,7 +439,7 @@ def needs_correction(algorithm: AlgorithmConfig) -> bool:
 
 
 def why_older(run: "TrainConfig") -> str:
-    """The setting that makes experiences come from older weights, for messages."""
+    """The setting by which experiences come from older weights, in brackets, for messages."""
     if not run.buffer.has_rollouts:
         return f" (buffer.storage={run.buffer.storage})"
     key = "sync_offset" if run.explorer.sync_offset > 0 else "sync_interval"
@@ -462,9 +465,9 @@ def refuse_uncorrected(algorithm: AlgorithmConfig, why: str = "") -> None:
 
 
 def check_older_weights(explorer: ExplorerConfig, engine: str, capabilities: Capabilities) -> None:
-    """Refuse an engine that cannot keep older weights, or generate during training, if it has to; a ConfigError.
+    """Refuse an engine that has to keep older weights, or to generate during training, and cannot; a ConfigError.
 
-    `engine` is its name for the message.
+    `engine` is the engine's name for the message.
     """
     if explorer.sync_interval > 1 and capabilities.shares_weights:
         raise ConfigError(

@@ -10,17 +10,14 @@ from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import PartConfig, Section, checked, part_config
 from trinity_lightning.config.taskset import TasksetConfig, check_dataset_path
-from trinity_lightning.config.values import text
+from trinity_lightning.config.values import number, one_of, text, whole_number
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity_lightning.config.run import TrainConfig
 
-from trinity_lightning.config.values import number, one_of, whole_number
-
 BUFFER_STORAGES = ("memory", "file", "sql", "dataset")
-
-REPLAYS = ("priority", "random")
+REPLAYS = ("priority", "random")  # orders in which an experience may be read again
 
 
 @dataclass
@@ -28,7 +25,7 @@ class ExpertConfig(Section, key="buffer.expert"):
     """Expert data that join the rollouts of every explore step, for `algorithm.policy_loss=mix`.
 
     Attributes:
-        per_step: expert experiences an explore step; 0: none. After the last one, the first follows again.
+        per_step: expert experiences in an explore step; 0: none. After the last one, the first follows again.
         storage: `dataset`: prompts and answers; an answer is the expert's response. `file` or `sql`: experiences that
             another run kept or a program wrote.
         dataset: the prompts and answers, described like a taskset.
@@ -62,7 +59,7 @@ class HeldOutConfig(Section, key="buffer.dataset.held_out"):
 
     Attributes:
         path: another file, folder or hub name with held-out examples.
-        split: another split of the dataset (of `path`, if that is given).
+        split: another split of the dataset, or of `path` if it is given.
         share: a share of the examples, drawn by the run's seed, in place of a path or split.
         interval: optimizer steps between two measurements; the last step's weights are measured too.
     """
@@ -83,17 +80,18 @@ class DatasetConfig(Section, key="buffer.dataset"):
     """Examples to train on without rollouts (`buffer=dataset`).
 
     The formats are TRL's, as plain text or conversations. `algorithm=dpo` reads prompt, chosen and rejected. (Without a
-    prompt, or with a text prompt beside messages that contain it, the prompt is the common beginning of the other two.)
-    `algorithm=sft` reads prompt and completion; or messages, whose assistant turns are trained on; or text. A column
-    `tools` is shown to the model; a column `chat_template_kwargs` holds variables of the chat template, such as
-    enable_thinking.
+    prompt, or with a text prompt beside messages that contain it, the prompt is the common beginning of chosen and
+    rejected.) `algorithm=sft` reads prompt and completion; or messages, whose assistant turns are trained on; or text.
+    A column `tools` is shown to the model. A column `chat_template_kwargs` holds variables of the chat template, such
+    as enable_thinking.
 
     Attributes:
         subset: name of the dataset's configuration on the hub.
         split: split, or a slice of it (`train[:90%]`).
         shuffle: read each pass in another order, which follows from the run's seed.
         max_length: most tokens of an example; null: the tokenizer's limit.
-        overlong: `refuse` to run with a longer example, `drop` it, or `truncate` its end; both are counted.
+        overlong: `refuse` to run with a longer example, `drop` it, or `truncate` its end. The examples dropped or
+            truncated are counted.
         held_out: examples to measure the loss on.
     """
 
@@ -119,13 +117,13 @@ class BufferConfig(Section, key="buffer"):
         keep: write the experiences of every explore step, as the trainer gets them, to `experiences/` in the run's
             folder; with `sql`, to the database at `url` or `path`, or else to `experiences.db` in the run's folder.
         order: the order of reading: `fifo` (as written); with `sql` also `priority` or `random`.
-        reuse_limit: times that an experience may be read in the last two orders; null: no limit.
+        reuse_limit: times that an experience may be read in the orders `priority` and `random`; null: no limit.
         batch_size: experiences that an optimizer step reads (`file`, `sql`), in whole groups; or examples (`dataset`).
         repeat: begin again at the end (`file`, `dataset`, and `sql` in `fifo` order).
         decay, use_decay: `priority` takes the highest score first: info["priority"] (1 if there is none)
             * decay ** age in explore steps * use_decay ** times read.
         expert: expert data among the rollouts (`memory`).
-        dataset: how a `dataset` is read.
+        dataset: settings for reading a `dataset`.
     """
 
     storage: str = checked("memory", one_of, names=BUFFER_STORAGES)
@@ -161,7 +159,7 @@ class BufferConfig(Section, key="buffer"):
         return self.storage == "memory"
 
     def _check_places(self) -> None:
-        """Refuse invalid places to read from or to write to, and places that nothing is read from or written to."""
+        """Refuse an invalid `path`, `url` or `keep`, and one that this run neither reads nor writes."""
         if not isinstance(self.keep, bool) and self.keep != "sql":
             raise ConfigError(f"buffer.keep is {self.keep!r}", key="buffer.keep", fix="give true, false or sql")
         if self.has_rollouts and self.keep == "sql":
@@ -257,11 +255,11 @@ def check_without_rollouts(run: "TrainConfig") -> None:
         )
 
 
-# -- places ------------------------------------------------------------------------------------------------------------
+# -- places of experiences and examples --------------------------------------------------------------------------------
 
 
 def check_steps(buffer: BufferConfig) -> None:
-    """Refuse a folder of `file` storage in which no run kept anything; a ConfigError."""
+    """Refuse a folder of `file` storage without experiences of a run; a ConfigError."""
     folder = Path(buffer.path or "")
     if buffer.storage == "file" and folder.is_dir() and not any(folder.glob("step_*.trxp")):
         inside = folder / "experiences"
@@ -270,7 +268,7 @@ def check_steps(buffer: BufferConfig) -> None:
 
 
 def _check_examples(buffer: BufferConfig) -> None:
-    """Refuse examples that do not exist, and held-out examples that do not exist or are trained on; a ConfigError."""
+    """Refuse missing examples, and held-out examples that are missing or are trained on; a ConfigError."""
     if buffer.path is None or buffer.url is not None:
         raise ConfigError(
             "buffer=dataset reads buffer.path=FILE, a folder or a hub name, and no buffer.url.", key="buffer"
@@ -291,7 +289,7 @@ def _check_examples(buffer: BufferConfig) -> None:
 
 
 def check_stored(key: str, section: ExpertConfig | BufferConfig) -> None:
-    """Refuse a section that names no stored experiences, two places of them, or a missing one; a ConfigError."""
+    """Refuse a section with no place of stored experiences, with two places, or with a missing one; a ConfigError."""
     storage, path, url = section.storage, section.path, section.url
     if storage == "file" and url is not None:
         raise ConfigError(
@@ -312,7 +310,7 @@ def check_stored(key: str, section: ExpertConfig | BufferConfig) -> None:
 
 
 def _check_place(key: str, path: str | None, url: str | None) -> None:
-    """Refuse two places of stored experiences, and text that is no URL; a ConfigError."""
+    """Refuse a path together with a URL, and text that is no URL; a ConfigError."""
     if path is not None and url is not None:
         raise ConfigError(f"{key}", key=key, fix=f"give {key}.path or {key}.url, not both")
     if url is not None and "://" not in url:

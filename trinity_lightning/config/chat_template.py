@@ -1,11 +1,11 @@
-"""Variables of chat templates: `chat_template_kwargs` of the model's section, and of a dataset's entry."""
+"""Variables of chat templates: the `chat_template_kwargs` of the model's section and of a dataset's entries."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from trinity_lightning.errors import ConfigError
 
-# Names that are no variables: arguments of transformers' `apply_chat_template`, and values given to every template.
+# Names that are no variables: arguments of transformers' `apply_chat_template`, and values that every template gets.
 RENDERING_ARGUMENTS = (
     "self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",

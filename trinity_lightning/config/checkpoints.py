@@ -1,4 +1,4 @@
-"""Checkpoints on disk, without torch: how to recognise one, find the one to resume from, and see that it is whole."""
+"""Finds and checks checkpoints on disk, without torch; and makes the command that resumes a run."""
 
 import logging
 import re
@@ -18,9 +18,12 @@ from trinity_lightning.errors import ConfigError, TakenFolderError
 
 logger = logging.getLogger(__name__)
 
-# Files of a checkpoint that is a folder: the index of its sharded tensors; and, written last, everything else (by
-# Lightning's name), with the index's hash under the key HASH.
+# Files of a checkpoint that is a folder. METADATA is the index of its sharded tensors. REST, a name of Lightning's, is
+# written last; it has everything else, and the index's hash under the key HASH.
 METADATA, REST, HASH = ".metadata", "meta.pt", "metadata_sha256"
+
+
+# -- whole and damaged checkpoints -------------------------------------------------------------------------------------
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -31,8 +34,8 @@ def is_checkpoint(path: Path) -> bool:
 def checkpoints_in(folder: Path, pattern: str = "*.ckpt") -> list[Path]:
     """Checkpoints in a folder whose names match the pattern, the newest last.
 
-    If a kill interrupted the replacement of NAME (`put_in_place`), the checkpoint before it is still there as
-    `.NAME.old`, and is listed instead. Nothing is renamed, because the run may still be going.
+    If a kill interrupted the replacement of NAME (`put_in_place`), the earlier checkpoint still exists as `.NAME.old`,
+    and is listed instead. It is not renamed, because the run may still be going.
     """
     old = (path for path in folder.glob(f"{pattern}.old") if not is_checkpoint(path.with_name(path.name[1:-4])))
     return sorted(filter(is_checkpoint, [*folder.glob(pattern), *old]), key=lambda path: path.stat().st_mtime)
@@ -55,15 +58,15 @@ def check_metadata(folder: Path) -> None:
     """
     with ZipFile(folder / REST) as archive:
         (name,) = (entry for entry in archive.namelist() if entry.endswith("/data.pkl"))
-        if hash_of(folder).encode() not in archive.read(name):  # a text stands as it is in a pickle
+        if hash_of(folder).encode() not in archive.read(name):  # a pickle holds the text of a hash unchanged
             raise ValueError(f"{METADATA} is not as it was written")
 
 
 def check_whole(path: Path) -> None:
-    """Refuse a file that torch.save did not write, or that has changed since.
+    """Refuse a file that torch.save did not write, or that has changed since it was written.
 
-    A checkpoint is a zip archive with a checksum for each entry; all of it is read once, at 3 GB a second. Shards in a
-    folder are checked when they are read (`common.checkpoints`).
+    A checkpoint is a zip archive with a checksum for each entry. It is read once from end to end, at 3 GB a second.
+    Shards in a folder are checked when they are read (`common.checkpoints`).
 
     Raises:
         ConfigError: names the file, the problem, and the last whole checkpoint before it, if there is one.
@@ -87,7 +90,7 @@ def check_whole(path: Path) -> None:
 
 
 def _problem(path: Path) -> str | None:
-    """The way in which a checkpoint differs from what was written; None if it is whole."""
+    """The damage of a checkpoint, in words; None if it is whole."""
     try:
         with ZipFile(path / REST if path.is_dir() else path) as archive:
             broken = archive.testzip()
@@ -99,7 +102,7 @@ def _problem(path: Path) -> str | None:
 
 
 def check_file(path: Path) -> None:
-    """Refuse a folder, also a checkpoint in shards; otherwise as `check_whole`."""
+    """Refuse a folder, even if it is a checkpoint in shards; otherwise as `check_whole`."""
     if path.is_dir() and not is_checkpoint(path):
         inside = checkpoints_in(path) or checkpoints_in(path / "checkpoints")
         fix = f"give the file, '{inside[-1]}'" if inside else "it has none: give FOLDER/checkpoints/NAME.ckpt of a run"
@@ -115,8 +118,11 @@ def check_file(path: Path) -> None:
         )
 
 
+# -- the run to resume -------------------------------------------------------------------------------------------------
+
+
 def folder_to_resume(runs: Path) -> Path:
-    """The run's folder below `runs` with the newest checkpoint; a ConfigError if there is no checkpoint."""
+    """The folder below `runs` with the newest checkpoint; a ConfigError if there is no checkpoint."""
     checkpoints = checkpoints_in(runs, "*/checkpoints/*.ckpt")
     if not checkpoints:
         raise ConfigError(f"ckpt_path=last: there is no checkpoint under {runs} to resume from.", key="ckpt_path")
@@ -124,14 +130,15 @@ def folder_to_resume(runs: Path) -> Path:
 
 
 RECORD = Path(".hydra", "config.yaml")  # Hydra's record of the composed configuration
-# Keys that may differ between two parts of one run: places, and how it is shown.
+# Keys that may differ between two parts of one run: they say where the run is written and logged.
 NOT_OF_THE_TRAINING = ("ckpt_path", "output_dir", "output_root", "logger", "hydra")
 
 
 def folder_of_same_run(runs: Path, config: DictConfig) -> Path | None:
-    """The folder below `runs` of the run of this configuration with the newest checkpoint; None if there is none.
+    """The folder below `runs` of a run with this configuration; None if no such run has a checkpoint.
 
-    Configurations are compared by Hydra's records of them, without callbacks and the keys of NOT_OF_THE_TRAINING.
+    Of several runs, the one with the newest checkpoint is returned. Configurations are compared by Hydra's records of
+    them, without callbacks and the keys of NOT_OF_THE_TRAINING.
     """
     settings = _training_settings(config)
     folders = dict.fromkeys(path.parents[1] for path in reversed(checkpoints_in(runs, "*/checkpoints/*.ckpt")))
@@ -148,26 +155,26 @@ def _training_settings(config: Any) -> dict[str, Any]:
 def settle_auto(config: DictConfig, leads: bool) -> None:
     """Replace `ckpt_path=auto` by `last`, or by null if the run's folder has no checkpoint.
 
-    A run that ended before its first checkpoint begins again: its record is removed, unless this rank does not lead. A
-    run that came to its end does not begin again, even if its checkpoints were removed.
+    A run that ended before its first checkpoint begins again, and the leading rank (`leads`) removes its record. A run
+    that has finished does not begin again, even if its checkpoints were removed.
     """
     if config.ckpt_path != AUTO:
         return
     folder = Path(config.output_dir)
     config.ckpt_path = "last" if checkpoints_in(folder / "checkpoints") else None
     if config.ckpt_path is None and leads and not any(folder.glob("model/*.safetensors")):
-        for name in ("metrics.csv", "config.yaml"):  # config.yaml last: it marks the folder as a run's
+        for name in ("metrics.csv", "config.yaml"):  # config.yaml last, because it marks the folder as a run's
             (folder / name).unlink(missing_ok=True)
 
 
 def last_checkpoint(folder: str | Path) -> Path:
-    """The newest checkpoint of a run's folder, which is logged; a ConfigError if there is none."""
+    """The newest checkpoint of a run's folder, whose path is logged; a ConfigError if there is none."""
     folder = Path(folder)
     last = _newest(folder)
     later = sorted(run.name for run in folder.parent.glob("*-*-*_*") if run.name > folder.name)
-    without = [name for name in later if not checkpoints_in(folder.parent / name / "checkpoints")]
-    skipped = f"; begun later, and without a checkpoint: {', '.join(without)}" if without else ""
-    logger.info("ckpt_path=last is %s%s", last, skipped)
+    skipped = [name for name in later if not checkpoints_in(folder.parent / name / "checkpoints")]
+    hint = f"; begun later, and without a checkpoint: {', '.join(skipped)}" if skipped else ""
+    logger.info("ckpt_path=last is %s%s", last, hint)
     return last
 
 
@@ -204,8 +211,11 @@ def holds_a_run(folder: Path) -> TakenFolderError:
     return TakenFolderError(f"'{folder}' holds a run already: give another folder, or {resume}.")
 
 
+# -- the command that resumes a run ------------------------------------------------------------------------------------
+
+
 def resume_command(folder: str | Path) -> str | None:
-    """The command that resumes this run, to be pasted into a shell; None if Hydra did not start it."""
+    """The shell command that resumes this run; None if Hydra did not start the run."""
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()
@@ -215,7 +225,8 @@ def resume_command(folder: str | Path) -> str | None:
             words += ["--config-dir", source.path]
     words += [item for item in hydra.overrides.task if not item.lstrip("+").startswith(("ckpt_path=", "output_dir="))]
     words += [item for item in hydra.overrides.hydra if not item.startswith(("hydra.mode=", "hydra.run.dir="))]
-    # The folder is given because another run may be newer. A recipe's own `hydra.run.dir` does not follow output_dir.
+    # The command names the folder, because another run may be newer. If a recipe sets `hydra.run.dir`, the folder does
+    # not follow output_dir.
     key = "output_dir" if "trinity.run_dir" in str(OmegaConf.to_container(hydra.run)) else "hydra.run.dir"
     words.append(f"{key}={_quoted(str(Path(folder).absolute()))}")
     return shlex.join([*words, "ckpt_path=last"])

@@ -1,4 +1,4 @@
-"""Choices of Hydra's groups that are parts: those of the table, and your own by their dotted paths."""
+"""Choices of Hydra's groups that are parts: parts of the registry's table, and users' parts by their dotted paths."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,8 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-# By group of conf/, the kind of its parts, and the values that choosing a part sets. A part needs a file there only if
-# it has arguments to show.
+# For each group of conf/: the kind of its parts, and the values that a choice sets. A part needs a file in conf/ only
+# if it has arguments to show.
 CHOICES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
     "algorithm": ("policy loss", lambda name: {"policy_loss": {"name": name}}),
     "add_strategy": ("add strategy", lambda name: {name: {"args": {}}}),
@@ -23,7 +23,7 @@ CHOICES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
 
 
 class OwnParts(ConfigSource):
-    """Gives Hydra the choice `GROUP=my_module.Part`."""
+    """Tells Hydra the values of the choice `GROUP=my_module.Part`."""
 
     @staticmethod
     def scheme() -> str:
@@ -49,7 +49,7 @@ class OwnParts(ConfigSource):
 
 
 class OwnPartsLast(SearchPathPlugin):
-    """Has Hydra ask `OwnParts` for a choice that is in no folder."""
+    """Makes Hydra ask `OwnParts` for a choice that it finds in no folder."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("trinity_lightning", f"{OwnParts.scheme()}://")

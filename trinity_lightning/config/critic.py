@@ -25,9 +25,9 @@ class CriticConfig(Section, key="algorithm.critic"):
         lr: peak learning rate of the critic's own weights; the schedule is the policy's.
         coef: weight of the value loss, which is added to the policy loss.
         gamma, lam: discount of a trained token, and GAE's lambda; with both 1, the reward to go minus the value.
-        clip_range: range of the clipped value loss: a value that is farther than this from its value before the step
-            gains nothing by moving further; null: no clip.
-        warmup_steps: first optimizer steps of a run, which train the critic alone (of a value head, the head alone).
+        clip_range: range of the clipped value loss: once a value has moved by more than this in a step, moving further
+            gains nothing. Null: no clip.
+        warmup_steps: first optimizer steps of a run, which train the critic alone (with a value head, the head alone).
         whiten: shift and scale the advantages to mean 0 and standard deviation 1 over the trained tokens of an explore
             step.
         kl_coef: weight of a token's KL estimate against the initial policy, subtracted from its reward; 0: none.
@@ -67,7 +67,7 @@ class CriticConfig(Section, key="algorithm.critic"):
 
 
 def critic_config(value: Any) -> CriticConfig:
-    """The critic's section, from a mapping or as a copy of a section; errors as `Section`."""
+    """The critic's section, made from a mapping or copied from a section. Errors as `Section`."""
     if not isinstance(value, Mapping | CriticConfig):
         raise ConfigError(
             f"algorithm.critic is {value!r}",
@@ -78,7 +78,7 @@ def critic_config(value: Any) -> CriticConfig:
 
 
 def check_value_model(run: "TrainConfig") -> None:
-    """Refuse a value model that cannot be found, or has another vocabulary than the policy; a ConfigError."""
+    """Refuse a value model that cannot be found, or whose vocabulary is not the policy's; a ConfigError."""
     name = None if run.algorithm.critic is None else run.algorithm.critic.model
     if name is None:
         return

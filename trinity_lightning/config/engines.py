@@ -1,4 +1,4 @@
-"""The engine that generates rollouts, and how the trainer's weights reach it."""
+"""The engine that generates rollouts, and the synchronizer that sends it the trainer's weights."""
 
 import importlib.util
 import inspect
@@ -15,7 +15,7 @@ from trinity_lightning.config.signatures import check_arguments, check_methods, 
 from trinity_lightning.config.values import number, one_of, unknown_name, url, whole_number
 from trinity_lightning.errors import ConfigError
 
-# Ways of sending weights to servers without a file, and the arguments of vLLM that each sets.
+# Ways of sending weights to servers without a file, and the arguments of vLLM that each way sets.
 SET_BY = {"nccl": ("weight_transfer_config",), "ipc": ("weight_transfer_config", "worker_extension_cls")}
 SENT = tuple(SET_BY)
 TRAINER_GPU = 0  # a single trainer takes the first GPU
@@ -39,8 +39,8 @@ class Capabilities:
 
     Attributes:
         overlaps_training: True if it may generate while the trainer trains (explorer.sync_offset).
-        shares_weights: True if it generates with the trainer's own weights, given by `bind`. No weights are sent then,
-            and it never has older ones.
+        shares_weights: True if it generates with the trainer's own weights, which it gets by `bind`. No weights are
+            sent then, and they are never older than the trainer's.
         picklable: True if a copy works in another process (explorer.runner=ray).
         sync_methods: values of synchronizer.method by which weights reach it.
         keys: the keys of `engine` that it reads, besides name and max_model_len.
@@ -55,7 +55,7 @@ class Capabilities:
     is_vllm: bool = False
 
 
-# The built-in engines' classes take their capabilities from here: rules need them before the classes are imported.
+# Capabilities of the built-in engines, which their classes refer to. Rules need them before the classes are imported.
 CAPABILITIES = {
     "transformers": Capabilities(shares_weights=True, keys=("max_num_seqs", "per_rank")),
     "vllm": Capabilities(
@@ -85,7 +85,7 @@ EngineDtype = WeightDtype  # the engine's compute dtype; `auto` follows the trai
 
 
 class EngineSleep(Enum):
-    """When vLLM sleeps while the trainer trains; `auto`: only if the memory plan finds no room otherwise."""
+    """Says if vLLM sleeps while the trainer trains; `auto`: only if the memory plan finds no room otherwise."""
 
     auto = "auto"
     always = "always"
@@ -97,30 +97,30 @@ class EngineConfig(Section, key="engine"):
     """The engine that generates rollouts.
 
     Attributes:
-        name: `vllm` runs in this process; `vllm_server` runs in its own processes and can generate while the trainer
-            trains; `transformers` generates with the training model itself. Or the dotted path of your own engine, a
+        name: `vllm` runs in this process. `vllm_server` runs in its own processes and can generate while the trainer
+            trains. `transformers` generates with the training model itself. Or the dotted path of your own engine, a
             subclass of `trinity_lightning.explorer.models.engine.Engine`, whose docstring is the contract.
         dtype: compute dtype of the engine. `auto` follows the trainer: model.dtype, or bf16 with
-            trainer.precision=bf16-mixed. `transformers` computes in the dtype of the weights: with bf16-mixed in
-            float32, and training then differs from it by rounding.
+            trainer.precision=bf16-mixed. `transformers` computes in the dtype of the weights; with bf16-mixed this is
+            float32, and rollouts then differ from training by rounding.
         max_model_len: most tokens of a prompt and its response together.
         max_num_seqs: requests decoded at once. Null: 64 on a CPU; on a GPU the rollouts of a step, from 256 to 1,024.
         kv_cache_gb: memory of vLLM's key-value cache in GiB. Null: 0.5 without a GPU. On a GPU shared with the trainer,
-            the memory plan printed at the start decides: all that the requests can need, or all that the trainer
+            the memory plan printed at the start decides: as much as the requests can need, or as much as the trainer
             leaves. Servers with GPUs of their own take the memory that vLLM finds free.
-        sleep: (`vllm` on a GPU) when vLLM moves its weights to the host and gives up its cache while the trainer
-            trains: `auto` (only if the memory plan finds no room otherwise), `always` or `never`.
-        speculative: (vLLM on a GPU) n-gram speculative decoding with at most this many proposed tokens at once, taken
-            from behind an earlier occurrence of the last few tokens. Proposals that the policy would not have drawn are
-            dropped. Null: off. By vLLM's source, distribution and log-probabilities stay the same; a seed draws other
-            tokens than without it, and they may depend on the batch. Not yet tried on a GPU; refused without one.
-        per_rank: (`vllm` and `transformers`, with trainer=ddp or fsdp2) give every training process an engine, so that
-            all of them roll out; otherwise rank 0 rolls out alone.
+        sleep: (`vllm` on a GPU) move vLLM's weights to the host and give up its cache while the trainer trains: `auto`
+            (only if the memory plan finds no room otherwise), `always` or `never`.
+        speculative: (vLLM on a GPU) n-gram speculative decoding. It proposes at most this many tokens at once: those
+            that followed an earlier occurrence of the last few tokens. Proposals that the policy would not have drawn
+            are dropped. By vLLM's source, distribution and log-probabilities stay the same; a seed draws other tokens
+            than without it, and they may depend on the batch. Not yet tried on a GPU; refused without one. Null: off.
+        per_rank: (`vllm` and `transformers`, with trainer=ddp or fsdp2) give every training process an engine. All of
+            them then roll out; otherwise rank 0 rolls out alone.
         args: further arguments of vLLM's EngineArgs by name, or the arguments of your own engine.
         urls: (`vllm_server`) servers that already run, such as http://node7:8000. Empty: servers are started here.
         servers: (`vllm_server`) number of servers started here.
-        cpu_cores: (`vllm_server` without a GPU) cores of each server. Null: with explorer.sync_offset the servers share
-            half of the cores and the trainer has the other half; otherwise servers use all cores.
+        cpu_cores: (`vllm_server` without a GPU) cores of each server. Null: with explorer.sync_offset, half of the
+            cores for all servers, and the other half for the trainer; otherwise all cores.
         gpus: (`vllm_server`) GPUs that the servers share out, numbered as this process sees them. A server with several
             GPUs splits the model over them (tensor_parallel_size, unless `args` says otherwise). Null: every server
             takes the first GPU.
@@ -162,19 +162,19 @@ class EngineConfig(Section, key="engine"):
 
 @dataclass
 class SynchronizerConfig(Section, key="synchronizer"):
-    """The way of the trainer's weights to the engine, and its checks.
+    """The way in which the trainer's weights reach the engine, and the checks of this way.
 
     Attributes:
         method: `memory` for an engine in this process. For `vllm_server`: `checkpoint` (a folder that servers read),
-            `nccl` (from GPU to GPU) or `ipc` (within the trainer's GPU, to servers started here). `auto`: memory, and
-            checkpoint for servers.
-        folder: where `checkpoint` writes; engines on other machines must see it. Null: in memory (/dev/shm) if servers
-            are started here and there is room, else in the run's folder.
+            `nccl` (from GPU to GPU) or `ipc` (within the trainer's GPU, to servers started here). `auto`: `checkpoint`
+            for servers, `memory` for other engines.
+        folder: folder that `checkpoint` writes; engines on other machines must see it. Null: a folder in memory
+            (/dev/shm) if servers are started here and there is room, else one in the run's folder.
         check_interval: syncs between two probes; the first sync is always probed.
-        drill: before the first step, send perturbed weights and require the engine to follow.
+        drill: before the first step, send perturbed weights and require the engine to compute with them.
         sync_timeout: seconds after which a hanging sync stops the run.
-        lora: how adapters (model.lora) reach the engine: `merged` into the weights that are sent, or as an `adapter`
-            that vLLM computes beside the weights that it has loaded (in this process, or in servers of this run).
+        lora: form in which adapters (model.lora) reach the engine: `merged` into the weights that are sent, or as an
+            `adapter` that vLLM computes beside its loaded weights (in this process, or in servers of this run).
     """
 
     method: str = checked("auto", one_of, names=("auto", "memory", "checkpoint", *SENT))
@@ -185,7 +185,7 @@ class SynchronizerConfig(Section, key="synchronizer"):
     lora: str = checked("merged", one_of, names=("merged", "adapter"))
 
 
-# -- engines of the user's -------------------------------------------------------------------------------------------
+# -- engines of the user's own -----------------------------------------------------------------------------------------
 
 
 def _declared_capabilities(name: str) -> Capabilities:
@@ -210,14 +210,14 @@ ENGINE_ARGS = "engine.args"
 
 
 def engine_arguments(kind: type[Any], model: str, config: EngineConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of an engine's constructor by name: the model's name and this section; and those of `engine.args`.
+    """Two mappings of arguments for an engine's constructor: the model's name and this section; and `engine.args`.
 
     The constructor's parameters `model` and `config`, or else its first two, get the model's name and the section. A
-    user's constructor with more parameters gets `engine.args` for them.
+    user's constructor with more parameters gets `engine.args` for them; for others the second mapping is empty.
 
     Raises:
-        ArgumentError: an unknown argument, or a missing one.
-        ConfigError: the constructor takes fewer than two.
+        ArgumentError: an argument is unknown or missing.
+        ConfigError: the constructor takes fewer than two arguments.
     """
     label = f"engine '{config.name}'"
     parameters = inspect.signature(kind).parameters.values()
@@ -229,14 +229,14 @@ def engine_arguments(kind: type[Any], model: str, config: EngineConfig) -> tuple
             f"{label} is made as {kind.__name__}(model, config), and takes ({', '.join(names)}).", key="engine.name"
         )
     [owner] = [cls for cls in kind.__mro__ if "__init__" in vars(cls)][:1]
-    further = parameters_beside(kind, names) if not owner.__module__.startswith("trinity_lightning.") else []
-    args = dict(config.args) if further else {}
+    takes_args = not owner.__module__.startswith("trinity_lightning.") and parameters_beside(kind, names)
+    args = dict(config.args) if takes_args else {}
     check_arguments(label, kind, args, ENGINE_ARGS, names)
     return dict(zip(names, (model, config), strict=True)), args
 
 
 def unread_key(key: str, engine: str) -> str:
-    """The message about a key of `engine` that this engine ignores; it names the engines that read it."""
+    """The message about a key of `engine` that this engine ignores. It names the engines that read the key."""
     owners = [name for name, capabilities in CAPABILITIES.items() if key in capabilities.keys]
     of_vllm = len(owners) > 1 and all(CAPABILITIES[name].is_vllm for name in owners)
     owner = "vLLM" if of_vllm else f"engine={' or '.join(owners)}"
@@ -259,8 +259,8 @@ def check_vllm_args(key: str, engine: EngineConfig, in_process: bool, here: bool
     """Refuse settings with which vLLM computes wrongly, or which it cannot follow in this process; a ConfigError.
 
     Speculative decoding is refused without a GPU. With n-grams and float32, vLLM's CPU build drew other tokens in a
-    batch than alone, and gave tokens that a random model is unsure of the log-probability 0; only greedy decoding was
-    exact.
+    batch than alone. It also gave the log-probability 0 to tokens of a random model, which is sure of none. Only greedy
+    decoding was exact.
 
     Args:
         key: dotted key of the engine's section.

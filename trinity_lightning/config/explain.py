@@ -1,4 +1,4 @@
-"""Errors of Hydra, OmegaConf and YAML in one sentence each, and how a command ends with an error."""
+"""Explains errors of Hydra, OmegaConf and YAML in one sentence each, and ends a command that failed."""
 
 import argparse
 import logging
@@ -20,33 +20,33 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trinity_lightning.config.own_code import described, place_of
-from trinity_lightning.config.registry import config_dir, options
+from trinity_lightning.config.registry import config_dir, groups, options
 from trinity_lightning.config.run import TrainConfig
-from trinity_lightning.config.sections import (
-    choice_of,
-    groups,
-    sentence_of,
-)
+from trinity_lightning.config.sections import choice_of, sentence_of
 from trinity_lightning.config.trainer import NOT_OF_A_RUN, SET_INSTEAD
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TakenFolderError, TrinityError
 
-PROGRAMS = ("plan", "evaluate", "report")
+PROGRAMS = ("plan", "evaluate", "report")  # commands other than training
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
-begun: set[Path] = set()  # folders made by this process, or by Hydra for it, for runs and evaluations
+begun: set[Path] = set()  # folders of runs and evaluations that this process made, or Hydra made for it
 LOCK = ".lock"
 
-_COMPOSING = ("hydra", "omegaconf", "antlr4", "yaml")
+_COMPOSING = ("hydra", "omegaconf", "antlr4", "yaml")  # packages that compose a configuration
+
+# -- one sentence about an error ---------------------------------------------------------------------------------------
+
+# Messages of Hydra and OmegaConf.
 _NEW_ENTRY = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)\.([\w.]+)=(.*)")
 _IN_A_FILE = re.compile(r"In '(\w+)/(.*)': ")
-_THERE_ALREADY = re.compile(r"Could not append to config\. An item is already at '([^']+)'")
+_SET_ALREADY = re.compile(r"Could not append to config\. An item is already at '([^']+)'")
 _NOT_TO_DELETE = re.compile(r"Could not delete from config\. '(\w+)\.[^']+' does not exist")
 _TWICE = re.compile(r"Multiple values for ([\w/]+)\.")
 _NAME_FOR_KEYS = re.compile(r"Merge error: str is not a subclass of (\w+)|Cannot assign str to Dict")
 
 
 def explain(error: BaseException) -> str:
-    """One sentence about an error of `CONFIG_ERRORS`; for any other error its own message."""
+    """One sentence about an error of `CONFIG_ERRORS`; the message of any other error."""
     if isinstance(error, yaml.MarkedYAMLError):
         return _explain_yaml(error)
     if isinstance(error, OverrideParseException):
@@ -60,10 +60,10 @@ def explain(error: BaseException) -> str:
         group, name, key, value = entry.groups()
         whole = f"{{{name}: {{name: {name}, {key}: {value}}}}}"
         return f"'{group}.{name}' is not there yet: add it as a whole, '+{group}={whole}'."
-    if there := _THERE_ALREADY.match(str(root)):
-        return f"'{there[1]}' is set already: leave out the plus sign, {there[1]}=VALUE."
-    if gone := _NOT_TO_DELETE.match(str(root)):
-        sweep = f" A sweep needs it before it has chosen a recipe: leave out all of them, '~{gone[1]}'."
+    if already := _SET_ALREADY.match(str(root)):
+        return f"'{already[1]}' is set already: leave out the plus sign, {already[1]}=VALUE."
+    if missing := _NOT_TO_DELETE.match(str(root)):
+        sweep = f" A sweep needs it before it has chosen a recipe: leave out all of them, '~{missing[1]}'."
         return f"{str(root).partition('. ')[2]}{sweep if {'--multirun', '-m'} & {*sys.argv} else ''}"
     if twice := _TWICE.match(str(root)):
         return f"{twice[1]} is chosen twice: give {'+' if twice[1] == 'recipe' else ''}{twice[1]}=NAME once."
@@ -116,12 +116,10 @@ def explain_composition(error: Exception) -> str | None:
     if isinstance(error, UnicodeDecodeError):
         paths = [frame.f_locals["full_path"] for frame in frames if "full_path" in frame.f_locals]
         return f"{paths[-1] if paths else 'a configuration file'} is no text: give a YAML file in UTF-8."
-    failed = error if isinstance(error, OSError) else error.__cause__  # logging wraps it
-    if isinstance(failed, OSError) and failed.strerror:
-        where = f", '{failed.filename}'" if failed.filename else ""  # a full disk has none
-        return (
-            f"output_dir or hydra.run.dir: cannot write the run's folder{where}: {failed.strerror}: give another one."
-        )
+    cause = error if isinstance(error, OSError) else error.__cause__  # the module logging wraps the error
+    if isinstance(cause, OSError) and cause.strerror:
+        file = f", '{cause.filename}'" if cause.filename else ""  # the error of a full disk names no file
+        return f"output_dir or hydra.run.dir: cannot write the run's folder{file}: {cause.strerror}: give another one."
     return None
 
 
@@ -147,7 +145,7 @@ def _explain_grammar(override: str) -> str:
 
 
 def _no_choice(frames: Sequence[FrameType]) -> Override | None:
-    """The override that gives a group anything but a choice's name or a list of names; None if there is none."""
+    """The override that sets a group to anything but a choice's name or a list of names; None if there is none."""
     parsed = (frame.f_locals["parsed_overrides"] for frame in frames if "parsed_overrides" in frame.f_locals)
     for override in next(parsed, []):
         value = override.value()
@@ -183,7 +181,8 @@ def _explain_group(override: Override) -> str:
 _PLUGINS = ("sweeper/optuna", *(f"launcher/{name}" for name in ("joblib", "ray", "submitit_local", "submitit_slurm")))
 
 
-def _explain_missing(path: str, there: Sequence[str] | None) -> str:
+def _explain_missing(path: str, known: Sequence[str] | None) -> str:
+    """The sentence about a missing file or choice; `known` are the choices of its group, None if Hydra lists none."""
     group, slash, name = path.partition("/")
     if group == "hydra" and name in _PLUGINS:
         return (
@@ -196,11 +195,11 @@ def _explain_missing(path: str, there: Sequence[str] | None) -> str:
         hint = f" Your own goes by {group}.name={name}."
     if group == "model":
         hint = " Your own goes by model=custom model.name=FOLDER, or a name of the hub."
-    return unknown_name(group, name, options(group) if there is None else there) + hint
+    return unknown_name(group, name, options(group) if known is None else known) + hint
 
 
 def _place(group: str, name: str, key: str) -> str:
-    """A configuration file, and the line of the key if the file is ours or in the folder of `--config-dir`."""
+    """A configuration file, and the key's line if the file is in this package or in the folder of `--config-dir`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path, default=Path())
     shipped = config_dir("recipes") if group == "recipe" else config_dir("conf") / group
@@ -219,7 +218,7 @@ def _line(node: yaml.Node | None, keys: Sequence[str]) -> int | None:
 
 
 def _explain_choice(error: OmegaConfBaseException) -> str | None:
-    """The sentence about a recipe that gives a choice's name as the value of its group; None for another error."""
+    """The sentence about a recipe that sets a group to the name of a choice; None for another error."""
     if not (match := _NAME_FOR_KEYS.search(str(error))):
         return None
     sections = {getattr(section.type, "__name__", ""): section.name for section in fields(TrainConfig)}
@@ -236,15 +235,18 @@ def _root(error: BaseException) -> BaseException:
     return _root(cause) if wrapped and isinstance(cause, CONFIG_ERRORS) else error
 
 
-# -- how a command ends -----------------------------------------------------------------------------------------------
+# -- the end of a command ----------------------------------------------------------------------------------------------
 
 
 def end_run(error: BaseException, folder: str | Path | None) -> NoReturn:
-    """Print and log the error that ended a run, and exit; see `errors_as_sentences`. `folder`: None if it was older."""
+    """Print and log the error that ended a run, and exit; see `hydra.errors_as_sentences`.
+
+    `folder` is the run's folder, or None if the folder existed before this command.
+    """
     if isinstance(error, SystemExit):
         if not isinstance(error.__context__, KeyboardInterrupt):
             raise error
-        error = error.__context__  # Lightning turns Ctrl-C within fit into an exit
+        error = error.__context__  # Lightning turns Ctrl-C within `fit` into a SystemExit
     sentence = log_end(error)
     print(f"trinity-lightning: {sentence}", file=sys.stderr)
     if not isinstance(error, (*CONFIG_ERRORS, KeyboardInterrupt)):
@@ -255,9 +257,9 @@ def end_run(error: BaseException, folder: str | Path | None) -> NoReturn:
 
 
 def log_end(error: BaseException) -> str:
-    """Write the error that ended a run to its log, with the traceback, and return its sentence.
+    """Write the error that ended a run to the run's log, with the traceback, and return the error's sentence.
 
-    If the folder is another run's, nothing is written.
+    Nothing is written if the folder belongs to another run.
     """
     known = isinstance(error, (TrinityError, OmegaConfBaseException, KeyboardInterrupt))
     sentence = str(error) if known else described(error)
@@ -279,7 +281,7 @@ def _log_to_file(level: int, sentence: str, trace: Any) -> list[str]:
 
 
 def end_by_own_code(error: Exception) -> None:
-    """Log an error of any other type; if the user's code raised it, print its file and line, and exit."""
+    """Log an error that is not of this package. If the user's code raised it, print its file and line, and exit."""
     logs = _log_to_file(logging.ERROR, described(error), sys.exc_info())
     if place_of(error) is not None:
         more = f" The traceback is in {logs[0]}." if logs else ""
@@ -288,17 +290,17 @@ def end_by_own_code(error: Exception) -> None:
 
 
 def _discard_unused(folder: Path) -> None:
-    """Remove a run's folder that holds nothing but logs and records, and parents that were made for it."""
+    """Remove a run's folder if it holds nothing but logs and records; also remove parents that were made for it."""
     inside = [path for path in folder.rglob("*") if path.is_file()]
     if all(path.parent.name == ".hydra" or path.suffix == ".log" or path.name == LOCK for path in inside):
         shutil.rmtree(folder, ignore_errors=True)
         for parent in (path for path in folder.resolve().parents if path in begun):
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # the parent is not empty
                 parent.rmdir()
 
 
 def end_command(error: Exception) -> None:
-    """Print the error that ended a command before its run began, and exit; other errors than configuration's pass."""
+    """Print a configuration error that ended a command before its run began, and exit. Return for any other error."""
     sentence = explain(error) if isinstance(error, CONFIG_ERRORS) else explain_composition(error)
     if sentence is not None:
         print(f"trinity-lightning: {sentence}", file=sys.stderr)

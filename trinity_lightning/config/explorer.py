@@ -18,10 +18,9 @@ from trinity_lightning.errors import ConfigError
 if TYPE_CHECKING:
     from trinity_lightning.config.run import TrainConfig
 
-
-DEFAULT_TEMPERATURE = 1.0  # the default of every engine
-MOST_OF_A_STEP = 100_000  # most prompts of a step, and most rollouts of a prompt: all of a step is held at once
-# Settings that change the sampled distribution, each with the value that leaves it as it is.
+DEFAULT_TEMPERATURE = 1.0  # of every engine
+MOST_OF_A_STEP = 100_000  # most prompts of a step, and most rollouts of a prompt; a whole step is held in memory
+# Settings that change the sampled distribution, each with the value that leaves the distribution as it is.
 NEUTRAL_SAMPLING = {
     "top_p": 1.0,
     "top_k": -1,
@@ -31,8 +30,8 @@ NEUTRAL_SAMPLING = {
     "repetition_penalty": 1.0,
 }
 
-# Settings with which the sampled distribution is not the policy's, whose gradient is taken. Only a workflow's calls can
-# have those of the second line.
+# Settings with which the sampled distribution is not the policy's, so that its gradient would be wrong. Only the calls
+# of a workflow can have the settings of the second line.
 EVALUATION_ONLY = (
     *NEUTRAL_SAMPLING,
     *("min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "thinking_token_budget"),
@@ -54,14 +53,14 @@ class SamplingConfig(Section, key="sampling"):
         stop: strings that end a response.
         skip_special_tokens: leave special tokens, such as markers of tool calls, out of the text that rewards,
             environments and tool parsers read. Thoughts between special tokens then look like the answer. Null: no;
-            they judge all that the policy wrote, except end tokens.
-        include_stop_str_in_output: keep the string of `stop` that ended a response in that text. Null: yes; the policy
-            wrote it, and is trained on it.
+            this text is all that the policy wrote, except end tokens.
+        include_stop_str_in_output: keep the string of `stop` that ended a response in this text. Null: yes; the policy
+            wrote the string, and is trained on it.
         top_p: sample from the most likely tokens that make up this probability.
         top_k: sample from this many tokens.
         min_p: sample from tokens with at least this share of the likeliest token's probability.
-        presence_penalty: subtracted from the logits of tokens that have appeared.
-        frequency_penalty: subtracted from the logits of tokens for each appearance.
+        presence_penalty: number subtracted from the logits of tokens that have appeared.
+        frequency_penalty: number subtracted from the logits of tokens for each appearance.
         repetition_penalty: divisor of the logits of tokens that have appeared.
     """
 
@@ -79,12 +78,14 @@ class SamplingConfig(Section, key="sampling"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.top_k != -1:  # vLLM's value for all tokens
+        if self.top_k != -1:  # -1 is vLLM's value for all tokens
             whole_number("sampling.top_k", self.top_k, least=1, optional=True)
 
 
 def check_trained_sampling(settings: Mapping[str, Any]) -> None:
-    """Refuse settings (by vLLM's names; None is unset) that draw rollouts from another distribution than the policy's.
+    """Refuse settings with which rollouts are not drawn from the policy's distribution.
+
+    `settings` has vLLM's names; None is unset.
 
     Raises:
         ConfigError: names the setting.
@@ -106,11 +107,11 @@ def check_trained_sampling(settings: Mapping[str, Any]) -> None:
 
 @dataclass
 class OverRolloutConfig(Section, key="explorer.over_rollout"):
-    """Finish a step when most of its tasks are done.
+    """Finishes a step when most of its tasks are done.
 
     Attributes:
         ratio: share of a step's tasks that may be left out; 0: none.
-        wait_after_min: seconds to wait for the others once `1 - ratio` of the tasks are done.
+        wait_after_min: seconds to wait for the other tasks once `1 - ratio` of the tasks are done.
     """
 
     ratio: float = checked(0.0, number, least=0, most=0.99)
@@ -119,7 +120,7 @@ class OverRolloutConfig(Section, key="explorer.over_rollout"):
 
 @dataclass
 class DynamicTimeoutConfig(Section, key="explorer.dynamic_timeout"):
-    """A time-out of training tasks that follows their usual duration.
+    """A time-out of training tasks by their average duration.
 
     Attributes:
         enable: set the time-out to min(max_timeout, ratio * average).
@@ -140,7 +141,7 @@ class ExplorerConfig(Section, key="explorer"):
         batch_size: tasks (prompts) an explore step.
         repeat_times: rollouts of each task, the group size.
         runner_per_model: runners of each model; a runner runs one task at a time. Null (as the commands set it): one
-            for every task of a step and at least 64; with Ray 8.
+            for every task of a step, and at least 64; with Ray 8.
         max_timeout: seconds that one attempt at a task may take.
         max_retry_times: further attempts after a failed one.
         max_repeat_times_per_runner: rollouts in a chunk; a task with more rollouts is cut into chunks. Null: never.
@@ -149,10 +150,10 @@ class ExplorerConfig(Section, key="explorer"):
         ray_address: Ray cluster to join: HOST:PORT of its head, or `auto` for the cluster on this machine. Null: the
             run starts one.
         reward_workers: (local runners) processes that call reward functions. 0: threads of this process call them, and
-            slow pure Python in a reward function slows rollouts and training ([reward](reward.md)).
-        reward_timeout: seconds that a call of a reward function may take in such a process; then the process is ended.
+            a reward function in slow pure Python slows rollouts and training ([reward](reward.md)).
+        reward_timeout: seconds that a call of a reward function may take in such a process. Then the process is ended.
         max_refills: times that a step may ask for further tasks if add_strategy=dapo leaves it short.
-        sync_interval: explore steps between weight syncs; above 1, the steps between are sampled from older weights,
+        sync_interval: explore steps between weight syncs. Above 1, the steps between are sampled from older weights,
             which engine=transformers does not have.
         sync_offset: steps by which the trainer lags behind the explorer. 0 is on-policy. With 1, the next step's
             rollouts run while the trainer trains, which needs engine=vllm_server. No rollouts are started beyond the
@@ -204,18 +205,18 @@ class ExplorerConfig(Section, key="explorer"):
 
     @property
     def runners(self) -> int:
-        """`runner_per_model`, or the number that null stands for: coroutines cost little, Ray's processes much."""
+        """Runners of each model. Null stands for 8 processes of Ray, or for at least 64 coroutines, which are cheap."""
         return self.runner_per_model or (8 if self.runner == "ray" else max(self.batch_size, 64))
 
     @property
     def samples_older_weights(self) -> bool:
-        """True if a step may be trained on rollouts of weights before the present ones."""
+        """True if a step may be trained on rollouts of weights older than the present ones."""
         return self.sync_interval > 1 or self.sync_offset > 0
 
 
 @dataclass
 class WorkflowConfig(Section, key="workflow"):
-    """The workflow, which tries a task.
+    """The workflow, by which a task is tried.
 
     Attributes:
         name: a registered name, or the dotted path of your own class.
@@ -246,11 +247,11 @@ class AuxiliaryConfig(Section):
     """A model beside the policy, such as a judge or a teacher, that workflows and operators ask.
 
     Attributes:
-        model: `smollm2`, `tiny`, a folder or a hub name, of which the run starts a vLLM server; with `url`, the name of
-            the model in requests.
+        model: `smollm2`, `tiny`, a folder or a hub name; the run starts a vLLM server of this model. With `url`: the
+            name of the model in requests.
         url: an OpenAI-compatible endpoint to ask instead, such as https://api.openai.com/v1.
         api_key_env: environment variable with the endpoint's key, such as OPENAI_API_KEY; null: no key is sent.
-        engine: knobs of the server that the run starts, without `name`, `urls`, `servers` and `sleep`. The default
+        engine: settings of the server that the run starts, without `name`, `urls`, `servers` and `sleep`. The default
             max_model_len of a teacher (workflow on_policy_distill, operator teacher_top_k) is the policy's plus one.
     """
 
@@ -286,9 +287,9 @@ class AuxiliaryConfig(Section):
             )
 
 
-def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
-    """The auxiliary model under a key, from a mapping or as a copy of a section; errors as `Section`."""
-    values = {"model": "", **given} if isinstance(given, Mapping) else given
+def auxiliary_config(key: str, value: Any) -> AuxiliaryConfig:
+    """The auxiliary model under a key, made from a mapping or copied from a section. Errors as `Section`."""
+    values = {"model": "", **value} if isinstance(value, Mapping) else value
     section = section_of(key, AuxiliaryConfig, values) if isinstance(values, Mapping | AuxiliaryConfig) else None
     if section is None or not section.model:
         raise ConfigError(
@@ -298,9 +299,10 @@ def auxiliary_config(key: str, given: Any) -> AuxiliaryConfig:
 
 
 def auxiliary_configs(run: "TrainConfig") -> dict[str, Any]:
-    """The auxiliary models of a run by name; errors as `Section`.
+    """The auxiliary models of a run by name. Errors as `Section`.
 
-    A teacher that the run starts gets a context for whole rollouts and the token that it samples itself.
+    A teacher that the run starts gets a context of one token more than the policy's. It reads whole rollouts, and
+    samples a token.
     """
     models = run.auxiliary_models
     configs = {str(name): auxiliary_config(f"auxiliary_models.{name}", model) for name, model in models.items()}
@@ -317,7 +319,7 @@ def asked_model(section: str, workflow: str, args: Mapping[str, Any], models: Se
     Args:
         section: key of the workflow, for messages.
         workflow: name of the workflow.
-        args: its arguments; one of them is the model's name or number, 0 by default.
+        args: arguments of the workflow; one of them is the model's name or number, 0 by default.
         models: names of the auxiliary models.
 
     Raises:
@@ -339,12 +341,12 @@ def asked_model(section: str, workflow: str, args: Mapping[str, Any], models: Se
 
 
 def _asked_by(operator: OperatorConfig) -> str:
-    """Name of the model that an operator of `ASKING_OPERATORS` asks, whether or not it exists."""
+    """Name of the model that an operator of `ASKING_OPERATORS` asks. The model may not exist."""
     return str(operator.args.get("model", "teacher" if operator.name == TEACHER_OPERATOR else None))
 
 
 def teachers_of(run: "TrainConfig") -> list[str]:
-    """Names of the auxiliary models that operators and the workflow use as teachers; some may not exist."""
+    """Names of the auxiliary models that operators and the workflow use as teachers. Some may not exist."""
     names = [_asked_by(operator) for operator in run.operators.values() if operator.name == TEACHER_OPERATOR]
     if run.workflow.name == TEACHER_WORKFLOW:
         models = list(map(str, run.auxiliary_models))
@@ -353,9 +355,9 @@ def teachers_of(run: "TrainConfig") -> list[str]:
 
 
 def auxiliary_servers(run: "TrainConfig") -> list[tuple[str, str, EngineConfig, bool]]:
-    """The auxiliary models that the run starts: key of the engine, model, engine, and True for a teacher's context.
+    """The auxiliary models that the run starts, each as key of the engine, model, engine, and a flag.
 
-    A teacher's context follows from the policy's: it is one token longer.
+    The flag is True for a teacher whose context follows from the policy's and is one token longer.
     """
     teachers, context = teachers_of(run), run.engine.max_model_len + 1
     return [
@@ -373,8 +375,8 @@ def auxiliary_servers(run: "TrainConfig") -> list[tuple[str, str, EngineConfig, 
 def check_teachers(run: "TrainConfig") -> None:
     """Refuse an operator whose model does not exist, and a teacher that cannot answer; a ConfigError.
 
-    A teacher cannot answer if its context is too short, its vocabulary is smaller than the number of tokens asked for,
-    or its endpoint only chats. A teacher whose answers no strategy uses is refused too.
+    A teacher cannot answer if its context is too short, if its vocabulary is smaller than the number of tokens asked
+    for, or if its endpoint only chats. A teacher whose answers are not used is refused too.
     """
     models = list(run.auxiliary_models)
     for operator in (operator for operator in run.operators.values() if operator.name in ASKING_OPERATORS):
@@ -416,7 +418,7 @@ def check_teachers(run: "TrainConfig") -> None:
 
 
 def _check_weighed(run: "TrainConfig") -> None:
-    """Refuse a workflow that asks a teacher if no part uses the answers; a part of the user's own may use them."""
+    """Refuse a workflow that asks a teacher if no part uses the answers. A user's part is assumed to use them."""
     strategies = [strategy.name for strategy in run.add_strategy.values()]
     parts = [*strategies, run.algorithm.policy_loss.name, *(operator.name for operator in run.operators.values())]
     weighed = TEACHER_WORKFLOW in strategies or any("." in name for name in parts)
@@ -430,7 +432,7 @@ def _check_weighed(run: "TrainConfig") -> None:
 
 
 def check_asked(run: "TrainConfig") -> None:
-    """Refuse an auxiliary model that no part asks; a ConfigError. A part of the user's own may ask any."""
+    """Refuse an auxiliary model that no part asks; a ConfigError. A user's part may ask any model."""
     models, operators = list(run.auxiliary_models), list(run.operators.values())
     workflows = {run.workflow.name: run.workflow.args}
     if run.eval_workflow is not None:
@@ -453,7 +455,7 @@ def check_asked(run: "TrainConfig") -> None:
 
 
 def check_vocabularies(run: "TrainConfig") -> None:
-    """Refuse a teacher that the run starts and that has another vocabulary than the policy; a ConfigError."""
+    """Refuse a teacher that the run starts if its vocabulary is not the policy's; a ConfigError."""
     for name in teachers_of(run):
         teacher = run.auxiliary_models[name]
         if teacher.url is None:
@@ -461,7 +463,7 @@ def check_vocabularies(run: "TrainConfig") -> None:
 
 
 def _vocabulary(model: str) -> int | None:
-    """The vocabulary size in a model's configuration; None if the model is not on this machine or does not say."""
+    """The vocabulary size in a model's config; None if the model is not on this machine, or its config has no size."""
     folder = Path(resolve_model(model))
     config = config_of(folder) if (folder / "config.json").is_file() else {}
     return config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")

@@ -1,4 +1,4 @@
-"""Hydra's side of the configuration: its registered schema and choices, folders of runs, and commands."""
+"""Hydra's part of the configuration: the registered schema and choices, folders of runs, and commands."""
 
 import errno
 import fcntl
@@ -46,26 +46,29 @@ from trinity_lightning.errors import ConfigError, TakenFolderError, TrinityError
 logger = logging.getLogger(__name__)
 
 
-def register(within: str | None = "") -> None:
-    """Register the schema, the recipes, the parts and our resolvers with Hydra; it may be called twice.
+# -- schema, recipes and resolvers -------------------------------------------------------------------------------------
 
-    `within` is that of `run_dir`; None: the command writes nothing and has no folder.
+
+def register(within: str | None = "") -> None:
+    """Register the schema, the recipes, the parts and this package's resolvers with Hydra. Calling it twice is allowed.
+
+    `within`: see `run_dir`; None: the command writes nothing and has no folder.
     """
     store = ConfigStore.instance()
-    # Hydra copies the store for each composition, and for each group that --help lists, without ever changing it.
+    # Hydra copies the store for each composition, and for each group that --help lists. It never changes the copies.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     schema = schema_of(TrainConfig)
     # Plain mappings: a PartConfig would not merge with the bare name that a recipe may give.
     schema.algorithm.policy_loss = OmegaConf.create(vars(AlgorithmConfig().policy_loss))
     schema.optimizer.lr_scheduler = OmegaConf.create(vars(OptimizerConfig().lr_scheduler))
     for part in (schema.algorithm.policy_loss, schema.optimizer.lr_scheduler, schema.optimizer):
-        OmegaConf.set_struct(part.args, False)  # no plus sign: the part knows its arguments
+        OmegaConf.set_struct(part.args, False)  # an argument needs no plus sign: the part refuses unknown ones
     OmegaConf.set_struct(schema.taskset.args, False)
     for name in set(NAMED_PARTS) & {*schema}:
         parts: Any = schema._get_node(name)
-        parts._metadata.optional = True  # null removes them all, see run.settle_parts
+        parts._metadata.optional = True  # null removes all of them, see `run.settle_parts`
     for tasksets in (schema.tasksets, schema.eval_tasksets):
-        tasksets._metadata.element_type = Optional[TasksetConfig]  # noqa: UP045  # OmegaConf reads this form
+        tasksets._metadata.element_type = Optional[TasksetConfig]  # noqa: UP045  # OmegaConf reads only this form
     store.store(name="schema", node=schema)
     for path in config_dir("recipes").glob("*.yaml"):
         store.store(group="recipe", name=path.stem, node=OmegaConf.load(path), package="_global_")
@@ -80,7 +83,7 @@ def register(within: str | None = "") -> None:
 
 
 def _folder(within: str | None, root: str, name: str, ckpt_path: str | None, *, _root_: DictConfig) -> str:
-    """The folder that Hydra writes to: `output_dir` if it is given, or a new folder."""
+    """The folder that Hydra writes to: `output_dir` if it is given, the folder to resume from, or a new folder."""
     if within is None:
         return "."
     if resolved := OmegaConf.select(_root_, "hydra.runtime.output_dir"):
@@ -102,22 +105,25 @@ def _folder(within: str | None, root: str, name: str, ckpt_path: str | None, *, 
     return run_dir(root, name, None if within else ckpt_path, within)
 
 
+# -- folders of runs ---------------------------------------------------------------------------------------------------
+
+
 def _begin(folder: Path) -> None:
-    """Remember which folders are about to be made: this one, and its missing parents."""
+    """Remember the folders that are about to be made: this one and its missing parents."""
     begun.update(path.resolve() for path in (folder, *folder.parents) if not path.exists())
 
 
 def run_dir(root: str, name: str, ckpt_path: str | None, within: str = "") -> str:
-    """A new folder for this run; with `ckpt_path=last` the newest folder of that name with a checkpoint.
+    """A new folder for this run; with `ckpt_path=last`, the folder of that name with the newest checkpoint.
 
     Args:
         root: `output_root`.
         name: the run's name.
         ckpt_path: as configured.
-        within: folder for evaluations inside the name's folder; empty for runs.
+        within: name of the folder for evaluations, inside the folder `name`; empty for runs.
 
     Raises:
-        ConfigError: nothing to resume, a name that cannot be a folder's name, or a folder that cannot be made.
+        ConfigError: there is no run to resume, the name cannot be a folder's name, or the folder cannot be made.
     """
     if not re.fullmatch(r"[\w.+=@-]*\w[\w.+=@-]*", name):
         raise ConfigError(
@@ -129,7 +135,7 @@ def run_dir(root: str, name: str, ckpt_path: str | None, within: str = "") -> st
 
 
 def _new_folder(folder: Path) -> Path:
-    """Make the folder; if another run began in the same second, one with a number behind its name."""
+    """Make the folder. If another run began in the same second, a number follows the folder's name."""
     number = 1
     while True:
         try:
@@ -147,10 +153,10 @@ def _new_folder(folder: Path) -> Path:
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Lock a run's folder against other processes, also of other machines if the file system has locks.
+    """Lock a run's folder against other processes. Processes of other machines count if the file system has locks.
 
-    When the process dies, the system releases the lock, even if child processes live on. On a file system without
-    locks (Lustre mounted without them, for example), a warning is logged.
+    When this process dies, the system releases the lock, even if child processes live on. If the file system has no
+    locks, as Lustre may be mounted, a warning is logged.
 
     Raises:
         TakenFolderError: another process holds the lock.
@@ -159,7 +165,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
         try:
             fcntl.lockf(stack.enter_context((folder / LOCK).open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES) and error.filename is None:  # of the lock, not of opening
+            if error.errno in (errno.EAGAIN, errno.EACCES) and error.filename is None:  # an error of opening has a name
                 raise TakenFolderError(
                     f"another process is at work in '{folder}': wait for its end, or give this one another output_dir."
                 ) from error
@@ -169,8 +175,11 @@ def sole_writer(folder: Path) -> Iterator[None]:
         yield
 
 
+# -- records of a run, and its names in W&B ----------------------------------------------------------------------------
+
+
 def composition(config: DictConfig) -> dict[str, str]:
-    """Hydra's records of a composed command (`config.yaml`, `hydra.yaml`, `overrides.yaml`) by name, as text."""
+    """The texts of Hydra's records of a composed command (`config.yaml`, `hydra.yaml`, `overrides.yaml`) by name."""
     hydra = HydraConfig.instance().cfg
     parts = {"config": config, "hydra": hydra, "overrides": HydraConfig.get().overrides.task}
     return {f"{name}.yaml": OmegaConf.to_yaml(part) for name, part in parts.items()}
@@ -179,8 +188,8 @@ def composition(config: DictConfig) -> dict[str, str]:
 def record_composition(files: Mapping[str, str], folder: Path) -> None:
     """Write the records of `composition` to a run's folder.
 
-    Hydra itself would write them before it is clear that the folder is this run's. A refused command would then replace
-    the record by which `ckpt_path=auto` finds the run in that folder.
+    Hydra itself would write them before it is known that the folder belongs to this run. A refused command would then
+    replace the record of the run in that folder, by which `ckpt_path=auto` finds the run.
     """
     record = (folder / RECORD).parent
     record.mkdir(exist_ok=True)
@@ -193,7 +202,7 @@ def _group(name: str, mode: Any, sweep_dir: str) -> str:
     return f"{name}/{Path(sweep_dir).name}" if str(mode).endswith("MULTIRUN") else name
 
 
-UNNAMED = ("recipe", "name", *NOT_OF_THE_TRAINING)  # overrides that a run's name leaves out
+UNNAMED = ("recipe", "name", *NOT_OF_THE_TRAINING)  # keys of overrides that a run's name leaves out
 LONGEST_NAME, LONGEST_TAG = 128, 64  # W&B's limits, in characters
 
 
@@ -229,8 +238,11 @@ def _tags(*, _root_: DictConfig) -> list[str]:
     return list(dict.fromkeys(str(tag)[:LONGEST_TAG] for tag in tags))
 
 
+# -- checks of a command -----------------------------------------------------------------------------------------------
+
+
 def check_overrides(config: DictConfig) -> None:
-    """Refuse `GROUP=[]` of a section, and `NAME={}` of a mapping that is not empty: Hydra ignores both.
+    """Refuse `GROUP=[]` for a section, and `NAME={}` for a mapping that is not empty. Hydra ignores both.
 
     Raises:
         ConfigError: names the override and the fix.
@@ -248,7 +260,7 @@ def check_overrides(config: DictConfig) -> None:
 
 
 def check_folder(config: DictConfig) -> None:
-    """Refuse an `output_dir` other than the folder of Hydra's files and the log; a ConfigError."""
+    """Refuse an `output_dir` that is not the folder of Hydra's files and of the log; a ConfigError."""
     if (folder := Path(HydraConfig.get().runtime.output_dir).resolve()) != Path(config.output_dir).resolve():
         raise ConfigError(
             f"output_dir is '{config.output_dir}', and this run's other files go to '{folder}'",
@@ -261,9 +273,12 @@ def check_folder(config: DictConfig) -> None:
 
 
 def check_processes(config: DictConfig) -> None:
-    """Refuse a sweep of several devices, and processes of torchrun without a common folder; a ConfigError."""
+    """Refuse a sweep on several devices, and processes of torchrun without a common folder; a ConfigError."""
     if isinstance(config.trainer, DictConfig) and trains_together(config.trainer):
         check_start(config, HydraConfig.get())
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -271,8 +286,8 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
     """End a run by one message and an exit code: 2 for a wrong configuration, 130 for Ctrl-C, 143 for SIGTERM, else 1.
 
     For an error in the user's code, the message has its file and line. The run's log has the traceback of every error.
-    In a sweep the error is raised again, so that the other jobs run. `folder` is the run's; it is removed if a wrong
-    configuration or Ctrl-C left nothing but logs in it.
+    In a sweep the error is raised again, so that the other jobs run. `folder` is the run's folder. It is removed if a
+    wrong configuration or Ctrl-C left nothing but logs in it.
     """
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
@@ -292,9 +307,12 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
 
 
 def run_command(command: Callable[[], None], within: str | None = "") -> None:
-    """Run Hydra's main function; a wrong configuration ends it by one message and exit code 2. `within`: `register`."""
+    """Run Hydra's main function. A wrong configuration ends it by one message and exit code 2.
+
+    `within`: see `register`.
+    """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises errors instead of printing them
-    sys.path.insert(0, str(Path.cwd()))  # users' own parts lie in the folder from which they start
+    sys.path.insert(0, str(Path.cwd()))  # users' own parts lie in the folder from which they start a command
     if within is None or only_shows(sys.argv[1:]):
         end_unread()
     else:

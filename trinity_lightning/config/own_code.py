@@ -10,11 +10,11 @@ from pathlib import Path
 from trinity_lightning.errors import PartError, TrinityError
 
 LIBRARIES = [Path(__file__).parents[1], *(Path(sysconfig.get_path(key)) for key in ("stdlib", "purelib", "platlib"))]
-_PLACE = "raised_at"  # attribute of an error from another process, which keeps the traceback
+_PLACE = "raised_at"  # attribute of an error that came from another process without its traceback
 
 
 def of_a_library(file: str) -> bool:
-    """True if a source file belongs to Python, to this package or to an installed one."""
+    """True if a source file belongs to Python, to this package, or to an installed package."""
     return file.startswith("<frozen") or any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
 
 
@@ -24,20 +24,20 @@ def _is_own(frame: traceback.FrameSummary) -> bool:
 
 
 def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames from the user's outermost line on, outermost first; empty without a line of the user's."""
+    """The frames from the user's outermost line on, outermost first; empty if no line is the user's."""
     return list(dropwhile(lambda frame: not _is_own(frame), traceback.extract_tb(error.__traceback__)))
 
 
 def place_of(error: BaseException) -> str | None:
-    """The user's innermost line in a traceback, as "my_loss.py:12 in tempered"; None without one."""
+    """The user's innermost line in a traceback, as "my_loss.py:12 in tempered"; None if no line is the user's."""
     frames = [frame for frame in own_frames(error) if _is_own(frame)]
     return place(frames[-1].filename, frames[-1].lineno, frames[-1].name) if frames else getattr(error, _PLACE, None)
 
 
 def place(file: str, line: int | None, function: str) -> str:
     """A line of code for messages; a file below the current folder is shown relative to it."""
-    path, here = Path(file), Path.cwd()
-    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line} in {function}"
+    path, folder = Path(file), Path.cwd()
+    return f"{path.relative_to(folder) if path.is_relative_to(folder) else path}:{line} in {function}"
 
 
 def described(error: BaseException) -> str:
@@ -52,7 +52,7 @@ def where(error: BaseException) -> str:
 
 
 def keep_place(error: BaseException) -> None:
-    """Note on an error which line raised it, and the frames, before it goes to a process without its traceback.
+    """Note on an error its line and frames, before it goes to another process, which does not get the traceback.
 
     A TrinityError needs no note: its message is enough, and a RewardError carries its frames.
     """
@@ -63,10 +63,10 @@ def keep_place(error: BaseException) -> None:
 
 @contextmanager
 def raised_by(part: str, kind: type[TrinityError] = PartError) -> Iterator[None]:
-    """Name a user's part, and the line, in the errors that its code raises within this context.
+    """Turn an error of a user's code within this context into one that names the part and the line.
 
     Raises:
-        TrinityError: of type `kind`, in place of an error from the user's code. Other errors pass unchanged.
+        TrinityError: an error of type `kind`, in place of the user's. Other errors pass unchanged.
     """
     try:
         yield

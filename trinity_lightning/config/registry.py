@@ -1,4 +1,4 @@
-"""Parts by name: one table from a name in the configuration (`grpo`) to a dotted path, imported when it is used.
+"""Parts by name: a table from each name in the configuration (`grpo`) to a dotted path, imported when it is used.
 
 A new built-in part needs a file and a line here. A user's own part needs no line: its dotted path is its name.
 """
@@ -86,9 +86,9 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "reasoning_gym": "sources.reasoning_gym",
         },
     ),
-    # (BufferConfig, seed): a reader of what a run kept, by buffer.storage
+    # by buffer.storage, called with (BufferConfig, seed): reads the experiences that a run kept
     "experience reader": _within("buffer", {"file": "step_files.reader_of", "sql": "sql.reader_of"}),
-    # (BufferConfig, folder of the run): writes the experiences of explore steps, by buffer.keep
+    # by buffer.keep, called with (BufferConfig, folder of the run): writes the experiences of explore steps
     "experience keeper": _within("buffer", {"file": "step_files.keeper_of", "sql": "sql.keeper_of"}),
     "environment": _within(
         "explorer.workflows", {"guess_number": "multi_turn.GuessNumber", "retry": "multi_turn.Retry"}
@@ -114,16 +114,16 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "vllm_server": "vllm_server.VLLMServerEngine",
         },
     ),
-    # ways of sending weights to servers (synchronizer.method); the others need no part of their own
+    # by synchronizer.method: sends weights to servers; methods that are not listed here need no part
     "weight sender": _within("sync", {"ipc": "ipc.SharedMemory", "nccl": "nccl.WeightGroup"}),
     "runner": _within("explorer", {"local": "workflow_runner.Runners", "ray": "ray.RayRunners"}),
-    # (parameters or groups, lr, betas, eps, weight_decay)
+    # called with (parameters or groups, lr, betas, eps, weight_decay)
     "optimizer": {
         "adamw": "trinity_lightning.trainer.optim.adamw",
         "adamw_8bit": "trinity_lightning.trainer.optim.adamw_8bit",
         "adamw_offload": "trinity_lightning.trainer.optim.adamw",
     },
-    # (optimizer, num_warmup_steps, num_training_steps), of which a schedule takes what it needs
+    # called with those of (optimizer, num_warmup_steps, num_training_steps) that the schedule has as parameters
     "schedule": {
         "constant": "transformers.get_constant_schedule",
         "constant_with_warmup": "transformers.get_constant_schedule_with_warmup",
@@ -137,18 +137,18 @@ PARTS: Mapping[str, Mapping[str, str]] = {
 # Facts about built-in parts that rules need before the part is imported.
 FILTERING_STRATEGIES = ("dapo", "duplicate_informative", "reward_variance")  # they set no advantages
 SINGLE_RESPONSE_WORKFLOWS = ("judge", "math", "on_policy_distill", "simple")  # one response of the policy each
-ASKING_WORKFLOWS = {"judge": "judge", "on_policy_distill": "teacher"}  # the argument that says which model is asked
+ASKING_WORKFLOWS = {"judge": "judge", "on_policy_distill": "teacher"}  # and the argument that names the model asked
 
 
 def import_object(path: str) -> object:
     """Import the object at a dotted path such as `my_package.rewards.exact`.
 
     Raises:
-        ConfigError: the module or the attribute does not exist, or a file of the user's has a syntax error or a wrong
-            import; the message names the file and the line.
+        ConfigError: the module or the attribute does not exist, or the user's code has a syntax error or a wrong
+            import; the message then names the file and the line.
     """
     module_name, _, attribute = str(path).rpartition(".")
-    if not (isinstance(path, str) and module_name.partition(".")[0]):  # a `_target_` may be anything
+    if not (isinstance(path, str) and module_name.partition(".")[0]):  # a `_target_` may have any value
         raise ConfigError(f"{path!r} is not a dotted path", fix="write 'module.attribute'")
     try:
         module = importlib.import_module(module_name)
@@ -162,10 +162,10 @@ def import_object(path: str) -> object:
 
 
 class Registry(Generic[T]):
-    """Classes or functions of one kind by name: the built-in ones of `PARTS`, and registered ones.
+    """Classes or functions of one kind by name: those of `PARTS`, and registered ones.
 
     Args:
-        kind: a kind of `PARTS`, or another kind, in words for messages.
+        kind: a key of `PARTS`, or another kind of part; it is also shown in messages.
     """
 
     def __init__(self, kind: str) -> None:
@@ -185,7 +185,7 @@ class Registry(Generic[T]):
         return decorator
 
     def get(self, name: str) -> T:
-        """The part with this name, imported if need be; a ConfigError lists the names if there is none."""
+        """The part with this name, imported on first use; a ConfigError lists the names if there is no such part."""
         if name not in self:
             raise ConfigError(unknown_name(self.kind, name, self))
         if name not in self._items:
@@ -193,10 +193,10 @@ class Registry(Generic[T]):
         return self._items[name]
 
     def resolve(self, part: object) -> object:
-        """The part with this name or at this dotted path; anything but text is returned as the part itself.
+        """The part with this name or at this dotted path. Anything but text is the part itself, and is returned.
 
         Raises:
-            ConfigError: as `get` and `import_object`; or a method of a user's class takes other arguments than the
+            ConfigError: as `get` and `import_object`; or a method of a user's class does not take the arguments of the
                 method that it overrides.
             UnfinishedClassError: the part is an abstract class.
         """
@@ -216,9 +216,9 @@ class Registry(Generic[T]):
 
 
 def _import_refusal(path: str, error: ImportError | SyntaxError) -> ConfigError | None:
-    """The error to raise if the path's module does not exist, or a line of the user's code cannot be imported.
+    """The error to raise if the path's module does not exist, or if an import in the user's code fails.
 
-    None if the line belongs to an installed package: its traceback says more.
+    None if an import in an installed package fails: the traceback then says more.
     """
     module, missing = path.rpartition(".")[0], getattr(error, "name", None)
     not_found = isinstance(error, ModuleNotFoundError) and missing is not None
@@ -239,13 +239,13 @@ def _import_refusal(path: str, error: ImportError | SyntaxError) -> ConfigError 
 
 
 def _unknown_attribute(module: ModuleType, attribute: str) -> str:
-    """The message about a name that a module lacks, with the nearest name defined in its package."""
+    """The message about a name that a module lacks, with the nearest name that its package defines in it."""
     name = module.__name__
     package = name.partition(".")[0]
     known = [
-        name_there
-        for name_there, value in vars(module).items()
-        if not name_there.startswith("_")
+        defined
+        for defined, value in vars(module).items()
+        if not defined.startswith("_")
         and not isinstance(value, ModuleType)
         and str(getattr(value, "__module__", package)).partition(".")[0] == package
     ]
@@ -265,7 +265,7 @@ PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def config_dir(name: str) -> Path:
-    """The folder `conf` or `recipes`: in a wheel inside the package, in a checkout next to it."""
+    """The folder `conf` or `recipes`. It lies inside the package in a wheel, and next to it in a checkout."""
     for parent in (PACKAGE_DIR, PACKAGE_DIR.parent):
         if (parent / name).is_dir():
             return parent / name

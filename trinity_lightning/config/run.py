@@ -67,9 +67,10 @@ class SweepConfig(Section, key="sweep"):
     """The metric by which the jobs of a sweep (`--multirun`) are compared.
 
     Attributes:
-        metric: the metric whose last value a sweeper such as Optuna optimises, by its name in metrics.csv. Null: the
-            held-out score, eval/<taskset>/mean@<k> of the first of `eval_tasksets`; without evaluations reward/mean, of
-            runs without rollouts eval/loss or actor/pg_loss, for hydra.sweeper.direction=minimize.
+        metric: the metric whose last value a sweeper such as Optuna optimises, by its name in metrics.csv. Null:
+            eval/<taskset>/mean@<k> of the first of `eval_tasksets`, or reward/mean without evaluations. In runs without
+            rollouts: eval/loss with held-out examples, otherwise actor/pg_loss; both need
+            hydra.sweeper.direction=minimize.
     """
 
     metric: str | None = checked(None, text, optional=True)
@@ -83,8 +84,8 @@ class TrainConfig(Section, root=True):
     builds on another one. (These mappings are tasksets, eval_tasksets, auxiliary_models, reward, reward_solved,
     operators, add_strategy, logger, callbacks, and the streams of algorithm=streams.)
 
-    Operators, strategies and auxiliary models are plain mappings for Hydra, which cannot add to a mapping of
-    dataclasses from the command line. Here each becomes an OperatorConfig, a PartConfig or an AuxiliaryConfig.
+    Operators, strategies and auxiliary models are plain mappings for Hydra, because its command line cannot add entries
+    to a mapping of dataclasses. Here each entry becomes an OperatorConfig, a PartConfig or an AuxiliaryConfig.
 
     Attributes:
         name: the experiment's name: its folder under `outputs/` and its group in W&B.
@@ -98,21 +99,23 @@ class TrainConfig(Section, root=True):
         taskset: the tasks to train on.
         tasksets: several tasksets to train on, by name, each with its `weight`, in place of `taskset`.
         eval_tasksets: tasksets to evaluate on, by name.
-        workflow: how a task is tried.
+        workflow: the workflow that tries a task.
         auxiliary_models: judges and teachers that workflows and operators ask, {name: {model, url, api_key_env,
             engine}}: a vLLM server of `model` that the run starts, or the endpoint `url`.
         reward: the reward of a response: a registered name, a dotted path, or {name: weight}; null: the workflow's own.
-        reward_solved: when a rollout counts as solved, for pass@k and taskset.order=by_difficulty: {component: least
-            value}, all of which must be reached. A component is a reward function, a part that one returns, another
+        reward_solved: {component: least value}. A rollout counts as solved, for pass@k and taskset.order=by_difficulty,
+            if it reaches all of these values. A component is a reward function, a part that one returns, another
             metric, or `reward`, the sum. Null: the component `math` or `accuracy`, or the only component, at 1; with
-            several others there is no pass@k.
-        sampling: how training rollouts are drawn.
-        eval_sampling: how evaluation rollouts are drawn.
-        eval_workflow: how an evaluation task is tried: a registered name or a dotted path; null: like a training task.
+            several other components there is no pass@k.
+        sampling: sampling of training rollouts.
+        eval_sampling: sampling of evaluation rollouts.
+        eval_workflow: the workflow that tries an evaluation task, by a registered name or a dotted path; null: that of
+            training tasks.
         eval_repeat_times: rollouts of each evaluation task (the k of mean@k).
         operators: experience operators, applied in order before the strategies: {name: {args: {...}, on_error}}; a key
             `name` overrides the name.
-        add_strategy: how rewards become advantages, in order: {name: {args: {...}}}; a key `name` overrides the name.
+        add_strategy: strategies that turn rewards into advantages, in order: {name: {args: {...}}}; a key `name`
+            overrides the name.
         sweep: the metric by which a sweep's jobs are compared.
         trainer, logger, callbacks: Lightning objects, as `_target_` nodes.
         save_model: write the trained policy to `<output_dir>/model` at the end.
@@ -160,7 +163,7 @@ class TrainConfig(Section, root=True):
 
     @property
     def score(self) -> str:
-        """The metric that a sweep optimises, `sweep.metric` or what its null stands for."""
+        """The metric that a sweep optimises: `sweep.metric`, or the metric for which null stands."""
         if self.sweep.metric is not None:
             return self.sweep.metric
         if not self.buffer.has_rollouts:
@@ -172,12 +175,12 @@ class TrainConfig(Section, root=True):
 
     @property
     def items(self) -> int:
-        """Optimizer steps a Lightning epoch."""
+        """Optimizer steps in a Lightning epoch."""
         return self.algorithm.optimizer_steps * self.algorithm.inner_epochs if self.buffer.has_rollouts else 1
 
 
 def check_solved(reward_solved: Any) -> None:
-    """ConfigError unless these are thresholds by component, or null."""
+    """Refuse anything but null and a mapping of components to their least values; a ConfigError."""
     if not isinstance(reward_solved, Mapping | None):
         raise ConfigError(
             f"reward_solved is {reward_solved!r}: give {{COMPONENT: LEAST VALUE}}, or null.", key="reward_solved"
@@ -187,10 +190,13 @@ def check_solved(reward_solved: Any) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Refuse a seed that one of the random generators does not take; a ConfigError."""
+    """Refuse a seed that a random generator does not take; a ConfigError."""
     whole_number("seed", seed, least=0)
     if seed >= 2**32:
         raise ConfigError(f"seed is {seed}", key="seed", fix="give a number below 2**32")
+
+
+# -- from Hydra's configuration to dataclasses -------------------------------------------------------------------------
 
 
 def typed_config(config: DictConfig) -> TrainConfig:
@@ -210,7 +216,7 @@ def typed_config(config: DictConfig) -> TrainConfig:
 
 
 def _check_sections_with_other_keys(config: DictConfig) -> None:
-    """Check the sections that stand under another key than their class's, so that the message names that key.
+    """Check again the sections whose key is not that of their class, so that the message names the right key.
 
     Raises:
         ConfigError: a section refuses a value.
@@ -237,9 +243,10 @@ NAMED_PARTS = (
 
 
 def settle_parts(config: DictConfig) -> None:
-    """Remove named parts that are null, and evaluations on held-out tasks of a source that the run does not train on.
+    """Remove named parts that are null, and evaluations that the run skips; name tasksets by their keys.
 
-    A taskset in a mapping is named by its key, unless it has a name.
+    An evaluation is skipped if the run trains on no taskset of the source in its `held_out_of`. A taskset that has a
+    name keeps it.
     """
     for key in NAMED_PARTS:
         if key in config and key not in (*FREE, "reward", "reward_solved") and config[key] is None:
@@ -269,7 +276,7 @@ def _remove(parts: DictConfig, names: list[Any]) -> None:
             del parts[name]
 
 
-# -- all rules, before anything heavy is imported ----------------------------------------------------------------------
+# -- all rules, checked without torch ----------------------------------------------------------------------------------
 
 
 def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> TrainConfig:
@@ -277,8 +284,8 @@ def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> T
 
     Args:
         config: the composed configuration.
-        trains: False for an evaluation, which generates whatever the recipe trains on, but nothing to train on.
-        here: False for the plan of a run on another machine; things that only this machine lacks are not refused then.
+        trains: False for an evaluation: it has rollouts even if the recipe trains without, and none to train on.
+        here: False for the plan of a run on another machine: devices and packages that this one lacks are not refused.
 
     Raises:
         ConfigError: names the key and the fix.
@@ -289,7 +296,7 @@ def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> T
     settle_parts(config)
     if OmegaConf.is_missing(config.model, "name"):
         raise ConfigError("model=custom needs model.name=FOLDER or model.name=org/name.", key="model")
-    check_seed(config.seed)  # before explorer.seed, which follows it
+    check_seed(config.seed)  # checked before explorer.seed, which has the same value
     run, trainer = typed_config(config), config.trainer or {}
     check_model_name(run.model.name)
     check_trainable(run.model.name)
@@ -314,7 +321,7 @@ def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> T
 
 
 def _check_keys(node: DictConfig, prefix: str) -> None:
-    """Refuse keys that the schema does not have; Hydra lets them through if they are written as `+key=value`."""
+    """Refuse keys that the schema does not have. Hydra accepts them if they are written as `+key=value`."""
     schema = OmegaConf.get_type(node)
     fields = [field.name for field in dataclasses.fields(schema)] if dataclasses.is_dataclass(schema) else None
     for key in map(str, node):
@@ -329,7 +336,7 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
 
 
 def _restore_left_out(config: DictConfig) -> None:
-    """Give the sections that `~NAME` removed their defaults again."""
+    """Add the sections that `~NAME` removed again, with their defaults."""
     if left_out := [option.name for option in dataclasses.fields(TrainConfig) if option.name not in list(config)]:
         defaults = OmegaConf.structured(TrainConfig)
         with open_dict(config):
@@ -371,7 +378,7 @@ def _check_training(run: TrainConfig) -> None:
         )
 
 
-ENDING = ("cosine", "linear")  # polynomial stays at its lr_end from there on
+ENDING = ("cosine", "linear")  # schedules that end at learning rate 0; polynomial stays at its lr_end
 
 
 def _check_steps(run: TrainConfig) -> None:
@@ -426,7 +433,7 @@ def _check_sampling(run: TrainConfig, trains: bool) -> None:
 
 
 def _check_score(run: TrainConfig) -> None:
-    """Refuse a metric for comparing a sweep's jobs that no evaluation of the run measures."""
+    """Refuse to compare a sweep's jobs by an evaluation metric that the run does not measure; a ConfigError."""
     if not run.score.startswith("eval/"):
         return
     if run.buffer.has_rollouts:
@@ -444,7 +451,7 @@ def _check_score(run: TrainConfig) -> None:
 
 
 def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any], here: bool) -> None:
-    """Refuse engines, runners and models that do not go together; for a run on this machine, also missing ones."""
+    """Refuse engines, runners and models that contradict each other; if `here`, also those that this machine lacks."""
     capabilities = capabilities_of(run.engine.name)
     if here and capabilities.is_vllm and not run.engine.urls:
         require_vllm()
@@ -475,11 +482,11 @@ def _check_engine(run: TrainConfig, capabilities: Capabilities, here: bool) -> N
 def workflow_arguments(
     workflow: str, args: Mapping[str, Any], models: Sequence[str], section: str = "workflow"
 ) -> dict[str, Any]:
-    """A workflow's arguments, in which the auxiliary model that it asks is replaced by its number.
+    """A workflow's arguments, with the number of the auxiliary model that it asks in place of the model's name.
 
     Args:
         workflow: name of the workflow.
-        args: its arguments as configured.
+        args: arguments of the workflow as configured.
         models: names of the auxiliary models.
         section: key of the workflow, for messages.
 
@@ -493,7 +500,7 @@ def workflow_arguments(
 
 
 def check_there(run: TrainConfig) -> None:
-    """Refuse models that cannot be found, and a teacher or critic with another vocabulary; a ConfigError."""
+    """Refuse models that cannot be found, and a teacher or critic whose vocabulary differs; a ConfigError."""
     for name in (run.model.name, *(model.model for model in run.auxiliary_models.values() if model.url is None)):
         check_on_hub(name)
     if run.buffer.has_rollouts:

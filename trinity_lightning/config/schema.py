@@ -1,4 +1,4 @@
-"""The sections under the module's earlier name, for scripts that import them from here."""
+"""Keeps the sections importable by this module's name, for scripts of earlier versions."""
 
 from trinity_lightning.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from trinity_lightning.config.buffer import BufferConfig as BufferConfig

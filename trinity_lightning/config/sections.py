@@ -1,4 +1,4 @@
-"""The base of the configuration's dataclasses, parts with a name and arguments, and messages about unknown keys."""
+"""The base class of all sections, parts with a name and arguments, and messages about unknown keys."""
 
 import copy
 import re
@@ -19,19 +19,19 @@ from trinity_lightning.errors import ConfigError
 
 
 class Section:
-    """Base of the configuration's dataclasses. A script's unknown keyword is refused like an unknown key in a file.
+    """Base of the configuration's dataclasses. An unknown keyword in a script is refused like an unknown key in a file.
 
     Args:
-        key: dotted key of the section, for messages; empty for a section with several places.
+        key: dotted key of the section, for messages; empty for a section that stands under several keys.
         root: True for the class of the whole configuration.
 
     Raises:
-        ConfigError: in every section: an unknown key, a value of another type or out of range, settings that do not go
-            together, or a missing file or package. The message names the key and the fix.
+        ConfigError: an unknown key, a value of the wrong type or out of range, settings that contradict each other, or
+            a missing file or package. This holds for every section. The message names the key and the fix.
     """
 
-    _key: ClassVar[str]  # with a dot behind it
-    _root: ClassVar[type[Any] | None] = None  # of all sections, once config/run.py is imported
+    _key: ClassVar[str]  # ends with a dot
+    _root: ClassVar[type[Any] | None] = None  # TrainConfig, once config/run.py is imported
 
     def __init_subclass__(cls, key: str = "", root: bool = False) -> None:
         cls._key = f"{key}." if key else ""
@@ -50,17 +50,19 @@ class Section:
         for option in fields(self):  # type: ignore[arg-type]
             key, value, rules = f"{self._key}{option.name}", getattr(self, option.name), option.metadata
             inner = option.default_factory
-            if isinstance(inner, type) and issubclass(inner, Section) and not isinstance(value, inner):  # in a script
+            if isinstance(inner, type) and issubclass(inner, Section) and not isinstance(value, inner):  # a script's
                 value = section_of(key, inner, value)
                 setattr(self, option.name, value)
             if check := rules.get("check"):
                 check(key, value)
-            needed, among = rules.get("only_with"), rules.get("among", ())
-            if needed and value != option.default:
-                other = getattr(self, needed)
+            other_name, among = rules.get("only_with"), rules.get("among", ())
+            if other_name and value != option.default:
+                other = getattr(self, other_name)
                 if not (other in among if among else other):
-                    words = f"{self._key}{needed}" + (f"={' or '.join(among)}" if among else "")
-                    raise ConfigError(f"{key} has no effect without {words}", key=key, fix="set that, or leave it out")
+                    setting = f"{self._key}{other_name}" + (f"={' or '.join(among)}" if among else "")
+                    raise ConfigError(
+                        f"{key} has no effect without {setting}", key=key, fix="set that, or leave it out"
+                    )
 
 
 T = TypeVar("T")
@@ -95,9 +97,9 @@ S = TypeVar("S", bound=Section)
 
 
 def section_of(key: str, kind: type[S], value: S | Mapping[str, Any] | None) -> S:
-    """The section under a dotted key, from its values or as a copy of a section; checked in both cases.
+    """The section under a dotted key, made from its values or copied from a section, and checked. Errors as `Section`.
 
-    A copy is checked too, because a dataclass can be changed after it was made. Errors as `Section`.
+    A copy is checked too, because a dataclass can be changed after it was made.
     """
     if isinstance(value, kind):
         return _checked_copy(value)
@@ -112,7 +114,7 @@ def _checked_copy(section: T) -> T:
 
 
 class _Flag(BooleanNode):
-    """A boolean that takes true, false or a word for them. OmegaConf's own also takes every number."""
+    """A boolean node that takes true, false, or a word for them. OmegaConf's class also takes every number."""
 
     def _validate_and_convert_impl(self, value: Any) -> bool:
         return super()._validate_and_convert_impl(value if isinstance(value, bool | str) else None)
@@ -124,7 +126,7 @@ class _Flag(BooleanNode):
 
 
 def schema_of(kind: Any) -> DictConfig:
-    """The OmegaConf schema of a section's class, or this schema itself, with booleans that take no numbers."""
+    """The OmegaConf schema of a section's class, with booleans that take no numbers. A schema is changed in place."""
     schema = kind if isinstance(kind, DictConfig) else OmegaConf.structured(kind)
     for name in schema:
         node = schema._get_node(name)
@@ -143,8 +145,8 @@ class PartConfig:
     """A part.
 
     Attributes:
-        name: a registered name, or the dotted path of your own part (in a script also a class, for some parts). In a
-            group of parts the default is the part's key.
+        name: a registered name, or the dotted path of your own part. In a script, some parts may be given as a class.
+            In a group of parts the default is the part's key.
         args: arguments of the part.
     """
 
@@ -156,11 +158,11 @@ P = TypeVar("P", bound=PartConfig)
 
 
 def part_config(key: str, value: Any, name: str | None = None, kind: type[P] = PartConfig) -> P:  # type: ignore[assignment]
-    """The part under a key, which may be written as a part, a bare name, a mapping, or None.
+    """The part under a key. It may be written as a part, a bare name, a mapping, or None.
 
     Args:
         key: the dotted key.
-        value: the part as it is written.
+        value: the part as written.
         name: the part's name if `value` has none.
         kind: the dataclass to return.
 
@@ -203,7 +205,8 @@ def strategies(group: Mapping[str, Any]) -> dict[str, PartConfig]:
 
 # -- messages about keys that do not exist, and about values that OmegaConf refuses ------------------------------------
 
-# Keys of earlier versions and of other libraries, and their names here.
+
+# Keys of earlier versions and of other libraries, and their present names.
 RENAMED = {
     "algorithm.beta": "algorithm.kl.coef",
     "algorithm.kl_coef": "algorithm.kl.coef",
@@ -239,21 +242,20 @@ def _keys_meant(prefix: str, name: str, siblings: Sequence[str]) -> list[str]:
 
     At the top level, a name is compared with the last parts of all keys: `lr` means optimizer.lr.
     """
-    places = {key: [new] for key, new in RENAMED.items() if "." not in key} | {"recipe": [_RECIPE]}
+    keys_by_last_part = {key: [new] for key, new in RENAMED.items() if "." not in key} | {"recipe": [_RECIPE]}
     for key in () if Section._root is None else _dotted_keys(schema_of(Section._root)):
-        places.setdefault(key.rpartition(".")[2], []).append(key)
-    meant = places.get(name, [])
-    if (
-        not meant
-        and (match := nearest(name, siblings if prefix else {**dict.fromkeys(siblings), **places})) is not None
-    ):
-        meant = [f"{prefix}.{match}".removeprefix(".")] if match in siblings else places[match]
+        keys_by_last_part.setdefault(key.rpartition(".")[2], []).append(key)
+    meant = keys_by_last_part.get(name, [])
+    if not meant:
+        match = nearest(name, siblings if prefix else {**dict.fromkeys(siblings), **keys_by_last_part})
+        if match is not None:
+            meant = [f"{prefix}.{match}".removeprefix(".")] if match in siblings else keys_by_last_part[match]
     within = [key for key in meant if prefix and key.startswith(f"{prefix}.")]
     return (within or meant)[:_MOST_SUGGESTED]
 
 
 def _dotted_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """The dotted keys of a schema, sections and their options."""
+    """The dotted keys of a schema: of its sections and of their options."""
     for key in map(str, node):
         yield f"{prefix}{key}"
         inner = node._get_node(key)
@@ -262,13 +264,13 @@ def _dotted_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def choice_of(group: str) -> str:
-    """The message about a group whose value is the name of a choice, such as `logger: csv` in a recipe."""
+    """The message about a recipe that sets a group to the name of a choice, such as `logger: csv`."""
     return f"{group} has keys: a recipe chooses them in its defaults, '- override /{group}: NAME'."
 
 
 _NULL = re.compile(r"Incompatible value 'None' for field|field '[\w.]+' is not Optional")
 _OF_A_RESOLVER = "ConfigError raised while resolving interpolation: "
-# OmegaConf's message about a wrong value, and ours.
+# Patterns of OmegaConf's messages about wrong values, and our wordings.
 _WRONG_VALUES = [
     (re.compile(pattern), message)
     for pattern, message in (
@@ -296,7 +298,7 @@ def sentence_of(error: OmegaConfBaseException) -> str:
     if error.parent_node is not None and error.key is not None and "not in" in str(error):
         return _not_there(key, error.parent_node)
     message = str(error).strip().splitlines()[0]
-    if _OF_A_RESOLVER in message:  # a ConfigError of ours, which says all
+    if _OF_A_RESOLVER in message:  # a ConfigError of this package, whose message is enough
         return message.partition(_OF_A_RESOLVER)[2]
     if _NULL.search(message):
         return f"{key} cannot be null: {_instead_of_null(key, error)}.".lstrip()
@@ -313,7 +315,7 @@ def key_of(error: OmegaConfBaseException) -> str:
 
 
 def _instead_of_null(key: str, error: OmegaConfBaseException) -> str:
-    """The fix for null: a value; for a section its keys, or to leave it out."""
+    """The fix for a key that cannot be null: give it a value; if it is a section, give it keys or leave it out."""
     parent = error.parent_node
     if not (
         isinstance(parent, DictConfig) and isinstance(parent._get_node(error.key, validate_access=False), DictConfig)
@@ -324,7 +326,10 @@ def _instead_of_null(key: str, error: OmegaConfBaseException) -> str:
 
 
 def _not_there(key: str, parent: Any) -> str:
-    """The message about a key that its parent lacks: an argument, an addition, or the nearest key."""
+    """The message about a key that its parent does not have.
+
+    It says where an argument belongs, how to add a key to a mapping, or which key is the nearest.
+    """
     siblings = [str(sibling) for sibling in parent] if isinstance(parent, DictConfig) else []
     prefix, _, name = key.rpartition(".")
     if key in RENAMED or nearest(name, siblings) or (not prefix and _keys_meant(prefix, name, siblings)):

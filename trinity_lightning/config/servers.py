@@ -1,4 +1,4 @@
-"""Rules about processes and devices: servers, GPUs and cores, ways of sending weights, Ray's workers."""
+"""Rules about processes and devices: servers, GPUs, cores, ways of sending weights, and workers of Ray."""
 
 import importlib.util
 import math
@@ -28,84 +28,57 @@ from trinity_lightning.errors import ConfigError
 if TYPE_CHECKING:
     from trinity_lightning.config.run import TrainConfig
 
-WORKERS_PER_CORE = 8  # a Ray worker takes seconds of a core to start, and 0.2 GB
 
-
-def require_ray() -> None:
-    """Refuse to go on without Ray; the ConfigError says how to install it."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            "explorer.runner=ray: Ray is not installed. Install it with `pip install 'trinity-lightning[ray]'`, or "
-            "choose explorer.runner=local.",
-            key="explorer.runner",
-        )
-
-
-def check_servers(run: "TrainConfig", can: Capabilities, trainer: Mapping[str, Any], here: bool) -> None:
+def check_servers(run: "TrainConfig", capabilities: Capabilities, trainer: Mapping[str, Any], here: bool) -> None:
     """Refuse servers, auxiliary models, Ray's workers and GPUs that cannot work together.
 
     Args:
         run: the configuration.
-        can: capabilities of the policy's engine.
+        capabilities: abilities of the policy's engine.
         trainer: arguments of Lightning's Trainer.
-        here: True to refuse devices, packages and processes that this machine lacks, too.
+        here: True to refuse also devices, packages and processes that this machine lacks.
 
     Raises:
         ConfigError: names the key and the fix.
     """
     if run.explorer.runner == "ray":
-        check_engine_for_ray(f"engine={run.engine.name}", can)
+        check_engine_for_ray(f"engine={run.engine.name}", capabilities)
         _check_reachable(run)
         if here:
             require_ray()
             _check_workers(run)
     for name, model in run.auxiliary_models.items():
         _check_auxiliary_model(f"auxiliary_models.{name}", model, here)
-    started = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "speculative", "args")
-    if run.engine.urls and (ignored := run.engine.changed(*started)):
+    of_started_servers = ("servers", "gpus", "cpu_cores", "kv_cache_gb", "max_num_seqs", "speculative", "args")
+    if run.engine.urls and (ignored := run.engine.changed(*of_started_servers)):
         raise ConfigError(
             f"engine.urls names servers that run already, and engine.{ignored[0]} is for servers that are started here",
             key="engine.urls",
             fix="leave one of them out",
         )
     engines = {f"auxiliary_models.{name}.engine": model.engine for name, model in run.auxiliary_models.items()}
-    if "servers" in can.keys:
+    if "servers" in capabilities.keys:
         engines["engine"] = run.engine
     for key, engine in engines.items():
         _check_share(key, engine, run.explorer.sync_offset, here)
         if engine.gpus:
-            there = gpu_count() if here else 0  # unknown on another machine: `devices` must say how many GPUs train
-            training = 0 if trainer.get("accelerator") == "cpu" else processes_of(trainer, there)
-            check_gpus_apart(key, engine.gpus, training, there or training + len(engine.gpus))
+            # The GPUs of another machine are not known: there `trainer.devices` must say how many of them train.
+            gpus = gpu_count() if here else 0
+            training = 0 if trainer.get("accelerator") == "cpu" else processes_of(trainer, gpus)
+            check_gpus_apart(key, engine.gpus, training, gpus or training + len(engine.gpus))
     if run.synchronizer.method in SENT:
-        _check_gpu_to_gpu(run, can, trainer.get("accelerator", AUTO), gpu_count() if here else None)
+        _check_gpu_to_gpu(run, capabilities, trainer.get("accelerator", AUTO), gpu_count() if here else None)
 
 
-def check_synchronizer(run: "TrainConfig", can: Capabilities) -> None:
-    """Refuse a way of sending weights that the engine does not take, and a folder that is not used; a ConfigError."""
-    synchronizer, engine = run.synchronizer, run.engine
-    method, methods = synchronizer.method, can.sync_methods
-    if method not in ("auto", *methods):
-        raise ConfigError(
-            f"synchronizer.method is {method}, and weights reach engine={engine.name} by {' or '.join(methods)}",
-            key="synchronizer.method",
-            fix=f"set synchronizer={methods[0]}, or auto",
-        )
-    if synchronizer.folder is not None and (method in SENT or "checkpoint" not in methods):
-        other = f"synchronizer={method}" if method in SENT else f"engine={engine.name}"
-        raise ConfigError(
-            f"synchronizer.folder belongs to synchronizer=checkpoint, not to {other}",
-            key="synchronizer.folder",
-            fix="leave it out",
-        )
+# -- servers, their GPUs and cores -------------------------------------------------------------------------------------
 
 
 def _check_share(key: str, engine: EngineConfig, sync_offset: int, here: bool) -> None:
     """Refuse GPUs that servers cannot share out, and GPUs and cores that this machine lacks; a ConfigError."""
     gpus = list(engine.gpus or ())
-    if here and gpus and max(gpus) >= (there := gpu_count()):
+    if here and gpus and max(gpus) >= (count := gpu_count()):
         raise ConfigError(
-            f"{key}.gpus is {gpus}, numbers from 0 of the GPUs that this process sees, which are {there} (by "
+            f"{key}.gpus is {gpus}, numbers from 0 of the GPUs that this process sees, which are {count} (by "
             "CUDA_VISIBLE_DEVICES, if it is set).",
             key=f"{key}.gpus",
         )
@@ -120,7 +93,7 @@ def _check_share(key: str, engine: EngineConfig, sync_offset: int, here: bool) -
             key=f"{key}.cpu_cores",
             fix="give fewer, or null",
         )
-    if taken == cores and sync_offset > 0:  # two that compute on one core slow each other down many times over
+    if taken == cores and sync_offset > 0:  # on a shared core, server and trainer are many times slower
         raise ConfigError(
             f"{key}.cpu_cores is {engine.cpu_cores}: that leaves none of the {cores} cores to the trainer, which "
             f"computes at the same time (explorer.sync_offset={sync_offset}). Give fewer, or null.",
@@ -129,12 +102,13 @@ def _check_share(key: str, engine: EngineConfig, sync_offset: int, here: bool) -
 
 
 def gpus_of_a_server(key: str, engine: EngineConfig, model: str = "", heads: int = 0) -> int:
-    """The number of GPUs of each server, 1 without `engine.gpus`.
+    """The number of GPUs of each server; 1 without `engine.gpus`.
 
     Args:
         key: dotted key of the engine's section.
         engine: the section.
-        model, heads: the model's name and its attention heads, which tensor parallelism splits; 0: not known yet.
+        model: the model's name, for messages.
+        heads: number of the model's attention heads, which tensor parallelism splits; 0: not known yet.
 
     Raises:
         ConfigError: the GPUs or the heads cannot be divided evenly.
@@ -169,41 +143,63 @@ def gpus_of_a_server(key: str, engine: EngineConfig, model: str = "", heads: int
     return per_server
 
 
-def check_gpus_apart(key: str, gpus: Sequence[int], training: int, there: int) -> None:
+def check_gpus_apart(key: str, gpus: Sequence[int], training: int, count: int) -> None:
     """Refuse server GPUs that are also training GPUs; only GPU 0 may be shared, by the memory plan.
 
     Args:
         key: dotted key of the engine's section.
         gpus: the servers' GPUs.
-        training: the number of GPUs that train, the first ones.
-        there: the number of GPUs of the machine, for the message.
+        training: number of training GPUs, which are the machine's first.
+        count: number of all GPUs of the machine, for the message.
     """
     if any(TRAINER_GPU < gpu < training for gpu in gpus):
-        left = max(there - len(gpus), 1)
+        left = max(count - len(gpus), 1)
         raise ConfigError(
             f"{key}.gpus is {gpus}, and trainer.devices={training} trains on the first {training} GPUs",
             key=f"{key}.gpus",
-            fix=f"give the servers others, such as trainer.devices={left} {key}.gpus={list(range(left, there))}",
+            fix=f"give the servers others, such as trainer.devices={left} {key}.gpus={list(range(left, count))}",
         )
 
 
-def _check_gpu_to_gpu(run: "TrainConfig", can: Capabilities, accelerator: str, there: int | None) -> None:
+# -- ways of sending weights -------------------------------------------------------------------------------------------
+
+
+def check_synchronizer(run: "TrainConfig", capabilities: Capabilities) -> None:
+    """Refuse a way of sending weights that the engine does not accept, and an unused folder; a ConfigError."""
+    synchronizer, engine = run.synchronizer, run.engine
+    method, methods = synchronizer.method, capabilities.sync_methods
+    if method not in ("auto", *methods):
+        raise ConfigError(
+            f"synchronizer.method is {method}, and weights reach engine={engine.name} by {' or '.join(methods)}",
+            key="synchronizer.method",
+            fix=f"set synchronizer={methods[0]}, or auto",
+        )
+    if synchronizer.folder is not None and (method in SENT or "checkpoint" not in methods):
+        other = f"synchronizer={method}" if method in SENT else f"engine={engine.name}"
+        raise ConfigError(
+            f"synchronizer.folder belongs to synchronizer=checkpoint, not to {other}",
+            key="synchronizer.folder",
+            fix="leave it out",
+        )
+
+
+def _check_gpu_to_gpu(run: "TrainConfig", capabilities: Capabilities, accelerator: str, gpus: int | None) -> None:
     """Refuse synchronizer=nccl or ipc between devices that do not allow it; a ConfigError.
 
-    `there` is the number of GPUs of this machine, or None for a run on another one.
+    `gpus` is the number of GPUs of this machine; None for a run on another machine.
     """
     method, engine = run.synchronizer.method, run.engine
-    taken = [name for name in SET_BY[method] if name in engine.args]
-    if taken:
+    own_arguments = [name for name in SET_BY[method] if name in engine.args]
+    if own_arguments:
         raise ConfigError(
-            f"synchronizer={method} sets {taken[0]} of the servers itself",
+            f"synchronizer={method} sets {own_arguments[0]} of the servers itself",
             key="synchronizer",
             fix="leave it out of engine.args, or take synchronizer=checkpoint",
         )
-    if method == "nccl" and there is not None:
-        require_vllm()  # it has the sending end
-    if there == 0 or accelerator == "cpu":
-        why = "this process sees none" if there == 0 else "trainer.accelerator is cpu"
+    if method == "nccl" and gpus is not None:
+        require_vllm()  # the sender of weights is in vLLM
+    if gpus == 0 or accelerator == "cpu":
+        why = "this process sees none" if gpus == 0 else "trainer.accelerator is cpu"
         how = "from GPU to GPU" if method == "nccl" else "within a GPU"
         raise ConfigError(
             f"synchronizer={method} sends weights {how}, and {why}",
@@ -211,7 +207,7 @@ def _check_gpu_to_gpu(run: "TrainConfig", can: Capabilities, accelerator: str, t
             fix="take synchronizer=checkpoint",
         )
     if method == "nccl":
-        _check_nccl(engine, can, there)
+        _check_nccl(engine, capabilities, gpus)
     elif engine.urls:
         raise ConfigError(
             "synchronizer=ipc shares memory of the trainer's GPU with servers that are started here, and engine.urls "
@@ -227,18 +223,18 @@ def _check_gpu_to_gpu(run: "TrainConfig", can: Capabilities, accelerator: str, t
         )
 
 
-def _check_nccl(engine: EngineConfig, can: Capabilities, there: int | None) -> None:
-    """Refuse synchronizer=nccl unless servers that the run starts have other GPUs than the trainer."""
-    if engine.urls or "gpus" not in can.keys:  # another program chose the servers' GPUs
+def _check_nccl(engine: EngineConfig, capabilities: Capabilities, gpus: int | None) -> None:
+    """Refuse synchronizer=nccl if servers that the run starts have no GPUs other than the trainer's; a ConfigError."""
+    if engine.urls or "gpus" not in capabilities.keys:  # another program chose the servers' GPUs
         return
-    if there == 1:
+    if gpus == 1:
         raise ConfigError(
             "synchronizer=nccl needs a GPU for the trainer and others for the servers, and this process sees one",
             key="synchronizer",
             fix="take synchronizer=checkpoint",
         )
     if not engine.gpus or TRAINER_GPU in engine.gpus:
-        others = "others, such as [1]" if there is None else f"some of {list(range(1, there))}"
+        others = "others, such as [1]" if gpus is None else f"some of {list(range(1, gpus))}"
         raise ConfigError(
             f"engine.gpus is {engine.gpus}, and synchronizer=nccl needs GPUs for the servers that are not the "
             f"trainer's ({TRAINER_GPU})",
@@ -247,86 +243,7 @@ def _check_nccl(engine: EngineConfig, can: Capabilities, there: int | None) -> N
         )
 
 
-def _check_auxiliary_model(key: str, model: AuxiliaryConfig, here: bool) -> None:
-    """Refuse an auxiliary model that vLLM cannot serve, or whose package or API key is missing here; a ConfigError."""
-    check_vllm_args(f"{key}.engine", model.engine, in_process=False, here=here)
-    if model.url is None:
-        check_model_name(model.model)
-    if not here:
-        return
-    if model.url is None:
-        require_vllm()
-    elif importlib.util.find_spec("openai") is None:
-        raise ConfigError(
-            f"{key}.url needs the package openai: `pip install 'trinity-lightning[openai]'`.", key=f"{key}.url"
-        )
-    elif model.api_key_env is not None and not os.environ.get(model.api_key_env):
-        raise ConfigError(
-            f"{key}.api_key_env: the environment variable {model.api_key_env} is not set. Set it to the endpoint's "
-            "key, or leave api_key_env out for a server that needs none.",
-            key=f"{key}.api_key_env",
-        )
-
-
-def check_engine_for_ray(engine: str, can: Capabilities) -> None:
-    """Refuse an engine that runners in other processes cannot reach; a ConfigError. `engine` is its name there."""
-    if not can.picklable:
-        raise ConfigError(f"{engine} computes in this process: explorer.runner=ray needs engine=vllm_server, say.")
-
-
-def _check_workers(run: "TrainConfig") -> None:
-    """Refuse more Ray workers than this machine can start; a ConfigError."""
-    explorer, engine = run.explorer, run.engine
-    cores, workers = len(os.sched_getaffinity(0)), explorer.runners * (len(engine.urls) or engine.servers)
-    if explorer.ray_address is None and workers > WORKERS_PER_CORE * cores:
-        fewer = max(WORKERS_PER_CORE * cores * explorer.runners // (2 * workers), 1)
-        raise ConfigError(
-            f"explorer.runner=ray starts a process for each runner, and {workers} of them (explorer."
-            f"runner_per_model={explorer.runners}) are too many for {cores} cores",
-            key="explorer.runner",
-            fix=f"give explorer.runner_per_model={fewer}",
-        )
-
-
-def _check_reachable(run: "TrainConfig") -> None:
-    """Refuse a Ray cluster whose machines cannot reach this machine's servers; a ConfigError."""
-    address = run.explorer.ray_address
-    host = ((address or "").rpartition(":")[0] or address or "auto").strip("[]")
-    if host in ("auto", "localhost", "::1") or host.startswith("127."):
-        return
-    unreachable = f"explorer.ray_address={address}: workers on other machines cannot reach"
-    if not run.engine.urls:
-        raise ConfigError(
-            f"{unreachable} a server that is started here, which listens on a socket of this machine",
-            key="engine.urls",
-            fix="start it yourself and give engine.urls=[http://HOST:PORT]",
-        )
-    for name, model in run.auxiliary_models.items():
-        if model.url is None:
-            raise ConfigError(
-                f"{unreachable} the server of auxiliary model '{name}', which is started here",
-                key=f"auxiliary_models.{name}.url",
-                fix=f"start it yourself and give auxiliary_models.{name}.url=http://HOST:PORT/v1",
-            )
-
-
-# -- vLLM's own arguments (engine.args), speculative decoding and sleep ------------------------------------------------
-
-
-def check_vllm(run: "TrainConfig", in_process: bool, here: bool) -> None:
-    """Refuse settings of the policy's vLLM that cannot work with others, or on this machine; a ConfigError."""
-    check_vllm_args("engine", run.engine, in_process, here)
-    if run.engine.speculative and run.eval_sampling.min_p:
-        raise ConfigError(
-            "eval_sampling.min_p: vLLM has no speculative decoding (engine.speculative) with it.",
-            key="eval_sampling.min_p",
-        )
-    if here and run.engine.sleep is EngineSleep.always and not gpu_count():
-        raise ConfigError(
-            "engine.sleep=always: vLLM sleeps on a GPU only, and this process sees none",
-            key="engine.sleep",
-            fix="leave it auto",
-        )
+# -- adapters that vLLM computes ---------------------------------------------------------------------------------------
 
 
 MERGE = "leave synchronizer.lora merged"
@@ -376,3 +293,104 @@ def check_adapters(run: "TrainConfig") -> None:
                 key="synchronizer.lora",
                 fix="leave it out of engine.args",
             )
+
+
+# -- auxiliary models --------------------------------------------------------------------------------------------------
+
+
+def _check_auxiliary_model(key: str, model: AuxiliaryConfig, here: bool) -> None:
+    """Refuse an auxiliary model that vLLM cannot serve, or whose package or API key is missing here; a ConfigError."""
+    check_vllm_args(f"{key}.engine", model.engine, in_process=False, here=here)
+    if model.url is None:
+        check_model_name(model.model)
+    if not here:
+        return
+    if model.url is None:
+        require_vllm()
+    elif importlib.util.find_spec("openai") is None:
+        raise ConfigError(
+            f"{key}.url needs the package openai: `pip install 'trinity-lightning[openai]'`.", key=f"{key}.url"
+        )
+    elif model.api_key_env is not None and not os.environ.get(model.api_key_env):
+        raise ConfigError(
+            f"{key}.api_key_env: the environment variable {model.api_key_env} is not set. Set it to the endpoint's "
+            "key, or leave api_key_env out for a server that needs none.",
+            key=f"{key}.api_key_env",
+        )
+
+
+# -- Ray ---------------------------------------------------------------------------------------------------------------
+
+
+WORKERS_PER_CORE = 8  # a Ray worker takes seconds of a core to start, and 0.2 GB
+
+
+def require_ray() -> None:
+    """Refuse to go on without Ray; the ConfigError says how to install it."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "explorer.runner=ray: Ray is not installed. Install it with `pip install 'trinity-lightning[ray]'`, or "
+            "choose explorer.runner=local.",
+            key="explorer.runner",
+        )
+
+
+def check_engine_for_ray(engine: str, capabilities: Capabilities) -> None:
+    """Refuse an engine that runners in other processes cannot reach; a ConfigError. `engine` is its name, to show."""
+    if not capabilities.picklable:
+        raise ConfigError(f"{engine} computes in this process: explorer.runner=ray needs engine=vllm_server, say.")
+
+
+def _check_workers(run: "TrainConfig") -> None:
+    """Refuse more Ray workers than this machine can start; a ConfigError."""
+    explorer, engine = run.explorer, run.engine
+    cores, workers = len(os.sched_getaffinity(0)), explorer.runners * (len(engine.urls) or engine.servers)
+    if explorer.ray_address is None and workers > WORKERS_PER_CORE * cores:
+        fewer = max(WORKERS_PER_CORE * cores * explorer.runners // (2 * workers), 1)
+        raise ConfigError(
+            f"explorer.runner=ray starts a process for each runner, and {workers} of them (explorer."
+            f"runner_per_model={explorer.runners}) are too many for {cores} cores",
+            key="explorer.runner",
+            fix=f"give explorer.runner_per_model={fewer}",
+        )
+
+
+def _check_reachable(run: "TrainConfig") -> None:
+    """Refuse a Ray cluster whose machines cannot reach this machine's servers; a ConfigError."""
+    address = run.explorer.ray_address
+    host = ((address or "").rpartition(":")[0] or address or "auto").strip("[]")
+    if host in ("auto", "localhost", "::1") or host.startswith("127."):
+        return
+    unreachable = f"explorer.ray_address={address}: workers on other machines cannot reach"
+    if not run.engine.urls:
+        raise ConfigError(
+            f"{unreachable} a server that is started here, which listens on a socket of this machine",
+            key="engine.urls",
+            fix="start it yourself and give engine.urls=[http://HOST:PORT]",
+        )
+    for name, model in run.auxiliary_models.items():
+        if model.url is None:
+            raise ConfigError(
+                f"{unreachable} the server of auxiliary model '{name}', which is started here",
+                key=f"auxiliary_models.{name}.url",
+                fix=f"start it yourself and give auxiliary_models.{name}.url=http://HOST:PORT/v1",
+            )
+
+
+# -- vLLM's own arguments (engine.args), speculative decoding and sleep ------------------------------------------------
+
+
+def check_vllm(run: "TrainConfig", in_process: bool, here: bool) -> None:
+    """Refuse settings of the policy's vLLM that contradict others or cannot work on this machine; a ConfigError."""
+    check_vllm_args("engine", run.engine, in_process, here)
+    if run.engine.speculative and run.eval_sampling.min_p:
+        raise ConfigError(
+            "eval_sampling.min_p: vLLM has no speculative decoding (engine.speculative) with it.",
+            key="eval_sampling.min_p",
+        )
+    if here and run.engine.sleep is EngineSleep.always and not gpu_count():
+        raise ConfigError(
+            "engine.sleep=always: vLLM sleeps on a GPU only, and this process sees none",
+            key="engine.sleep",
+            fix="leave it auto",
+        )

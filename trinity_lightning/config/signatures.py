@@ -1,4 +1,4 @@
-"""Signatures of the user's own parts: whether they can be called and made as the library calls and makes them."""
+"""Checks the signatures of the user's own parts: the library must be able to call or make each of them."""
 
 import functools
 import inspect
@@ -17,16 +17,16 @@ POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 PACKAGE = __name__.partition(".")[0]
 
-# -- functions and methods of the user's, as the library calls them ----------------------------------------------------
+# -- the user's functions and methods, as the library calls them -------------------------------------------------------
 
-# Names that TRL, verl and OpenRLHF use for a parameter of ours: patterns of the whole name.
+# Names that TRL, verl and OpenRLHF give to one of our parameters. Each pattern matches a whole name.
 SYNONYMS: Mapping[str, str] = {
     "response": r"(completion|answer|solution|output|generation|prediction|predict|text|response)(_(str|text))?",
     "rewards": r"(token_level_)?(rewards|scores)",
     "groups": r"(group_)?(index|indices|idx|ids|uids?)|group",
     "experiences": r"exps|experiences",
 }
-# Names of values that are not passed in a parameter's place, and where the function finds them.
+# For each of our parameters: names by which a user expects another value in its place, and the source of that value.
 _ANSWER = "task.raw_task['answer'] is the answer to compare with"
 _PROMPT, _PROMPTS = "task.raw_task['prompt'] is the prompt", r"prompts?|questions?|query|queries|messages|prompt_text"
 _TRUTHS = r"ground_truths?|gts?|labels?|targets?|references?|gold|expected|truth|solutions|answers"
@@ -46,19 +46,20 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def check_call(what: str, function: Callable[..., Any], names: Sequence[str], shown: str, key: str = "") -> None:
+def check_call(label: str, function: Callable[..., Any], names: Sequence[str], shown: str, key: str = "") -> None:
     """Refuse a user's function that cannot be called, by position, as the library calls it.
 
     Args:
-        what: the function, for messages.
+        label: the function, for messages.
         function: a function, a method, or another callable.
         names: our names of the positional arguments, in order.
         shown: the call, for messages: "score(rewards, groups, runs)".
         key: dotted key of the function's further arguments; empty if it has none.
 
     Raises:
-        ArgumentError: a further argument without a default is not given.
-        ConfigError: it takes fewer or more arguments, or a parameter's name says that it expects another value there.
+        ArgumentError: a further argument has no default and is missing.
+        ConfigError: the function takes fewer or more arguments, or a parameter's name shows that it expects another
+            value in this place.
     """
     try:
         signature = inspect.signature(function)
@@ -70,12 +71,12 @@ def check_call(what: str, function: Callable[..., Any], names: Sequence[str], sh
         for parameter in signature.parameters.values():
             if key and parameter.kind is Parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
                 raise ArgumentError(
-                    f"{key}.{parameter.name} is missing: {what} has no default for it.", key=f"{key}.{parameter.name}"
+                    f"{key}.{parameter.name} is missing: {label} has no default for it.", key=f"{key}.{parameter.name}"
                 ) from error
-        raise ConfigError(f"{what} cannot be called as {shown}: {error}{_hints(signature, names)}.") from error
+        raise ConfigError(f"{label} cannot be called as {shown}: {error}{_hints(signature, names)}.") from error
     for name, parameter in zip(names, _positional(signature), strict=False):
         if (why := _mismatch(parameter.name, name, names)) is not None:
-            raise ConfigError(f"{what} takes '{parameter.name}' in the place of {name}: it is called as {shown}{why}.")
+            raise ConfigError(f"{label} takes '{parameter.name}' in the place of {name}: it is called as {shown}{why}.")
 
 
 def _positional(signature: inspect.Signature) -> list[Parameter]:
@@ -83,7 +84,7 @@ def _positional(signature: inspect.Signature) -> list[Parameter]:
 
 
 def _mismatch(parameter: str, name: str, names: Sequence[str]) -> str | None:
-    """The end of a message if `parameter` names another value than `name`, which is passed there; else None."""
+    """The end of a message if `parameter` stands for a value other than `name`, which is passed to it; else None."""
     if (place := _place_of(parameter, name)) is not None:
         return f"; {place}"
     if _means(parameter, name):
@@ -94,16 +95,18 @@ def _mismatch(parameter: str, name: str, names: Sequence[str]) -> str | None:
 
 
 def _means(parameter: str, name: str) -> bool:
+    """True if a user's parameter is another word for our parameter `name`."""
     return parameter == name or re.fullmatch(SYNONYMS.get(name, re.escape(name)), parameter) is not None
 
 
 def _place_of(parameter: str, name: str) -> str | None:
+    """The source of the value that a user's parameter in the place of `name` stands for; None if it is not known."""
     places = ELSEWHERE.get(name, {}).items()
     return next((place for pattern, place in places if re.fullmatch(pattern, parameter)), None)
 
 
 def _hints(signature: inspect.Signature, names: Sequence[str]) -> str:
-    """The places where the function finds the values that its parameters name, in brackets."""
+    """The sources of the values that the function's parameters stand for, in brackets; empty if none is known."""
     places = [_place_of(parameter, name) for parameter in signature.parameters for name in names]
     hints = "; ".join(dict.fromkeys(place for place in places if place))
     return f" ({hints})" if hints else ""
@@ -111,10 +114,10 @@ def _hints(signature: inspect.Signature, names: Sequence[str]) -> str:
 
 @functools.cache
 def check_methods(kind: str, part: type[Any]) -> None:
-    """Refuse a user's class with a method that takes other arguments than the library's method that it overrides.
+    """Refuse a user's class with a method that does not take the arguments of the library's method that it overrides.
 
     Raises:
-        ConfigError: names the method, and says how it is called.
+        ConfigError: names the method and its call.
     """
     library_classes = [cls for cls in part.__mro__ if _is_of_the_library(cls)]
     for user_class in part.__mro__:
@@ -129,19 +132,19 @@ def check_methods(kind: str, part: type[Any]) -> None:
                 check_call(f"{kind} '{part.__name__}': its {name}", method, names, shown)
 
 
-# -- classes of the user's, as the library makes them ------------------------------------------------------------------
+# -- the user's classes, as the library makes them ---------------------------------------------------------------------
 
 
 def check_arguments(
-    what: str, make: Callable[..., Any], args: Mapping[str, Any], key: str = "args", given: Sequence[str] = ()
+    label: str, make: Callable[..., Any], args: Mapping[str, Any], key: str = "args", given: Sequence[str] = ()
 ) -> None:
-    """Refuse arguments that a class or a function does not take, and missing ones.
+    """Refuse arguments that a class or a function does not take, and missing arguments.
 
-    A class with named arguments and `**others` also takes the arguments of its bases. A class that names none and has
-    `**others` takes any.
+    A class with named arguments and `**others` also takes the arguments of its bases. A class with `**others` alone
+    takes any argument.
 
     Args:
-        what: the part, for messages.
+        label: the part, for messages.
         make: the class, or a function.
         args: the user's arguments.
         key: the dotted key of `args`.
@@ -158,12 +161,12 @@ def check_arguments(
     for name in args:
         if name not in known:
             raise ArgumentError(
-                f"{key}.{name}: {unknown_name(f'argument of {what}', name, known)}", key=f"{key}.{name}"
+                f"{key}.{name}: {unknown_name(f'argument of {label}', name, known)}", key=f"{key}.{name}"
             )
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in args:
             raise ArgumentError(
-                f"{key}.{parameter.name} is missing: {what} has no default for it. "
+                f"{key}.{parameter.name} is missing: {label} has no default for it. "
                 f"It takes {', '.join(map(str, named))}.",
                 key=f"{key}.{parameter.name}",
             )
@@ -188,54 +191,54 @@ def _handed_on(make: Any, given: Sequence[str]) -> list[str]:
 
 
 def has_method(kind: type[Any], name: str) -> bool:
-    """True if a class or a base defines this method. (Asking the class by `hasattr` would find `type.__call__`.)"""
+    """True if a class or one of its bases defines this method. (`hasattr` would find `type.__call__` in any class.)"""
     return any(name in vars(base) for base in kind.__mro__)
 
 
 def made(
-    what: str, kind: type[T], args: Mapping[str, Any], key: str = "args", given: Mapping[str, Any] | None = None
+    label: str, kind: type[T], args: Mapping[str, Any], key: str = "args", given: Mapping[str, Any] | None = None
 ) -> T:
-    """An instance of a class, made of the user's arguments and the library's.
+    """An instance of a class, made with the user's arguments and the library's.
 
-    The constructor gets those of the library's values that it has parameters for. The others are set on the instance
+    The constructor gets the library's values for which it has parameters. The other values are set on the instance
     before the constructor runs, so that a class need not pass them on to its base.
 
     Args:
-        what, args, key: as in `check_arguments`.
+        label, args, key: as in `check_arguments`.
         kind: the class.
         given: the library's values by name.
 
     Raises:
         ArgumentError: as `check_arguments`.
-        Exception: any error of the constructor.
+        Exception: the constructor raised it.
     """
     given = given or {}
-    check_arguments(what, kind, args, key, tuple(given))
+    check_arguments(label, kind, args, key, tuple(given))
     parameters = inspect.signature(kind).parameters
     takes_any = _takes_any(parameters.values())
     passed = {name: value for name, value in given.items() if takes_any or name in parameters}
     instance = kind.__new__(kind)
     for name, value in given.items():
         if name not in parameters:
-            with suppress(AttributeError):  # a property of the user's class
+            with suppress(AttributeError):  # the user's class has a property of this name
                 object.__setattr__(instance, name, value)
     instance.__init__(**passed, **args)
     return instance
 
 
 def made_at_start(
-    what: str, kind: type[T], args: Mapping[str, Any], key: str = "args", given: Mapping[str, Any] | None = None
+    label: str, kind: type[T], args: Mapping[str, Any], key: str = "args", given: Mapping[str, Any] | None = None
 ) -> T:
     """Call `made` while a run is being built.
 
     Raises:
-        ConfigError: as `made`; an error of the user's code becomes one, with its file and line.
+        ConfigError: as `made`; or the user's code raised an error, which is given with its file and line.
     """
-    with raised_by(what, ConfigError):
-        return made(what, kind, args, key, given)
+    with raised_by(label, ConfigError):
+        return made(label, kind, args, key, given)
 
 
 def parameters_beside(kind: type[Any], given: Sequence[str]) -> list[str]:
-    """Names of the constructor's arguments that the library does not give: the part's own arguments."""
+    """Names of the part's own arguments: those of its constructor that the library does not give."""
     parameters = inspect.signature(kind).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind in NAMED and parameter.name not in given]

@@ -26,16 +26,16 @@ class TasksetConfig(Section, key="taskset"):
             default is its key there.
         source: `addition` (the built-in sums), `reasoning_gym`, `dataset` (a file, a folder, or a hub name), or the
             dotted path of your own source. A source gets `path`, `split`, `size` and `seed` if it has such parameters.
-        path: name of the reasoning-gym dataset; or a JSONL, parquet or CSV file, a folder or a hub name of the dataset.
+        path: (`reasoning_gym`) name of its dataset; (`dataset`) a JSONL, parquet or CSV file, a folder or a hub name.
         split: split of a dataset; for the sums `train` or `heldout`.
         size: number of reasoning-gym entries.
-        seed: seed of generated entries and of the order. Entries of some reasoning-gym datasets (such as `ransom_note`
-            and `word_ladder`; a warning names them) also depend on Python's hash seed, which each process draws. A
-            resumed run has the same tasks only if PYTHONHASHSEED is set in its environment, to 0 for example.
+        seed: seed of generated entries and of the order. Some reasoning-gym datasets (such as `ransom_note` and
+            `word_ladder`; a warning names them) also depend on Python's hash seed, which each process draws. With them,
+            a resumed run has the same tasks only if PYTHONHASHSEED is set in its environment, to 0 for example.
         order: `sequential`, `shuffled` (a permutation from seed and epoch), `easy_to_hard` (entries by their
             difficulty_field), or `by_difficulty` (first the tasks that are solved half of the time).
         difficulty_field: an entry's field with a number, for `easy_to_hard`.
-        weight: share of the tasks if a run trains on several tasksets (`tasksets`).
+        weight: (`tasksets`) this taskset's share of the tasks, relative to the weights of the others.
         held_out_of: (`eval_tasksets`) the source, such as addition, from which these tasks are held out. A run that
             trains on no taskset of that source skips this evaluation. Null: it is never skipped.
         prompt_field, answer_field, messages_field: names of an entry's fields; a dot leads into a field
@@ -62,7 +62,7 @@ class TasksetConfig(Section, key="taskset"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.source in PARTS["task source"]:  # a user's source checks its own arguments
+        if self.source in PARTS["task source"]:  # a user's source checks its arguments itself
             check_taskset(self)
 
 
@@ -70,7 +70,7 @@ FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv"
 
 
 def is_local(path: str) -> bool:
-    """True if a dataset's path is local. A hub name is `name` or `org/name`; such a name may also be a local folder."""
+    """True if a dataset's path can only be local. A path like `name` or `org/name` may be a hub name, or a folder."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in FILE_FORMATS
 
 
@@ -85,7 +85,7 @@ def check_dataset_path(key: str, path: str | None) -> None:
 
 
 def check_taskset(taskset: TasksetConfig) -> None:
-    """Refuse settings that a built-in source does not have; a ConfigError."""
+    """Refuse settings that the taskset's built-in source does not have; a ConfigError."""
     path = taskset.path if taskset.source == "dataset" else None
     check_dataset_path("taskset.path", path)
     if taskset.path is not None and taskset.source == "addition":

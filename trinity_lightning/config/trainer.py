@@ -9,31 +9,31 @@ from omegaconf import DictConfig
 
 from trinity_lightning.config.engines import capabilities_of, gpu_count
 from trinity_lightning.config.model import WeightDtype
+from trinity_lightning.config.values import AUTO, number, one_of, whole_number
+from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity_lightning.config.run import TrainConfig
 
-from trinity_lightning.config.values import AUTO, number, one_of, whole_number
-from trinity_lightning.errors import ConfigError
+# Environment variable of a started process: the process that started it and the others of its machine.
+STARTED_BY = "TRINITY_LIGHTNING_STARTED_BY"
 
-STARTED_BY = "TRINITY_LIGHTNING_STARTED_BY"  # environment: the process that starts the others of its machine
-
-# Precisions that a policy trains in, by Lightning's names.
+# Precisions in which a policy trains, by Lightning's names.
 FULL = (None, 32, "32", "32-true")
 MIXED = ("bf16", "bf16-mixed")
 
-# Strategies for several devices: each has the whole policy, or a shard of it.
+# Strategies for several devices. Each device has the whole policy (REPLICAS), or a shard of it (SHARDS).
 REPLICAS = "trinity_lightning.trainer.ddp.ReplicaStrategy"
 SHARDS = "trinity_lightning.trainer.fsdp.ShardStrategy"
 
 
 def trains_together(settings: Mapping[str, Any]) -> bool:
-    """True if these settings of `lightning.Trainer` are for several processes that train one policy."""
+    """True if by these settings of `lightning.Trainer` several processes train one policy."""
     return strategy_of(settings) in (REPLICAS, SHARDS)
 
 
 def strategy_of(settings: Mapping[str, Any]) -> str | None:
-    """Dotted path of the strategy in these settings; None without one."""
+    """Dotted path of the strategy in these settings; None if they have no such path."""
     strategy = settings.get("strategy")
     return strategy.get("_target_") if isinstance(strategy, Mapping) else None
 
@@ -48,8 +48,8 @@ def _check_alone(settings: Mapping[str, Any]) -> None:
             key="trainer.strategy",
             fix="leave it out, or choose trainer=ddp or fsdp2",
         )
-    for key, one in (("num_nodes", 1), ("devices", "1")):
-        if (value := settings.get(key, 1)) not in (1, one):
+    for key, single in (("num_nodes", 1), ("devices", "1")):
+        if (value := settings.get(key, 1)) not in (1, single):
             raise ConfigError(
                 f"trainer.{key} is {value}: for several devices choose trainer=ddp or trainer=fsdp2.",
                 key=f"trainer.{key}",
@@ -57,7 +57,7 @@ def _check_alone(settings: Mapping[str, Any]) -> None:
 
 
 _CLIPPING = "the policy clips gradients, set algorithm.max_grad_norm"
-# Settings of Lightning's Trainer in whose place the policy has its own: values that change nothing, and the fix.
+# Settings of Lightning's Trainer that the policy replaces by its own: the values that change nothing, and the fix.
 SET_INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
     "gradient_clip_val": ((None, 0), _CLIPPING),
     "gradient_clip_algorithm": ((None,), _CLIPPING),
@@ -66,10 +66,10 @@ SET_INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def check_trainer_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse settings of `lightning.Trainer` that stop a policy from training, or that it does not follow.
+    """Refuse settings of `lightning.Trainer` with which a policy cannot train, or which it does not follow.
 
     Raises:
-        ConfigError: names the setting and the knob to use instead.
+        ConfigError: names the setting and the key to set instead.
     """
     for key, (allowed, fix) in SET_INSTEAD.items():
         if (value := settings.get(key, allowed[0])) not in allowed:
@@ -82,7 +82,7 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
 
 
 def compute_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:
-    """The dtype of a forward pass: bfloat16 under mixed precision too, over float32 weights."""
+    """The dtype of a forward pass. Under mixed precision it is bfloat16, although the weights are float32."""
     return WeightDtype.bf16 if precision in MIXED else dtype
 
 
@@ -91,7 +91,8 @@ def compute_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:
 _SET_BY_THE_RUN = "is set by the run itself: use the groups `callbacks` and `logger`"
 _SHORTER = "would end or thin out the run's training, which `steps` counts: set steps, and leave it out"
 _EVALUATION = "is about Lightning's validation, which a run has none of: set explorer.eval_interval and eval_tasksets"
-# Settings of Lightning's Trainer that a run cannot have: it would silently train on less than it says.
+# Settings of Lightning's Trainer that a run cannot have, with the reason. With some, it would silently train on less
+# than it says.
 NOT_OF_A_RUN = {
     **dict.fromkeys(("callbacks", "logger", "plugins", "enable_checkpointing", "barebones"), _SET_BY_THE_RUN),
     **dict.fromkeys(("max_steps", "min_steps", "min_epochs", "fast_dev_run"), _SHORTER),
@@ -109,7 +110,7 @@ def check_trainer(run: "TrainConfig", settings: Mapping[str, Any], here: bool) -
     Args:
         run: the configuration.
         settings: the Trainer's arguments.
-        here: True to refuse devices that this machine lacks, too.
+        here: True to refuse also devices that this machine lacks.
 
     Raises:
         ConfigError: names the key and the fix.
@@ -150,12 +151,12 @@ def check_trainer(run: "TrainConfig", settings: Mapping[str, Any], here: bool) -
         check_processes_here(settings)
 
 
-# -- several devices: whether their processes can be started -----------------------------------------------------------
+# -- several devices: the start of their processes ---------------------------------------------------------------------
 
 
-# One of these is set in a process started by torchrun, by srun, or by a cluster's own launcher.
+# Environment variables. A process that torchrun, srun or a cluster's own launcher started has one of them.
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "MASTER_ADDR")
-ALWAYS = 2  # processes allowed on any machine, to try it
+ALWAYS = 2  # processes that are allowed on any machine, to try training on several devices
 
 
 def check_processes_here(trainer: Mapping[str, Any]) -> None:
@@ -186,12 +187,12 @@ def check_processes_here(trainer: Mapping[str, Any]) -> None:
 
 
 def _by_srun() -> bool:
-    """True if srun started this process, by Lightning's rule. In an interactive shell of an allocation it did not."""
+    """True if srun started this process, by Lightning's rule; False in an interactive shell of an allocation."""
     return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
 def check_launched(trainer: Mapping[str, Any]) -> None:
-    """Refuse numbers of processes or machines other than those that torchrun or srun has started; a ConfigError."""
+    """Refuse other numbers of processes or machines than torchrun or srun has started; a ConfigError."""
     nodes: int = whole_number("trainer.num_nodes", trainer.get("num_nodes", 1), least=1)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         launcher, names = "torchrun", ("WORLD_SIZE", "GROUP_WORLD_SIZE")
@@ -215,7 +216,10 @@ def check_launched(trainer: Mapping[str, Any]) -> None:
 
 
 def processes_of(trainer: Mapping[str, Any], gpus: int | None = None) -> int:
-    """The number of training processes on each machine, by Lightning's rule. `gpus`: its GPUs; None: as this one."""
+    """The number of training processes on each machine, by Lightning's rule.
+
+    `gpus` is the number of GPUs of such a machine; None: as many as this process sees.
+    """
     devices = str(trainer.get("devices"))
     if devices.isdigit():
         return int(devices)
@@ -247,10 +251,10 @@ def _check_engines_of_ranks(run: "TrainConfig", trainer: Mapping[str, Any]) -> N
 def check_start(config: DictConfig, hydra: Any) -> None:
     """Refuse a sweep that each process would begin again, and processes of torchrun without a common folder.
 
-    Evaluations are not checked: each is one process, whatever the recipe trains with.
+    Evaluations are not checked: an evaluation is one process, even if the recipe trains on several devices.
 
     Raises:
-        ConfigError: one of these, or as `check_launched`.
+        ConfigError: the command is refused, here or by `check_launched`.
     """
     check_launched(config.trainer)
     by_srun = _by_srun()
@@ -273,8 +277,8 @@ def check_start(config: DictConfig, hydra: Any) -> None:
             ),
         )
     overrides = (*hydra.overrides.hydra, *hydra.overrides.task)
-    named = any(override.lstrip("+").startswith(("hydra.run.dir=", "output_dir=")) for override in overrides)
-    if "RANK" in os.environ and not named and config.ckpt_path != "last":
+    has_folder = any(override.lstrip("+").startswith(("hydra.run.dir=", "output_dir=")) for override in overrides)
+    if "RANK" in os.environ and not has_folder and config.ckpt_path != "last":
         raise ConfigError(
             "processes that torchrun starts need one folder for the run",
             key="output_dir",
@@ -315,7 +319,7 @@ def check_distributed_checkpoint(value: Any) -> None:
 
 
 def check_shards_of(precision: Any, compile_layers: bool, optimizer: str, *, has_critic: bool) -> None:
-    """Refuse mixed precision, compiled layers, other optimizers than AdamW, and a critic; a ConfigError."""
+    """Refuse mixed precision, compiled layers, optimizers other than AdamW, and a critic; a ConfigError."""
     if has_critic:
         raise ConfigError(
             "algorithm.critic is not for a policy in shards (trainer=fsdp2)",

@@ -1,4 +1,4 @@
-"""Checks of single values and names. A check returns the value, or raises a ConfigError with its key and the fix."""
+"""Checks of single values and names. A check returns the value, or raises a ConfigError with the key and the fix."""
 
 import difflib
 import math
@@ -31,7 +31,7 @@ def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> str:
 
 T = TypeVar("T")
 AUTO = "auto"
-FLOAT32_MOST = 3.4028234663852886e38  # rewards become float32
+FLOAT32_MOST = 3.4028234663852886e38  # the largest float32, which bounds rewards
 
 
 def number(
@@ -106,14 +106,14 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def as_float(value: Any) -> float | None:
-    """A real number as float, also a scalar of NumPy or torch; None for anything else."""
+    """A real number, or a scalar of NumPy or torch, as float; None for anything else."""
     if hasattr(value, "shape"):
         value = value.item() if math.prod(value.shape) == 1 else None
     return float(value) if isinstance(value, Real) else None
 
 
 def check_version(state: Mapping[str, Any], names: Sequence[str], part: str) -> None:
-    """Refuse a checkpoint of an earlier version, whose state of a part lacks one of the names; a ConfigError."""
+    """Refuse a checkpoint of an earlier version, in which a part's state lacks one of the names; a ConfigError."""
     missing = [name for name in names if name not in state]
     if missing:
         raise ConfigError(
