@@ -72,7 +72,7 @@ def visible(layout: Segments) -> torch.Tensor:
     mask = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
     for start, end in pairwise(starts):
         mask[start:end, start:end] = torch.ones(end - start, end - start, dtype=torch.bool).tril()
-    row = len(layout.own) - sum(layout.members)
+    row = len(layout.rests) - sum(layout.members)
     for prefix, count in enumerate(layout.members):
         for _ in range(count):
             own = slice(*layout.starts()[len(layout.prefixes) :][row : row + 2])

@@ -1,4 +1,4 @@
-"""The policy that sampled against the one that trains: their difference, and corrections for it.
+"""Compares the policy that sampled with the one that trains, and corrects for their difference.
 
 Responses are sampled by the inference engine, whose numerics (and sometimes weights) are not the trainer's. The
 functions take per-token tensors [b, r] of one micro-batch, and return metrics that combine by `combine_metrics`.

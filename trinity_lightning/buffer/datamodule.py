@@ -181,7 +181,7 @@ class UnmovedDataModule(L.LightningDataModule):
         return experiences if trainer.is_global_zero else Experience.deserialize_many(payload)
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        """Move nothing: micro-batches are padded on the device when they are cut."""
+        """Move nothing: the trainer moves each micro-batch once it is collated."""
         return batch
 
 

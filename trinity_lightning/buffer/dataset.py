@@ -51,7 +51,12 @@ JOINED_WORDS = (
 # -- one entry ---------------------------------------------------------------------------------------------------------
 
 _LISTS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")  # some of them may be text
-_FORMS = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))  # of responses; the first one counts
+_FORMS = (
+    ("prompt", "completion"),
+    ("messages",),
+    ("conversations",),
+    ("text",),
+)  # columns of a response; the first form counts
 
 
 class Example:
@@ -60,7 +65,7 @@ class Example:
     Args:
         tokenizer: the policy's.
         entry: its columns; one that is None counts as absent, as in a dataset with entries of several kinds.
-        template_variables: of the chat template; the entry's own (`chat_template_kwargs`) come before them.
+        template_variables: of the chat template; the entry's own (`chat_template_kwargs`) override them.
         generation_config: the policy's, for its end tokens.
         report: called with a sentence if the trained tokens differ from the text, or from those of rollouts.
 
@@ -361,7 +366,7 @@ def examples_of(config: TrainConfig, path: str, split: str, pairs: bool) -> list
 
 
 def _warn_of_unused(entries: Sequence[Entry], where: str) -> None:
-    """Warn of columns that have no effect, since others of the entry are learned from."""
+    """Warn of columns without effect: their entries have other columns too, which are learned from."""
     if len(entries) == 0 or len(_forms(dict.fromkeys(entries[0], ""))) < 2:  # every entry has all columns
         return
     used, *unused = next((forms for forms in map(_forms, entries) if len(forms) > 1), [()])
@@ -375,7 +380,7 @@ def _forms(entry: Entry) -> list[tuple[str, ...]]:
 
 
 def _content_of(example: Experience) -> bytes:
-    """The tokens of an example and its mask, as bytes: they tell it from others."""
+    """The tokens of an example and its mask, as bytes, by which equal examples are recognised."""
     parts = (example.tokens, example.action_mask, example.chosen, example.rejected)
     return b"|".join([b"%d" % example.prompt_length, *(b"" if p is None else p.numpy().tobytes() for p in parts)])
 

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+# -- the data module of a run without an explorer ----------------------------------------------------------------------
+
+
 @dataclass(eq=False)
 class OfflineLoader:
     """Yields `steps_per_epoch` optimizer batches an epoch, each one read.
@@ -51,7 +54,7 @@ class OfflineLoader:
         whole_groups: never part the experiences of a task.
         wait: seconds to wait for a batch that another process has yet to write.
         max_response_length: longest response that the data allow, in tokens; None: unknown, see `OptimizerBatch`.
-        everywhere: if several ranks train, has rank 0 read, and gives the experiences to all ranks.
+        everywhere: calls the read on rank 0, and gives the experiences to all ranks.
         pause: see `BufferReader.read`; for a run that may end during the wait.
 
     Raises:
@@ -177,6 +180,22 @@ class OfflineExperienceDataModule(UnmovedDataModule):
         self.reader.load_state_dict(state_dict["reader"])
 
 
+class UnreadReader(BufferReader):
+    """Stands in for the reader on the ranks that get their experiences from rank 0."""
+
+    def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: rank 0 goes on reading."""
+
+
+# -- a run without rollouts, from its configuration --------------------------------------------------------------------
+
+
 def offline_data_module(
     config: TrainConfig, pairs: bool, follower: bool, max_response_length: int
 ) -> OfflineExperienceDataModule:
@@ -260,23 +279,13 @@ def _check_first(reader: BufferReader, pairs: bool) -> None:
     first = reader.read(1)
     reader.load_state_dict(start)
     if first and (first[0].experience_type == "dpo") != pairs:
-        what = "is a preference pair: choose algorithm.policy_loss=dpo."
+        misfit = "is a preference pair: choose algorithm.policy_loss=dpo."
         if pairs:
-            what = "is not a preference pair, and algorithm.policy_loss=dpo needs pairs: choose another loss."
-        raise ConfigError(f"experience {first[0].eid}, which is to be trained on, {what}")
+            misfit = "is not a preference pair, and algorithm.policy_loss=dpo needs pairs: choose another loss."
+        raise ConfigError(f"experience {first[0].eid}, which is to be trained on, {misfit}")
 
 
-class UnreadReader(BufferReader):
-    """Stands in for the reader on the ranks that get their experiences from rank 0."""
-
-    def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
-        return []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: rank 0 goes on reading."""
+# -- expert data, which join the rollouts of every explore step --------------------------------------------------------
 
 
 class ExpertData:
@@ -387,7 +396,7 @@ class AnswerReader(BufferReader):
         tokenizer: the policy's.
         workflow_args: of the run's workflow, for its system prompt.
         generation_config: the policy's, for its end tokens.
-        template_variables: of the chat template; an entry's own come before them.
+        template_variables: of the chat template; an entry's own override them.
 
     Raises:
         ConfigError: entries have no answer; the message names the first five.

@@ -1,4 +1,4 @@
-"""The way of an explore step's experiences to the trainer: operators, a refill, and add strategies."""
+"""Takes an explore step's experiences to the trainer: by operators, a refill, and add strategies."""
 
 import logging
 import math
@@ -88,15 +88,15 @@ class ExperiencePipeline:
         copies: list[Experience] = []
         untrained = Untrained(all_rows)
 
-        async def tidy(some: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
-            received.extend(some)
-            for experience in some:
+        async def tidy(arrived: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
+            received.extend(arrived)
+            for experience in arrived:
                 forget_notes(experience)
-            metrics: dict[str, float] = {}
+            remaining, metrics = arrived, dict[str, float]()
             if self.chain is not None:
-                some, metrics = await self.chain.process(some, step, copies, untrained)
-            tidied.extend(some)
-            return some, metrics
+                remaining, metrics = await self.chain.process(arrived, step, copies, untrained)
+            tidied.extend(remaining)
+            return remaining, metrics
 
         await self.prepare()
         experiences, metrics = await tidy(experiences)
@@ -114,7 +114,7 @@ class ExperiencePipeline:
     def _note_untrained(
         self, untrained: Untrained, received: list[Experience], weighed: list[Experience], step: int
     ) -> dict[str, float]:
-        """Note on the received experiences why they are not trained on; returns their numbers by reason, as metrics."""
+        """Note in the received experiences why they are not trained on; returns counts by reason, as metrics."""
         for name, written in self._strategy.stages.items():
             untrained.leave_out(weighed, written, f"filtered by {name}")
             weighed = written

@@ -131,7 +131,7 @@ class CursorReader(BufferReader):
         if whole_groups:
             number, complete = self._next_groups(count)
         else:
-            complete = self._look(count)
+            complete = self._fetch_ahead(count)
             number = min(count, len(self._ahead))
         if not (complete or last):
             return None
@@ -142,12 +142,12 @@ class CursorReader(BufferReader):
 
     def _next_groups(self, count: int) -> tuple[int, bool]:
         """The number of experiences in the whole groups within `count`; True if no further group can join them."""
-        self._look(count + 1)  # the experience after them says if a group goes on
+        self._fetch_ahead(count + 1)  # the experience after them says if a group goes on
         ends = [index for index in range(1, min(count, len(self._ahead)) + 1) if self._ends_group(index)]
         if ends:
             return ends[-1], ends[-1] == count or len(self._ahead) > count
         number = min(count, len(self._ahead))  # 0, or a first group larger than `count`
-        while number and self._look(number + 1) and not self._ends_group(number):
+        while number and self._fetch_ahead(number + 1) and not self._ends_group(number):
             number += 1
         return number, number > 0
 
@@ -159,7 +159,7 @@ class CursorReader(BufferReader):
         group = group_of(last.experience)
         return group is None or group != group_of(after.experience) or last.run != after.run
 
-    def _look(self, number: int) -> bool:
+    def _fetch_ahead(self, number: int) -> bool:
         """Fetch until `number` experiences are ahead; False if there are fewer."""
         while (missing := number - len(self._ahead)) > 0:
             more = self._fetch(self._ahead[-1].cursor if self._ahead else self._cursor, missing)

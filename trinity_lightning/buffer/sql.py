@@ -44,13 +44,13 @@ RETRY_FOR = 60.0  # seconds for which a busy or restarting database is asked aga
 # Seconds between attempts: doubled each time, and never in step with another process.
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
 # PostgreSQL: serialization failure, deadlock, lock not available, and a server that stops or starts.
-_PASSING = frozenset({"40001", "40P01", "55P03", "57P01", "57P02", "57P03"})
+_TRANSIENT = frozenset({"40001", "40P01", "55P03", "57P01", "57P02", "57P03"})
 _CREATING = 0x7472696E69747921  # a number that nobody else locks
 _BUSY = ("database is locked", "database table is locked", "database schema is locked")
 
 
 def reader_of(buffer: BufferConfig, seed: int) -> BufferReader:
-    """Reads the database at `buffer.url` or `buffer.path` (buffer.storage=sql)."""
+    """A reader of the database at `buffer.url` or `buffer.path` (buffer.storage=sql)."""
     place = buffer.url or buffer.path or ""
     if buffer.order == "fifo":
         return SqlReader(place)
@@ -65,7 +65,7 @@ def reader_of(buffer: BufferConfig, seed: int) -> BufferReader:
 
 
 def keeper_of(buffer: BufferConfig, folder: Path) -> Callable[[int, list[Experience]], object]:
-    """Writes the experiences of explore steps to a database (buffer.keep=sql), by default in the run's folder."""
+    """A keeper that writes explore steps to a database (buffer.keep=sql), by default in the run's folder."""
     place = buffer.url or buffer.path or folder / f"{FOLDER}.db"
     SqlStorage(place).close()  # a place that cannot be written to is refused before a model is loaded
     return lambda step, experiences: keep_step(place, folder_id(folder), step, experiences)
@@ -213,7 +213,7 @@ class Database:
                 with self._engine.connect().execution_options(trinity_write=write) as connection, connection.begin():
                     return work(connection, again)
             except DBAPIError as error:
-                if not self._passes(error):
+                if not self._is_transient(error):
                     raise self._explain(error) from error
                 if time.monotonic() >= deadline:
                     raise StorageLockedError(
@@ -223,13 +223,13 @@ class Database:
             time.sleep(pause * jitter.uniform(0.5, 1.0))
             pause, again = min(2 * pause, LONGEST_PAUSE), True
 
-    def _passes(self, error: DBAPIError) -> bool:
+    def _is_transient(self, error: DBAPIError) -> bool:
         """True if the same attempt may succeed later."""
         if self._engine.dialect.name == "sqlite":
             return any(words in str(error.orig) for words in _BUSY)
         state = getattr(error.orig, "sqlstate", None)
         lost = error.connection_invalidated or (self._opened and state is None and isinstance(error, OperationalError))
-        return lost or state in _PASSING
+        return lost or state in _TRANSIENT
 
     def _explain(self, error: DBAPIError) -> StorageError:
         text = str(error.orig).strip()
@@ -306,7 +306,7 @@ def _row(experience: Experience, write_id: str) -> dict[str, Any]:
 
 
 def run_of(write_id: str) -> str:
-    """The run whose `keep_step` wrote the rows of this name; empty if they were written otherwise."""
+    """The run whose `keep_step` wrote the rows with this `write_id`; empty if another writer did."""
     return write_id.rpartition("/")[0]
 
 
@@ -338,7 +338,8 @@ class SqlStorage(BufferWriter):
 
         Args:
             experiences: any number, or none.
-            name: of at most 32 characters. The experiences take the place of those that were written under it before.
+            name: name of this write, at most 32 characters; the experiences replace those of an earlier write of that
+                name. None: nothing is replaced.
 
         Raises:
             ExperienceError: one of them cannot be serialized, or has a wrong priority; nothing is written.
@@ -409,7 +410,7 @@ class SqlReader(CursorReader):
         self._database.close()
 
 
-# -- by priority or at random, the same experience several times -------------------------------------------------------
+# -- replaying: by priority or at random, the same experience several times --------------------------------------------
 # Each read is logged in the database under the reader's name, and the reader's state is the number of its reads. A
 # reader that is resumed from an earlier state takes back its reads since, so that a killed run counts no use twice.
 
@@ -478,7 +479,7 @@ class ReplayReader(BufferReader):
                 self._log(connection, number, chosen)
             query = sa.select(ROWS.c.position, ROWS.c.payload).where(ROWS.c.position.in_(taken))
             payloads = {row.position: row.payload for row in connection.execute(query)}
-            return [(p, payloads[p]) for p in chosen if p in payloads]  # others were replaced
+            return [(p, payloads[p]) for p in chosen if p in payloads]  # the other rows were replaced
 
         rows = self._database.transact(read, write=True)
         if rows:

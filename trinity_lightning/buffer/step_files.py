@@ -1,4 +1,4 @@
-"""A folder with the experiences of every explore step, as the trainer got them: to look at, and to train on again.
+"""Keeps the experiences of every explore step in a folder, as the trainer got them, to look at and to train on again.
 
 A step is a file `step_<n>.trxp`, a payload of version 2; a resumed run writes the steps after its checkpoint again.
 `to_hf_datasets(read_experiences("outputs/.../experiences"))` makes a dataset of them.
@@ -20,7 +20,7 @@ from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.errors import StorageError, StorageFormatError
 
 FOLDER = "experiences"
-ID_FILE = "folder.id"  # holds the folder's id, wherever it is moved to: a position in one means nothing in another
+ID_FILE = "folder.id"  # holds the folder's id, also once it is moved: a position in one folder means nothing in another
 _UNKNOWN = "steps"  # in place of an id: the folder has no step yet, or is of an earlier version
 _STEP = re.compile(r"step_(\d+)\.trxp")
 _MOST_COUNTED = 24
@@ -28,12 +28,12 @@ _FRAMES = b"TRXB"  # the beginning of the append-only files of earlier versions
 
 
 def keeper_of(buffer: BufferConfig, folder: Path) -> Callable[[int, list[Experience]], object]:
-    """Writes the experiences of explore steps to a folder in that of their run (buffer.keep=true)."""
+    """A keeper that writes explore steps to the folder `experiences` in that of their run (buffer.keep=true)."""
     return partial(keep_step, folder / FOLDER)
 
 
 def reader_of(buffer: BufferConfig, seed: int) -> CursorReader:
-    """Reads the folder at `buffer.path` (buffer.storage=file)."""
+    """A reader of the folder at `buffer.path` (buffer.storage=file)."""
     return StepReader(buffer.path or "")
 
 

@@ -31,7 +31,7 @@ _TRAINED = re.compile(rf"\.lora_[AB]\.{NAME}\.weight$")  # names of a model's pa
 
 
 class Adapter:
-    """Adapters of a Hugging Face model, which is changed in place: it keeps its class, and has them as `adapter`.
+    """Adapters of a Hugging Face model, which is changed in place: it keeps its class, and `model.adapter` is this.
 
     A is random and B is zero at first, so the model computes the same. Both have the dtype of the weight they adapt.
 
@@ -119,11 +119,11 @@ class Adapter:
             self._model.device,
         )
 
-    # -- without adapters, and with others ----------------------------------------------------------------------------
+    # -- without adapters, and with perturbed ones --------------------------------------------------------------------
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Turn the model into what it was before training: B is zero meanwhile.
+        """Turn the model into the untrained one meanwhile, by a B of zeros.
 
         (peft's own switch would make torch.compile build other graphs, which round differently.)
         """

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # attributes of PolicyModule, saved in checkpoints
-BUDGET = "max_tokens"  # saved too
+BUDGET = "max_tokens"  # another one
 SCHEDULED = ("lr", "betas", "momentum")  # settings that torch's schedules change
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -40,7 +39,7 @@ def check_local(path: str | Path) -> None:
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """Lightning's callback; its `filename` may have the explore step's number, from 1: `{explore_step:05d}`.
+    """Lightning's callback, whose `filename` may contain the explore step's number, from 1: `{explore_step:05d}`.
 
     Its state in a checkpoint is the same as that callback's, so that runs resume with either.
     """
@@ -99,14 +98,14 @@ class Resumption:
     Args:
         policy: the policy, not trained yet.
         checkpoint: Lightning's checkpoint; entries that must not be loaded are removed from it.
-        own_optimizer: an `optimizer_factory` made the policy's optimizer, about which nothing is known here.
+        own_optimizer: an `optimizer_factory` made the policy's optimizer: its checkpoint is not checked.
 
     Attributes:
         max_tokens: most computed tokens of a micro-batch in the run before.
 
     Raises:
-        ConfigError: the checkpoint is of an earlier version: it lacks a counter, or all its parameters decay in one
-            group.
+        ConfigError: the checkpoint is of an earlier version (it lacks a counter, or its parameters are one group, which
+            decays), or of another optimizer.
     """
 
     def __init__(self, policy: "PolicyModule", checkpoint: dict[str, Any], own_optimizer: bool) -> None:
@@ -115,7 +114,7 @@ class Resumption:
         if not own_optimizer:
             check_resumed(checkpoint, policy.optimizer_config)
         before = section_of("optimizer", OptimizerConfig, checkpoint["hyper_parameters"]["optimizer"])
-        # Arguments that are no longer given are among them: the checkpoint's groups still have their values.
+        # Includes arguments that are no longer given: the checkpoint's groups still have their values.
         self._configured = {*SCHEDULED, "eps", "weight_decay", *before.args, *policy.optimizer_config.args}
         self._schedule_changed = schedule_changed(before, policy.optimizer_config)
         if self._schedule_changed:
@@ -144,8 +143,8 @@ class Resumption:
         Other entries of a group may be state of the optimizer, and stay too.
 
         Args:
-            made: `masters.settings_of` the optimizer when it was made.
-            peak_rates: `optim.peak_learning_rates` at that time.
+            made: the optimizer's `masters.settings_of`, from when it was made.
+            peak_rates: its `optim.peak_learning_rates` from then.
         """
         policy = self._policy
         optimizer: Any = policy.optimizers(use_pl_optimizer=False)

@@ -24,7 +24,8 @@ from trinity_lightning.trainer.optim import parameter_groups
 from trinity_lightning.trainer.passes import Passes
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
-# How fast the weight of the KL follows its error, and the error's bound: Ziegler et al. 2019, arXiv 1909.08593, 2.2.
+# How fast the weight of the KL follows the error of the KL, and the bound of that error: Ziegler et al. 2019, arXiv
+# 1909.08593, 2.2.
 GAIN, MAX_ERROR = 0.1, 0.2
 
 
@@ -41,8 +42,8 @@ class Critic(nn.Module):
 
     Attributes:
         model: the value model; None: the policy's states are used.
-        kl_scale: factor by which an adaptive weight of the KL has changed so far, a float64 tensor; in checkpoints, as
-            the weights are.
+        kl_scale: factor by which an adaptive weight of the KL has changed so far, a float64 tensor; it is saved in
+            checkpoints as the weights are.
         warms_up: only the critic is trained now.
 
     Raises:
@@ -121,7 +122,7 @@ class Critic(nn.Module):
     ) -> dict[str, list[Tensor]]:
         """The columns old_logprobs and values, from one pass without dropout."""
         self.eval()
-        old_logprobs, values = self.with_values(passes).columns(policy, batch, placement, kept=(0, 2))
+        old_logprobs, values = self.with_values(passes).columns(policy, batch, placement, results=(0, 2))
         self.train(policy.training)
         return {"old_logprobs": old_logprobs, "values": values}
 

@@ -1,4 +1,4 @@
-"""Several devices, each with the whole policy in a process of its own: `trainer=ddp`."""
+"""Trains on several devices, each with the whole policy in its own process: `trainer=ddp`."""
 
 import itertools
 import os
@@ -61,14 +61,14 @@ class ReplicaStrategy(DDPStrategy):
         """Meet the other ranks. Ctrl-C reaches all of them, and rank 0 alone decides what follows."""
         reset_seed()
         self.set_world_ranks()
-        where, timeout, launcher = self.cluster_environment, self._timeout, self.launcher
-        if self.world_size == 1 or where is None or timeout is None or not isinstance(launcher, _Launcher):
+        environment, timeout, launcher = self.cluster_environment, self._timeout, self.launcher
+        if self.world_size == 1 or environment is None or timeout is None or not isinstance(launcher, _Launcher):
             return
         if self.global_rank > 0 and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        apart = Ranks(self.global_rank, self.world_size, lost=launcher.lost, terminated=self._terminated)
-        address, near = (where.main_address, where.main_port), self.num_nodes == 1
-        self.ranks = join(address, apart, self.root_device, timeout, next(_MEETINGS), near)
+        unconnected = Ranks(self.global_rank, self.world_size, lost=launcher.lost, terminated=self._terminated)
+        address, near = (environment.main_address, environment.main_port), self.num_nodes == 1
+        self.ranks = join(address, unconnected, self.root_device, timeout, next(_MEETINGS), near)
         self.placement = Replicas(self.ranks)
         self._check_folder()
 
@@ -85,10 +85,10 @@ class ReplicaStrategy(DDPStrategy):
         with _mark(folder) if self.is_global_zero else nullcontext() as mark:
             name = self.ranks.broadcast("" if mark is None else Path(mark.name).name)
             folders = self.ranks.exchange((str(folder), (folder / name).exists()))
-        strange = [f"{where} on rank {rank}" for rank, (where, seen) in enumerate(folders) if not seen]
-        if strange:
+        others = [f"{path} on rank {rank}" for rank, (path, seen) in enumerate(folders) if not seen]
+        if others:
             raise ConfigError(
-                f"the run's folder is {folders[0][0]} on rank 0, and another one, {', '.join(strange)}",
+                f"the run's folder is {folders[0][0]} on rank 0, and another one, {', '.join(others)}",
                 fix="give every process the same folder, which all machines share, such as "
                 "hydra.run.dir=/shared/outputs/first",
             )
@@ -134,12 +134,12 @@ class ReplicaStrategy(DDPStrategy):
 
     @property
     def _together(self) -> Alone:
-        """The ranks; this rank alone once the run has failed: each ends by itself, and rank 0 saves."""
+        """The ranks; or this rank alone once the run has failed: each rank then ends by itself, and rank 0 saves."""
         module = self.lightning_module
         return ALONE if module is not None and module.trainer.interrupted else self.ranks
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the other ranks once the callbacks have saved what is whole; kill them if one hangs."""
+        """End the other ranks, once the callbacks have saved a checkpoint; kill them if one hangs."""
         self.ranks.end(exception)
         if self.ranks.hangs and isinstance(self.launcher, _Launcher):
             self.launcher.kill(signal.SIGKILL)
@@ -152,9 +152,9 @@ class Replicas(Whole):
         self.ranks: Ranks = ranks  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def seed_noise(self) -> None:
-        """Set another seed on each rank, drawn from rank 0's random state, which checkpoints have."""
-        drawn = self.ranks.exchange(int(torch.randint(2**62, ())))[0]
-        torch.manual_seed(drawn + self.ranks.rank)
+        """Set another seed on each rank, drawn from rank 0's random state, which is saved in checkpoints."""
+        seed = self.ranks.exchange(int(torch.randint(2**62, ())))[0]
+        torch.manual_seed(seed + self.ranks.rank)
 
     def from_all_ranks(self, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
         here = [loss.cpu() for loss in losses], [{name: v.cpu() for name, v in part.items()} for part in metrics]
@@ -185,11 +185,11 @@ class _Launcher(_SubprocessScriptLauncher):
     def lost(self) -> str | None:
         """The processes started here that have ended, and how; None: all run.
 
-        Processes ended by a signal come first: others may have followed them. A process that was started itself only
-        knows whether its parent has ended.
+        Processes ended by a signal come first: the others may have ended because of them. A process that was itself
+        started by rank 0 only knows whether its parent has ended.
         """
-        where, parent = self.cluster_environment, str(os.getppid())  # changes once the parent has ended
-        started = isinstance(where, LightningEnvironment) and where.local_rank() > 0  # not by hand
+        environment, parent = self.cluster_environment, str(os.getppid())  # changes once the parent has ended
+        started = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0  # not by hand
         if started and os.environ.get(STARTED_BY, parent) != parent:
             return "the process that started this one has ended."
         ended = [(rank, code) for rank, process in enumerate(self.procs, start=1) if (code := process.poll())]
@@ -218,8 +218,8 @@ def follows() -> bool:
     """
     kinds = (TorchElasticEnvironment, SLURMEnvironment, LightningEnvironment)
     try:
-        where = next(kind for kind in kinds if kind.detect())()
-        return where.local_rank() > 0 or where.node_rank() > 0
+        environment = next(kind for kind in kinds if kind.detect())()
+        return environment.local_rank() > 0 or environment.node_rank() > 0
     except RuntimeError as error:
         raise ConfigError(str(error)) from error
     except ValueError as error:
@@ -237,9 +237,9 @@ def join(
     meeting: int = 0,
     near: bool = True,
 ) -> Ranks:
-    """Connect the ranks by the CPU and by the device that trains, at the address of rank 0 or torchrun.
+    """Connect the ranks at the address of rank 0 or torchrun, for tensors on the CPU and on the device that trains.
 
-    torch's default process group is left alone: an engine within rank 0 makes it its own, as a world of one.
+    torch's default process group is left alone: an engine within rank 0 uses it, as a world of one.
 
     Args:
         address: host and port where the ranks meet.
@@ -250,7 +250,7 @@ def join(
         near: all ranks are on one machine, and other machines cannot reach the ports that they open.
 
     Raises:
-        RankError: another process ended before it came, or did not come in time; or rank 0 was not reached.
+        RankError: another process ended before it joined, or did not join in time; or rank 0 was not reached.
     """
     rank, size = ranks.rank, ranks.size
     of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -303,7 +303,7 @@ def _listening(address: tuple[str, int]) -> int | None:
 
 
 def _unreached(address: tuple[str, int]) -> str | None:
-    """Why rank 0 was not reached there; None: it was. (torch's own wait for a store would not end if rank 0 has.)"""
+    """Why rank 0 was not reached there; None: it was. (torch's own wait would go on after rank 0 has ended.)"""
     try:
         socket.create_connection(address, CONNECT_SECONDS).close()
         return None

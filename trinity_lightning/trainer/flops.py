@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 # -- the peak of a device: `perf/mfu` is a share of it -----------------------------------------------------------------
 
 MAX_ROWS, MAX_WIDTH = 512, 2048  # bounds of a timed product: larger ones are no faster
-KINDS = 4  # so many kinds of a model's products are timed, the largest ones
+KINDS = 4  # number of a model's kinds of products that are timed: the largest ones
 
 
 @dataclass
 class Peak:
     """Operations a second of matrix products that the devices of a run can compute: `perf/mfu` is a share of them.
 
-    A CPU is measured, with products of the model's own shapes among others. A GPU is known by its name, for bfloat16. A
-    faster step shows that the value was too low, and its speed becomes the peak.
+    The peak of a CPU is measured, with products of the model's own shapes among others. The peak of a GPU is looked up
+    by its name, for bfloat16. A faster step shows that the value was too low, and its speed becomes the peak.
     """
 
     flops: float
@@ -95,11 +95,8 @@ def product_shapes(model: Any, tokens: int) -> tuple[tuple[int, int, int], ...]:
 
 # -- the operations of a step ------------------------------------------------------------------------------------------
 
-_EXPERTS = (
-    "num_local_experts",
-    "num_experts",
-    "n_routed_experts",
-)  # experts of a layer, in configurations
+# Names that configurations have for the number of experts in a layer.
+_EXPERTS = "num_local_experts", "num_experts", "n_routed_experts"
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ def _pairs(lengths: Sequence[int], part: Part) -> int:
 
 
 def attended(tokens: int, before: int = 0) -> int:
-    """Pairs of so many tokens under a causal mask, if each also attends to `before` tokens in front of them."""
+    """Number of pairs among `tokens` tokens under a causal mask, if each also attends to `before` earlier tokens."""
     return tokens * before + tokens * (tokens + 1) // 2
 
 
@@ -141,7 +138,7 @@ class ModelSize:
     """Weights that a token is multiplied by.
 
     Attributes:
-        body: weights of the layers; of a mixture's experts, the share that a token is sent to.
+        body: weights of the layers; experts of a mixture count by the share of them that a token is sent to.
         head: weights of the output embeddings, tied or not. Input embeddings are looked up, and multiply nothing.
         attention: width of all queries of a token, over all layers that attend.
         frozen: only adapters are trained: a frozen weight has no gradient.
@@ -172,9 +169,9 @@ class ModelSize:
         return cls(round(body), head.numel(), width, frozen=not head.requires_grad)
 
     def training_flops(self, work: Work) -> int:
-        """Operations forward and backward: 6 a token and weight, and 4 + 8 a pair and unit of the queries' width.
+        """Operations forward and backward: 6 for a token and weight, 4 + 8 for a pair and unit of the queries' width.
 
-        A frozen weight takes 4. Adapters count as frozen weights: they are small.
+        A frozen weight takes 4 for a token. Adapters count as frozen weights: they are small.
         """
         weights = self.body * work.tokens + self.head * work.predicted
         return (4 if self.frozen else 6) * weights + 12 * self.attention * work.pairs

@@ -1,4 +1,4 @@
-"""Several devices, each with a share of the policy: `trainer=fsdp2`."""
+"""Trains on several devices, each with a share of the policy: `trainer=fsdp2`."""
 
 import math
 import threading
@@ -34,8 +34,8 @@ from trinity_lightning.trainer.model import layers_of
 class Shards(Replicas):
     """A PolicyModule's policy and reference, in shards of about the same size: rows of each tensor's first dimension.
 
-    Rank 0 alone is asked for some things: weights for engines and checkpoints, log-probabilities of a probe. They need
-    the shares of all ranks: rank 0 calls, and the others do the same in the round in which they wait for it.
+    Some calls come to rank 0 alone and yet need the shares of all ranks: weights for engines and checkpoints, and
+    log-probabilities of a probe. Rank 0 then has the others make the same call, in the round in which they wait for it.
     """
 
     def __init__(self, module: Any, ranks: Ranks, device: torch.device, in_shards: bool | str = AUTO) -> None:
@@ -94,7 +94,7 @@ class Shards(Replicas):
         self._order = [self._names[id(parameter)] for parameter in parameters_of(optimizer)]
 
     def parameters(self) -> dict[str, Any]:
-        """The policy's shards by name, a tied one by each of its names; also within a forward pass."""
+        """The policy's shards by name, a tied one by each of its names; the same even within a forward pass."""
         return self._parameters
 
     def reshard(self) -> None:
@@ -120,7 +120,7 @@ class Shards(Replicas):
         return model.token_logprobs(function, *arguments)
 
     def _watch(self, prefix: str, part: Any, *arguments: Any) -> None:
-        """Note from now on which parameters of a part have a gradient; the part is whole, `prefix` begins its names."""
+        """Note from now on which parameters of a part, now whole, have a gradient; their names begin with `prefix`."""
         for name, parameter in part.named_parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
@@ -147,8 +147,8 @@ class Shards(Replicas):
     def add_up_gradients(self, model: Any) -> None:
         """Remove gradients of parameters that no rank trained; each backward pass has added up all others.
 
-        The sums have zeros where there was no gradient. As on one device, the optimizer must skip such a parameter: it
-        would decay, and move by its momentum.
+        The sums have zeros where there was no gradient. As on one device, the optimizer must skip such a parameter,
+        which would otherwise decay, and move by its momentum.
         """
         named = dict(model.named_parameters())
         trained = self.ranks.exchange([name in self._trained for name in named])
@@ -234,7 +234,7 @@ class Shards(Replicas):
         return whole[:rows]
 
     def _most_rows(self, rows: int) -> int:
-        """The most rows that a rank has of a tensor with so many rows."""
+        """Most rows that one rank has of a tensor with `rows` rows."""
         return -(-rows // self.ranks.size)
 
     def _rows_here(self, whole: Tensor) -> Tensor:
@@ -392,6 +392,9 @@ class Shards(Replicas):
         return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
 
 
+# -- the strategy that Lightning is given ------------------------------------------------------------------------------
+
+
 class ShardStrategy(ReplicaStrategy):
     """A ReplicaStrategy with the policy, its gradients, its optimizer's state and the reference in shards.
 
@@ -518,6 +521,9 @@ ONE_FILE_BYTES = 16 << 30  # most that rank 0 writes alone: about 1.2 billion pa
 def is_large(parameters: int, dtype: torch.dtype) -> bool:
     """True if weights, masters and two moments of so many parameters take more than ONE_FILE_BYTES."""
     return parameters * (dtype.itemsize + (0 if dtype == torch.float32 else 4) + 8) > ONE_FILE_BYTES
+
+
+# -- passes and collectives that torch's `fully_shard` is given --------------------------------------------------------
 
 
 def _token_logprobs(model: Any, function: Any, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The language-model head: log-probabilities and entropies of tokens, and gradients added up where they lie."""
+"""The language-model head: log-probabilities and entropies of tokens, and gradients added up in place."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trinity_lightning.common.model_config import BLOCK_BYTES, CHUNK_BYTES, GPU_BLOCK_BYTES, GPU_CHUNK_BYTES
 
-# -- gradients of embeddings and head, added up where they lie ---------------------------------------------------------
+# -- gradients of embeddings and head, added up in place ---------------------------------------------------------------
 # Autograd would make the gradient of a whole matrix for every micro-batch, and pass over it four times. These backward
 # passes write into `Tensor.grad` instead: by blocks of rows (the head), or in the rows that occur (embeddings). They do
 # so on a CPU only, since elsewhere the order of the sums would change. Hooks on these parameters are not called for
@@ -61,7 +61,7 @@ class Projection(Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden if weight.requires_grad else None)
-        ctx.weight = weight  # not saved either
+        ctx.weight = weight  # not saved, as in `_Lookup`
         return hidden @ weight.T
 
     @staticmethod
@@ -131,7 +131,7 @@ class Head:
 
 
 def token_logprobs(head: Head, hidden: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Natural log-probability of each target under softmax(logits / temperature), and that distribution's entropy.
+    """Natural log-probability of each target under softmax(logits / temperature), and the entropy of that distribution.
 
     The logits of the first chunk of tokens are kept for the backward pass, which writes their gradient in their place.
     The logits of further chunks are computed again there.

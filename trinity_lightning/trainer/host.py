@@ -21,11 +21,11 @@ LINE = 64  # bytes of a cache line; a multiple of every dtype's size
 
 
 class HostBlock:
-    """Ordinary memory of exactly so many bytes, page-locked if it is `pinned`, until the block is freed.
+    """Ordinary memory of exactly `size` bytes; if `pinned`, it is page-locked until the block is freed.
 
     torch's own pinned memory has the size of the next power of two, up to twice as much for each tensor
-    (`ATen/core/CachingHostAllocator.h`). Memory that the driver registers keeps its size. The holder of the block waits
-    for copies from and to it before it frees the block: torch does not know them.
+    (`ATen/core/CachingHostAllocator.h`). Memory that the driver registers keeps its size. torch does not know of copies
+    from and to the block, so its holder must wait for them before freeing it.
 
     Attributes:
         bytes: the memory, uint8 [size].
@@ -50,13 +50,13 @@ def _unpin(block: Tensor) -> None:
 
 
 def laid_out(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins in one block, on a cache line of its own, and the block's size; in bytes."""
+    """Offset of each tensor in one block, at the start of a cache line, and the block's size; in bytes."""
     sizes = [-(-tensor.numel() * tensor.element_size() // LINE) * LINE for tensor in tensors]
     *begins, size = accumulate(sizes, initial=0)
     return begins, size
 
 
-# -- where the optimizer takes its steps: `adamw_offload` --------------------------------------------------------------
+# -- an optimizer that takes its steps on the host: `adamw_offload` ----------------------------------------------------
 
 
 class HostMasters(MasterWeights):
@@ -64,7 +64,7 @@ class HostMasters(MasterWeights):
 
     A step copies the clipped gradients to the host, waits for them once, and sends the new weights back in their own
     dtype. Both go through one buffer of 4 bytes a parameter, pinned if the device is a GPU. A checkpoint is the same as
-    from this optimizer on the device; there, float32 weights have no masters.
+    that of the optimizer on the device, where float32 weights have no masters.
     """
 
     def __init__(self, params: list[dict[str, Any]], factory: Callable[[Any], Optimizer]) -> None:
@@ -100,7 +100,7 @@ class HostMasters(MasterWeights):
         self._wait()
 
     def _round(self) -> None:
-        """Send the masters, rounded, without a wait: the stream computes with weights and gradients only afterwards."""
+        """Send the rounded masters without waiting: the device's stream uses weights and gradients only afterwards."""
         for weight, master, slot in zip(self.weights, self.masters, self._slots, strict=True):
             rounded = slot.view(weight.dtype)[: weight.numel()].as_strided(weight.shape, weight.stride())
             weight.copy_(rounded.copy_(master), non_blocking=True)
@@ -111,7 +111,7 @@ class HostMasters(MasterWeights):
             torch.cuda.synchronize(device)
 
 
-# -- while engines generate --------------------------------------------------------------------------------------------
+# -- moving an optimizer's state to the host while engines generate ----------------------------------------------------
 
 
 class HostMemory:
@@ -172,12 +172,13 @@ def states_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def moments_of(optimizer: Optimizer) -> list[Tensor]:
-    """Moments of each parameter: this process's shard; if quantized, the tensors that they consist of."""
-    states = _plain(optimizer).state.values()
+    """Moments of each parameter, or of this process's shard of it; the parts of a quantized moment."""
+    states = _inner(optimizer).state.values()
     return [part for state in states for value in state.values() if _is_moment(value) for part in _parts_of(value)]
 
 
-def _plain(optimizer: Optimizer) -> Optimizer:
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that holds the moments."""
     return optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
 
 
@@ -197,12 +198,12 @@ def _counts(optimizer: Optimizer) -> list[Tensor]:
     torch keeps the counts of other optimizers on the host ("special device hosting for step" in
     `torch.optim.Optimizer`).
     """
-    plain = _plain(optimizer)
+    inner = _inner(optimizer)
     return [
         value
-        for group in plain.param_groups
+        for group in inner.param_groups
         if group.get("fused") or group.get("capturable")
         for parameter in group["params"]
-        for value in plain.state.get(parameter, {}).values()
+        for value in inner.state.get(parameter, {}).values()
         if isinstance(value, Tensor) and not _is_moment(value)
     ]

@@ -1,6 +1,6 @@
-"""Layers of transformers in other forms: attention that `sdpa` lacks, norms and feed-forward parts that keep less.
+"""Replaces layers of transformers: attention, and norms and feed-forward parts that keep less for the backward pass.
 
-The attention is over rows that share prefixes, and over short bfloat16 sequences on a CPU.
+The attention is for rows that share prefixes, and for short bfloat16 sequences on a CPU.
 """
 
 import copy
@@ -29,20 +29,20 @@ class Segments:
     Attributes:
         prefixes: length of each prefix.
         members: number of rows of each prefix.
-        own: length of each row, without its prefix.
+        rests: length of each row without its prefix.
     """
 
     prefixes: Sequence[int]
     members: Sequence[int]
-    own: Sequence[int]
+    rests: Sequence[int]
 
     def starts(self) -> list[int]:
         """Start of each segment, prefixes first; T comes last."""
-        return [0, *accumulate([*self.prefixes, *self.own])]
+        return [0, *accumulate([*self.prefixes, *self.rests])]
 
     def seen(self) -> list[int]:
         """The prefix that each segment sees; -1: none."""
-        alone = len(self.own) - sum(self.members)
+        alone = len(self.rests) - sum(self.members)
         prefix_of_rows = [prefix for prefix, count in enumerate(self.members) for _ in range(count)]
         return [-1] * (len(self.prefixes) + alone) + prefix_of_rows
 
@@ -80,7 +80,10 @@ def _padded(tokens: Sequence[Tensor], step: int) -> tuple[Tensor, Tensor]:
 
 
 def _neighbours(segments: Segments) -> list[tuple[slice, slice]]:
-    """Tokens of short segments in a row, or of one longer segment; and of the prefixes that they see (0:0: none)."""
+    """Runs of neighbouring short segments, or a longer segment alone: slices of their tokens, and of their prefixes'.
+
+    The second slice is 0:0 if they see no prefix.
+    """
     starts, seen = segments.starts(), segments.seen()
 
     def tokens(first: int, last: int) -> tuple[slice, slice]:
@@ -115,7 +118,7 @@ def _tiles(segments: Segments) -> list[_Tile]:
 
 
 def _alike(tiles: Sequence[_Tile]) -> list[list[_Tile]]:
-    """Tiles in groups that are computed together."""
+    """Group the tiles that are computed together: tiles of about the same shape."""
 
     def scores(tiles: Sequence[_Tile]) -> int:
         return len(tiles) * max(len(queries) for queries, _ in tiles) * max(len(keys) for _, keys in tiles)
@@ -189,12 +192,12 @@ class _Group:
         return table.index_select(0, rows).to(dtype).view(self.heads, len(self.bias), -1, table.shape[-1])
 
     def mask(self, heads: int, shared: int, dtype: torch.dtype) -> Tensor:
-        """A copy of the bias for so many key heads and queries of each: [heads, n, q * shared, k]."""
+        """A copy of the bias for `heads` key heads, each with `shared` query heads: [heads, n, q * shared, k]."""
         n, queries, _, keys = self.bias.shape
         return torch.empty(heads, n, queries, shared, keys, dtype=dtype).copy_(self.bias).flatten(2, 3)
 
 
-# Groups; and the place of each table row's result among the results of all groups' queries: int64 [T * key heads].
+# Groups; and for each row of a table, the place of its result among those of all queries: int64 [T * key heads].
 _Groups = tuple[list[_Group], Tensor]
 
 
@@ -247,6 +250,90 @@ class _Attention(Function):
         return *(result.to(query.dtype) for result in results), None, None
 
 
+# -- attention over shared prefixes on a GPU ---------------------------------------------------------------------------
+
+BLOCK_TOKENS = 128  # FlexAttention's own: its kernels take whole blocks of so many tokens
+
+
+@dataclass(frozen=True)
+class FlexSharedPrefix:
+    """Attention over shared prefixes on a GPU.
+
+    Attributes:
+        mask: FlexAttention's mask of the T tokens and the padding.
+        padding: number of tokens to append to the T, up to whole blocks.
+    """
+
+    mask: BlockMask
+    padding: int
+
+    @classmethod
+    def of(cls, segments: Segments, device: torch.device) -> "FlexSharedPrefix":
+        """The attention for these segments; block tables are made on the CPU, and moved."""
+        segment, prefix = token_segments(segments)
+        return cls(block_mask(segment, prefix, device), len(segment) - segments.starts()[-1])
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Map query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
+        query, key = query.to(value.dtype), key.to(value.dtype)  # one dtype, or there is no backward pass
+        out = _compiled()(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    """FlexAttention compiled for any length: each micro-batch has another."""
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def token_segments(segments: Segments) -> tuple[Tensor, Tensor]:
+    """Segment of each token, and the prefix that it sees (-1: none), int64 [T] each, padded to whole blocks.
+
+    Prefixes are the first segments; padding is one more segment at the end.
+    """
+    segment, prefix = segments.of_tokens()
+    padding = (0, -len(segment) % BLOCK_TOKENS)
+    return pad(segment, padding, value=int(segment[-1]) + 1), pad(prefix, padding, value=-1)
+
+
+def block_mask(segment: Tensor, prefix: Tensor, device: torch.device) -> BlockMask:
+    """FlexAttention's mask of T x T tokens, where T is a multiple of the block; blocks are seen in part or in full."""
+    some, full = block_tables(segment, prefix)
+    segment, prefix, tokens = segment.to(device), prefix.to(device), len(segment)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        in_segment = (segment[query] == segment[key]) & (key <= query)
+        return in_segment | (prefix[query] == segment[key])
+
+    tables = [table.to(device) for blocks in (some & ~full, full) for table in _rows(blocks)]
+    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK_TOKENS, mask_mod=sees, seq_lengths=(tokens, tokens))
+
+
+def block_tables(segment: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tables [blocks of queries, blocks of keys], bool: true where any key of the block is seen, and where all are.
+
+    Where several segments cover a block, it may count as seen in part although all of it is seen; this is exact too.
+    """
+    first, last = segment[::BLOCK_TOKENS], segment[BLOCK_TOKENS - 1 :: BLOCK_TOKENS]
+    prefixes = prefix.view(-1, BLOCK_TOKENS)
+    lowest = prefixes.where(prefixes >= 0, len(segment)).amin(1)  # lowest prefix that a token of the block sees
+    highest = prefixes.amax(1)
+    blocks = torch.arange(len(first))
+    before = blocks < blocks[:, None]
+    some = (blocks == blocks[:, None]) | (before & (first[:, None] <= last))
+    some |= (lowest[:, None] <= last) & (first <= highest[:, None])
+    one, one_prefix = first == last, prefixes.amin(1) == highest
+    full = before & (one[:, None] & one) & (first[:, None] == first)
+    full |= one_prefix[:, None] & one & (first == highest[:, None])
+    return some, full
+
+
+def _rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """A table of blocks in FlexAttention's form: number of true blocks in each row, and the blocks, true ones first."""
+    order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1).int()[None, None], order.int()[None, None]
+
+
 # -- the attention that models are loaded with -------------------------------------------------------------------------
 
 SHORT_SDPA = "sdpa_short"
@@ -276,10 +363,10 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    shared_prefix: "CpuSharedPrefix | FlexSharedPrefix | None" = None,
+    shared_prefix: CpuSharedPrefix | FlexSharedPrefix | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' `sdpa`; or the attention `shared_prefix`, if the model's forward pass is given one.
+    """Compute transformers' `sdpa`; or the attention `shared_prefix`, if the model's forward pass is given one.
 
     Arguments and result are as in every attention function of transformers: query [B, heads, S, D], key and value
     [B, key-value heads, S, D]; result [B, S, heads, D].
@@ -298,7 +385,7 @@ def attention(
 def _short_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """`sdpa`; in float32 if whole sequences of at most 192 tokens come in bfloat16 on the CPU."""
+    """Compute `sdpa`, in float32 for whole bfloat16 sequences of at most 192 tokens on the CPU."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     whole = query.shape[2] == key.shape[2]  # not one new token before a cache
@@ -322,7 +409,7 @@ CHECKED_ROWS = 4
 def lean_layers(model: nn.Module) -> None:
     """Let norms and gated feed-forward parts keep less for the backward pass, in place.
 
-    Only modules change that have the parts of a kind below, and the same results to the bit on random weights.
+    A module changes if it has the parts of a kind below, and if its results on random weights stay the same to the bit.
     """
     tried: dict[tuple[type, ...], bool] = {}
     for module in list(model.modules()):
@@ -364,7 +451,7 @@ def _computes_the_same(kind: type, module: nn.Module) -> bool:
 
 
 class LeanNorm(nn.Module):
-    """A root-mean-square norm that keeps only its input, and no copies in float32 and normalised."""
+    """A root-mean-square norm that keeps only its input, not copies of it in float32 and normalised."""
 
     weight: nn.Parameter
     variance_epsilon: float
@@ -420,7 +507,7 @@ class LeanFeedForward(nn.Module):
 
 
 class _GatedSilu(Function):
-    """silu(gate) * up; with the weight of a linear layer also the product with it, and no input of it is kept."""
+    """silu(gate) * up; given the weight of a linear layer, the product with it, without keeping that layer's input."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
@@ -442,87 +529,3 @@ class _GatedSilu(Function):
 def _is_rounded_on_cpu(states: Tensor) -> bool:
     """True for bfloat16 on a CPU: float32 would gain less, and mixed precision chooses dtypes itself."""
     return states.device.type == "cpu" and states.dtype == torch.bfloat16 and not torch.is_autocast_enabled("cpu")
-
-
-# -- attention over shared prefixes on a GPU ---------------------------------------------------------------------------
-
-BLOCK_TOKENS = 128  # FlexAttention's own: its kernels take whole blocks of so many tokens
-
-
-@dataclass(frozen=True)
-class FlexSharedPrefix:
-    """Attention over shared prefixes on a GPU.
-
-    Attributes:
-        mask: FlexAttention's mask of the T tokens and the padding.
-        padding: number of tokens to append to the T, up to whole blocks.
-    """
-
-    mask: BlockMask
-    padding: int
-
-    @classmethod
-    def of(cls, segments: Segments, device: torch.device) -> "FlexSharedPrefix":
-        """The attention for these segments; block tables are made on the CPU, and moved."""
-        segment, prefix = token_segments(segments)
-        return cls(block_mask(segment, prefix, device), len(segment) - segments.starts()[-1])
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Map query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
-        query, key = query.to(value.dtype), key.to(value.dtype)  # one dtype, or there is no backward pass
-        out = _compiled()(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2).contiguous()
-
-
-@cache
-def _compiled() -> Callable[..., Tensor]:
-    """FlexAttention compiled for any length: each micro-batch has another."""
-    return torch.compile(flex_attention, dynamic=True)
-
-
-def token_segments(segments: Segments) -> tuple[Tensor, Tensor]:
-    """Segment of each token, and the prefix that it sees (-1: none), int64 [T] each, padded to whole blocks.
-
-    Prefixes are the first segments; padding is one more segment at the end.
-    """
-    segment, prefix = segments.of_tokens()
-    padding = (0, -len(segment) % BLOCK_TOKENS)
-    return pad(segment, padding, value=int(segment[-1]) + 1), pad(prefix, padding, value=-1)
-
-
-def block_mask(segment: Tensor, prefix: Tensor, device: torch.device) -> BlockMask:
-    """FlexAttention's mask of T x T tokens, a multiple of the block; blocks are seen in part or in full."""
-    some, full = block_tables(segment, prefix)
-    segment, prefix, tokens = segment.to(device), prefix.to(device), len(segment)
-
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        in_segment = (segment[query] == segment[key]) & (key <= query)
-        return in_segment | (prefix[query] == segment[key])
-
-    tables = [table.to(device) for blocks in (some & ~full, full) for table in _rows(blocks)]
-    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK_TOKENS, mask_mod=sees, seq_lengths=(tokens, tokens))
-
-
-def block_tables(segment: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tables [blocks of queries, blocks of keys], bool: true where any key of the block is seen, and where all are.
-
-    A few blocks that are seen in full count as seen in part, where no segment covers them alone; that is exact too.
-    """
-    first, last = segment[::BLOCK_TOKENS], segment[BLOCK_TOKENS - 1 :: BLOCK_TOKENS]
-    prefixes = prefix.view(-1, BLOCK_TOKENS)
-    lowest = prefixes.where(prefixes >= 0, len(segment)).amin(1)  # lowest prefix that a token of the block sees
-    highest = prefixes.amax(1)
-    blocks = torch.arange(len(first))
-    before = blocks < blocks[:, None]
-    some = (blocks == blocks[:, None]) | (before & (first[:, None] <= last))
-    some |= (lowest[:, None] <= last) & (first <= highest[:, None])
-    one, one_prefix = first == last, prefixes.amin(1) == highest
-    full = before & (one[:, None] & one) & (first[:, None] == first)
-    full |= one_prefix[:, None] & one & (first == highest[:, None])
-    return some, full
-
-
-def _rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """A table of blocks in FlexAttention's form: number of true blocks in each row, and the blocks, true ones first."""
-    order = blocks.int().argsort(dim=1, descending=True, stable=True)
-    return blocks.sum(1).int()[None, None], order.int()[None, None]

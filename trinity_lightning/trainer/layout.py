@@ -1,4 +1,4 @@
-"""Rows of an optimizer batch are cut into micro-batches, and collated into tensors.
+"""Cuts rows of an optimizer batch into micro-batches, and collates them into tensors.
 
 There are two layouts of the same rows, both exact. `padded`: rows lie side by side, padded on the right to the longest.
 Under a causal mask no real token attends to padding, and rows sorted by length waste little. `shared_prefix`: the
@@ -61,7 +61,7 @@ class Part:
 def rows_to_train(batch: OptimizerBatch, skip_zero_advantage: bool) -> list[int]:
     """Rows with a trained token; with `skip_zero_advantage` only if one of these has an advantage other than 0.
 
-    Rows of an expert are kept without an advantage: their loss needs none.
+    Rows of an expert stay even without an advantage: their loss needs none.
     """
     rows = []
     for row, experience in enumerate(batch.experiences):
@@ -102,7 +102,7 @@ def computed_tokens(parts: Sequence[Part]) -> int:
 
 
 def trained_tokens(batch: OptimizerBatch, parts: Sequence[Part], sampled: bool = False) -> int:
-    """Trained tokens of the parts; with `sampled` only in rows that have an engine's log-probabilities."""
+    """Number of trained tokens in the parts; with `sampled` only in rows that have an engine's log-probabilities."""
     experiences = [batch.experiences[row] for part in parts for row in part.rows]
     return sum(int(trained_mask(e).sum()) for e in experiences if not sampled or e.logprobs is not None)
 
@@ -273,10 +273,10 @@ def _common_prefix(one: Tensor, other: Tensor) -> int:
 
 # -- tensors of a micro-batch: made on the CPU, and moved to a GPU in one copy -----------------------------------------
 
-# Columns with a meaning of their own: the weights of a stream, by its name; and further ids [response, k] whose
-# log-probabilities are wanted.
+# Names of special columns. STREAM and a stream's name: the weights of its tokens. CANDIDATES: further ids [response, k]
+# whose log-probabilities are wanted.
 STREAM, CANDIDATES = "stream:", "candidates"
-# transformers takes a mask of four dimensions as it is, and makes none from positions that start again.
+# transformers uses a mask of four dimensions as it is, and then makes none from positions that start again.
 NO_MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
@@ -321,17 +321,17 @@ class MicroBatch:
 
 @dataclass
 class _Tokens:
-    """Places of the rows' tokens: the first `prefix` [B] lie from `prefix_start` on, the others from `own_start` on."""
+    """Places of the rows' tokens: the first `prefix` [B] lie from `prefix_start` on, the rest from `rest_start` on."""
 
     inputs: dict[str, Any]
     prefix: Tensor
     prefix_start: Tensor
-    own_start: Tensor
+    rest_start: Tensor
 
     def place(self, rows: Tensor, index: Tensor) -> Tensor:
         """Places in the flattened tokens of the index-th tokens of these rows, int64 [n]."""
         prefix = self.prefix[rows]
-        return torch.where(index < prefix, self.prefix_start[rows] + index, self.own_start[rows] + index - prefix)
+        return torch.where(index < prefix, self.prefix_start[rows] + index, self.rest_start[rows] + index - prefix)
 
 
 def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""A Hugging Face model made ready for training, and which log-probabilities are right for it."""
+"""Loads a Hugging Face model for training, and chooses the function that computes its log-probabilities."""
 
 import inspect
 import logging
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 def load_model(
     name: str, dtype: torch.dtype | str, dropout: Dropout, attn_implementation: str, compiles: bool = False
 ) -> Any:
-    """A causal language model of transformers, on the CPU; its layers are lean in bfloat16, if they are not compiled.
+    """Load a causal language model of transformers on the CPU; with `lean_layers` if it is bfloat16 and not compiled.
 
     Raises:
-        ModelLoadError: the model is not there, or is no causal language model.
+        ModelLoadError: the model does not exist, or is no causal language model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -56,8 +56,9 @@ def name_of(model: Any) -> str:
 
 # -- dropout: the first ratio of a PPO step must be 1 ------------------------------------------------------------------
 
-# Shares and amplitudes, by their names in configurations and modules of transformers: attention_dropout, resid_pdrop,
-# attn_drop, layerdrop, drop_path_rate, fusion_droppath, drop_mlp_rate, router_jitter_noise; not xdrope_section.
+# Names of dropout shares and noise amplitudes in configurations and modules of transformers, such as attention_dropout,
+# resid_pdrop, attn_drop, layerdrop, drop_path_rate, fusion_droppath, drop_mlp_rate, router_jitter_noise; it does not
+# match xdrope_section.
 _RANDOM = re.compile(r"dropout|jitter|layer_?drop|(^|_)drop_?path|(^|_)p?drop(_(\w+_)?(rate|prob|p))?$")
 
 
@@ -97,15 +98,15 @@ def _configs(config: Any) -> Iterator[Any]:
 
 # -- model.compile: layers compiled by torch.compile -------------------------------------------------------------------
 
-MOST_GRAPHS = 64  # a compiled layer has one by layout, mode, gradients or not, and one row or several
+MOST_GRAPHS = 64  # a layer has a graph for each combination of layout, mode, gradients or not, one row or several
 
 
 def compile_layers_of(model: Any) -> None:
     """Let torch.compile compile every layer in place, for any number of rows and tokens; names of weights stay.
 
-    Layers of one kind share their graphs. The graphs leave out `layers.attention`, which compiles what it can itself.
+    Layers of one class share their graphs. `layers.attention` is in no graph: it compiles its own kernel.
     """
-    # All layers of a kind count as one function, and what runs beyond torch's limit of 8 graphs runs without them.
+    # torch counts all layers of a class as one function, and runs it uncompiled once it has 8 graphs, torch's limit.
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, MOST_GRAPHS)
     for layer in layers_of(model):
@@ -136,14 +137,14 @@ def layers_of(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-# -- which log-probabilities are right for a model, found out by trying ------------------------------------------------
-# They are computed from the base model's states by a head of ours, on trained positions only and in chunks, which saves
-# most of the memory; or else by the model's own forward pass. The common names in a configuration do not describe every
-# architecture's logits, so both ways are held against the model's own logits before one is used. Shared prefixes are
-# held against whole rows.
+# -- the function that computes log-probabilities, chosen by trial -----------------------------------------------------
+# The first candidate is a head of ours on the base model's states. It computes trained positions only, in chunks, which
+# saves most of the memory. The second is the model's own forward pass. The common names in a configuration do not
+# describe every architecture's logits, so a candidate is compared with the model's own logits before it is used.
+# Results of shared prefixes are compared with those of whole rows.
 
 CHECKED_TOKENS = 16
-# Mean differences that are rounding, as a share of the largest logit: in float32, and in 16 bits.
+# Largest mean difference that counts as rounding, as a share of the largest logit: in float32, and in 16 bits.
 FULL_LIMIT, HALF_LIMIT = 1e-4, 5e-3
 # A CPU without enough memory raises a plain RuntimeError that has this name in it.
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -152,7 +153,7 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 def logprobs_by_head(
     model: Any, inputs: dict[str, Any], positions: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies by `Head.of` the model, from its base model's states; see `LogprobFn`."""
+    """Log-probabilities and entropies that `Head` computes from the base model's states; see `LogprobFn`."""
     states = model.base_model(**inputs, use_cache=False).last_hidden_state
     return token_logprobs(Head.of(model), states.flatten(0, 1)[positions], targets, temperature)
 
@@ -305,12 +306,12 @@ def _random_tokens(model: Any, alike: int) -> Tensor:
 
 
 def _limit(model: Any, values: Tensor) -> float:
-    """The largest mean difference from these values that is rounding."""
+    """The largest mean difference from these values that counts as rounding."""
     return (FULL_LIMIT if model.dtype == torch.float32 else HALF_LIMIT) * max(1.0, float(values.abs().max()))
 
 
 def _tried(function: Callable[..., tuple[Tensor, ...]], model: Any, *arguments: Any) -> tuple[Tensor, ...] | Exception:
-    """The function's results, or the error that it raises for a model of another architecture."""
+    """Results of the function, or the error that it raises because the model's architecture does not fit."""
     try:
         return function(model, *arguments)
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:  # no such output, or shape

@@ -33,7 +33,8 @@ class Objective:
 
     Attributes:
         needs_old_logprobs: log-probabilities from before the step's first update are needed, because several optimizer
-            steps follow one rollout batch. With one step they are the detached new ones, and the engine has its own.
+            steps follow one rollout batch, and the ratio is not against the engine. With one step they are the detached
+            new ones.
         needs_reference: log-probabilities of the initial policy are needed, by the KL term or the policy loss.
         needs_entropy: the entropy is part of the loss.
         needs_all_rows: rows without advantage still have a gradient; otherwise leaving them out is exact.
@@ -105,7 +106,7 @@ class Objective:
         """
         mask, config = micro.action_mask, self._config
         logprobs, top_k_logprobs = (logprobs[..., 0], logprobs[..., 1:]) if logprobs.dim() == 3 else (logprobs, None)
-        # Log-probabilities by the policy before the step, and by the engine that sampled: the ratio is against one.
+        # Log-probabilities of the policy before the step, and of the engine that sampled: one of them is in the ratio.
         old_logprobs = column(micro.columns, "old_logprobs") if self.needs_old_logprobs else logprobs.detach()
         rollout_logprobs = self._rollout_logprobs(micro, old_logprobs)
         against = rollout_logprobs if self._against_engine else old_logprobs
@@ -236,7 +237,7 @@ def _check_rollout_logprobs(batch: OptimizerBatch, against_engine: bool) -> None
             )
 
 
-# -- Settings that do not fit the loss ---------------------------------------------------------------------------------
+# -- settings that do not fit the loss ---------------------------------------------------------------------------------
 
 
 def check_settings(config: AlgorithmConfig, terms: Sequence[Term], ignores_advantages: bool) -> None:
@@ -245,7 +246,7 @@ def check_settings(config: AlgorithmConfig, terms: Sequence[Term], ignores_advan
     Args:
         config: the settings.
         terms: the terms.
-        ignores_advantages: all tokens are trained, whatever their advantage.
+        ignores_advantages: the terms on rollouts train all tokens, whatever their advantage.
     """
     name = config.policy_loss.name
     if any(term.needs.pairs for term in terms) and config.kl.coef != 0:
@@ -277,7 +278,7 @@ def check_settings(config: AlgorithmConfig, terms: Sequence[Term], ignores_advan
 
 
 def _caveats(config: AlgorithmConfig, rollout_terms: Sequence[Term]) -> list[str]:
-    """Warnings about settings that may not do what they seem to, with these terms on the rollouts."""
+    """Warnings about settings that may not do what they seem to do with these terms on the rollouts."""
     caveats = []
     if config.kl.coef != 0 and config.kl.name == "k1":
         caveats.append(
@@ -294,7 +295,7 @@ def _caveats(config: AlgorithmConfig, rollout_terms: Sequence[Term]) -> list[str
     return caveats
 
 
-# -- The terms of an objective, on experiences -------------------------------------------------------------------------
+# -- the terms of an objective, on experiences -------------------------------------------------------------------------
 
 # Entries of `Experience.info`. Weights by the stream's name, a number for each token of the response; and the teacher's
 # likeliest tokens at each of them: {"ids": int [response, k], "logprobs": float [response, k]}.
@@ -304,7 +305,7 @@ TEACHER = "teacher_top_k_logprobs"  # a column, and the argument of the loss
 
 
 class Streams:
-    """The terms of an objective, by name, on experiences.
+    """Gives an objective's terms, by name, their columns of a batch and their arguments of the loss.
 
     Raises:
         ConfigError: a loss on observations that needs advantages, or log-probabilities that only the policy's tokens
@@ -347,7 +348,7 @@ class Streams:
             batch.columns[CANDIDATES], batch.columns[TEACHER] = map(list, zip(*rows, strict=True))
 
     def extras(self, micro: MicroBatch, batch: OptimizerBatch) -> dict[str, Any]:
-        """The arguments of the loss that the columns of the micro-batch are given as."""
+        """Arguments of the loss made from the columns of the micro-batch."""
         weights = {name: micro.columns[STREAM + name] for name in self._terms}
         return {"stream_weights": weights, "stream_totals": batch.stream_totals, TEACHER: micro.columns.get(TEACHER)}
 
@@ -355,7 +356,8 @@ class Streams:
 def _weights(name: str, term: Term, experience: Experience) -> Tensor | None:
     """The weight of each token of the response in the stream; None: the experience is not in it.
 
-    An experience none of whose own tokens is trained (an operator masked it, say) is in no stream, or has weights of 0.
+    If none of the policy's tokens in an experience is trained (an operator masked it, say), it is in no stream, or its
+    weights are 0.
     """
     written, expert = trained_mask(experience), is_expert(experience)
     if term.tokens in ("rollouts", "expert"):
@@ -384,7 +386,7 @@ def _weights(name: str, term: Term, experience: Experience) -> Tensor | None:
 
 
 def _teacher(experience: Experience, k: int) -> tuple[Tensor, Tensor]:
-    """Ids, and log-probabilities under the teacher, of its likeliest tokens at each of the response [response, k]."""
+    """Ids and log-probabilities of the teacher's likeliest tokens at each token of the response, [response, k] each."""
     entry, shape = experience.info.get(TEACHER_TOP_K), (experience.response_length, k)
     if entry is None and (is_expert(experience) or not trained_mask(experience).any()):
         return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
@@ -396,7 +398,7 @@ def _teacher(experience: Experience, k: int) -> tuple[Tensor, Tensor]:
     return entry["ids"].long(), entry["logprobs"].float()
 
 
-# -- A step without a finite gradient ----------------------------------------------------------------------------------
+# -- a step without a finite gradient ----------------------------------------------------------------------------------
 
 MAX_NAMED = 5
 

@@ -56,7 +56,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def optimizer_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
-    """A function that makes the optimizer of that name; `weight_decay` is for groups without a value of their own.
+    """A function that makes the configured optimizer; its `weight_decay` is for groups that set none themselves.
 
     Raises:
         ConfigError: there is no optimizer at that dotted path, or it does not take these arguments.
@@ -69,9 +69,9 @@ def optimizer_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
 
 
 def make_optimizer(groups: list[dict[str, Any]], factory: Callable[[Any], Optimizer], name: str) -> Optimizer:
-    """The factory's optimizer for the groups, over float32 masters where weights are rounded.
+    """Make the optimizer of these groups; if weights have 16 bits, it updates float32 masters of them.
 
-    With the name adamw_offload it is over masters in the host's memory, whatever the dtype of the weights.
+    The optimizer adamw_offload has masters in the host's memory, whatever the dtype of the weights.
     """
     if name == OFFLOADED:
         return HostMasters(groups, factory)
@@ -85,14 +85,15 @@ def adamw(parameters: Any, **settings: Any) -> Optimizer:
 
 # -- AdamW with moments in 8 bits --------------------------------------------------------------------------------------
 
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # moments; torchao keeps those under 4,096 numbers in float32
+# Moments, and True if they have a sign. (torchao keeps moments of fewer than 4,096 numbers in float32.)
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 def adamw_8bit(parameters: Any, **settings: Any) -> Optimizer:
-    """torchao's AdamW8bit, with a state of plain tensors in checkpoints, which are read without torchao.
+    """torchao's AdamW8bit, whose state is plain tensors in checkpoints: these are read without torchao.
 
     A moment in 8 bits is saved as its codes and the scale of each block of codes. The first step compiles an update for
-    each shape of a parameter: this takes seconds for each, and a C++ compiler on a CPU.
+    each shape of a parameter. This takes seconds a shape, and needs a C++ compiler on a CPU.
     """
     from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  # an extra
 
@@ -139,10 +140,10 @@ def _moment(plain: dict[str, Tensor], signed: bool) -> Tensor:
 
 
 def _own_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
-    """A function that makes the optimizer at that dotted path, from parameters or groups.
+    """A function that makes the user's optimizer, at the dotted path `config.name`, from parameters or groups.
 
     Raises:
-        ConfigError: there is none, or it does not take these arguments.
+        ConfigError: there is no such optimizer, or it does not take these arguments.
     """
     make: Any = import_object(config.name)
     if isinstance(make, type):
@@ -154,7 +155,7 @@ def _own_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
         signature = inspect.signature(make)
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
         if config.weight_decay == 0 and "weight_decay" not in signature.parameters and not takes_any:
-            del settings["weight_decay"]  # it has none; one that takes any keyword may decay by default
+            del settings["weight_decay"]  # the optimizer never decays; one with **kwargs may do so by default
         signature.bind([], **settings, **config.args)
     except (TypeError, ValueError) as error:
         raise ConfigError(
@@ -166,9 +167,9 @@ def _own_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
 
 
 def _without_decay(make: Callable[..., Optimizer], groups: Any, **settings: Any) -> Optimizer:
-    """Call a factory that takes any keyword with weight_decay=0, or without it where that is refused.
+    """Call a factory that takes any keyword with weight_decay=0, else it may decay by default.
 
-    Without it the optimizer may decay by default.
+    A factory that refuses weight_decay is called without it.
     """
     try:
         return make(groups, weight_decay=0.0, **settings)
@@ -183,12 +184,12 @@ def check_optimizer(config: OptimizerConfig, alone: bool = True) -> None:
 
     Args:
         config: the optimizer and its schedule.
-        alone: nothing is trained at another learning rate, as a critic is.
+        alone: nothing else is trained at a learning rate of its own, such as a critic.
 
     Raises:
-        ConfigError: there is none, or it does not take these arguments; the optimizer needs more than gradients, or its
-            state does not go through a checkpoint; the schedule needs more than the number of steps, or never has a
-            learning rate above 0.
+        ConfigError: the optimizer or schedule does not exist, or does not take these arguments; the optimizer needs
+            more than gradients, or its state cannot be saved and loaded; the schedule needs more than the number of
+            steps, or never has a learning rate above 0.
     """
     if config.name in ADAM and config.lr_scheduler.name in PARTS["schedule"] and not config.lr_scheduler.args:
         return
@@ -209,8 +210,9 @@ def check_optimizer(config: OptimizerConfig, alone: bool = True) -> None:
             key="optimizer.lr_scheduler",
             fix="choose a class of torch.optim.lr_scheduler that is",
         )
-    meant = config.lr == 0 and not (alone and "." in config.lr_scheduler.name)  # named schedules scale it
-    if config.total_steps and not meant and not _ever_learns(schedule, config.total_steps):
+    # Built-in schedules multiply lr, so that an lr of 0 means 0; a user's own may set another learning rate.
+    zero_meant = config.lr == 0 and not (alone and "." in config.lr_scheduler.name)
+    if config.total_steps and not zero_meant and not _ever_learns(schedule, config.total_steps):
         fix = "change its args" if config.lr > 0 else "give optimizer.lr, a number above 0"
         raise ConfigError(
             f"optimizer.lr_scheduler={config.lr_scheduler.name} gives the learning rate 0 at all {config.total_steps} "
@@ -221,9 +223,9 @@ def check_optimizer(config: OptimizerConfig, alone: bool = True) -> None:
 
 
 def _try_steps(make: Callable[[Any], Optimizer]) -> None:
-    """Take steps as Lightning and `MasterWeights` do, and put the state through a checkpoint; raises what fails.
+    """Take steps as Lightning and `MasterWeights` do, then save and load the state; errors are raised as they come.
 
-    Whether its state has everything that later steps depend on is left to the optimizer (docs/architecture.md).
+    It is left to the optimizer that its state has everything that later steps depend on (docs/architecture.md).
     """
     optimizer, resumed = make(_small_groups()), make(_small_groups())
     if not isinstance(optimizer, Optimizer):
@@ -248,7 +250,7 @@ def _small_groups() -> list[dict[str, Any]]:
 
 
 def _ever_learns(schedule: Any, steps: int) -> bool:
-    """True if some group has a learning rate above 0 at one of so many steps."""
+    """True if some group has a learning rate above 0 at one of the first `steps` steps."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of", category=UserWarning)
         for _ in range(steps):
@@ -262,7 +264,7 @@ def _ever_learns(schedule: Any, steps: int) -> bool:
 
 
 def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig) -> Any:
-    """The schedule of that name; it takes one step for each optimizer step.
+    """Make the configured schedule, which takes one step for each optimizer step.
 
     Raises:
         ConfigError: there is no such schedule, or it does not take these arguments, or has no warm-up.

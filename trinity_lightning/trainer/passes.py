@@ -23,15 +23,15 @@ LogprobFn = Callable[[Any, dict[str, Any], Tensor, Tensor, Tensor], tuple[Tensor
 
 @dataclass(frozen=True)
 class Passes:
-    """Settings by which rows go through a model on one device; every `auto` is settled.
+    """Settings of passes through a model on one device; of the settings that may be auto, only `layout` still may.
 
     Attributes:
         device: where the model computes.
-        layout: how rows lie in a micro-batch; `auto` is settled for each explore step.
+        layout: how rows lie in a micro-batch; `auto` is decided for each explore step.
         max_tokens: most computed tokens of a micro-batch.
         function: computes the results of the trained tokens; log-probabilities come first.
         all_rows: compute rows without advantage too.
-        as_trained: compute columns with a graph for gradients too. Compiled layers round differently without one, and
+        as_trained: build the graph for gradients in `columns` too. Compiled layers round differently without it, and
             the first ratio would not be 1.
     """
 
@@ -62,7 +62,7 @@ class Passes:
         return tuple(map(micro.spread, placement.logprobs(self.function, model, *arguments)))
 
     def columns(
-        self, model: Any, batch: OptimizerBatch, placement: Whole, kept: Sequence[int] = (0,), shared: bool = True
+        self, model: Any, batch: OptimizerBatch, placement: Whole, results: Sequence[int] = (0,), shared: bool = True
     ) -> list[list[Tensor]]:
         """Some of the function's results for a whole batch, without dropout.
 
@@ -70,24 +70,24 @@ class Passes:
             model: the policy, or another model of its architecture.
             batch: the experiences.
             placement: how the model lies in the processes.
-            kept: which results, by their place; by default the log-probabilities alone.
+            results: places of the wanted results; by default the log-probabilities alone.
             shared: each rank computes its share of the rows, and the shares are added up; otherwise all of them.
 
         Returns:
-            A column for each kept result: float32 CPU tensors [response], one an experience.
+            A column for each wanted result: float32 CPU tensors [response], one an experience.
         """
         ranks = placement.ranks if shared else ALONE
-        columns = [[torch.zeros(e.response_length) for e in batch.experiences] for _ in kept]
+        columns = [[torch.zeros(e.response_length) for e in batch.experiences] for _ in results]
         was_training = model.training
-        model.eval()  # with dropout they would be another model's
+        model.eval()  # without dropout
         shares = self.shares(batch, self.rows(batch), ranks.size)
         for part in placement.passes(shares) if ranks.size > 1 else shares[0]:
             if part is None:
                 idle(self, model, placement)
                 continue
             with torch.set_grad_enabled(self.as_trained):
-                results = self.through(model, collate(batch, part, model.device), placement)
-            for column, values in zip(columns, (results[place].detach().cpu() for place in kept), strict=True):
+                outputs = self.through(model, collate(batch, part, model.device), placement)
+            for column, values in zip(columns, (outputs[place].detach().cpu() for place in results), strict=True):
                 for row, value in zip(part.rows, values, strict=True):
                     column[row] = value[: len(column[row])].clone()
         model.train(was_training)
@@ -95,14 +95,14 @@ class Passes:
 
 
 def idle(passes: Passes, model: Any, placement: Whole) -> Tensor:
-    """Make an empty pass, because the other ranks make one; returns a sum of log-probabilities that counts nothing."""
+    """Make an empty pass, because the other ranks make one; returns a sum of log-probabilities that nothing uses."""
     batch = OptimizerBatch.of([Experience(tokens=[0, 0], prompt_length=1)], explore_step=0)
     (part,) = cut(batch, [0], 2, Layout.padded)
     return passes.through(model, collate(batch, part, model.device), placement)[0].sum()
 
 
 def added_up(columns: Sequence[Sequence[Tensor]], ranks: Alone) -> list[list[Tensor]]:
-    """The sum of each column over all ranks, each of which has computed some rows."""
+    """Each column with the rows of all ranks: every rank has computed some rows, and has zeros in the others."""
     together = [torch.cat([*column, torch.zeros(0)]) for column in columns]
     ranks.add_up(together)
     lengths = [len(row) for row in columns[0]]

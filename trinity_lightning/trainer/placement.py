@@ -37,7 +37,7 @@ class Whole:
         """Add up the model's gradients over the micro-batches of all ranks."""
 
     def from_all_ranks(self, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Losses and metrics of all ranks' micro-batches, in the order of ranks, from this rank's."""
+        """Exchange this rank's losses and metrics for those of all ranks' micro-batches, in the order of ranks."""
         return losses, metrics
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> float:
@@ -64,7 +64,7 @@ class Whole:
         """Called once the optimizer has taken its step."""
 
     def on_all_ranks(self, name: str, *arguments: Any) -> None:
-        """Let the other ranks join in what only rank 0 was asked for, if it needs them; rank 0 calls this first."""
+        """Let the other ranks make a call that only rank 0 got, if it needs them; rank 0 calls this first."""
 
     def state_dict(self, model: Any) -> dict[str, Tensor]:
         """The policy's weights; rank 0 alone asks for them."""

@@ -131,7 +131,7 @@ class PolicyModule(L.LightningModule):
         self.critic: Critic | None = None
         if self.algorithm.critic is not None:
             self.algorithm.critic.check_alone(self.lora)
-        # In a list it is no submodule: not saved, not synchronized between devices, never in training mode.
+        # A list, so that it is no submodule: not saved, not synchronized between devices, never in training mode.
         self._reference: list[Any] = []
         self._optimizer_factory = optimizer_factory
         if WeightDtype(dtype) is WeightDtype.auto:
@@ -168,8 +168,8 @@ class PolicyModule(L.LightningModule):
         This is Lightning's earliest hook, before anything is loaded: wrong settings of the Trainer end here.
 
         Raises:
-            ConfigError: several devices without ReplicaStrategy, a setting that the policy has a knob of its own for,
-                or an address as the folder of checkpoints.
+            ConfigError: several devices without ReplicaStrategy, a setting of the Trainer in whose place the policy has
+                its own, or an address as the folder of checkpoints.
         """
         names = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "num_nodes", "precision")
         settings = {name: getattr(self.trainer, name) for name in names}
@@ -206,7 +206,7 @@ class PolicyModule(L.LightningModule):
             self.critic = Critic(self.algorithm.critic, self.policy, self.tokenizer, self._load_model)
         if self.objective.needs_reference and self.adapter is None:
             reference = self._load_model(self.model_name).eval()
-            # Compiled, it shares the policy's graphs only with gradients: the first KL estimate has to be 0.
+            # A compiled reference shares the policy's graphs only with gradients, else the first KL estimate is not 0.
             self._reference = [reference.requires_grad_(self.hparams["compile_layers"])]
 
     def configure_optimizers(self) -> Any:
@@ -234,7 +234,7 @@ class PolicyModule(L.LightningModule):
         if self.device.type == "cpu":
             reuse_large_buffers()
         self.check_trainable()
-        # All ranks cut alike, since each knows the micro-batches of all; patiently, since rank 0 has loaded engines.
+        # All ranks must cut alike: each works out the micro-batches of all. Patient, since rank 0 has loaded engines.
         settled = self.placement.ranks.exchange((self.passes().max_tokens, self.passes().layout), patient=True)
         self._passes = replace(self.passes(), max_tokens=min(tokens for tokens, _ in settled), layout=settled[0][1])
         dtype = products_dtype(self.policy, self.device, self.trainer.precision_plugin)
@@ -247,13 +247,13 @@ class PolicyModule(L.LightningModule):
             self._resumption.begin(self.device)
 
     def on_train_start(self) -> None:
-        """Give a resumed run's optimizer what is configured, once it has the checkpoint's state."""
+        """Give a resumed run's optimizer its configured settings, once it has loaded the checkpoint's state."""
         gc.freeze()  # a step makes so many objects that Python would look through all existing ones, several times
         if self._resumption is not None:
             self._resumption.configure(self._optimizer_settings, self._peak_rates)
             self._resumption = None
 
-    # -- what is trained, and how rows go through it ------------------------------------------------------------------
+    # -- the models, and how rows go through them ---------------------------------------------------------------------
 
     @property
     def placement(self) -> Whole:
@@ -269,7 +269,7 @@ class PolicyModule(L.LightningModule):
 
     @property
     def reference(self) -> Any:
-        """The frozen initial policy, never in a checkpoint; None: not needed, or it is the policy without adapters."""
+        """The frozen initial policy, never in a checkpoint; None: not needed, or the policy without adapters serves."""
         return self._reference[0] if self._reference else None
 
     @cached_property
@@ -372,10 +372,10 @@ class PolicyModule(L.LightningModule):
 
         Raises:
             ConfigError: the batch lacks advantages, or columns of `prepare_step`.
-            ExperienceError: an experience has no log-probabilities of the engine; the ratio is against them, or they
-                correct for older weights.
-            TrinityError: the gradient is not finite, as in the `max_bad_steps` - 1 steps before. Such a step changes
-                neither weights nor optimizer nor schedule, and is counted.
+            ExperienceError: an experience has no log-probabilities of the engine, and the ratio or the correction for
+                older weights needs them.
+            TrinityError: the gradient is not finite, as in the `max_bad_steps` - 1 steps before. A step without a
+                finite gradient changes neither weights nor optimizer nor schedule, and is counted.
         """
         start = time.perf_counter()
         self.objective.check(batch)
@@ -495,7 +495,7 @@ class PolicyModule(L.LightningModule):
 
     @cached_property
     def _files(self) -> ModelFiles:
-        """Read by `try_saving`: the model's folder may be gone once the model is trained."""
+        """The model's other files, first read by `try_saving`: their folder may be gone once the model is trained."""
         return ModelFiles(self.model_name, self.tokenizer, generation_file(self.model_name))
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -539,7 +539,7 @@ class PolicyModule(L.LightningModule):
 
 
 class _Thaw(L.Callback):
-    """Unfreezes Python's collector when a fit ends, also by an error, which no module is told.
+    """Unfreezes Python's collector when a fit ends, also by an error: Lightning tells callbacks of it, not modules.
 
     A policy that stays frozen would never be freed, and at the end of the process nanobind would report leaks.
     """

@@ -1,4 +1,4 @@
-"""A trained policy as a folder that transformers, vLLM and TRL load; saving is tried out before training."""
+"""Saves a trained policy as a folder that transformers, vLLM and TRL load; tries out saving before training."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress

@@ -118,7 +118,7 @@ def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
 
 
 def index_of(groups: Iterable[Sized]) -> Tensor:
-    """Position of each member's group, for the members of all groups in a row, int64 [B]."""
+    """Position of the group of each member, over the members of all groups in order, int64 [B]."""
     return torch.repeat_interleave(torch.tensor([len(group) for group in groups]))
 
 
@@ -132,7 +132,7 @@ def by_group(metrics: Mapping[str, Tensor], count: int) -> list[Metrics]:
 
 
 class BufferWriter(ABC):
-    """Takes finished experiences, wherever it keeps them."""
+    """Stores finished experiences."""
 
     @abstractmethod
     def write(self, experiences: list[Experience]) -> None:
@@ -144,7 +144,7 @@ class BufferWriter(ABC):
 
 
 class ListWriter(BufferWriter):
-    """Keeps everything that is written, in memory.
+    """Stores everything in memory.
 
     Attributes:
         calls: the experiences of each write, in order.
@@ -164,7 +164,7 @@ class ListWriter(BufferWriter):
 
 # -- The base classes --------------------------------------------------------------------------------------------------
 
-WRITER = "writer"  # the parameter of a constructor that is not an argument of the configuration
+WRITER = "writer"  # parameter of constructors that is no argument of the configuration
 ADD_STRATEGY: Registry[type["AddStrategy"]] = Registry("add strategy")
 
 
@@ -179,6 +179,10 @@ class AddStrategy(ABC):
     """
 
     writer: BufferWriter
+    # True: if `survivors` leaves too few groups, new tasks fill up the step.
+    refills = False
+    # Groups whose rewards have a standard deviation not above this are not written; None: all are.
+    std_threshold: float | None = None
 
     def __init__(self, writer: BufferWriter | None = None, **unknown: Any) -> None:
         self._refuse(unknown)
@@ -192,7 +196,7 @@ class AddStrategy(ABC):
 
     @abstractmethod
     async def add(self, experiences: list[Experience], step: int) -> tuple[int, Metrics]:
-        """Weigh and write the experiences of explore step `step`: the number written, and metrics.
+        """Weigh and write the experiences of explore step `step`; returns the number written, and metrics.
 
         Raises:
             ExperienceError: an experience that the strategy cannot weigh.
@@ -208,11 +212,6 @@ class AddStrategy(ABC):
             if parameters[name].default is not inspect.Parameter.empty
         }
 
-    # True: if `survivors` leaves too few groups, new tasks fill up the step.
-    refills = False
-    # Groups whose rewards have a standard deviation not above this are not written; None: all are.
-    std_threshold: float | None = None
-
     def kept_groups(self, groups: Sequence[Sequence[Run]]) -> list[bool]:
         """For each group of runs, True if its rewards, before operators, have a std above `std_threshold`."""
         if self.std_threshold is None or not groups:
@@ -224,7 +223,7 @@ class AddStrategy(ABC):
     async def write_groups(
         self, groups: Iterable[list[Experience]], received: int, invalid: int
     ) -> tuple[int, Metrics]:
-        """Write each group by itself: the number of experiences written, and metrics of those left out.
+        """Write each group by itself; returns the number of experiences written, and metrics of those left out.
 
         Args:
             groups: the groups to write; empty ones are skipped.
@@ -284,14 +283,14 @@ class GroupAdvantageStrategy(AddStrategy):
 
     @abstractmethod
     def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
-        """Set `advantages` and `returns` [response] of one group: the experiences to write, and the group's metrics."""
+        """Set `advantages` and `returns` [response] of one group; returns the experiences to write, and its metrics."""
 
     def split_valid(self, groups: Groups) -> tuple[Groups, int]:
         """The groups that can be weighed, and the number of those with a reward that is no finite number."""
         return split_valid(groups)
 
     def weigh_groups(self, groups: Groups) -> tuple[list[list[Experience]], list[Metrics]]:
-        """`calculate_group_advantage` of every group: the experiences to write of each group, and its metrics."""
+        """Call `calculate_group_advantage` for every group; returns each one's experiences to write, and metrics."""
         weighed = [self.calculate_group_advantage(group_id, exps) for group_id, exps in groups.items()]
         for returned in weighed:
             check_returned(self, "calculate_group_advantage", returned, list, "list of experiences, metrics by name")
@@ -362,7 +361,7 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
         return weighed, by_group(group_metrics, len(groups))
 
     def _check_lengths(self, returned: Mapping[str, Any], count: int) -> None:
-        """ConfigError unless all that a `score` of the user's returned are tensors [count]."""
+        """Refuse values that a user's `score` returned, unless they are tensors [count]; a ConfigError."""
         for name, values in returned.items() if is_own(self) else ():
             if not isinstance(values, Tensor) or values.shape != (count,):
                 got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
@@ -495,8 +494,8 @@ class RewardVarianceAddStrategy(AddStrategy):
         """
         groups = group_by(experiences, "task")
         values = self.criterion.values(groups)
-        # Of a run of several steps only the last must have a reward: the strategy behind this one may need no other.
-        # Under another metric none must: a distillation weighs without rewards.
+        # Only the last step of a run must have a reward: the strategy behind this one may need no other. With a metric
+        # no step must have one: a distillation weighs without rewards.
         last = {id_: list(map(last_step, runs_of(exps))) for id_, exps in groups.items()}
         if self.criterion.metric is not None:
             last = {id_: [exp for exp in exps if exp.reward is not None] for id_, exps in last.items()}

@@ -24,7 +24,10 @@ from trinity_lightning.config.values import number
 
 
 class BaselineAddStrategy(TaskAdvantageStrategy):
-    """Reports reward_mean and reward_std, the unbiased standard deviation, 0 in a group of one."""
+    """Base of strategies whose scores are `advantages`; reports reward_mean and reward_std.
+
+    reward_std is the unbiased standard deviation, 0 in a group of one.
+    """
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
@@ -95,7 +98,7 @@ class CriticAddStrategy(GroupAdvantageStrategy):
         return group_by(exps, "task")
 
     def calculate_group_advantage(self, group_id: str, exps: list[Experience]) -> tuple[list[Experience], Metrics]:
-        """The group without the advantages that it may have had; its mean reward.
+        """Remove advantages that the group may have; returns it, and its mean reward as a metric.
 
         Raises:
             ExperienceError: see `run_reward`.

@@ -44,7 +44,7 @@ def create_add_strategy(specs: Sequence[tuple[str, Mapping[str, Any]]], writer: 
 class ComposedAddStrategy(AddStrategy):
     """Several strategies in a row: each gets the whole step that the one before it let through.
 
-    Only the last writes to the buffer, and its count is the count. Metrics are merged; a key that an earlier strategy
+    Only the last writes to the buffer, and its count is returned. Metrics are merged; a key that an earlier strategy
     has reported already gets the later strategy's name as prefix: `grpo/filtered_count` (a second strategy of the same
     name is called `grpo_2`).
 
@@ -65,7 +65,7 @@ class ComposedAddStrategy(AddStrategy):
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """None: `specs` has no default."""
+        """Empty: `specs` has no default."""
         return {}
 
     def survivors(self, experiences: list[Experience]) -> Groups:
@@ -90,7 +90,7 @@ class ComposedAddStrategy(AddStrategy):
 
 
 def check_strategy(name: str, args: Mapping[str, Any], key: str = "args") -> type[AddStrategy]:
-    """The class of a strategy, once it is clear that it takes these arguments.
+    """The class of a strategy; arguments that it does not take are refused.
 
     Args:
         name: registry name, or dotted path of a class.
@@ -110,7 +110,7 @@ def check_strategy(name: str, args: Mapping[str, Any], key: str = "args") -> typ
 
 
 def _check_specs(specs: Any) -> None:
-    """ConfigError unless these are strategies with their arguments, at least one."""
+    """Refuse specs that are not at least one strategy with its arguments; a ConfigError."""
     if not specs:
         raise ConfigError(
             "add_strategy names no strategy",

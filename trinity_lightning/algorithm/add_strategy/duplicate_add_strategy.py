@@ -1,4 +1,4 @@
-"""The filter that fills a step up with copies of the groups whose rewards differ, to as much as there was before."""
+"""A filter that keeps the groups whose rewards differ, and adds copies of them until the step is as large as before."""
 
 import copy
 import random
@@ -23,7 +23,7 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
     POLARIS (Hu et al., 2025). It sets no advantages: it goes before another strategy. It decides whether rewards differ
     as `reward_variance` does, by the same arguments. Groups are copied in a seeded order, none a second time before all
     have been copied once. Whole groups are copied, so the count may pass that of the input by less than a group. A copy
-    has a task, and so a group, of its own, and shares its tensors with the original. There is one write for all.
+    has a task, and so a group, of its own, and shares its tensors with the original. All are written at once.
 
     `filtered_count` counts the experiences left out, `duplicated_count` the copies; `add_strategy_time` is in seconds.
 
@@ -66,7 +66,7 @@ class DuplicateInformativeAddStrategy(RewardVarianceAddStrategy):
 
 
 def _copy_group(group: list[Experience], taken: set[str]) -> list[Experience]:
-    """A copy of a group, under a task of its own that joins those that are taken."""
+    """A copy of a group under a task of its own, which is added to `taken`."""
     task = _free_task(group[0].eid.task, taken)
     taken.add(str(task))
     copies = []
@@ -75,7 +75,7 @@ def _copy_group(group: list[Experience], taken: set[str]) -> list[Experience]:
         # No random suffix, so that the same seed gives the same copies.
         suffix = xxhash.xxh3_64_hexdigest(f"{exp.eid.uid}/{task}/{row}".encode())[:12]
         copied.eid = EID(batch=exp.eid.batch, task=task, run=exp.eid.run, step=exp.eid.step, suffix=suffix)
-        # Of its own, so that entries added to a copy's info or metrics are not added to the original's.
+        # New dicts, so that entries added to a copy's info or metrics are not added to the original's.
         copied.info, copied.metrics = dict(exp.info), dict(exp.metrics)
         copies.append(copied)
     return copies

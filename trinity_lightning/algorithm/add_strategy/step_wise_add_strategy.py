@@ -37,7 +37,7 @@ class RunAdvantageStrategy(AddStrategy):
 
     @abstractmethod
     def weigh_tasks(self, tasks: list[Groups]) -> list[Metrics]:
-        """Set `advantages` and `returns` [response] of every task's runs, given by id: the metrics of each task."""
+        """Set `advantages` and `returns` [response] of every task's runs, given by id; returns each task's metrics."""
 
     def rewarded(self, runs: Groups) -> list[Experience]:
         """The experiences of a task that must have a finite reward: the last step of every run."""

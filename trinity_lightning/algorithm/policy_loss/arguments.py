@@ -50,7 +50,7 @@ def with_arguments(name: str, loss: Any, args: Mapping[str, Any]) -> PolicyLossF
 
 
 def instance_of(name: str, kind: type[Any], args: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The method that is run when an instance of a class is called, and the arguments that the call takes.
+    """Make an instance of a class; returns the method that a call of it runs, and the arguments for that call.
 
     Raises:
         ConfigError: it cannot be called, or its constructor refuses its arguments.
@@ -155,8 +155,8 @@ _ENGINES = rf"(rollout|inference|infer|sampling|sampler|vllm)_((per_token|policy
 def in_our_terms(name: str, loss: Callable[..., Any], args: Mapping[str, Any]) -> PolicyLossFn:
     """A user's loss, made callable as `PolicyLossFn`; its tensors may have other names and another order.
 
-    It is called by position, if the names of its parameters allow that, and else by these names, among which the names
-    of other frameworks are known. It may leave out tensors that it has no use for.
+    It is called by position if the names of its parameters allow that, else by their names. The names that other
+    frameworks use are known. The loss may leave out tensors that it has no use for.
 
     Args:
         name: name of the loss, for messages.
@@ -187,7 +187,7 @@ def in_our_terms(name: str, loss: Callable[..., Any], args: Mapping[str, Any]) -
 
 
 def _meaning(parameter: inspect.Parameter) -> str | None:
-    """The tensor that a parameter's name means here; None for a knob, which has another name or a default."""
+    """The tensor that a parameter means here, by its name; None for a setting, which has another name or a default."""
     if parameter.name in (*TENSORS, *TOTALS, *EXTRAS):
         return parameter.name
     if _is_knob(parameter) or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -196,6 +196,7 @@ def _meaning(parameter: inspect.Parameter) -> str | None:
 
 
 def _is_knob(parameter: inspect.Parameter) -> bool:
+    """True for a setting: a parameter with a default other than None."""
     return parameter.default is not parameter.empty and parameter.default is not None
 
 
@@ -214,7 +215,7 @@ def _refuse_engines(name: str, leading: Sequence[inspect.Parameter], args: Mappi
 def _check_names(
     name: str, leading: Sequence[inspect.Parameter], tensors: Mapping[str, str], args: Mapping[str, Any]
 ) -> None:
-    """Refuse a loss that is to be called by name, and has names for two things or for none; a ConfigError."""
+    """Refuse a loss called by name in which two parameters mean one tensor, or one means none; a ConfigError."""
     takes = f"policy loss '{name}' takes ({', '.join(p.name for p in leading)})"
     for label, tensor in tensors.items():
         if twice := [other for other, same in tensors.items() if same == tensor and other != label]:

@@ -1,4 +1,4 @@
-"""Policy losses by name, with their arguments set; and their needs, declared or found by trying them."""
+"""Makes policy losses by name, with their arguments set, and tells their needs: declared, or found by trying them."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ POLICY_LOSS_FN: Registry[PolicyLossFn] = Registry("policy loss")
 
 
 def create_policy_loss(name: str, /, **args: Any) -> PolicyLossFn:
-    """The policy loss `name`, or at that dotted path, its arguments set: `create_policy_loss("ppo", dual_clip=None)`.
+    """The policy loss of that name or dotted path, its arguments set: `create_policy_loss("ppo", dual_clip=None)`.
 
     One of your own may be a function, or a class whose constructor takes the arguments. Its tensors may have the names
     that TRL, verl or OpenRLHF give them, in any order.

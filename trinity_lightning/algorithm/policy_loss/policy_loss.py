@@ -125,7 +125,7 @@ def aggregate(
 
 
 def trained(values: Tensor, action_mask: Tensor) -> Tensor:
-    """The values [b, r], 0 outside the mask, where NaN or infinity would reach a product's gradient as 0 * inf."""
+    """The values [b, r], 0 outside the mask: NaN or infinity there would reach a product's gradient as 0 * inf."""
     return values.masked_fill(~action_mask.bool(), 0.0)
 
 

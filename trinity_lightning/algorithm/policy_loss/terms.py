@@ -37,12 +37,17 @@ class Term:
 
 
 def with_terms(name: str, loss: PolicyLossFn, needs: Needs) -> tuple[PolicyLossFn, dict[str, Term]]:
-    """A loss of these needs whose arguments are set, and its terms by name.
+    """A loss with its terms bound to it, and the terms by name.
 
-    The terms of a mixture are made once, and bound to it. Another loss is one term, of its own name.
+    The terms of a mixture are made once, here. Any other loss is unchanged, and one term of its own name.
+
+    Args:
+        name: name of the loss.
+        loss: the loss, its arguments set.
+        needs: the needs of the loss.
 
     Raises:
-        ConfigError: as the mixture says.
+        ConfigError: an argument of a mixture is out of its range, or names a loss that cannot be a term.
         ValueError, TypeError: an argument that a term's loss does not have.
     """
     if not needs.terms:
@@ -97,7 +102,7 @@ def streams(
     loss_agg_mode: str | None = None,
     **totals: Unpack[BatchTotals],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Several terms: sum over streams of weight x loss of the stream's tokens, each averaged over its own of the batch.
+    """Several terms: sum over streams of weight x loss, averaged over the stream's own tokens in the batch.
 
     Policy gradient on rollouts, cross-entropy on expert data or on the answers of tools, KL to a teacher: a token may
     be in several streams, with a weight in each. A stream is normalised by its own tokens and sequences in the whole
@@ -118,7 +123,7 @@ def streams(
         `<stream>_loss`.
 
     Raises:
-        ConfigError, ValueError, TypeError: as `stream_configs`, or as a stream's loss says.
+        ConfigError, ValueError, TypeError: as `stream_configs`, or as the loss of a stream.
     """
     extras: dict[str, Any] = {
         "ref_logprobs": ref_logprobs,
@@ -182,7 +187,7 @@ def mix(
         term before the weighting.
 
     Raises:
-        ConfigError, ValueError, TypeError: mu is out of range, the usual loss is not for rollouts, or as it says.
+        ConfigError, ValueError, TypeError: mu is out of range, or the usual loss is not for rollouts; or as that loss.
     """
     mask = action_mask.bool()
     expert = mask.new_zeros(len(mask)) if expert_mask is None else expert_mask.bool()

@@ -21,7 +21,6 @@ from trinity_lightning.errors import ConfigError, RolloutError
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -38,7 +37,7 @@ class AskingOperator(ExperienceOperatorV1):
 
     Args:
         model: key of the auxiliary models.
-        timeout: seconds one attempt may take. A server of the run that has died is started again within one.
+        timeout: seconds one attempt may take, with the restart of a server of the run that has died.
         max_retries: further attempts after a failed one.
     """
 
@@ -232,7 +231,7 @@ class TeacherTopK(AskingOperator):
         self.k = whole_number("k", k, least=1)
 
     async def prepare(self) -> None:
-        """Ask a teacher that is an endpoint about two tokens. One that the run starts is not up yet.
+        """Try a teacher that is an endpoint on two tokens; a teacher that the run starts is not up yet.
 
         Raises:
             ConfigError: there is no teacher of that name, or it does not give its likeliest tokens.

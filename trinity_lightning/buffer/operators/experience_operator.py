@@ -37,7 +37,8 @@ AuxiliaryModels = Mapping[str | int, "list[AsyncOpenAI]"]
 # Key of an operator's metrics for a task selector, {taskset_id: {"indices": [...], "values": [...]}}: not logged.
 SELECTOR_METRIC = "selector_metric"
 
-# Seconds to wait for the operators' loop, if it runs in another thread; and after an error, which may have stopped it.
+# Seconds to wait until operators are closed on a loop that another thread runs; after an error, which may have stopped
+# that loop, CLOSE_SECONDS.
 WAIT_SECONDS, CLOSE_SECONDS = 60.0, 5.0
 
 
@@ -88,7 +89,7 @@ EXPERIENCE_OPERATORS: Registry[OperatorClass] = Registry("experience operator")
 
 
 class LegacyOperator(ExperienceOperatorV1):
-    """An operator of the older kind as one of the newer.
+    """Makes an operator of the newer kind of one of the older.
 
     Args:
         operator: gets the auxiliary models if it has `set_auxiliary_model`.

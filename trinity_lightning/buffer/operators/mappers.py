@@ -105,9 +105,8 @@ class RewardShapingMapper(ExperienceOperatorV1):
 class MaskResponseTruncated(ExperienceOperatorV1):
     """Masks responses that were cut off, so that no token of them is trained on.
 
-    This is the overlong filtering of DAPO (arXiv 2503.14476, section 3.4).
-
-    Such an experience stays in its group: its reward counts for the others' advantages.
+    This is the overlong filtering of DAPO (arXiv 2503.14476, section 3.4). A masked experience stays in its group: its
+    reward counts for the others' advantages.
     """
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
