@@ -271,7 +271,7 @@ def test_a_write_whose_acknowledgement_was_lost_is_not_repeated(place, monkeypat
                 raise dialect.loaded_dbapi.OperationalError("the connection is gone")
 
         monkeypatch.setattr(dialect, "do_commit", break_once)
-        monkeypatch.setattr(storage._database, "_passes", lambda error: True)
+        monkeypatch.setattr(storage._database, "_is_transient", lambda error: True)
         group = make_group(0, 3)
         storage.write(group)
         assert broken

@@ -2,7 +2,7 @@
 
 A folder has three parts. `*.distcp` holds the tensors that several ranks have shares of, and `.metadata` says where in
 those files each of them lies. REST is the checkpoint as one device writes it, with a tensor on the meta device in place
-of each sharded tensor; it also has the hash of `.metadata`. A sharded tensor goes by its place in REST, such as
+of each sharded tensor; it also has the hash of `.metadata`. A sharded tensor is named by its place in REST, such as
 "state_dict.model.norm.weight". Each process writes and reads its own rows.
 """
 

@@ -87,7 +87,6 @@ def remove(path: Path) -> None:
 
 # -- full disks --------------------------------------------------------------------------------------------------------
 
-
 # The system's words for a full disk, a quota that is used up, and a file larger than its process (ulimit -f) or its
 # file system allows.
 FULL = {number: os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
@@ -109,8 +108,8 @@ def disk_full(error: Exception, path: Path) -> DiskFullError | None:
 
     It names the path that the error names, or else this one.
     """
-    # Our own errors say enough. torch.save fails once more when it closes the file, hence the causes. An error of
-    # safetensors has no number, hence the text.
+    # Our own errors need no replacement. torch.save raises a second error when it closes the file: causes are searched.
+    # Errors of safetensors have no number: texts are compared.
     for cause in () if isinstance(error, TrinityError) else causes(error):
         for number in (number for number, text in FULL.items() if text in str(cause)):
             return DiskFullError(number, FULL[number], str(getattr(cause, "filename", None) or path))

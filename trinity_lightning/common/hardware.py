@@ -58,7 +58,7 @@ class HeapBound:
     """Keeps the heap's holes from growing over a run: `check` trims the heap once the process has grown by a tenth.
 
     Trimming after every step would cost a tenth of a short step: each page that is used again is zeroed again. The
-    first step does not count: the optimizer's states, made at its end, lie where activations would have lain again.
+    first step does not count: the optimizer's states, made at its end, take the places that its activations left.
     """
 
     def __init__(self) -> None:

@@ -45,9 +45,8 @@ class ModelShape:
         config = model.config.get_text_config()
         layers = layer_configs(config)
         heads = _largest(layers, "num_attention_heads") or 1
-        queries = (
-            max(map(query_width, layers)) or config.hidden_size
-        )  # without attention: the part that mixes tokens instead
+        # Without attention, the part that mixes tokens in its place counts as wide as the hidden states.
+        queries = max(map(query_width, layers)) or config.hidden_size
         feed_forward = _largest(layers, "intermediate_size") or 4 * config.hidden_size
         expert = _largest(layers, "moe_intermediate_size") or feed_forward
         chosen = _largest(layers, "num_experts_per_tok")
@@ -78,8 +77,8 @@ class Training:
     """The settings of a run that decide the memory of training."""
 
     width: int  # bytes of a weight in computations: 2 (bfloat16) or 4
-    # Tokens of the longest prompt and response together, in a pair of both its rows: a micro-batch holds at least one.
-    # 0: unknown, and taken to be no longer than a micro-batch.
+    # Tokens of the longest row (prompt and response), or of both rows of the longest pair: a micro-batch holds at least
+    # one. 0: unknown, and taken to be no longer than a micro-batch.
     longest_row: int
     tokens: int | None = None  # computed tokens of a micro-batch; None: as many as are useful and fit
     reference: bool = False  # a frozen copy of the policy is kept
@@ -124,7 +123,7 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
 
 
 def activations(shape: ModelShape, training: Training, tokens: int) -> int:
-    """Bytes that a forward and backward pass over so many computed tokens takes at its peak, without gradients.
+    """Bytes that a forward and backward pass over `tokens` computed tokens takes at its peak, without gradients.
 
     One chunk of logits is kept, and one computed again. On a CPU the gradients of embeddings and head are added up in
     place. Elsewhere autograd makes the gradient of the largest tensor anew, and it is cast to float32, unless only
@@ -156,7 +155,7 @@ SHARE_OF_FREE = 0.5
 
 
 def useful_tokens(model: Any, device: torch.device, trainers: int = 1, value_model: Any = None) -> int:
-    """The micro-batch's tokens: as many as help on the device and, on a CPU, fit into the memory that is free now.
+    """Tokens for a micro-batch: as many as help on the device and, on a CPU, fit into the memory that is free now.
 
     Args:
         model: a loaded Hugging Face model, before its first optimizer step.

@@ -38,8 +38,8 @@ def predicted_mask(experience: Experience) -> Tensor:
 class OptimizerBatch:
     """One item of the ExperienceLoader: one `training_step`, one optimizer step.
 
-    Experiences are unpadded; the trainer's layout cuts micro-batches out of them and pads those on the device. The
-    totals count the whole optimizer batch, on all ranks. Every loss is normalised by them: so neither loss nor gradient
+    Experiences are unpadded; the trainer's layout cuts them into micro-batches and makes the tensors of those. The
+    totals count the whole optimizer batch, on all ranks. Every loss is normalised by them, so neither loss nor gradient
     depends on how the batch is cut.
 
     Attributes:
@@ -51,8 +51,8 @@ class OptimizerBatch:
         explore_step: the explore step (EID.batch) of the experiences.
         columns: numbers for each response token by name, a float32 tensor [response] for each experience:
             "old_logprobs", "ref_logprobs", weights of streams, and a critic's "values", "returns" and "advantages",
-            which are used in place of the experiences' own. Of a teacher's likeliest tokens there are ids (int64) and
-            log-probabilities, [response, k].
+            which are used in place of the experiences' own. A teacher's likeliest tokens have ids (int64) and
+            log-probabilities, [response, k] each.
         num_expert_tokens, num_expert_sequences: an expert's part of the totals; losses may treat it apart.
         step: all experiences of the explore step, which decide what must be alike in all of its batches; None: these
             experiences are all.

@@ -120,7 +120,7 @@ class Ranks(Alone):
     hangs: bool = False
     _knows_error: bool = False  # true if nobody needs to be told of an error any more
     _has_ended: bool = False
-    _broken: Callable[[], RankError] | None = None  # makes the error that a wait ended by: no later wait is possible
+    _broken: Callable[[], RankError] | None = None  # makes the error that ended a wait; no later wait is possible
     _deadline: float = math.inf  # set by `within`
     _waits: int = 0  # number of waits begun: equal on all ranks that have come as far
     _last_beat: tuple[int, float] = 0, 0.0  # the wait in which this rank last sent a beat, and when
@@ -171,7 +171,7 @@ class Ranks(Alone):
         data = pickle.dumps(value) if self.rank == source else b""
         buffer = _padded(data, self.exchange(len(data), patient=True, at="a broadcast")[source])
         self.wait(lambda limit: self.group.broadcast(buffer, source, limit), "a broadcast")
-        self.beat()  # others, which wait for one that hangs, may not have ended it
+        self.beat()  # others may still wait in it, for a rank that hangs: show them that this rank has come
         return value if self.rank == source else _unpickled(buffer.numpy().tobytes())
 
     def add_up(self, tensors: Sequence[Tensor], at: str = "a sum") -> None:
@@ -220,7 +220,7 @@ class Ranks(Alone):
         return True
 
     def _round(self, answer: Answer, timeout: timedelta, at: str) -> list[Answer]:
-        """The answers of all ranks. The length is sent first, with as many bytes as most answers have: one wait."""
+        """The answers of all ranks: first lengths and FIRST_BYTES, which hold most answers whole, then the rests."""
         pickled = pickle.dumps(answer)
         data = len(pickled).to_bytes(LENGTH_BYTES) + pickled
         answers = self._gathered(data[:FIRST_BYTES], FIRST_BYTES, timeout, at)
@@ -325,7 +325,7 @@ class Ranks(Alone):
         return None if reason is None else RankError(reason)
 
     def _failure_soon(self) -> RankError | None:
-        """The same, but waiting a moment for it: a connection ends just before the process that it led to."""
+        """The `failure`, waited for a moment: the connection to a process ends just before the process does."""
         end = time.monotonic() + CAUSE_SECONDS
         while (cause := self.failure()) is None and time.monotonic() < end:
             time.sleep(CAUSE_SECONDS / 20)
@@ -334,7 +334,7 @@ class Ranks(Alone):
     def end(self, error: BaseException) -> None:
         """Tell the others that this rank has failed, unless they know, and wait until rank 0 has saved what it can.
 
-        Rank 0 calls it when it has saved. Twice is allowed.
+        Rank 0 calls it when it has saved. A second call does nothing.
         """
         if self._has_ended:
             return
@@ -352,7 +352,7 @@ class Ranks(Alone):
             return  # another process has ended: there is nobody to tell
 
     def _serve_or_fail(self, answers: Sequence[Answer]) -> Failure | None:
-        """Serve rank 0, which may wait for this rank; the failure of that, for the next round, if it fails."""
+        """Serve rank 0's call, if there is one; returns the failure to hand in next, if serving it failed."""
         try:
             self._serve_call(answers)
         except RankError:
@@ -394,7 +394,7 @@ class Ranks(Alone):
         now = time.monotonic()
         if self.rank > 0 or now < self._last_look + BEAT_SECONDS:
             return None
-        if now > self._last_look + SILENT_SECONDS / 2:  # rank 0 was stopped (SIGSTOP), perhaps with all: count anew
+        if now > self._last_look + SILENT_SECONDS / 2:  # rank 0 was stopped (SIGSTOP), perhaps all were: count anew
             self._heard.clear()
         self._last_look, silent = now, []
         for rank in range(1, self.size):
@@ -410,12 +410,12 @@ class Ranks(Alone):
         """The ranks, in words, that this one waits for: the others have sent a beat from the same wait."""
         beats = {rank: f"{BEATS}/{rank}" for rank in range(self.size) if rank != self.rank}
         try:
-            here = {
+            waiting = {
                 rank for rank, key in beats.items() if self.store.check([key]) and self._has_come(self.store.get(key))
             }
         except RuntimeError:  # rank 0 has the store, and took it along
             return "rank 0"
-        return " or ".join(f"rank {rank}" for rank in sorted(beats.keys() - here or beats))
+        return " or ".join(f"rank {rank}" for rank in sorted(beats.keys() - waiting or beats))
 
     def _has_come(self, beat: bytes, ahead: int = 0) -> bool:
         """True if a beat was sent from the wait that this rank is in, or at least `ahead` waits later."""

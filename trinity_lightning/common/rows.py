@@ -34,7 +34,7 @@ def check_rows(
     places: dict[str, list[str]] = {}  # by reason
     for index, error in itertools.islice(errors.items(), MOST_NAMED):
         places.setdefault(str(error), []).append(place(index))
-    named = " ".join(f"{', '.join(which)}: {reason}" for reason, which in places.items())
+    named = " ".join(f"{', '.join(bad_rows)}: {reason}" for reason, bad_rows in places.items())
     first = next(iter(errors.values()))
     if len(errors) == 1:
         raise ConfigError(f"{where}, {named}", key=first.key or key) from first

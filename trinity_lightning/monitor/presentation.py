@@ -15,7 +15,6 @@ from trinity_lightning.monitor.csv_logger import STEP_METRIC
 
 # -- names, units and meanings: scripts/metrics_docs.py writes docs/metrics.md from the same table ---------------------
 
-
 # Prefix of the metrics that count experiences that are not trained on, before the reason.
 UNTRAINED_PREFIX = "experience_pipeline/untrained/"
 
@@ -69,7 +68,6 @@ def metric_globs() -> list[str]:
 
 
 # -- lines and tables in the terminal ----------------------------------------------------------------------------------
-
 
 # Times of the parts of a step that follow one another, without those that are measured within a part (collate).
 WAIT = "time/wait_for_rollout"

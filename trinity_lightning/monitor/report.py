@@ -1,4 +1,4 @@
-"""The page of a run, which opens from disk: reading the run's folder, and the content of the page.
+"""Reads a run's folder, and makes its page, which opens from disk.
 
 The template `report.html` has the looks.
 """
@@ -30,7 +30,6 @@ from trinity_lightning.monitor.presentation import (
 )
 
 # -- hiding secrets ----------------------------------------------------------------------------------------------------
-
 
 HIDDEN = "***"
 
@@ -64,7 +63,6 @@ def hidden(node: Any) -> Any:
 
 
 # -- reading the run's folder ------------------------------------------------------------------------------------------
-
 
 Completion = dict[str, Any]
 
@@ -243,7 +241,6 @@ def report_page(run: RunRecord) -> str:
 
 
 # -- small pictures as inline SVG --------------------------------------------------------------------------------------
-
 
 Point = tuple[float, float]
 

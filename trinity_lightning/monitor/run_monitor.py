@@ -99,9 +99,8 @@ class RunMonitor(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Choose the number of threads, and set up W&B's axis."""
-        if (
-            trainer.strategy.root_device.type == "cpu" and trainer.world_size == 1
-        ):  # several processes share the cores already
+        alone = trainer.world_size == 1  # several processes share the cores already
+        if trainer.strategy.root_device.type == "cpu" and alone:
             self._threads.choose()
         self.memory.start()
         self.memory.mark("load")
@@ -183,12 +182,11 @@ class RunMonitor(L.Callback):
         self._threads.give_back()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Do the same if training ends with an error."""
+        """Tear down if training ends with an error."""
         self.teardown(trainer, pl_module, "fit")
 
 
 # -- completions -------------------------------------------------------------------------------------------------------
-
 
 TABLE_ROWS = 64  # rows of W&B's table: the step's first completions, so that groups stay together
 REWARD_PREFIX = "reward/"

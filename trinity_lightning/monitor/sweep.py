@@ -1,4 +1,4 @@
-"""The page and the table of a folder of runs, such as a sweep's: their differing settings, and their scores."""
+"""Compares the runs in a folder, such as a sweep's, in a table and a page: their settings that differ, their scores."""
 
 import math
 import re
@@ -107,7 +107,7 @@ def compare(jobs: Sequence[Job]) -> Comparison:
     metric = _metric(jobs)
     keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
     differing = [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
-    scores = {job.name: _scores(job, metric) for job in jobs}
+    scores = {job.name: _score(job, metric) for job in jobs}
     small = metric is not None and metric.endswith("loss")
     ends = any(job.end for job in jobs)
 
@@ -134,7 +134,7 @@ class Score:
     step: float
 
 
-def _scores(job: Job, metric: str | None) -> Score | None:
+def _score(job: Job, metric: str | None) -> Score | None:
     points = [(step, value) for step, value in job.record.series(metric or "") if math.isfinite(value)]
     if not points:
         return None

@@ -16,7 +16,7 @@ from trinity_lightning.common.files import write_atomically
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, belongs
 
 FILE = "wandb_run_id.txt"  # a file in a run's folder, with the id of its run of W&B
-STATE = "wandb_run_id"  # a key in RunMonitor's state in checkpoints, likewise
+STATE = "wandb_run_id"  # a key in RunMonitor's state in checkpoints, for the same id
 
 
 class RunLogger(WandbLogger):
@@ -58,7 +58,7 @@ class RunLogger(WandbLogger):
         self._row = self._row | cells | {key: self._row[key] for key in ("step",) if key in self._row}
 
     def log(self, data: Mapping[str, Any]) -> None:
-        """Do the same under the name that a run of W&B has for it."""
+        """Call `log_metrics`, as `log` of a run of W&B would be called."""
         self.log_metrics(data)
 
     def flush(self, before: float = math.inf) -> None:

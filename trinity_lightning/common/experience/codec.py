@@ -5,7 +5,7 @@ field, and for each part of the identity ("eid.batch"); a field that no experien
 tensor field one chunk [dtype, indices, lengths] for each dtype: the experiences that have it (None: all), and the
 lengths of their rows, whose numbers lie in the flat tensor "<field>.<dtype>".
 
-Everything is checked in bulk, in both directions: fields may have been assigned that the constructor has not seen.
+Everything is checked in bulk, in both directions: fields may have been assigned since the constructor checked them.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,6 @@ TENSOR_FIELDS = (*TOKEN_FIELDS, *RESPONSE_FIELDS)
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
-
 _kind_of = attrgetter("dtype", "ndim", "is_cpu", "layout")
 _Kind = tuple[torch.dtype, int, bool, torch.layout]
 
@@ -83,7 +82,7 @@ def write_payload(experiences: Sequence["Experience"]) -> bytes:
         if chunks[name]:
             lengths[name] = row_lengths
     _refuse(_find_misfit(columns, lengths), experiences)
-    for name, kinds in _OPTIONAL.items():  # all None or, if that is no choice, empty: left out
+    for name, kinds in _OPTIONAL.items():  # left out if all are None, or all empty where None is not allowed
         column = columns[name]
         if column.count(None) == len(column) if NoneType in kinds else not any(column):
             del columns[name]
@@ -207,7 +206,7 @@ def _take_field(name: str, chunks: list[Any], count: int, reader: Reader) -> tup
     for dtype, indices, row_lengths in chunks:
         if name in TOKEN_FIELDS and known_dtype(dtype) not in INTEGER_DTYPES:
             raise ExperienceFormatError(f"metadata: {name} of dtype {dtype}, which is no integer.")
-        if type(row_lengths) is not list:  # bytes would be a list here, a number there
+        if type(row_lengths) is not list:  # bytes would pass as a list in one place, and as numbers in another
             raise ExperienceFormatError(f"metadata: the row lengths of {name} are no list.")
         if indices is None and len(chunks) == 1 and len(row_lengths) == count:  # the usual case, in bulk
             return reader.take_rows(f"{name}.{dtype}", row_lengths), np.array(row_lengths, dtype=np.int64)
@@ -228,7 +227,6 @@ def read_custom_fields(rows: list[list[str]]) -> list[CustomField]:
 
 
 # -- checks in bulk: each returns the first problem as (row, message), or None -----------------------------------------
-
 
 _LARGE = 2**62
 

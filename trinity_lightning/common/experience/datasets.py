@@ -1,8 +1,8 @@
 """Experiences as rows of a Hugging Face dataset, and back.
 
-People read the plain columns. Dtypes and values that do not survive one (float64 numbers, tuples, tensors in `info`,
-tool calls in messages, ...) are also in the binary column `exact`, which wins when a row is read. Every row stands
-alone: it can be selected and saved.
+The plain columns are for people. Dtypes and values that a plain column cannot hold (float64 numbers, tuples, tensors in
+`info`, tool calls in messages, ...) are also in the binary column `exact`, which is preferred when a row is read. Every
+row stands alone: it can be selected and saved.
 """
 
 import json

@@ -263,7 +263,6 @@ class Experience:
 
 # -- reading payloads --------------------------------------------------------------------------------------------------
 
-
 _STATE = (*(field.name for field in dataclasses.fields(Experience)), "experience_type")
 
 

@@ -102,7 +102,6 @@ class CustomField:
 # -- conversions of the constructor's arguments ------------------------------------------------------------------------
 # Each takes the value and the field's name, and raises an ExperienceError that names the field.
 
-
 T = TypeVar("T")
 
 

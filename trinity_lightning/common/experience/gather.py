@@ -1,7 +1,7 @@
-"""Unpadded experiences to padded tensors. P is the prompt width, R the response width, B the batch size.
+"""Gathers unpadded experiences into padded tensors. P is the prompt width, R the response width, B the batch size.
 
-Training gathers the per-token fields of responses (`gather_rows`). Tokens, masks and whole batches are for those who
-bring code written for Trinity-RFT. Rules that all rows keep are checked in bulk: a loop over thousands of them takes as
+Training gathers the per-token fields of responses (`gather_rows`). Tokens, masks and whole batches are gathered for
+code written for Trinity-RFT. Rules that all rows must keep are checked in bulk: a loop over thousands of rows takes as
 long as the copying.
 """
 
@@ -94,8 +94,10 @@ def _token_spans(
     """Prompt and response lengths in tokens, checked against the widths; `rows` are the experiences' tokens."""
     prompts = np.array([e.prompt_length for e in experiences])
     if not np.can_cast(prompts.dtype, np.int64):  # assigned after construction: a fraction, or beyond 64 bits
-        at = next(e for e in experiences if not np.can_cast(np.array(e.prompt_length).dtype, np.int64))
-        raise ExperienceError(f"experience {at.eid.uid}: expected an integer prompt_length, got {at.prompt_length!r}.")
+        bad = next(e for e in experiences if not np.can_cast(np.array(e.prompt_length).dtype, np.int64))
+        raise ExperienceError(
+            f"experience {bad.eid.uid}: expected an integer prompt_length, got {bad.prompt_length!r}."
+        )
     prompts = prompts.astype(np.int64)
     responses = _lengths_of(rows) - prompts
     _check_widths(experiences, prompts, max_prompt, "a prompt length")
@@ -416,11 +418,11 @@ def _column_of(experiences: Sequence[Experience], name: str) -> list[Tensor]:
 def _no_column(experiences: Sequence[Experience], name: str, dtype: torch.dtype | None) -> ExperienceError:
     """The error for a field that some experience lacks, or has in another dtype than the first one's, `dtype`."""
     tensors = [getattr(experience, name, None) for experience in experiences]
-    at = next(row for row, tensor in enumerate(tensors) if not isinstance(tensor, Tensor) or tensor.dtype != dtype)
-    wrong = tensors[at]
+    row = next(row for row, tensor in enumerate(tensors) if not isinstance(tensor, Tensor) or tensor.dtype != dtype)
+    wrong = tensors[row]
     got = wrong.dtype if isinstance(wrong, Tensor) else type(wrong).__name__
     expected = f"{dtype} as in the first of the batch" if dtype else "a tensor"
-    return ExperienceError(f"experience {experiences[at].eid.uid}: {name}: expected {expected}, got {got}.")
+    return ExperienceError(f"experience {experiences[row].eid.uid}: {name}: expected {expected}, got {got}.")
 
 
 def _lengths_of(rows: Sequence[Tensor]) -> np.ndarray:
@@ -429,7 +431,7 @@ def _lengths_of(rows: Sequence[Tensor]) -> np.ndarray:
 
 
 def _check_widths(experiences: Sequence[Experience], lengths: np.ndarray, width: int, name: str) -> None:
-    """Refuse lengths beyond the width; the error names the first such experience, and `name` is the length's name."""
+    """Refuse lengths beyond the width; the error names the first such experience, and calls the length `name`."""
     wrong = np.flatnonzero((lengths < 0) | (lengths > width))
     if len(wrong):
         uid = experiences[wrong[0]].eid.uid

@@ -108,6 +108,8 @@ _ALLOWED += "GLOBAL INST STACK_GLOBAL"
 
 
 class _Allowed(dict[int, Any]):
+    """The methods of the allowed opcodes; any other opcode is refused by its name."""
+
     def __missing__(self, code: int) -> Any:
         raise ExperienceFormatError(f"metadata: refuses the opcode {_NAMES.get(code, code)}: not plain data.")
 
@@ -172,7 +174,7 @@ def _check_key(key: Any) -> None:
 
 
 def _measure(value: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:
-    """The number of values in a value, shared ones counted every time, and the number of containers in each other.
+    """The number of values within a value, shared ones counted every time, and the depth of its containers.
 
     Args:
         value: anything.
