@@ -312,7 +312,7 @@ def _cause(error: BaseException) -> str:
     return text.partition("Worker exit detail: ")[2].partition(" Some common causes")[0] or text
 
 
-# -- the runners of a scheduler, and their cluster: one that is there already, or one of this machine ------------------
+# -- the runners of a scheduler, and their cluster: a running one that is joined, or one started here ------------------
 
 
 class RayRunners(Runners):

@@ -174,7 +174,7 @@ class Scheduler:
             RunnerWrapper(
                 i,
                 rollout_model[i % engines],
-                [of[i % len(of)] for of in auxiliary],
+                [models[i % len(models)] for models in auxiliary],
                 config,
                 self._outcomes,
                 self._group,

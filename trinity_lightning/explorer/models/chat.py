@@ -33,8 +33,8 @@ def render_chat(
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        messages: in the form of OpenAI's API, with text as content; a `Conversation` also has tools and variables of
-            the template.
+        messages: messages in the form of OpenAI's API, with text as content; a `Conversation` also has tools and
+            variables of the template.
         tools: functions on offer, in the form of OpenAI's API, in place of the conversation's.
         so_far: token ids of the conversation before `messages`, which end with a response; the result begins with them.
         generation_config: the model's, for its end tokens.
@@ -129,9 +129,9 @@ def _check_shown(tokenizer: Any, template: str, messages: Messages) -> None:
 
 @lru_cache(maxsize=64)
 def _shown_places(tokenizer: Any, template: str, role: str) -> tuple[bool | None, ...]:
-    """For each place of a message of that role: True if the chat template shows it there, None if it refuses it.
+    """True for each place at which the chat template shows a message of a role, else False; None if it refuses it.
 
-    The places: behind an answer, behind a call, behind the user, and first.
+    The places are: behind an answer, behind a call, behind the user, and first.
     """
     message = {"role": role, "name": "tool", "tool_call_id": _CALL_ID, "content": PLACEHOLDER}
     answer = {"role": "assistant", "content": "."}

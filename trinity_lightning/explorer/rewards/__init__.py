@@ -27,24 +27,32 @@ REWARDS: Registry[RewardFunction] = Registry("reward function")
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function of a task."""
+    """A reward function of a task.
 
-    name: str  # in metrics
+    Attributes:
+        name: the function's name in metrics.
+        function: the function, with its arguments.
+        weight: factor of the function's value in the reward.
+        given: the function's name or path in the configuration, or the function itself. None if it can only be called
+            in this process, such as a judge that asks the run's models.
+        source: the class or function from which `function` is made; None: it has no arguments.
+        args: the arguments with which `function` is made.
+    """
+
+    name: str
     function: RewardFunction
     weight: float = 1.0
-    # The function's name or path in the configuration, or the function itself; None if it can only be called in this
-    # process, such as a judge that asks the run's models.
     given: Any = None
-    source: Any = None  # the class or function from which `function` is made, if it has arguments
-    args: Mapping[str, Any] = field(default_factory=dict)  # these arguments
+    source: Any = None
+    args: Mapping[str, Any] = field(default_factory=dict)
 
 
-# The processes that call the reward functions of the rollouts in this context; None: this process does.
+# The processes that call reward functions for the rollouts of this context; None: this process calls them.
 SCORER: "ContextVar[RewardWorkers | None]" = ContextVar("SCORER", default=None)
 
 
 def resolve_rewards(reward_fn: Any) -> list[Reward]:
-    """The reward functions that `Task.reward_fn` means, in order.
+    """The reward functions that `Task.reward_fn` names, in order.
 
     Args:
         reward_fn: None, a registered name, a dotted path, a function, a list of these (or of [function, weight] pairs),
@@ -52,8 +60,8 @@ def resolve_rewards(reward_fn: Any) -> list[Reward]:
             args, weight}, alone or in a list; in a mapping from names it is {args, weight}.
 
     Raises:
-        ConfigError: an unknown name, an object that cannot be called as a reward, an argument that a function does not
-            have or lacks, a weight that is no number, or two functions of one name.
+        ConfigError: an unknown name, an object that cannot be called as a reward, an unknown or missing argument, a
+            weight that is no number, or two functions of one name.
     """
     if reward_fn is None:
         return []
@@ -89,28 +97,28 @@ async def score(rewards: Sequence[Reward], response: str, task: Task) -> tuple[f
     scorer = SCORER.get()
     total, metrics = 0.0, {}
     for reward in rewards:
-        value, its_metrics = await (worth_here if scorer is None else scorer.worth)(reward, response, task)
-        metrics |= its_metrics
+        value, metrics_of_reward = await (worth_here if scorer is None else scorer.worth)(reward, response, task)
+        metrics |= metrics_of_reward
         total += reward.weight * value
     return total, metrics
 
 
 async def worth_here(reward: Reward, response: str, task: Task) -> tuple[float, dict[str, float]]:
     """The reward of a response by one function, called in this process, and its metrics; see `worth`."""
-    try:  # in a thread: a slow verifier must not hold up the other rollouts, and one that hangs not the time-out
+    try:  # in a thread: a slow verifier must not delay other rollouts, nor must a hanging one delay the time-out
         returned = await call(reward.function, response, task)
     except (Exception, SystemExit) as error:  # a reward that executes code may meet exit()
         raise reward_error(reward.name, error) from error
     return worth(reward, returned)
 
 
-# Errors that Python raises for mistakes in code: they come again. Those of servers and disks are of other types.
+# Errors that Python raises for mistakes in code, which would repeat. Errors of servers and disks have other types.
 MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, SyntaxError)
 MISTAKES += (NotImplementedError, TypeError, ValueError)
 
 
 def reward_error(name: str, error: BaseException) -> RewardError:
-    """The error of a rollout whose reward function raised; a note has the traceback, for other processes to read."""
+    """The error of a rollout whose reward function raised; its note has the traceback, which pickling would lose."""
     failure = RewardError(f"reward function '{name}' raised {described(error)}")
     failure.may_pass = not all(isinstance(cause, MISTAKES) for cause in causes(error))
     frames = own_frames(error) or traceback.extract_tb(error.__traceback__)
@@ -119,7 +127,7 @@ def reward_error(name: str, error: BaseException) -> RewardError:
 
 
 def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
-    """The reward in a function's result, before weighting, and its metrics.
+    """The reward that a function returned, before weighting, and its metrics.
 
     Raises:
         RewardError: the result is neither a finite number nor a dict of finite numbers.
@@ -162,25 +170,25 @@ def _reward(entry: Any, weight: Any) -> Reward:
 
 
 def with_arguments(entry: Any, source: Any, args: Mapping[str, Any]) -> RewardFunction:
-    """The reward function that a class or a function gives with these arguments.
+    """The reward function that is made from a class or a function with these arguments.
 
     Raises:
-        ConfigError: it cannot be called as (response, task), or does not have these arguments.
+        ConfigError: it cannot be called as (response, task), or does not take these arguments.
     """
-    what = f"reward function {entry if isinstance(entry, str) else getattr(source, '__name__', source)!r}"
+    label = f"reward function {entry if isinstance(entry, str) else getattr(source, '__name__', source)!r}"
     if isinstance(source, type):
         if not has_method(source, "__call__"):
             raise ConfigError(
-                f"{what} is a class", fix=f"give a function {SHOWN}, or a class with a method __call__{SHOWN}"
+                f"{label} is a class", fix=f"give a function {SHOWN}, or a class with a method __call__{SHOWN}"
             )
-        source, args = made_at_start(what, source, args, "reward.args"), {}
+        source, args = made_at_start(label, source, args, "reward.args"), {}
     if not callable(source):
-        raise ConfigError(f"{what} cannot be called", fix="give a registered name, a path, or a function")
-    check_call(what, partial(source, **args) if args else source, ("response", "task"), SHOWN, "reward.args")
+        raise ConfigError(f"{label} cannot be called", fix="give a registered name, a path, or a function")
+    check_call(label, partial(source, **args) if args else source, ("response", "task"), SHOWN, "reward.args")
     function: Any = partial(source, **args) if args else source
     if args:
-        check_arguments(what, partial(source, "response", "task"), args, "reward.args")
-        # The function's marks, such as `reads_answer`, stay.
+        check_arguments(label, partial(source, "response", "task"), args, "reward.args")
+        # Keep the function's marks, such as `reads_answer`.
         vars(function).update({name: value for name, value in vars(source).items() if name != "__wrapped__"})
     return function
 

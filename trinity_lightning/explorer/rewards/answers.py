@@ -1,4 +1,7 @@
-"""Rewards that compare the answer in a response with the task's, by value. (Those for plain text are in `text`.)"""
+"""The task's answer, the answer in a response, and the reward `math`, which compares both by value.
+
+Rewards that read a response as text are in `text`.
+"""
 
 import json
 import math
@@ -33,7 +36,7 @@ _NESTED = ("ground_truth", "answer", "value", "solution", "target")
 
 
 def checked_by(check: Callable[[Entry], object]) -> Callable[[F], F]:
-    """Mark a reward function with a check of the entries before a run, which raises a ConfigError for a bad one."""
+    """Mark a reward function with a check, which is called for entries before a run: ConfigError for a bad entry."""
 
     def mark(function: F) -> F:
         function.check_task = check  # type: ignore[attr-defined]
@@ -70,7 +73,7 @@ def accepted_answers(entry: Entry) -> list[str]:
     """The entry's answers as text; any of them is right.
 
     Raises:
-        ConfigError: there is no answer, or it is no text or number: a mapping, NaN, an empty list, blank text.
+        ConfigError: there is no answer, or it is neither text nor number: a mapping, NaN, an empty list, blank text.
     """
     return [str(text) for text, *_ in map(_spellings, _answers(entry))]
 
@@ -138,7 +141,7 @@ def find_last_number(text: str) -> Decimal | None:
 
 # A backslash may be doubled, as in JSON.
 _BRACE = re.compile(r"\\+(?:boxed|fbox)(?![a-zA-Z])\s*+\{?|\\\\|\\[{}]|[{}]")
-# Without braces: the formula up to its end, if it has no words, or else one number, letter or command.
+# Content of a box without braces: the formula up to its end, if it has no words, else one number, letter or command.
 _ARGUMENT = r"\s*\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _UNBRACED = re.compile(
     r"(?=[-+−.\d(\[\\a-zA-Z])"
@@ -243,11 +246,11 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def _listed(answer: str) -> list[str]:
-    """An answer alone; or, of a JSON list of texts, as in Skywork-OR1, the list and each of its texts."""
+    """The answer; if it is a JSON list of texts, as in Skywork-OR1, the list and each of its texts."""
     if not answer.startswith('["'):
         return [answer]
     try:
-        return [answer, *map(str, json.loads(answer))]  # the list too, which may be the output of code
+        return [answer, *map(str, json.loads(answer))]  # also the list itself, which may be the output of code
     except ValueError:
         return [answer]
 

@@ -2,18 +2,19 @@ r"""Equality of two answers: numbers by value, words as words, all else by math-
 
 Rules of `math` and `accuracy` where graders differ, or where math-verify takes different answers for the same:
 
-- A number is its value: 1/2 is 0.5, 101_2 is 5, and 0.333 is not 1/3. Groups of three digits may be apart by commas or
-  spaces; a comma is no decimal point. Against what has no exact value (`\sqrt{2}`) a decimal counts to six digits.
-- An answer may leave out the unit, the currency, the name of the counted things, the base (the digits are then the
-  same) and "x =", which the question says. If both answers have one, it counts: 5 cm is 0.05 m and not 5 m. 50% is 50
-  as well as 0.5.
-- "About" and "exactly" say nothing of the value; "at least", "not" and "or more" do: those are other answers.
+- A number is its value: 1/2 is 0.5, 101_2 is 5, and 0.333 is not 1/3. Commas or spaces may separate groups of three
+  digits; a comma is no decimal point. A decimal equals an expression without an exact value, such as `\sqrt{2}`, if six
+  digits agree.
+- An answer may leave out what the question says: the unit, the currency, the name of the counted things, "x =", and the
+  base (the digits must then be the same). If both answers have one, it counts: 5 cm is 0.05 m and not 5 m. 50% is 50 as
+  well as 0.5.
+- "About" and "exactly" do not change the value; "at least", "not" and "or more" make another answer.
 - Brackets count: (1,2), [1,2] and {1,2} differ, and so do (1,2) and (2,1). A list without brackets has no order.
 - One letter alone is a variable, large or small, unless something marks it as a choice: (A), A), "Option A". If the
   text of a choice follows its letter, either is the answer.
 - Words are the same in small and large letters, in quotes and bold type, with and without a plural s.
 - Dates, versions and ranges (2023-01-05, 1.2.3, 3-5) are compared part by part, and names with a digit right behind a
-  letter (H2O, B12) letter by letter: algebra would work them out, and take factors in any order.
+  letter (H2O, B12) letter by letter. Algebra would compute them, and take factors in any order.
 - (1, 2) is x = 1, y = 2.
 - An answer of more than 1,000 characters is compared as text.
 """
@@ -46,7 +47,7 @@ def same_answer(given: str, expected: str) -> bool:
     return _same_words(given, expected) or _same_mathematics(given, expected)
 
 
-# Each function compares one kind of answers, and returns None for others.
+# Each of the following functions compares one kind of answers, and returns None for other kinds.
 
 
 def _same_number(given: str, expected: str) -> bool | None:
@@ -59,9 +60,9 @@ def _same_based(given: str, expected: str) -> bool | None:
     based, expected_based = as_based(given), as_based(expected)
     if based and expected_based:
         return based[1] == expected_based[1]
-    if one := based or expected_based:
+    if with_base := based or expected_based:
         plain = expected if based else given
-        return plain.upper() == one[0].upper() or as_number(plain) == one[1]
+        return plain.upper() == with_base[0].upper() or as_number(plain) == with_base[1]
     return None
 
 
@@ -75,9 +76,9 @@ def _same_code(given: str, expected: str) -> bool | None:
     """Compare dates, versions and ranges by their parts, and names with digits by their letters, without subscripts."""
     given, expected = given.replace("–", "-"), expected.replace("–", "-")
     if _RANGE.fullmatch(expected) or any(map(_PARTED.fullmatch, (given, expected))):
-        parts = (re.split(r"[-/.]", answer) for answer in (given, expected))
-        one, other = ([part.lstrip("0") or part[-1:] for part in its] for its in parts)
-        return one == other
+        split = (re.split(r"[-/.]", answer) for answer in (given, expected))
+        parts, expected_parts = ([part.lstrip("0") or part[-1:] for part in answer] for answer in split)
+        return parts == expected_parts
     if "_" in given and "_" in expected:  # variables
         return None
     names = [_SUBSCRIPT.sub(r"\1", answer) for answer in (given, expected)]
@@ -136,7 +137,7 @@ _VARIABLE = re.compile(r"[a-zA-Z](?:_\{?\w+\}?)?\s*(?=\\(?:[lg][et]|ne)|[<>])")
 
 
 def _same_relation(given: str, expected: str) -> bool | None:
-    """Compare answers such as "at least 5", "not 5" and "> 5", one of which names no variable."""
+    """Compare answers such as "at least 5", "not 5" and "> 5", with or without a variable."""
     if _relation(given) is None and _relation(expected) is None:
         return None
     bounds = [_relation(_VARIABLE.sub("", answer, count=1)) for answer in (given, expected)]
@@ -151,7 +152,7 @@ def _same_relation(given: str, expected: str) -> bool | None:
 
 
 def _relation(answer: str) -> tuple[str, str] | None:
-    """The relation and the bound of "at least 5" or "5 or more"; None if an answer has no relation, or several."""
+    """The relation and the bound in "at least 5" or "5 or more"; None if an answer has no relation, or several."""
     for words, relation in _BEFORE.items():
         if match := words.match(answer):
             bound = answer[match.end() :]
@@ -170,22 +171,23 @@ _SEPARATOR = re.compile(r"[()\[\]{}]|;|,(?!\d{3}(?!\d))|(?<![a-zA-Z\\])(?:and|or
 
 
 def _same_quantity(given: str, expected: str) -> bool | None:
-    """Compare numbers with units or names of things, which do not count if only one answer has them."""
+    """Compare numbers with units or names of things; units and names are ignored if only one answer has them."""
     given, expected = with_digits(given), with_digits(expected)
-    one, other = quantity_of(given, is_expected=False), quantity_of(expected)
-    if one.is_plain and other.is_plain:
+    quantity, reference = quantity_of(given, is_expected=False), quantity_of(expected)
+    if quantity.is_plain and reference.is_plain:
         return _same_number(given, expected)
-    factor = one.factor / other.factor
-    if one.units and other.units:
-        size = ratio(one.units, other.units)
-        return size is not None and _same_amount(one.amount, other.amount, factor * size)
-    if (one.units and other.names) or (one.names and other.units):
+    factor = quantity.factor / reference.factor
+    if quantity.units and reference.units:
+        size = ratio(quantity.units, reference.units)
+        return size is not None and _same_amount(quantity.amount, reference.amount, factor * size)
+    names, others = quantity.names, reference.names
+    if (quantity.units and others) or (names and reference.units):
         return False
-    if one.names and other.names and not (one.names <= other.names or other.names <= one.names):
+    if names and others and not (names <= others or others <= names):
         return False
-    percents = int(PERCENT in one.units) - int(PERCENT in other.units)  # 50% is 50, and 0.5
+    percents = int(PERCENT in quantity.units) - int(PERCENT in reference.units)  # 50% is 50, and 0.5
     factors = dict.fromkeys((factor, factor / Fraction(100) ** percents))
-    return any(_same_amount(one.amount, other.amount, factor) for factor in factors)
+    return any(_same_amount(quantity.amount, reference.amount, factor) for factor in factors)
 
 
 def _same_amount(given: str, expected: str, factor: Fraction) -> bool:
@@ -240,7 +242,7 @@ def _point(elements: list[str]) -> str | None:
 # -- words and mathematics ---------------------------------------------------------------------------------------------
 
 
-# Algebra would take a word for a product of letters, so that "on" were "no".
+# Algebra would read a word as a product of letters, so that "on" were "no".
 _WORDS = re.compile(r"(?=.*[^\W\d_]{2})[^\W\d_]+(?:[\s,.'’-]+[^\W\d_]+)*")
 _NO_SOLUTION = {r"\emptyset", "no solution", "empty set", "the empty set"}
 
@@ -251,7 +253,7 @@ def _same_words(given: str, expected: str) -> bool:
 
 
 def _plain_words(answer: str) -> str:
-    """The words in small letters, without punctuation and plural; any other answer without idle space."""
+    """Words in small letters, without punctuation and plural; an answer that is not words, without idle space."""
     if not _WORDS.fullmatch(answer):
         return IDLE_SPACE.sub("", answer)
     return " ".join(map(singular, re.findall(r"[^\W_]+", answer.casefold().replace(".", "").replace("'", ""))))
@@ -266,5 +268,5 @@ def _same_mathematics(given: str, expected: str) -> bool:
 
 
 def _bracket(answer: str) -> str:
-    """The bracket around an answer."""
+    """The opening bracket of an answer that ends with a closing one; "" without brackets."""
     return answer.removeprefix("\\")[:1] if answer.endswith(("}", ")", "]")) else ""

@@ -2,9 +2,9 @@
 
 A response can keep SymPy busy without end (10^{10^{10}}), deep in C code that no thread can interrupt. So this file is
 also run as a script, `python -P math_verifier.py <CPU seconds a request> <bytes of memory>`. The script answers each
-line of JSON with a line of JSON, and the kernel ends it when it is past its time. It imports nothing of this package,
-to start quickly. A pool of multiprocessing, as in `workers.py`, would not do: its processes run the user's script
-again, begin all at once, cannot have a hash seed of their own, and are lost in a fork.
+line of JSON with a line of JSON, and the kernel ends it when a request exceeds its time. It imports nothing of this
+package, so as to start quickly. A pool of multiprocessing, as in `workers.py`, would not do: its processes run the
+user's script again, start all at once, cannot have another hash seed, and are lost in a fork.
 """
 
 import atexit
@@ -25,23 +25,22 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
-# CPU time, not time of the clock: a busy machine decides as a free one.
-CPU_SECONDS = 5.0
-MEMORY = 2 << 30  # bytes: an expression that unfolds into more is no answer
-DECIMALS = 6  # to which numbers without an exact form are compared
+CPU_SECONDS = 5.0  # CPU time and not time of the clock, so that results do not depend on the load of the machine
+MEMORY = 2 << 30  # bytes: an expression that takes more is no answer
+DECIMALS = 6  # decimal places to which numbers without an exact form are compared
 MAX_PROCESSES = min(os.cpu_count() or 1, 8)
-# Return codes of a process that was past its time, or whose arithmetic in C ran out of memory.
+# Return codes of a process that exceeded its time, or whose arithmetic in C ran out of memory.
 _BY_ITS_LIMITS = (-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)
 
 
 class MathVerifier:
     """Finds answers in texts and compares them, in processes that are started as they are needed.
 
-    It is for threads: a call blocks until a process is free and has answered. A request that takes longer than its
-    time, or more than 2 GiB, counts as no answer. The processes end with this one.
+    A call blocks until a process is free and has answered, so it is made in a thread. A request that takes more than
+    its time, or more than 2 GiB, counts as no answer. The processes end with this process.
 
     Args:
-        max_processes: most processes at once.
+        max_processes: number of processes at most.
         cpu_seconds: CPU time that one call may take.
 
     Raises:
@@ -53,7 +52,7 @@ class MathVerifier:
         self._cpu_seconds = cpu_seconds
         self._forget()
         atexit.register(self.close)
-        os.register_at_fork(after_in_child=self._forget)  # two processes at one pipe would take each other's replies
+        os.register_at_fork(after_in_child=self._forget)  # processes that share a pipe would mix up their replies
 
     def find(self, text: str) -> str | None:
         """The answer in a text: its last box, or else LaTeX or a number; None if it has none."""
@@ -64,7 +63,7 @@ class MathVerifier:
         return bool(self._ask({"expected": expected, "given": given}))
 
     def close(self) -> None:
-        """End the processes, in the middle of a request, too; the next call starts new ones."""
+        """End the processes, even in the middle of a request; the next call starts new ones."""
         for process in list(self._started):
             process.kill()
         while self._idle:
@@ -73,7 +72,7 @@ class MathVerifier:
     def _ask(self, request: dict[str, str]) -> Any:
         with self._places:
             try:
-                process = self._idle.pop()  # the one used last: few run if few are needed
+                process = self._idle.pop()  # the one used last, so that no more processes are started than needed
             except IndexError:
                 process = self._start()
             try:
@@ -107,15 +106,15 @@ class MathVerifier:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONHASHSEED": "0"},  # SymPy's ways through sets are the same each time
-            start_new_session=True,  # Ctrl-C is for the run, which closes its processes
+            env=os.environ | {"PYTHONHASHSEED": "0"},  # so that SymPy iterates over sets in the same order each time
+            start_new_session=True,  # Ctrl-C reaches only the run, which ends the processes
         )
         self._started.add(process)
         return process
 
 
 def _reply(process: "subprocess.Popen[str]", request: str) -> Any:
-    """The answer; None if the process ends instead."""
+    """The reply of the process to a request; None if the process ends instead."""
     stdin, stdout = cast("IO[str]", process.stdin), cast("IO[str]", process.stdout)
     try:
         stdin.write(request + "\n")
@@ -127,14 +126,14 @@ def _reply(process: "subprocess.Popen[str]", request: str) -> Any:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    process.kill()  # its input alone may not end: somebody who forked may hold it open
+    process.kill()  # closing its input may not be enough, because a fork may hold the pipe open
     process.communicate()
 
 
-VERIFIER = MathVerifier()  # of this process: all rewards share its processes
+VERIFIER = MathVerifier()  # shared by all rewards of this process
 
 
-# -- in such a process: math-verify is imported late, since its output must not become a reply -------------------------
+# -- the script; it imports math-verify late, so that the output of the import does not become a reply -----------------
 
 
 def find(text: str) -> str | None:
@@ -156,8 +155,8 @@ def _extraction() -> tuple[Any, Any]:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
-    # Its defaults but for units, which `equality` compares: math-verify leaves out some 150 words, whatever stands on
-    # the other side (5 cm is 5 m, and 2t is 2).
+    # The defaults, but units stay, which `equality` compares. By default math-verify drops some 150 words from each
+    # answer, so that 5 cm is 5 m, and 2t is 2.
     normalization = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
     )
@@ -170,12 +169,12 @@ def _extraction() -> tuple[Any, Any]:
 def _parse(text: str, *extraction: Any) -> list[Any]:
     from math_verify import parse
 
-    # Without math-verify's own time-outs, which Python's signal handlers cannot keep within C code.
+    # Without math-verify's time-outs: Python's signal handlers do not run within C code.
     return parse(text, extraction, parsing_timeout=0)
 
 
 def _decimals(expected: list[Any]) -> int:
-    """Decimal places that give a small number as many digits as a number of about 1."""
+    """The number of decimal places that gives a small number as many digits as a number of about 1 has."""
     import sympy
 
     try:
@@ -191,11 +190,11 @@ def main(cpu_seconds: float, memory: int) -> None:
     A request has the arguments of `same` or `find`; a reply is [result, True if another process must be started].
     """
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of a library is no reply
-    logging.disable()  # that a response is no mathematics is not logged
+    os.dup2(2, 1)  # so that the output of a library is no reply
+    logging.disable()  # math-verify would log each response that is no mathematics
     _limit_memory(memory)
-    _extraction()  # loads math-verify: not in the first request's time
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent may have ignored or blocked it
+    _extraction()  # loads math-verify now, so that it does not count to the first request's time
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent may ignore or block the signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     process = psutil.Process()
     for line in sys.stdin:
@@ -203,7 +202,7 @@ def main(cpu_seconds: float, memory: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # SIGPROF, unhandled, ends the process
         result = find(**request) if "text" in request else same(**request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        # Out of memory, math-verify finds no answer: a process whose caches have grown gets no further request.
+        # Without memory math-verify finds no answer, so a process whose caches have grown gets no further request.
         replies.write(json.dumps([result, process.memory_info().rss > memory / 2]) + "\n")
         replies.flush()
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 LONGEST_ANSWER = 1000  # characters
 
-# An exponent has at most three digits: larger numbers are no answers, and take long.
+# An exponent has at most three digits: larger numbers are no answers, and take long to compute.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?![\d/ ])|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?"
 _NUMBER = re.compile(rf"([-+]?)\s*(?:(\d+)\s+(?=.*/))?([-+]?{_DECIMAL})(?:\s*/\s*([-+]?{_DECIMAL}))?")

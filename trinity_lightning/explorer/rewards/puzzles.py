@@ -28,7 +28,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-_ALLOWED = re.compile(r"[\d\s.+\-*/%()eE]*")  # all else is refused before Python's parser can warn of it
+_ALLOWED = re.compile(r"[\d\s.+\-*/%()eE]*")  # other characters are refused, before Python's parser may warn of them
 _HUGE = re.compile(r"[eE][-+]?\d{4}")
 _LONGEST = 200  # characters, so that the computation takes no time
 
@@ -60,7 +60,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[Fraction]]:
 
     try:
         return value(ast.parse(expression, mode="eval").body), numbers
-    except ZeroDivisionError:  # whose message would be a Fraction
+    except ZeroDivisionError:  # its message would be a Fraction
         raise ZeroDivisionError("division by zero") from None
 
 

@@ -19,7 +19,7 @@ _HAS_NUMBER = re.compile(r"\d|\\pi")
 _FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _FACTOR = re.compile(rf"({'|'.join(_FACTORS)})s?(?![a-z])\s*", re.IGNORECASE)
 _PART = re.compile(r"(\d[\d,]*(?:\.\d+)?(?:/\d+)?)\s*([a-zA-Z]+|[¢])\.?(?:\s*,\s*|\s+|$)(?:and\s+)?")
-# Words that are in no name of a thing: they join, deny, or are mathematics.
+# Words that no name of a thing contains: they join, deny, or are mathematics.
 _NO_NAMES = re.compile(
     r"\b(?:or|and|to|than|is|are|not|no|never|wrong|incorrect|sin|cos|tan|log|ln|exp|sqrt|mod|choose|[b-zB-Z])\b"
 )
@@ -31,7 +31,7 @@ class Quantity(NamedTuple):
     """The parts of an answer; a plain one has an amount alone."""
 
     amount: str
-    factor: Fraction = Fraction(1)  # as of "million"
+    factor: Fraction = Fraction(1)  # of a word such as "million"
     units: tuple[Unit, ...] = ()
     names: frozenset[str] = frozenset()  # words for the counted things, if they are no unit
 
@@ -43,8 +43,8 @@ class Quantity(NamedTuple):
 def quantity_of(answer: str, is_expected: bool = True) -> Quantity:
     """The number of an answer, and the unit or name behind it, or the currency before it.
 
-    In the task's answer (`is_expected`), one letter right behind a number is a variable, as in 5m: its units are apart
-    from numbers.
+    In the task's answer (`is_expected`), a letter right behind a number is a variable, as in 5m: a unit of the task's
+    answer is separated from the number.
     """
     if quantity := _sum_of_parts(answer):
         return quantity
@@ -92,8 +92,8 @@ def _sum_of_parts(answer: str) -> Quantity | None:
         return None
     total, units = Fraction(0), parts[0][1]
     smallest = Fraction(1)
-    for index, (number, its_units) in enumerate(parts):
-        size = ratio(its_units, units)
+    for index, (number, part_units) in enumerate(parts):
+        size = ratio(part_units, units)
         if number is None or size is None or (index and size >= smallest):
             return None
         total, smallest = total + number * size, size

@@ -1,4 +1,4 @@
-"""One spelling of an answer: symbols as LaTeX, text in LaTeX as plain text, nothing around it."""
+"""The usual spelling of an answer: symbols as LaTeX, text in LaTeX as plain text, nothing around the answer."""
 
 import re
 import unicodedata
@@ -24,8 +24,8 @@ _DASH = re.compile(r"^[–—](?=\s*[\d.\\])")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\s?\{\s?,\s?\}\s?|,?\\[!,])(?=\d{3}(?!\d))")
 _DELIMITERS = re.compile(r"(?<!\\)(\$+)((?:\\.|[^$\\])*)\1")
 _TEXT = re.compile(r"((?<=[\w})]))?\\(?:text|math|mbox)(?:rm|bf|it|sf|tt|up|normal)?\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-_SPACING = re.compile(r"(?<!\\)\\(?:[,;!: ]|q?quad(?![a-zA-Z]))|~")  # and no row's end \\ before a space
-# Other spellings of the same, in order.
+_SPACING = re.compile(r"(?<!\\)\\(?:[,;!: ]|q?quad(?![a-zA-Z]))|~")  # but not the end of a row, \\, before a space
+# The usual spelling by other spellings, in the order of their replacement.
 _USUAL = [
     (re.compile(spelling, re.IGNORECASE if spelling.startswith("^") else 0), usual)
     for spelling, usual in {

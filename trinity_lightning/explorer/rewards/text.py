@@ -24,7 +24,7 @@ from trinity_lightning.explorer.rewards.units import read_unit
 from trinity_lightning.explorer.tasks.task import Task
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-# Thoughts and answer of DeepSeek-R1 (arXiv 2501.12948, table 1). Reasoning models' chat templates write the first tag.
+# Thoughts and answer of DeepSeek-R1 (arXiv 2501.12948, table 1). Some chat templates write the first tag.
 _UNTAGGED = r"(?:(?!</?(?:think|answer)>).)*"
 _THINK_ANSWER = re.compile(rf"\s*+(?:<think>)?({_UNTAGGED})</think>\s*+<answer>({_UNTAGGED})</answer>\s*+", re.DOTALL)
 
@@ -59,7 +59,7 @@ def last_number(response: str, task: Task) -> float:
 @reads_answer(exact_answers)
 @judges_answer
 def exact_match(response: str, task: Task) -> float:
-    """1 if the response is the task's answer, without regard to space around either, else 0.
+    """1 if the response is the task's answer, ignoring space around both, else 0.
 
     If the answer is a list, any of them is right.
 
@@ -87,7 +87,7 @@ def contains_digits(response: str, task: Task) -> float:
 # -- the answer in words: boxed, tagged, or the mathematics at the end of a response -----------------------------------
 
 
-_WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2}")  # and no command of LaTeX
+_WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2}")  # two letters, and no command of LaTeX
 # An introduction of the answer, its end, a denial, a formula, and the exponent of a unit (m^2).
 _INTRODUCTION = re.compile(
     r"\b(?:(?:answer|result|solution)s?|(?:correct|right|best)\s+(?:option|choice))\b"
@@ -99,15 +99,15 @@ _CLAUSE_END = re.compile(r"[;:(!\n].*|[.,](?!\d).*|\s+(?:because|since|as|so|whi
 _DENIAL = re.compile(r"\b(?:not|nor|neither|never)\b|n['’]t\b", re.IGNORECASE)
 _FORMULA = re.compile(r"\$([^$]+)\$")
 _EXPONENT = re.compile(r"(?<=[a-zA-Z])\^\{?-?\d+\}?")
-# Surroundings of a number in a longer term: an operand and an operator before it, an operator and an operand, or x,
-# behind it.
+# Surroundings of a number within a longer term. Before it: an operand and an operator. Behind it: x, or an operator and
+# an operand.
 _OPERATOR = r"[ \t]*(?:[-+*/^×·÷]|\\(?:times|cdot|div|pm)(?![a-zA-Z]))[ \t]*"
 _TERM_BEFORE = re.compile(rf"(?:(?<![a-zA-Z\\])[a-zA-Z]|[\d)\]}}]){_OPERATOR}$")
 _TERM_AFTER = re.compile(
     rf"[ \t]?[xyz](?![a-zA-Z])|{_OPERATOR}(?:[a-zA-Z](?!\s*[a-zA-Z])|[\d(\[{{\\])"
     r"|\s+(?:times|plus|minus|divided\s+by)\s+[$\\(]*\d"
 )
-# Surroundings of a number that make it another answer, or one of several; a currency, and a unit or base.
+# Surroundings of a number that make it another answer, or one of two; a currency before it; a unit or base behind it.
 _QUALIFIER = re.compile(
     r"(?:\b((?:at\s+(?:least|most)|(?:no\s+|not\s+)?(?:more|less|fewer|greater)\s+than|over|under|above|below|up\s+to)"
     r"|not|nearly|almost)(?:\s+(?:be|exactly|equal(?:\s+to)?))?|(n['’]t)|([<>≤≥]|\\[lg]eq?(?![a-zA-Z])))[\s$(\\*]*$",
@@ -159,14 +159,14 @@ def accuracy(response: str, task: Task) -> float:
         if tagged:
             text = introduced
     for part in _parts(text):
-        if (found := VERIFIER.find(part)) is not None:
-            answer = None if tagged and _hedges(text, found) else _in_context(part, found)
+        if (mathematics := VERIFIER.find(part)) is not None:
+            answer = None if tagged and _hedges(text, mathematics) else _in_context(part, mathematics)
             return float(answer is not None and is_any(answer, expected))
     return 0.0
 
 
 def _introduced(text: str) -> str | None:
-    """The text behind the last "the answer is", or else "the result is" or the like; None without any."""
+    """The text behind the last "the answer is", or else the last "the result is" or the like; None without one."""
     introductions = list(_INTRODUCTION.finditer(text))
     answers = [match for match in introductions if match.group()[0] in "aA"]
     last = next(reversed(answers or introductions), None)
@@ -180,25 +180,25 @@ def _phrases(introduced: str) -> list[str]:
     return [phrase for phrase in dict.fromkeys(phrases) if phrase.strip()]
 
 
-def _hedges(text: str, found: str) -> bool:
-    """True if a text denies something, or has numbers or formulas beside the answer that was found in it."""
-    others = set(find_numbers(_EXPONENT.sub("", text))).difference(find_numbers(found))
+def _hedges(text: str, answer: str) -> bool:
+    """True if a text denies something, or has numbers or formulas beside the answer that math-verify took from it."""
+    others = set(find_numbers(_EXPONENT.sub("", text))).difference(find_numbers(answer))
     formulas = {IDLE_SPACE.sub("", formula) for formula in _FORMULA.findall(text)}
     return bool(_DENIAL.search(text) or others or len(formulas) > 1)
 
 
-def _in_context(text: str, found: str) -> str | None:
-    """The number that was found in a text, with its qualifier, currency and unit there; an expression as it is.
+def _in_context(text: str, answer: str) -> str | None:
+    """The answer that math-verify took from a text; a number gets its qualifier, currency and unit in the text.
 
-    None if the number is part of a longer term, or one of several.
+    None if the number is part of a longer term, or one of two.
     """
-    if as_number(found) is None:
-        return found
+    if as_number(answer) is None:
+        return answer
     introduced = _introduced(text)
     sentence = text if introduced is None else introduced
-    places = list(re.finditer(rf"(?<![\d.]){re.escape(found.lstrip('+-'))}(?!\d)", sentence))
+    places = list(re.finditer(rf"(?<![\d.]){re.escape(answer.lstrip('+-'))}(?!\d)", sentence))
     if not places:
-        return found
+        return answer
     place = places[-1] if introduced is None else places[0]
     before, after = sentence[: place.start()].removesuffix("-"), sentence[place.end() :]
     if _TERM_BEFORE.search(sentence[: place.start()]) or _TERM_AFTER.match(after):
@@ -207,7 +207,7 @@ def _in_context(text: str, found: str) -> str | None:
         return None
     qualifier, currency = _QUALIFIER.search(before), _CURRENCY.search(before)
     sign = currency[1] if currency and not after.startswith("$") else ""
-    return f"{_word_of(qualifier)} {sign}{found}{_unit_of(after)}".strip()
+    return f"{_word_of(qualifier)} {sign}{answer}{_unit_of(after)}".strip()
 
 
 def _word_of(qualifier: re.Match[str] | None) -> str:
@@ -228,9 +228,9 @@ def _unit_of(after: str) -> str:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Parts of a text, none too long, for math-verify to read one after the other until it finds something.
+    """Parts of a text that are short enough for math-verify, which reads them in turn until it finds something.
 
-    First comes the end, with excerpts around earlier mentions of an answer; then the text before it, backwards.
+    The first part is the end, with excerpts around earlier mentions of an answer; then the rest follows, backwards.
     """
     text = text.replace("−", "-")  # the minus that math-verify knows
     begin = _word_begin(text, len(text) - _PART)

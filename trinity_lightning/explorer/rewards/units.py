@@ -135,7 +135,7 @@ def _named(word: str) -> tuple[Unit, ...]:
 
 
 def _times(one: Unit, other: Unit, power: int) -> Unit:
-    """One unit times a power of another."""
+    """The product of a unit and a power of another unit."""
     powers = dict(one.powers)
     for base, exponent in other.powers:
         powers[base] = powers.get(base, 0) + power * exponent

@@ -42,11 +42,11 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 class RewardWorkers:
     """Processes that call reward functions, so that pure Python takes no time from torch in this process.
 
-    They are spawned, not forked, since threads of this process hold locks, and import the reward functions. A process
-    past its time is ended, and another one started. They end with this process, also if it is killed.
+    They are spawned and not forked, because threads of this process hold locks, and they import the reward functions. A
+    process that exceeds its time is ended, and replaced. All end with this process, even if it is killed.
 
     Args:
-        count: processes.
+        count: number of processes.
         timeout: seconds that one call may take.
     """
 
@@ -60,13 +60,14 @@ class RewardWorkers:
         """Start the processes, if they do not run yet.
 
         Raises:
-            ConfigError: they end at once, because the user's script starts a run when they import it.
+            ConfigError: they end at once, because they import the user's script, which starts a run.
         """
         if self._started:
             return
         self._started = True
-        self._repairing = asyncio.Lock()  # a new one at each start, since it belongs to the loop of that time
-        atexit.register(self._end)  # runs before multiprocessing's own, which waits for each process, idle ones too
+        self._repairing = asyncio.Lock()  # a new one at each start, since it belongs to the present event loop
+        # Registered after multiprocessing's function, and so called before it: that one waits for idle processes, too.
+        atexit.register(self._end)
         pool = await self._running()
         try:
             await asyncio.wrap_future(pool.schedule(os.getpid, timeout=START_SECONDS))
@@ -80,7 +81,7 @@ class RewardWorkers:
             ) from error
 
     async def stop(self) -> None:
-        """End the processes, in the middle of a call, too; rollouts that wait for them must be cancelled before."""
+        """End the processes, even in the middle of a call; rollouts that wait for them must be cancelled before."""
         self._started = False
         atexit.unregister(self._end)
         await run_in_thread(self._end)
@@ -100,7 +101,7 @@ class RewardWorkers:
         pool = await self._running()
         try:
             future = pool.schedule(_call, args=arguments, timeout=self._timeout)
-        except RuntimeError as error:  # it broke just now
+        except RuntimeError as error:  # the pool broke after `_running` returned it
             raise RolloutError(f"reward function '{reward.name}' was not called: {error}") from error
         try:
             return await asyncio.wrap_future(future)
@@ -115,7 +116,7 @@ class RewardWorkers:
             raise RolloutError(f"reward function '{reward.name}' was not called: the processes ended") from error
 
     async def _running(self) -> ProcessPool:
-        """The pool; a new one if it broke, as pebble's does when an idle process ends."""
+        """The pool, made anew if it broke, as pebble's pools do when an idle process ends."""
         if not self._started:
             raise RolloutError("the processes of explorer.reward_workers do not run")
         async with self._repairing:
@@ -128,7 +129,7 @@ class RewardWorkers:
             return self._pool
 
     def _end(self) -> None:
-        """End the pool and wait for it: its thread may be replacing a process, which would be left over otherwise."""
+        """End the pool and wait for its end: its thread may be replacing a process, which would be left over."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.stop()
@@ -136,14 +137,14 @@ class RewardWorkers:
 
 
 def _lost(message: str) -> RewardError:
-    """The error of a call whose process was ended; it may pass another time, with more time or memory."""
+    """The error of a call whose process was ended; a retry may succeed, with more time or memory."""
     error = RewardError(message)
     error.may_pass = True
     return error
 
 
 def _sendable(reward: Reward, task: Task) -> bytes:
-    """A pickle of the task for a reward, without the fields whose functions may exist in this process only."""
+    """A pickle of the task for a reward, without the fields that may hold functions of this process alone."""
     try:
         return pickle.dumps(replace(task, workflow="", reward_fn=None))
     except Exception as error:
@@ -155,9 +156,9 @@ def _sendable(reward: Reward, task: Task) -> bytes:
         ) from error
 
 
-def check_all_importable(given: Iterable[Any]) -> None:
-    """`check_importable` of the reward functions of several tasks."""
-    for reward_fn in given:
+def check_all_importable(reward_fns: Iterable[Any]) -> None:
+    """Check the reward functions of several tasks by `check_importable`; errors as there."""
+    for reward_fn in reward_fns:
         for reward in resolve_rewards(reward_fn):
             check_importable(reward)
 
@@ -165,25 +166,24 @@ def check_all_importable(given: Iterable[Any]) -> None:
 def check_importable(reward: Reward) -> str | None:
     """The dotted path at which other processes find a reward function.
 
-    None if it is called in this process: a judge that asks the run's models, or a coroutine function, which waits on
-    the event loop.
+    None for a function that is called in this process: a judge that asks the run's models, or a coroutine function.
 
     Raises:
         ConfigError: other processes do not find the function.
     """
-    given, function = reward.given, reward.source or reward.function
-    if given is None or is_async(reward.function):
+    function = reward.source or reward.function
+    if reward.given is None or is_async(reward.function):
         return None
     named: Any = function if hasattr(function, "__qualname__") else type(function)
-    path = f"{named.__module__}.{named.__qualname__}"  # a lambda, say, is not found there
-    if isinstance(given, str) and given not in REWARDS:
-        path = given
+    path = f"{named.__module__}.{named.__qualname__}"  # leads to no lambda, say
+    if isinstance(reward.given, str) and reward.given not in REWARDS:
+        path = reward.given
     try:
-        is_there = import_object(path) is function
+        is_importable = import_object(path) is function
     except ValueError:
-        is_there = False
+        is_importable = False
     in_a_notebook = path.startswith("__main__.") and not hasattr(sys.modules["__main__"], "__file__")
-    if not is_there or in_a_notebook:
+    if not is_importable or in_a_notebook:
         raise ConfigError(
             f"reward function '{reward.name}' cannot be imported as '{path}', which explorer.reward_workers needs",
             key="reward",
@@ -196,7 +196,7 @@ def check_importable(reward: Reward) -> str | None:
 
 
 def _prepare() -> None:
-    """Have the kernel end this process with its parent, also if the parent is killed."""
+    """Have the kernel end this process with its parent, even if the parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -214,11 +214,11 @@ def _call(name: str, path: str, args: bytes | None, response: str, task: bytes) 
 
 @functools.cache
 def _made(path: str, args: bytes) -> Any:
-    """The function that a class or function gives with these arguments (pickled), the same for all calls."""
+    """The reward function made from the object at a path with these pickled arguments, the same for all calls."""
     return with_arguments(path, import_object(path), pickle.loads(args))  # noqa: S301 - as the task
 
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all calls, since an HTTP client that a reward keeps belongs to one loop."""
+    """The event loop of all calls: one, because a reward may keep an HTTP client, which belongs to one loop."""
     return asyncio.new_event_loop()

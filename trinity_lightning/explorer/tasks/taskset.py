@@ -67,7 +67,7 @@ class TaskSelection(ABC):
         """Take note of the results of tasks.
 
         Args:
-            pass_rates: by taskset and index, the mean reward and the number of rollouts.
+            pass_rates: mean reward and number of rollouts of each task, by taskset and index.
         """
 
     @abstractmethod

@@ -21,7 +21,7 @@ class AskingWorkflow(SimpleWorkflow):
     """Base of the workflows that ask an auxiliary model."""
 
     def auxiliary_model(self, index: int) -> InferenceModel:
-        """The auxiliary model of that number; ConfigError: there are not so many."""
+        """The auxiliary model number `index`; ConfigError: there are fewer models."""
         if not 0 <= index < len(self.auxiliary_models):
             raise ConfigError(
                 f"workflow '{self.name}' asks auxiliary model {index}, and there are {len(self.auxiliary_models)}",
@@ -119,9 +119,9 @@ class DistillArguments:
 class OnPolicyDistillWorkflow(AskingWorkflow):
     """Single turn; an auxiliary model gives `teacher_logprobs` of each Experience, for the add strategy of that name.
 
-    The teacher reads the policy's own token ids: it must have the same vocabulary, and a context longer than the
-    policy's by a token. Its log-probabilities are taken at temperature 1. A reward is optional. Settings:
-    `DistillArguments`; metric `teacher_logprob`, the mean over a response's tokens, in nats.
+    The teacher reads the policy's token ids, so that it must have the same vocabulary, and a context that is a token
+    longer than the policy's. Its log-probabilities are taken at temperature 1. A reward is optional. Settings:
+    `DistillArguments`. Metric: `teacher_logprob`, the mean over a response's tokens, in nats.
 
     Source: "On-Policy Distillation", Thinking Machines Lab, 2025.
     """
@@ -146,7 +146,7 @@ class OnPolicyDistillWorkflow(AskingWorkflow):
         logprobs = await self.teacher.logprobs(tokens)
         if len(logprobs) != len(tokens) - 1:
             raise RolloutError(f"the teacher gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")
-        # The log-probability of token i is at i - 1: the first token has none.
+        # The log-probability of token i is at place i - 1, because the first token has none.
         experience.teacher_logprobs = torch.tensor(logprobs[experience.prompt_length - 1 :], dtype=torch.float32)
         experience.metrics["teacher_logprob"] = float(experience.teacher_logprobs.mean())
         return experience
@@ -156,7 +156,7 @@ class OnPolicyDistillWorkflow(AskingWorkflow):
 
 
 class EvaluationWorkflow(SimpleWorkflow):
-    """Single turn, for evaluation tasks, with metrics of its own.
+    """Single turn, for evaluation tasks, with three further metrics.
 
     `accuracy` is 1 if the response solves the task by `common.solved.criterion_of`, and absent without a criterion.
     `truncated` is 1 if the token limit ended the response, and `response_tokens` its length.
@@ -167,7 +167,7 @@ class EvaluationWorkflow(SimpleWorkflow):
     default_reward = "math"
 
     def reset(self, task: Task) -> None:
-        """Take another task; ConfigError for one to train on."""
+        """Take another task; ConfigError: it is a task to train on."""
         if not task.is_eval:
             raise ConfigError(
                 "workflow 'evaluation' is for evaluation tasks", key="workflow.name", fix="give it as eval_workflow"

@@ -27,29 +27,28 @@ from trinity_lightning.explorer.workflows.workflow import ARGS, RewardedWorkflow
 # -- environments ------------------------------------------------------------------------------------------------------
 
 
-# Messages of a conversation, one message, or the text of a user message.
+# The text of a user message, one message, or several messages.
 Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 # Observation, reward of the step, True if the episode is over, and further info.
 StepResult = tuple[Observation, float, bool, Mapping[str, Any]]
 
 
 class Environment(Protocol):
-    """The policy's opponent, an instance of its own for each episode.
+    """The policy's opponent; each episode has its own instance.
 
-    Methods may be `async def` or plain. Plain ones run in a thread, never two of an instance at once. An instance is
-    made on the event loop: its constructor must be quick.
+    Methods may be `async def` or plain. Plain methods run in a thread, never two of an instance at once. An instance is
+    made on the event loop, so that its constructor must be quick.
 
-    A step's info may have two known entries. "state" tells the new state from others, for add strategies that compare
-    states (text, numbers, lists or dicts; without it the observation is the state). "metrics" are numbers of the
-    episode so far.
+    Two entries of a step's info are known. "state" identifies the new state, for add strategies that compare states: a
+    text, number, list or dict; without it the observation is the state. "metrics" are numbers of the episode so far.
 
-    An environment may have two further methods. `close()` is called at the end of an episode, also if it failed or was
-    cut off, but never within another method. `final_text(text)` returns the part of the last response that reward
+    An environment may have two further methods. `close()` is called at the end of an episode, even if it failed or was
+    cut off, but never during another method. `final_text(text)` returns the part of the last response that reward
     functions judge.
     """
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
-        """Begin an episode, and return the messages that the policy answers first; alike for all runs of a task."""
+        """Begin an episode, and return the first messages for the policy, the same for all runs of a task."""
         ...
 
     def step(self, response: str) -> StepResult | Awaitable[StepResult]:
@@ -61,7 +60,7 @@ ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry("environment")
 
 
 class Exclusively:
-    """Calls an environment's methods, never two plain ones at once: one that was cut off goes on in its thread."""
+    """Calls an environment's methods, but never two plain ones at once: one that was cut off goes on in its thread."""
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
@@ -78,7 +77,7 @@ class Exclusively:
 
 
 def as_messages(observation: Any) -> list[dict[str, Any]]:
-    """The messages of an observation; RolloutError: it is no observation."""
+    """The messages of an observation; RolloutError: it is neither text nor messages."""
     if isinstance(observation, Conversation):
         return observation
     if isinstance(observation, str):
@@ -102,10 +101,10 @@ class Turn:
 
     Attributes:
         completion: the response.
-        asked: the messages that were new to the policy, and that it answers.
-        answered: the messages that follow it.
+        asked: the messages that the policy answers, without earlier turns.
+        answered: the environment's messages after the response.
         reward: reward of the step.
-        done: True if the environment ended the episode with it.
+        done: True if the environment ended the episode after the response.
         info: the environment's info of the step.
     """
 
@@ -128,7 +127,7 @@ class Episode:
 
     tools: list[dict[str, Any]] | None = None  # functions on offer
     turns: list[Turn] = field(default_factory=list)
-    overflowed: bool = False  # the conversation had become longer than the model's context
+    overflowed: bool = False  # True if the conversation became longer than the model's context
 
     @property
     def total_reward(self) -> float:
@@ -160,12 +159,12 @@ async def play(
         model: the policy.
         environment: its opponent.
         task: the task to try.
-        max_turns: responses at most.
-        tools: functions on offer; None: the tools of the environment's first observation (a task's conversation, say).
+        max_turns: number of responses at most.
+        tools: functions on offer; None: the tools of the first observation, if it is a `Conversation`.
 
     Raises:
         PromptTooLongError: the first observation alone is longer than the context.
-        RolloutError: the environment returned something else than it should, or the engine aborted a request.
+        RolloutError: the environment returned a value of another form, or the engine aborted a request.
     """
     asked = as_messages(await environment.call("reset", task))
     tools = tools or Conversation.of(asked).tools or None
@@ -212,9 +211,9 @@ def _number(label: str, value: Any) -> float:
 
 
 def single_experience(episode: Episode) -> Experience:
-    """One multi-turn Experience of an episode: all after the opening is its response.
+    """One multi-turn Experience of an episode, whose response is everything after the first prompt.
 
-    The policy's own tokens in the response are trained on.
+    Only the policy's tokens in the response are trained on.
 
     Raises:
         RolloutError: the engine changed a prompt's tokens, so that the turns do not make up one sequence.
@@ -222,7 +221,7 @@ def single_experience(episode: Episode) -> Experience:
     first, last = episode.turns[0].completion, episode.turns[-1]
     tokens, start = last.token_ids, len(first.prompt_token_ids)
     logprobs, mask = [0.0] * (len(tokens) - start), [False] * (len(tokens) - start)
-    conversation: list[Message] = []  # without the environment's answer to the last response, which nobody saw
+    conversation: list[Message] = []  # without the environment's last answer, which the policy did not see
     for turn in episode.turns:
         if turn.token_ids != tokens[: len(turn.token_ids)]:
             raise RolloutError("the engine changed the prompt's tokens: the turns do not make up one sequence.")
@@ -252,7 +251,7 @@ def step_experiences(episode: Episode, own_rewards: bool) -> list[Experience]:
 
     Args:
         episode: the episode, of at least one turn.
-        own_rewards: True: each has the reward of its own step; False: each has the sum of all.
+        own_rewards: True: each Experience has the reward of its own step; False: each has the sum of all rewards.
     """
     experiences, state = [], prompt_text_of(episode.turns[0].asked)
     for step, turn in enumerate(episode.turns):
@@ -273,7 +272,7 @@ def step_experiences(episode: Episode, own_rewards: bool) -> list[Experience]:
 
 
 def _truncation(episode: Episode, step: int) -> str | None:
-    """The truncate_status of a step, whose response, or the episode after it, may have been cut off."""
+    """The truncate_status of a step: not None if its response was cut off, or the full context ended the episode."""
     cut = episode.turns[step].completion.finish_reason == "length"
     ended = episode.overflowed and step == len(episode.turns) - 1
     return "response_truncated" if cut or ended else None
@@ -294,9 +293,9 @@ class EpisodeArguments:
     Attributes:
         mode: `single`, one multi-turn Experience an episode, in which the policy's own tokens are trained on; or
             `step_wise`, an Experience a turn, for add strategies such as step_wise_grpo and gigpo.
-        step_reward: reward of each Experience if step-wise: `return`, the whole episode's; or `own`, its own step's
-            (the reward functions then count for the last step).
-        max_turns: responses at most.
+        step_reward: reward of each Experience in mode step_wise: `return`, the whole episode's; or `own`, its own
+            step's (the reward functions then count for the last step).
+        max_turns: number of responses at most.
         system_prompt: first message, if the entry has a prompt only.
     """
 
@@ -332,13 +331,13 @@ class MultiTurnArguments(EpisodeArguments):
                 is_bound = isinstance(inspect.getattr_static(part, method), staticmethod | classmethod)
                 names = (name,) if is_bound else ("self", name)
                 check_call(f"{label}: its {method}", getattr(part, method), names, f"{method}({name})")
-            elif not has_method(part, "__getattr__"):  # with it, the class may hand calls on to another environment
+            elif not has_method(part, "__getattr__"):  # by which the class may pass calls on to another environment
                 message = f"{label} has no method {method}({name})"
                 raise ConfigError(message, key=ENVIRONMENT, fix="see docs/architecture.md")
 
     @property
     def make(self) -> partial[Environment]:
-        """Constructor of the environment, which needs no further arguments."""
+        """The environment's constructor with its arguments."""
         environment = self.environment if isinstance(self.environment, Mapping) else {"name": self.environment}
         part = part_config(ENVIRONMENT, environment)
         made_by = ENVIRONMENTS.resolve(part.name)
@@ -352,8 +351,8 @@ class EpisodeWorkflow(RewardedWorkflow):
     """Base of the workflows of several turns: plays an episode and makes experiences of it.
 
     The reward of an episode is the sum of its steps' rewards, and of the task's reward functions for the last response.
-    Metrics: `reward/environment`, `turns`, `completed` (the environment ended it), `context_overflow` (the conversation
-    no longer fitted the context, and ended), and the environment's own.
+    Metrics: `reward/environment`, `turns`, `completed` (1 if the environment ended the episode), `context_overflow` (1
+    if it ended because the conversation no longer fitted the context), and the environment's own.
     """
 
     arguments_class = EpisodeArguments
@@ -368,21 +367,20 @@ class EpisodeWorkflow(RewardedWorkflow):
 
         Raises:
             PromptTooLongError, RolloutError: as in `play`.
-            RewardError: a reward function raised, or returned something else than it should.
+            RewardError: a reward function raised, or returned no finite number.
         """
-        made = self.make_environment()
-        environment = Exclusively(made)
+        environment = Exclusively(self.make_environment())
         try:
             episode = await play(self.model, environment, self.task, self.arguments.max_turns, self.tools)
         finally:
-            if getattr(made, "close", None):
+            if getattr(environment.environment, "close", None):
                 await environment.call("close")
         text = episode.turns[-1].completion.text
-        if getattr(made, "final_text", None):
+        if getattr(environment.environment, "final_text", None):
             text = await environment.call("final_text", text)
         reward, metrics = await score(self.rewards, text, self.task)
         metrics["reward/environment"] = episode.total_reward
-        if reward is not None:  # of the last response, so it is the last step's
+        if reward is not None:  # it judges the last response, so it is added to the last step's
             last = episode.turns[-1]
             episode.turns[-1] = replace(last, reward=last.reward + reward)
         if self.arguments.mode == "single":
@@ -408,10 +406,10 @@ class MultiTurnWorkflow(EpisodeWorkflow):
 
 @dataclass
 class GuessNumber:
-    """Find a number; after each guess the game says "Higher." or "Lower.".
+    """The policy guesses a number; after each guess the game says "Higher." or "Lower.".
 
-    The reward is decay**(t - 1) if guess t (from 1) finds it, and 0 otherwise. The number is `raw_task["secret"]`, or
-    else drawn from the seed and the task's place in its taskset: all runs of a task look for the same number.
+    The reward is decay**(t - 1) if guess t (from 1) is the number, and 0 otherwise. The number is `raw_task["secret"]`,
+    or else drawn from the seed and the task's place in its taskset, so that all runs of a task guess the same number.
 
     Attributes:
         low, high: the range of the number.
@@ -456,7 +454,7 @@ class GuessNumber:
 
 @dataclass
 class Retry:
-    """Asks the task's question; after a wrong answer, says so and lets the policy try again.
+    """Asks the task's question, and lets the policy try again after a wrong answer.
 
     An answer at turn t (from 1) counts as its score times decay**(t - 1). The best answer counts for the episode: the
     reward of a step is its gain over the best answer before.

@@ -32,7 +32,7 @@ TOOLS = f"{ARGS}.tools"  # a key
 
 
 class ToolError(Exception):
-    """A call gave no result; its text is for the model to read."""
+    """The error of a call without a result; its text is shown to the model."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Tool:
         return self.schema["function"]["name"]
 
     async def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
-        """Call the function, and return its result as text: text as it is, all else as JSON.
+        """Call the function, and return its result: a text as it is, any other value as JSON.
 
         A plain function cannot be stopped: if it takes longer than `seconds`, it goes on in its thread.
 
@@ -76,7 +76,7 @@ class Tool:
 
 @lru_cache(maxsize=256)
 def make_tool(entry: str | Callable[..., Any]) -> Tool:
-    """A tool of a function or its dotted path; signature and docstring give its description.
+    """The tool of a function or its dotted path; it is described by the function's signature and docstring.
 
     Raises:
         ConfigError: nothing is at that path, or the function's arguments are not described.
@@ -225,10 +225,11 @@ class ToolUseArguments(EpisodeArguments):
 
 
 class ToolUseWorkflow(EpisodeWorkflow):
-    """An agent loop: makes the model's calls and gives it their results, until it answers without a call.
+    """An agent loop: makes the model's calls and reports their results, until the model answers without a call.
 
-    The task's reward functions (`math` if it names none) judge the last response without its calls. Errors of tools are
-    reported to the model, and counted. Settings: `ToolUseArguments`; further metrics: `tool_calls`, `tool_errors`.
+    The task's reward functions (`math` if the task names none) judge the last response without its calls. Errors of
+    tools are reported to the model, and counted. Settings: `ToolUseArguments`; further metrics: `tool_calls`,
+    `tool_errors`.
     """
 
     name = "tool_use"

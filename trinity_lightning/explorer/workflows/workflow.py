@@ -1,4 +1,4 @@
-"""Workflows, which try a task; the base of the built-in ones; and the plain ones: one question, one answer."""
+"""The interface of workflows, the base of the built-in ones, and the workflows of a single question and answer."""
 
 import asyncio
 import inspect
@@ -35,7 +35,7 @@ class Workflow(ABC):
         auxiliary_models: one model of each auxiliary kind (judges, teachers), in the order of the configuration.
     """
 
-    # True if one instance makes all the runs of a task at once: one request with n samples, say.
+    # True if one instance makes all runs of a task at once, as by one request with n samples.
     repeatable: bool = False
     repeat_times: int = 1
     run_id_base: int = 0
@@ -60,11 +60,11 @@ class Workflow(ABC):
         """Try the task, and return the experiences of the run in the order of its steps.
 
         A repeatable workflow returns the experiences of all runs, and sets `eid.run` to run_id_base, run_id_base + 1,
-        ... It may leave runs out. Several experiences of a run have different `eid.step`; otherwise they are numbered
-        in their order. Without any experience the run, or all runs of a repeatable workflow, failed. If nothing is
-        returned, the calls made through the model's OpenAI client are the experiences.
+        ... It may leave runs out. The experiences of a run are its steps, numbered in their order unless each has
+        another `eid.step`. If nothing is returned, the calls made through the model's OpenAI client are the
+        experiences. Without any experience the run fails, or all runs of a repeatable workflow.
 
-        A plain `def run` is accepted too: it runs in a thread of its own, where the methods of the models block.
+        `run` may also be a plain function: it runs in a thread, where the methods of the models block.
 
         Raises:
             PartialFailure: some runs of a repeatable workflow failed; it holds the experiences of the others.
@@ -84,11 +84,11 @@ class Workflow(ABC):
 def experience_of(
     completion: Completion, asked: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | None = None, **fields: Any
 ) -> Experience:
-    """An Experience of a response: its exact tokens and log-probabilities, and a mark if the token limit cut it off.
+    """An Experience of a response, with its exact tokens and log-probabilities, and a mark if the limit cut it off.
 
     Args:
         completion: the response.
-        asked: the messages that it answers, for people to read.
+        asked: the messages that the response answers, for people to read.
         info: entries of `Experience.info` beside the finish reason.
         fields: further fields of the Experience, which win over the ones made here.
     """
@@ -150,12 +150,12 @@ class RewardedWorkflow(Workflow):
         """The settings as an `arguments_class`.
 
         Raises:
-            ConfigError: a name that the workflow does not know, one that is missing, or a wrong value.
+            ConfigError: an unknown or missing name, or a wrong value.
         """
         if cls.arguments_class is None:
             return None
-        of_constructor = constructor_arguments(cls)
-        settings = {name: value for name, value in workflow_args.items() if name not in of_constructor}
+        others = constructor_arguments(cls)
+        settings = {name: value for name, value in workflow_args.items() if name not in others}
         parameters = inspect.signature(cls.arguments_class).parameters
         for name in settings:
             if name not in parameters:
@@ -201,11 +201,11 @@ def check_workflow(workflow: str | type[Workflow], args: Mapping[str, Any]) -> t
 
 
 def workflow_of(task: Task, model: InferenceModel, auxiliary_models: Sequence[InferenceModel]) -> Workflow:
-    """An instance of the task's workflow; errors as in `check_workflow`, or of the constructor."""
+    """An instance of the task's workflow; errors as in `check_workflow`, and those of the constructor."""
     kind = resolve_workflow(task.workflow)
-    given = dict(zip(GIVEN, (task, model, list(auxiliary_models)), strict=True))
-    workflow = made(f"workflow '{kind.__name__}'", kind, _for_constructor(kind, task.workflow_args), ARGS, given)
-    if not {*GIVEN} <= inspect.signature(kind).parameters.keys():  # it may not have called the constructor of its base
+    values = dict(zip(GIVEN, (task, model, list(auxiliary_models)), strict=True))
+    workflow = made(f"workflow '{kind.__name__}'", kind, _for_constructor(kind, task.workflow_args), ARGS, values)
+    if not {*GIVEN} <= inspect.signature(kind).parameters.keys():  # then the base's constructor may not have run
         workflow.reset(task)
     return workflow
 
@@ -216,24 +216,24 @@ def constructor_arguments(workflow: type[Workflow]) -> list[str]:
 
 
 def _for_constructor(workflow: type[Workflow], args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for a workflow's constructor, and those that it has to refuse because nothing else reads them.
+    """The arguments to call a workflow's constructor with: its own, and mistakes, which the call refuses.
 
-    None if the constructor takes none. If it takes the task, it may read others there: then only a name close to one of
-    its arguments is a slip that it has to refuse.
+    Another argument is a mistake if nothing else can read it. A constructor that takes the task may read any argument
+    there, so that only a name close to one of its own is a mistake. Without arguments of its own, it gets none.
     """
     names = constructor_arguments(workflow)
     read_elsewhere = issubclass(workflow, RewardedWorkflow) and workflow.arguments_class is not None
     takes_task = GIVEN[0] in inspect.signature(workflow).parameters
     others = set() if not names or read_elsewhere else args.keys() - {*names, SYSTEM_PROMPT}
-    refused = {name for name in others if not takes_task or nearest(name, names) is not None}
-    return {name: value for name, value in args.items() if name in names or name in refused}
+    mistakes = {name for name in others if not takes_task or nearest(name, names) is not None}
+    return {name: value for name, value in args.items() if name in names or name in mistakes}
 
 
 # -- one question, one answer ------------------------------------------------------------------------------------------
 
 
 class SimpleWorkflow(RewardedWorkflow):
-    """Single turn: asks for all n responses to the task's prompt at once; the task's reward functions judge each.
+    """Single turn: asks for all n responses to the task's prompt at once, and judges each by the reward functions.
 
     The entry holds "messages" (a conversation) or "prompt" (one user message, after `workflow_args["system_prompt"]`
     if that is set).
@@ -243,7 +243,7 @@ class SimpleWorkflow(RewardedWorkflow):
 
     @classmethod
     def check_args(cls, workflow_args: Mapping[str, Any]) -> Any:
-        """See `RewardedWorkflow`. A built-in workflow without settings has one argument; your own may read others."""
+        """See `RewardedWorkflow`. A built-in workflow without settings takes `system_prompt` only."""
         built_in = cls.__module__.startswith(f"{__package__}.")
         for name in workflow_args if built_in and cls.arguments_class is None else ():
             if name != SYSTEM_PROMPT:
