@@ -139,9 +139,11 @@ class ThreadShare(L.Callback):
             engines.append(config.engine)
         if engines and trainer.node_rank == 0:  # servers run on the machine of rank 0
             cores = sorted(os.sched_getaffinity(0))
-            taken = {core for engine in engines for share in server_cores(cores, engine, True) for core in share}
+            cores_of_servers = {
+                core for engine in engines for share in server_cores(cores, engine, True) for core in share
+            }
             self._before = torch.get_num_threads()
-            torch.set_num_threads(max((len(cores) - len(taken)) // trainer.num_devices, 1))
+            torch.set_num_threads(max((len(cores) - len(cores_of_servers)) // trainer.num_devices, 1))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Take the threads back: another job of a sweep may follow in this process."""

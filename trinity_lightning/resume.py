@@ -68,33 +68,35 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     return str(path)
 
 
-def check_model(asked: str, before: str, may_have_moved: bool = False) -> None:
+def check_model(name: str, saved_name: str, may_have_moved: bool = False) -> None:
     """Refuse a model other than the checkpoint's. Even if the weights fit, tokenizer and reference would differ.
 
     Args:
-        asked: name or folder of the model of this run.
-        before: name or folder of the model of the checkpoint's run.
-        may_have_moved: True to accept a folder as the same model if `before` is not on this machine to compare.
+        name: name or folder of the model of this run.
+        saved_name: name or folder of the model of the checkpoint's run.
+        may_have_moved: True to accept a folder as the same model if `saved_name` is not on this machine to compare.
 
     Raises:
         ConfigError: the models differ, or cannot be compared.
     """
-    if asked == before:
+    if name == saved_name:
         return
     try:
-        is_same = resolve_model(asked) == resolve_model(before)
+        is_same = resolve_model(name) == resolve_model(saved_name)
     except ConfigError as error:
-        if may_have_moved and Path(asked).expanduser().is_dir():
-            logger.warning("the checkpoint's model %s is not here to compare: %s is taken for it", before, asked)
+        if may_have_moved and Path(name).expanduser().is_dir():
+            logger.warning("the checkpoint's model %s is not here to compare: %s is taken for it", saved_name, name)
             return
         raise ConfigError(
-            f"model.name is {asked}, and the checkpoint's run trains {before}, which is not here to compare: put it "
+            f"model.name is {name}, and the checkpoint's run trains {saved_name}, which is not here to compare: put it "
             "back there, or link it" + (", or say where it is now: model.name=FOLDER." if may_have_moved else "."),
             key="model.name",
         ) from error
     if not is_same:
         raise ConfigError(
-            f"model.name is {asked}, and the checkpoint's run trains {before}", key="model.name", fix="choose that one"
+            f"model.name is {name}, and the checkpoint's run trains {saved_name}",
+            key="model.name",
+            fix="choose that one",
         )
 
 
@@ -139,13 +141,13 @@ def _check_critic(critic: Any, names: Iterable[str], path: Path) -> None:
         names: names of the weights in the checkpoint.
         path: the checkpoint.
     """
-    held = next((kind for part, kind in CRITICS.items() if any(name.startswith(part) for name in names)), "null")
-    asked = "null"
+    saved = next((kind for part, kind in CRITICS.items() if any(name.startswith(part) for name in names)), "null")
+    configured = "null"
     if critic is not None:
-        asked = CRITICS["critic.head" if critic_config(critic).model is None else "critic.model"]
-    if asked != held:
+        configured = CRITICS["critic.head" if critic_config(critic).model is None else "critic.model"]
+    if configured != saved:
         raise ConfigError(
-            f"algorithm.critic is {asked}, and that of the checkpoint '{path}' is {held}",
+            f"algorithm.critic is {configured}, and that of the checkpoint '{path}' is {saved}",
             key="algorithm.critic",
             fix="set algorithm.critic as in its run",
         )
@@ -180,14 +182,14 @@ def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: Buf
     try:
         data.load_state_dict(state)
     except ForeignPositionError as error:
-        asked = f"buffer.path={buffer.path}" if buffer.path else f"buffer.url={buffer.url}"
+        place = f"buffer.path={buffer.path}" if buffer.path else f"buffer.url={buffer.url}"
         record = folder / "config.yaml"
         before = OmegaConf.select(recorded_run(record), "buffer.path") if record.is_file() else None
-        held = f": that has buffer.path={before}" if before not in (None, buffer.path) else ""
+        hint = f": that has buffer.path={before}" if before not in (None, buffer.path) else ""
         settings = "seed; buffer.dataset: subset, split, shuffle, max_length, overlong, held_out"
         also = f", read as that run does ({settings})" if buffer.storage == "dataset" else ""
         raise ConfigError(
-            f"{asked} holds other data than those that the run to resume reads{held}. Give those{also}, or begin "
+            f"{place} holds other data than those that the run to resume reads{hint}. Give those{also}, or begin "
             "another run, without ckpt_path.",
             key="buffer.path" if buffer.path else "buffer.url",
         ) from error
@@ -195,13 +197,13 @@ def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: Buf
 
 def check_resumed_dtype(config: TrainConfig | DictConfig, checkpoint: Path) -> None:
     """Refuse weights of a dtype other than the checkpoint's, to which its optimizer state belongs."""
-    asked, held = config.model.dtype, dtype_of(checkpoint)
-    if asked not in (WeightDtype.auto, held):
+    configured, saved = config.model.dtype, dtype_of(checkpoint)
+    if configured not in (WeightDtype.auto, saved):
         raise ConfigError(
-            f"model.dtype is {asked.value}, and the weights of the checkpoint '{checkpoint}' are {held.value}: a "
+            f"model.dtype is {configured.value}, and the weights of the checkpoint '{checkpoint}' are {saved.value}: a "
             "resumed run keeps its own",
             key="model.dtype",
-            fix=f"set model.dtype={held.value}",
+            fix=f"set model.dtype={saved.value}",
         )
 
 

@@ -130,7 +130,7 @@ def folder_to_resume(runs: Path) -> Path:
 
 
 RECORD = Path(".hydra", "config.yaml")  # Hydra's record of the composed configuration
-# Keys that may differ between two parts of one run: they say where the run is written and logged.
+# Keys that may differ between two parts of one run: they say where it reads and writes, and do not change the training.
 NOT_OF_THE_TRAINING = ("ckpt_path", "output_dir", "output_root", "logger", "hydra")
 
 

@@ -327,17 +327,17 @@ def asked_model(section: str, workflow: str, args: Mapping[str, Any], models: Se
     """
     argument = ASKING_WORKFLOWS[workflow]
     key, fix = f"{section}.args.{argument}", f"Give one, such as +auxiliary_models.{argument}.model=FOLDER."
-    asked = args.get(argument, 0)
-    if isinstance(asked, str):
-        if asked not in models:
-            raise ConfigError(f"{key}: {unknown_name('auxiliary model', asked, models)} {fix}", key=key)
-        asked = list(models).index(asked)
-    whole_number(key, asked, least=0)
-    if asked >= len(models):
+    model = args.get(argument, 0)
+    if isinstance(model, str):
+        if model not in models:
+            raise ConfigError(f"{key}: {unknown_name('auxiliary model', model, models)} {fix}", key=key)
+        model = list(models).index(model)
+    whole_number(key, model, least=0)
+    if model >= len(models):
         raise ConfigError(
-            f"{section}={workflow} asks auxiliary model {asked}, and there are {len(models)}. {fix}", key=key
+            f"{section}={workflow} asks auxiliary model {model}, and there are {len(models)}. {fix}", key=key
         )
-    return asked
+    return model
 
 
 def _asked_by(operator: OperatorConfig) -> str:
@@ -439,11 +439,11 @@ def check_asked(run: "TrainConfig") -> None:
         workflows.setdefault(run.eval_workflow, {})
     if any("." in name for name in (*workflows, *(operator.name for operator in operators))):
         return
-    asked = {_asked_by(operator) for operator in operators if operator.name in ASKING_OPERATORS}
+    asked_models = {_asked_by(operator) for operator in operators if operator.name in ASKING_OPERATORS}
     for name in workflows.keys() & ASKING_WORKFLOWS.keys():
-        asked.add(models[asked_model("workflow", name, workflows[name], models)])
+        asked_models.add(models[asked_model("workflow", name, workflows[name], models)])
     for name in models:
-        if name not in asked:
+        if name not in asked_models:
             raise ConfigError(
                 f"auxiliary_models.{name}: no workflow or operator of this run asks it",
                 key=f"auxiliary_models.{name}",

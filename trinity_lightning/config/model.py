@@ -184,8 +184,9 @@ class OptimizerConfig(Section, key="optimizer"):
                 f"optimizer.betas and eps belong to {', '.join(ADAM)}: {name} has optimizer.args.",
                 key="optimizer.betas",
             )
-        if taken := sorted({"lr", "weight_decay"} & args.keys()):
-            raise ConfigError(f"optimizer.args has {taken[0]}", key="optimizer.args", fix=f"set optimizer.{taken[0]}")
+        if own_keys := sorted({"lr", "weight_decay"} & args.keys()):
+            key = own_keys[0]
+            raise ConfigError(f"optimizer.args has {key}", key="optimizer.args", fix=f"set optimizer.{key}")
         if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
             raise ConfigError(
                 "optimizer.name=adamw_8bit needs torchao",

@@ -231,8 +231,8 @@ def _check_sections_with_other_keys(config: DictConfig) -> None:
         except ConfigError as error:
             in_text = re.compile(rf"(?<![\w./'-]){usual_key}\.")
             message = in_text.sub(lambda _: f"{key}.", str(error))  # noqa: B023  # used at once
-            named = None if error.key is None else in_text.sub(lambda _: f"{key}.", error.key)  # noqa: B023
-            raise ConfigError(message, key=named) from error
+            full_key = None if error.key is None else in_text.sub(lambda _: f"{key}.", error.key)  # noqa: B023
+            raise ConfigError(message, key=full_key) from error
 
 
 # Mappings of named parts, in which null removes a part.

@@ -62,7 +62,7 @@ def check_servers(run: "TrainConfig", capabilities: Capabilities, trainer: Mappi
     for key, engine in engines.items():
         _check_share(key, engine, run.explorer.sync_offset, here)
         if engine.gpus:
-            # The GPUs of another machine are not known: there `trainer.devices` must say how many of them train.
+            # On another machine the number of GPUs is not known, and `trainer.devices` gives those that train.
             gpus = gpu_count() if here else 0
             training = 0 if trainer.get("accelerator") == "cpu" else processes_of(trainer, gpus)
             check_gpus_apart(key, engine.gpus, training, gpus or training + len(engine.gpus))
@@ -115,8 +115,8 @@ def gpus_of_a_server(key: str, engine: EngineConfig, model: str = "", heads: int
     """
     if not engine.gpus:
         return 1
-    per_server, left = divmod(len(engine.gpus), engine.servers)
-    if left:
+    per_server, rest = divmod(len(engine.gpus), engine.servers)
+    if rest:
         raise ConfigError(
             f"{key}.gpus ({len(engine.gpus)} of them) cannot be shared out evenly among engine.servers "
             f"({engine.servers}): every server takes as many.",
@@ -126,9 +126,9 @@ def gpus_of_a_server(key: str, engine: EngineConfig, model: str = "", heads: int
     for name, size in sizes.items():
         whole_number(f"{key}.args.{name}", size, least=1)
     if sizes and math.prod(sizes.values()) != per_server:
-        asked = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        degrees = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(
-            f"{key}.args ({asked}) spread a server over {math.prod(sizes.values())} GPUs, and {key}.gpus gives each "
+            f"{key}.args ({degrees}) spread a server over {math.prod(sizes.values())} GPUs, and {key}.gpus gives each "
             f"{per_server}",
             key=f"{key}.args",
             fix=f"leave them out for tensor_parallel_size={per_server}, or give as many",
@@ -153,11 +153,11 @@ def check_gpus_apart(key: str, gpus: Sequence[int], training: int, count: int) -
         count: number of all GPUs of the machine, for the message.
     """
     if any(TRAINER_GPU < gpu < training for gpu in gpus):
-        left = max(count - len(gpus), 1)
+        devices = max(count - len(gpus), 1)
         raise ConfigError(
             f"{key}.gpus is {gpus}, and trainer.devices={training} trains on the first {training} GPUs",
             key=f"{key}.gpus",
-            fix=f"give the servers others, such as trainer.devices={left} {key}.gpus={list(range(left, count))}",
+            fix=f"give the servers others, such as trainer.devices={devices} {key}.gpus={list(range(devices, count))}",
         )
 
 

@@ -141,7 +141,7 @@ def with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig,
         config: the configuration, its dtypes settled.
         total: bytes of the GPU.
     """
-    taken, planned = 0, dict(config.auxiliary_models)
+    bytes_of_servers, planned = 0, dict(config.auxiliary_models)
     for name, model in config.auxiliary_models.items():
         engine = model.engine
         if model.url is not None or not _on_the_trainers_gpu(f"auxiliary_models.{name}.engine", engine):
@@ -150,10 +150,10 @@ def with_auxiliary_shares(config: TrainConfig, total: int) -> tuple[TrainConfig,
         rollouts = _generating(engine, requests=0)
         cache, size = auxiliary_server(shape, rollouts)
         utilization = engine.args.get("gpu_memory_utilization")
-        taken += size if utilization is None else int(utilization * total)
+        bytes_of_servers += size if utilization is None else int(utilization * total)
         engine = replace(engine, max_num_seqs=rollouts.at_once)
         planned[name] = replace(model, engine=_with_share(engine, cache, size / total))
-    return replace(config, auxiliary_models=planned), taken
+    return replace(config, auxiliary_models=planned), bytes_of_servers
 
 
 def _shares_the_gpu(engine: EngineConfig) -> bool:
