@@ -72,7 +72,7 @@ class Run:
 
     Attributes:
         config: the configuration, with the memory plan's values.
-        checkpoint: checkpoint that the run resumes from; None: the run begins.
+        checkpoint: checkpoint from which the run resumes; None: the run begins.
         plan: the memory plan of this machine's GPU; None: the run has no such plan.
     """
 
@@ -381,7 +381,7 @@ def _engines(config: TrainConfig, folder: Path) -> list[Engine]:
 
 
 def train_source(config: TrainConfig) -> TaskSource:
-    """The source of the tasks that are trained on."""
+    """The source of the training tasks."""
     taskset = mixture_of(config.tasksets) if config.tasksets else Taskset.from_config(config.taskset)
     return TaskSource(
         taskset,
@@ -396,7 +396,7 @@ def train_source(config: TrainConfig) -> TaskSource:
 
 
 def eval_sources(config: TrainConfig) -> list[TaskSource]:
-    """The sources of the tasks that are evaluated on."""
+    """The sources of the evaluation tasks."""
     workflow, args = config.eval_workflow or config.workflow.name, {} if config.eval_workflow else _arguments(config)
     settings = (workflow, config.reward, config.eval_sampling, args, config.eval_repeat_times, config.reward_solved)
     rendering = (config.model.chat_template_kwargs, _chat_template(config.model.name))

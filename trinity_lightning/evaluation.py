@@ -95,8 +95,8 @@ def merged_weights(path: Path, model: str) -> WeightStream:
 def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     """The evaluation with its parts connected. Errors as `build.build`."""
     for checkpoint in checkpoints:
-        before = contents(checkpoint).get("hyper_parameters", {}).get("model", config.model.name)
-        check_model(config.model.name, before, may_have_moved=True)
+        saved_name = contents(checkpoint).get("hyper_parameters", {}).get("model", config.model.name)
+        check_model(config.model.name, saved_name, may_have_moved=True)
     settle_dtypes(config, checkpoints[0] if checkpoints else None)
     typed = typed_config(config)
     folder = Path(config.output_dir)

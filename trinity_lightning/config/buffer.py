@@ -109,7 +109,7 @@ class BufferConfig(Section, key="buffer"):
 
     Attributes:
         storage: `memory`: this run's rollouts fill the buffer. `file` (a folder of steps that `keep` wrote), `sql` (a
-            database) or `dataset` (examples): the run reads what is there. It then has no rollouts, and a step is one
+            database) or `dataset` (examples): the run reads stored data. It then has no rollouts, and a step is one
             optimizer step.
         path: the folder of `file`; the SQLite database of `sql`; a JSONL, parquet or CSV file, a folder or a hub name
             for `dataset`.

@@ -91,7 +91,7 @@ def check_value_model(run: "TrainConfig") -> None:
 
 
 def check_critic(run: "TrainConfig") -> None:
-    """Refuse a critic that has nothing to learn from, and add_strategy=critic without a critic; a ConfigError."""
+    """Refuse a critic without rewards to learn from, and add_strategy=critic without a critic; a ConfigError."""
     critic = run.algorithm.critic
     strategies = [strategy.name for strategy in run.add_strategy.values()] if run.buffer.has_rollouts else []
     if critic is None:

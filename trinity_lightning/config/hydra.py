@@ -83,7 +83,7 @@ def register(within: str | None = "") -> None:
 
 
 def _folder(within: str | None, root: str, name: str, ckpt_path: str | None, *, _root_: DictConfig) -> str:
-    """The folder that Hydra writes to: `output_dir` if it is given, the folder to resume from, or a new folder."""
+    """The folder for Hydra's files: `output_dir` if it is given, the folder of a run to resume, or a new folder."""
     if within is None:
         return "."
     if resolved := OmegaConf.select(_root_, "hydra.runtime.output_dir"):

@@ -13,7 +13,7 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Needs:
-    """The needs of a policy loss, and the experiences that it is right for.
+    """The needs of a policy loss, and the experiences for which it is right.
 
     Attributes:
         ratio: it compares the policy with an older one, by `old_logprobs`.

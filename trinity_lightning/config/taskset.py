@@ -108,6 +108,6 @@ def check_taskset(taskset: TasksetConfig) -> None:
 
 
 def tasksets_of(run: "TrainConfig") -> dict[str, TasksetConfig]:
-    """The tasksets that a run trains and evaluates on, by their dotted keys."""
+    """The tasksets of a run, for training and evaluation, by their dotted keys."""
     trained = {f"tasksets.{name}": taskset for name, taskset in run.tasksets.items()} or {"taskset": run.taskset}
     return trained | {f"eval_tasksets.{name}": taskset for name, taskset in run.eval_tasksets.items()}

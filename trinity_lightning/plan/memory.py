@@ -172,7 +172,7 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
     only they have masters, moments and gradients.
 
     In shards (trainer/fsdp.py) the trained weights are float32, and there are no masters. Each device gathers the
-    layer that it computes with, the next layer, and the weights outside the layers, at `width` bytes an element. The
+    layer in use, the next layer, and the weights outside the layers, at `width` bytes an element. The
     gradients of a micro-batch are whole until they are added up: `width` bytes an element in a layer, float32 outside
     the layers. They are copied to float32 to be sent. Gradients of adapters are small and not counted here.
     """
