@@ -126,8 +126,8 @@ class Example:
                 )
             prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
         self._check_learned("chosen", chosen)
-        (begin, good), (other, bad) = (self._rendered(prompt, answer) for answer in (chosen, rejected))
-        begin = min(begin, other)
+        (begin, good), (begin_of_bad, bad) = (self._rendered(prompt, answer) for answer in (chosen, rejected))
+        begin = min(begin, begin_of_bad)
         if good == bad:
             raise ConfigError("chosen and rejected are the same", fix="leave the entry out")
         if begin == min(len(good), len(bad)):
@@ -192,22 +192,22 @@ class Example:
         The response begins at the first token that differs from those of the prompt alone.
         """
         if isinstance(prompt, str) and isinstance(response, str):
-            alone, both = encode_text(self._tokenizer, prompt), self._imitation.text(prompt + response)
-            if common_length(alone, both) < len(alone):
+            prompt_tokens, tokens = encode_text(self._tokenizer, prompt), self._imitation.text(prompt + response)
+            if common_length(prompt_tokens, tokens) < len(prompt_tokens):
                 self._report(JOINED_WORDS)
         elif isinstance(prompt, list) and isinstance(response, list):
             if response and response[0].get("role") == "assistant":
                 check_asks("prompt", prompt)
-            alone, both = self._imitation.completion(prompt, response)
+            prompt_tokens, tokens = self._imitation.completion(prompt, response)
         else:
             raise ConfigError(
                 "a prompt and what follows it are both text, or both lists of messages, not "
                 f"{prompt!r:.40} and {response!r:.40}."
             )
-        begin = common_length(alone, both)
+        begin = common_length(prompt_tokens, tokens)
         if begin == 0:
             raise ConfigError("there is no prompt: nothing that the response could follow.")
-        return begin, both
+        return begin, tokens
 
 
 # -- all entries -------------------------------------------------------------------------------------------------------
@@ -234,20 +234,20 @@ def read_examples(
     def read(index: int) -> None:
         nonlocal longer
         try:
-            one = example(entries[index])
+            experience = example(entries[index])
         except ExperienceError as error:
             raise ConfigError(str(error)) from error
-        one.eid = EID(suffix=f"{index}")
-        if (length := _length(one)) > most:
+        experience.eid = EID(suffix=f"{index}")
+        if (length := _length(experience)) > most:
             if overlong == "refuse":
                 raise ConfigError(
                     f"{length} tokens, more than {most} (buffer.dataset.max_length)",
                     fix="give more, or set buffer.dataset.overlong=drop or truncate",
                 )
             longer += 1
-            if overlong == "drop" or not _cut(one, most):
+            if overlong == "drop" or not _cut(experience, most):
                 return
-        examples.append(one)
+        examples.append(experience)
 
     check_rows(where, len(entries), read, partial(place_of, entries))
     if longer:
@@ -267,11 +267,11 @@ def _length(example: Experience) -> int:
 def _cut(example: Experience, most: int) -> bool:
     """Cut an example to `most` tokens; False if nothing is left to train on, or a pair's answers are the same then."""
     if example.chosen is not None and example.rejected is not None:
-        rest = max(most - len(example.tokens), 0)
-        example.chosen, example.rejected = example.chosen[:rest], example.rejected[:rest]
+        room = max(most - len(example.tokens), 0)
+        example.chosen, example.rejected = example.chosen[:room], example.rejected[:room]
         return not torch.equal(example.chosen, example.rejected)
-    rest = max(most - example.prompt_length, 0)
-    mask = None if example.action_mask is None else example.action_mask[:rest]
+    room = max(most - example.prompt_length, 0)
+    mask = None if example.action_mask is None else example.action_mask[:room]
     example.tokens, example.action_mask = example.tokens[:most], mask
     return mask is not None and bool(mask.any())
 
@@ -353,10 +353,10 @@ def examples_of(config: TrainConfig, path: str, split: str, pairs: bool) -> list
     def example(entry: Entry) -> Experience:
         reported: set[str] = set()
         settings = {"template_variables": config.model.chat_template_kwargs, "generation_config": generation_config}
-        made = kind(Example(tokenizer, entry, **settings, report=reported.add))
+        experience = kind(Example(tokenizer, entry, **settings, report=reported.add))
         habits.update(reported)
         variables.update(read_template_variables(entry))
-        return made
+        return experience
 
     examples = read_examples(entries, example, where, most, buffer.dataset.overlong)
     warn_of_unread(variables, tokenizer.chat_template)
@@ -419,9 +419,9 @@ def held_out_of_run(
         trained = [example for index, example in enumerate(examples) if index not in chosen]
         held_out = [examples[index] for index in sorted(chosen)]
     contents = {hash(_content_of(example)) for example in trained}
-    if both := sum(hash(_content_of(example)) in contents for example in held_out):
+    if overlapping := sum(hash(_content_of(example)) in contents for example in held_out):
         logger.warning("%d of %d held-out examples (buffer.dataset.held_out) are trained on, too: eval/loss is not of "
-                       "unseen examples alone.", both, len(held_out))  # fmt: skip
+                       "unseen examples alone.", overlapping, len(held_out))  # fmt: skip
     return trained, held_out
 
 

@@ -138,7 +138,7 @@ class MoreRollouts(Protocol):
         ...
 
     async def __call__(self, tasks: int) -> list[Experience]:
-        """The experiences of so many new tasks; none once there are no more tasks.
+        """The experiences of that number of new tasks; none once there are no more tasks.
 
         If all of the tasks failed, others take their place, as long as the limit of such requests allows.
         """

@@ -44,7 +44,7 @@ class BufferReader(ABC):
             whole_groups: never part experiences of one task that follow each other. There are fewer than `count` if the
                 next group does not fit, and more if the first one alone is larger. The end of the data ends a group.
             wait: seconds to wait for `count` experiences.
-            pause: sleeps for so many seconds during the wait; if it raises, nothing has been read.
+            pause: sleeps for a number of seconds during the wait; if it raises, nothing has been read.
 
         Raises:
             StorageError: the buffer is damaged or gone.

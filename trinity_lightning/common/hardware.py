@@ -1,4 +1,4 @@
-"""This machine: memory that a process reuses, gives back or may still take, its threads, its speed, and its GPU."""
+"""Memory of this machine that a process reuses, gives back or may still take; its threads; its speed; its GPU."""
 
 import ctypes
 import math

@@ -54,7 +54,7 @@ class Alone:
         """Make each tensor the sum of that tensor on all ranks."""
 
     def within(self, seconds: float) -> AbstractContextManager[None]:
-        """Wait for others no longer than so many seconds from now on."""
+        """Wait for others no longer than `seconds` from now on."""
         return nullcontext()
 
     def end(self, error: BaseException) -> None:
@@ -287,7 +287,7 @@ class Ranks(Alone):
 
     @contextlib.contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Wait for others no longer than so many seconds from now on, on the CPU, in everything that is done inside.
+        """Wait for others no longer than `seconds` from now on, on the CPU, in everything that is done inside.
 
         Inside, another `within` has seconds of its own, which do not count here. A round that begins later than
         LEAST_SECONDS before the limit waits for LEAST_SECONDS.

@@ -65,12 +65,14 @@ def criterion_of(metrics: Collection[str], reward_solved: Mapping[str, float] | 
     """
     if reward_solved:
         named = {component: _named(component, metrics) for component in reward_solved}
-        thresholds = {metric: float(reward_solved[component]) for component, its in named.items() for metric in its}
+        thresholds = {
+            metric: float(reward_solved[name]) for name, named_metrics in named.items() for metric in named_metrics
+        }
         return Criterion(thresholds) if all(named.values()) else None
     parts = components(metrics)
     if len(parts) <= 1:
         return Criterion({parts[0] if parts else WHOLE: RIGHT}, graded=True)
-    usual = next((its for component in USUAL if (its := _named(component, parts))), [])
+    usual = next((names for component in USUAL if (names := _named(component, parts))), [])
     return Criterion(dict.fromkeys(usual, RIGHT)) if usual else None
 
 

@@ -36,8 +36,8 @@ def resident_gb() -> float:
 
 def _sum_over_processes(read: Callable[[psutil.Process], float]) -> float:
     """The sum of `read` over this process and its children; one that ends meanwhile counts as nothing."""
-    this, total = psutil.Process(), 0.0
-    for process in (this, *this.children(recursive=True)):
+    this_process, total = psutil.Process(), 0.0
+    for process in (this_process, *this_process.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
             total += read(process)
     return total
@@ -247,7 +247,7 @@ class TrainingThreads:
             torch.set_num_threads(fitting)
 
     def advise(self, others: float) -> None:
-        """Log, once, the number of threads with which a restart would be faster; `others` use so many cores now."""
+        """Log, once, the number of threads with which a restart would be faster; `others`: cores that they use now."""
         threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
         most = self._before or threads
         fitting = fitting_threads(others, most, cores)

@@ -141,14 +141,14 @@ def format_evaluation(
             continue
         prefix = name.removesuffix("seconds")
         taskset = prefix.removeprefix("eval/").removesuffix("/")
-        its = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+        values = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
         parts = [f"evaluated at step {step}/{total_steps}  {taskset}"]
-        parts[0] += "".join(f" {key} {value:.3g}" for key, value in its.items() if re.fullmatch(r"mean@\d+", key))
-        if passes := [key for key in its if re.fullmatch(r"pass@\d+", key)]:
-            parts.append(f"{passes[-1]} {its[passes[-1]]:.3g} ({solved.get(taskset, 'solved')})")
-        if its.get("failed_tasks"):
-            parts.append(f"{its['failed_tasks']:.0f} tasks failed")
-        lines.append("  ".join([*parts, format_seconds(its["seconds"])]))
+        parts[0] += "".join(f" {key} {value:.3g}" for key, value in values.items() if re.fullmatch(r"mean@\d+", key))
+        if passes := [key for key in values if re.fullmatch(r"pass@\d+", key)]:
+            parts.append(f"{passes[-1]} {values[passes[-1]]:.3g} ({solved.get(taskset, 'solved')})")
+        if values.get("failed_tasks"):
+            parts.append(f"{values['failed_tasks']:.0f} tasks failed")
+        lines.append("  ".join([*parts, format_seconds(values["seconds"])]))
     return lines
 
 

@@ -478,7 +478,10 @@ def _idle_steps(run: RunRecord) -> list[tuple[str, str]]:
         if name.startswith(UNTRAINED_PREFIX)
     }
     return [
-        (short(step), ", ".join(f"{reason} ({short(its[step])})" for reason, its in counts.items() if step in its))
+        (
+            short(step),
+            ", ".join(f"{reason} ({short(count[step])})" for reason, count in counts.items() if step in count),
+        )
         for step, trained in _finite(run.series("experience_pipeline/trained"))
         if trained == 0
     ]
@@ -500,8 +503,8 @@ def _pairs(run: RunRecord) -> list[tuple[str, dict[int, list[Completion]]]]:
         if name and len(steps) > 1:
             answers = {step: _first_of_each_task(steps[step]) for step in sorted(steps)}
             first, last = answers.values()
-            if both := [task for task in first if task in last][:_EXAMPLES]:
-                pairs.append((name, {step: [its[task] for task in both] for step, its in answers.items()}))
+            if tasks := [task for task in first if task in last][:_EXAMPLES]:
+                pairs.append((name, {step: [by_task[task] for task in tasks] for step, by_task in answers.items()}))
     return pairs
 
 
@@ -510,7 +513,7 @@ def _apart(run: RunRecord) -> dict[int, list[Completion]]:
     if any(name and len(steps) > 1 for name, steps in run.completions.items()):
         return {}
     steps = run.completions.get("") or next(iter(run.completions.values()), {})
-    return {step: list(_first_of_each_task(its).values())[:_EXAMPLES] for step, its in sorted(steps.items()) if its}
+    return {step: list(_first_of_each_task(done).values())[:_EXAMPLES] for step, done in sorted(steps.items()) if done}
 
 
 def _first_of_each_task(completions: Sequence[Completion]) -> dict[str, Completion]:

@@ -137,20 +137,20 @@ class Resumption:
                 *(self._threads, threads, self._threads),
             )
 
-    def configure(self, made: list[dict[str, Any]], peak_rates: list[Any]) -> None:
+    def configure(self, initial: list[dict[str, Any]], peak_rates: list[Any]) -> None:
         """Give the optimizer its configured settings, and a new schedule if that changed; its state stays.
 
         Other entries of a group may be state of the optimizer, and stay too.
 
         Args:
-            made: the optimizer's `masters.settings_of`, from when it was made.
-            peak_rates: its `optim.peak_learning_rates` from then.
+            initial: the optimizer's settings when it was made, by `masters.settings_of`.
+            peak_rates: its `optim.peak_learning_rates` at that time.
         """
         policy = self._policy
         optimizer: Any = policy.optimizers(use_pl_optimizer=False)
         reschedules = self._schedule_changed or peak_learning_rates(optimizer) != peak_rates
         replaced = self._configured if reschedules else self._configured - {*SCHEDULED}
-        for group, settings in zip(optimizer.param_groups, made, strict=True):
+        for group, settings in zip(optimizer.param_groups, initial, strict=True):
             if reschedules:
                 group.pop("initial_lr", None)
             group.update({key: value for key, value in settings.items() if key in replaced})

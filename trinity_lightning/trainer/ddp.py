@@ -157,8 +157,8 @@ class Replicas(Whole):
         torch.manual_seed(seed + self.ranks.rank)
 
     def from_all_ranks(self, losses: list[Any], metrics: list[Any]) -> tuple[list[Any], list[Any]]:
-        here = [loss.cpu() for loss in losses], [{name: v.cpu() for name, v in part.items()} for part in metrics]
-        shares = self.ranks.exchange(here)
+        on_cpu = [loss.cpu() for loss in losses], [{name: v.cpu() for name, v in part.items()} for part in metrics]
+        shares = self.ranks.exchange(on_cpu)
         return [loss for losses, _ in shares for loss in losses], [part for _, metrics in shares for part in metrics]
 
     def add_up_gradients(self, model: Any) -> None:
@@ -303,7 +303,7 @@ def _listening(address: tuple[str, int]) -> int | None:
 
 
 def _unreached(address: tuple[str, int]) -> str | None:
-    """Why rank 0 was not reached there; None: it was. (torch's own wait would go on after rank 0 has ended.)"""
+    """The reason why rank 0 was not reached, if it was not. (torch's own wait would go on after rank 0 has ended.)"""
     try:
         socket.create_connection(address, CONNECT_SECONDS).close()
         return None

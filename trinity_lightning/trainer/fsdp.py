@@ -519,7 +519,7 @@ ONE_FILE_BYTES = 16 << 30  # most that rank 0 writes alone: about 1.2 billion pa
 
 
 def is_large(parameters: int, dtype: torch.dtype) -> bool:
-    """True if weights, masters and two moments of so many parameters take more than ONE_FILE_BYTES."""
+    """True if weights, masters and two moments of that number of parameters take more than ONE_FILE_BYTES."""
     return parameters * (dtype.itemsize + (0 if dtype == torch.float32 else 4) + 8) > ONE_FILE_BYTES
 
 

@@ -252,7 +252,7 @@ class _Attention(Function):
 
 # -- attention over shared prefixes on a GPU ---------------------------------------------------------------------------
 
-BLOCK_TOKENS = 128  # FlexAttention's own: its kernels take whole blocks of so many tokens
+BLOCK_TOKENS = 128  # tokens of a block, as in FlexAttention, whose kernels take whole blocks
 
 
 @dataclass(frozen=True)
@@ -298,14 +298,14 @@ def token_segments(segments: Segments) -> tuple[Tensor, Tensor]:
 
 def block_mask(segment: Tensor, prefix: Tensor, device: torch.device) -> BlockMask:
     """FlexAttention's mask of T x T tokens, where T is a multiple of the block; blocks are seen in part or in full."""
-    some, full = block_tables(segment, prefix)
+    seen, full = block_tables(segment, prefix)
     segment, prefix, tokens = segment.to(device), prefix.to(device), len(segment)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         in_segment = (segment[query] == segment[key]) & (key <= query)
         return in_segment | (prefix[query] == segment[key])
 
-    tables = [table.to(device) for blocks in (some & ~full, full) for table in _rows(blocks)]
+    tables = [table.to(device) for blocks in (seen & ~full, full) for table in _rows(blocks)]
     return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK_TOKENS, mask_mod=sees, seq_lengths=(tokens, tokens))
 
 
@@ -320,12 +320,12 @@ def block_tables(segment: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:
     highest = prefixes.amax(1)
     blocks = torch.arange(len(first))
     before = blocks < blocks[:, None]
-    some = (blocks == blocks[:, None]) | (before & (first[:, None] <= last))
-    some |= (lowest[:, None] <= last) & (first <= highest[:, None])
-    one, one_prefix = first == last, prefixes.amin(1) == highest
-    full = before & (one[:, None] & one) & (first[:, None] == first)
-    full |= one_prefix[:, None] & one & (first == highest[:, None])
-    return some, full
+    seen = (blocks == blocks[:, None]) | (before & (first[:, None] <= last))
+    seen |= (lowest[:, None] <= last) & (first <= highest[:, None])
+    one_segment, one_prefix = first == last, prefixes.amin(1) == highest
+    full = before & (one_segment[:, None] & one_segment) & (first[:, None] == first)
+    full |= one_prefix[:, None] & one_segment & (first == highest[:, None])
+    return seen, full
 
 
 def _rows(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -122,7 +122,7 @@ def deal(batch: OptimizerBatch, rows: Sequence[int], size: int, max_tokens: int,
             groups += [group] if group.tokens <= share else pieces_of(group, lengths, most, batch.unit)
     dealt: list[list[PrefixGroup]] = [[] for _ in range(size)]
     for group in sorted(groups, key=lambda group: -group.tokens):
-        min(dealt, key=lambda groups: sum(one.tokens for one in groups)).append(group)
+        min(dealt, key=lambda groups: sum(group.tokens for group in groups)).append(group)
     return [sorted(row for group in rank for row in group.rows) for rank in dealt]
 
 
@@ -205,7 +205,7 @@ def prefix_groups(experiences: Sequence[Experience], rows: Sequence[int], max_to
     """
     lengths = [len(e.tokens) for e in experiences]
     prompts = _distinct_prompts(experiences, rows)
-    common = [_common_prefix(one.tokens, other.tokens) for one, other in pairwise(prompts)]
+    common = [_common_prefix(prompt.tokens, following.tokens) for prompt, following in pairwise(prompts)]
     groups: list[PrefixGroup] = []
     for start, end in _best_runs(prompts, common, max_tokens):
         prefix = min([len(prompts[start].tokens), *common[start : end - 1]])
@@ -264,10 +264,10 @@ def _best_runs(prompts: Sequence[_Prompt], common: Sequence[int], max_tokens: in
     return runs
 
 
-def _common_prefix(one: Tensor, other: Tensor) -> int:
+def _common_prefix(first: Tensor, second: Tensor) -> int:
     """Number of tokens that both begin with."""
-    shorter = min(len(one), len(other))
-    differs = (one[:shorter] != other[:shorter]).nonzero()
+    shorter = min(len(first), len(second))
+    differs = (first[:shorter] != second[:shorter]).nonzero()
     return int(differs[0]) if len(differs) else shorter
 
 

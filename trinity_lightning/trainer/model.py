@@ -225,12 +225,12 @@ def usable_layout(layout: Layout, model: Any, function: LogprobFn) -> Layout:
 
 
 def _obstacle(model: Any, function: LogprobFn) -> str | None:
-    """Why the model's rows cannot share prefixes; None if they can."""
+    """The reason why the model's rows cannot share prefixes; None if they can."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    if others := sorted({*kinds} - {"full_attention"}):
-        return f"has layers of {', '.join(others)}, and only full attention can share prefixes"
+    if other_kinds := sorted({*kinds} - {"full_attention"}):
+        return f"has layers of {', '.join(other_kinds)}, and only full attention can share prefixes"
     if config._attn_implementation != SHORT_SDPA:
         return "shares prefixes only with model.attn_implementation=sdpa"
     if model.device.type not in ("cpu", "cuda"):
@@ -281,12 +281,12 @@ def _fault_of_sharing(model: Any, function: LogprobFn) -> str | None:
     if isinstance(shared, Exception):  # perhaps no property of the architecture: kernels may have failed to compile
         logger.warning("%s: shared prefixes were tried, and failed.", name_of(model), exc_info=shared)
         return f"raises {type(shared).__name__} if prefixes are shared"
-    same = all(map(_close, shared, whole, limits))
-    return None if same else "computes other log-probabilities if prefixes are shared"
+    agree = all(map(_close, shared, whole, limits))
+    return None if agree else "computes other log-probabilities if prefixes are shared"
 
 
 def _probe(model: Any) -> nn.Parameter | None:
-    """The parameter whose gradient is compared: the first vector, or else the first matrix; None: there is neither.
+    """The parameter whose gradient is compared: the first vector, else the first matrix, else None.
 
     A vector is small, and its gradient needs all layers. Embeddings are left out: their gradient is no result of the
     backward pass (`lean_embeddings`).

@@ -29,8 +29,8 @@ class RewardFilter(ExperienceOperatorV1):
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """The experiences that stay; `filtered_count` is the number of the others."""
-        kept = [exp for exp in exps if exp.reward is not None and exp.reward >= self.threshold]
-        return kept, {"filtered_count": len(exps) - len(kept)}
+        remaining = [exp for exp in exps if exp.reward is not None and exp.reward >= self.threshold]
+        return remaining, {"filtered_count": len(exps) - len(remaining)}
 
 
 class InvalidRewardFilter(ExperienceOperatorV1):
@@ -38,8 +38,8 @@ class InvalidRewardFilter(ExperienceOperatorV1):
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """The experiences that stay; `filtered_count` is the number of the others."""
-        kept = [exp for exp in exps if is_valid_reward(exp.reward)]
-        return kept, {"filtered_count": len(exps) - len(kept)}
+        remaining = [exp for exp in exps if is_valid_reward(exp.reward)]
+        return remaining, {"filtered_count": len(exps) - len(remaining)}
 
 
 class RewardSTDFilter(ExperienceOperatorV1):
@@ -65,8 +65,8 @@ class RewardSTDFilter(ExperienceOperatorV1):
         """
         values = self.criterion.values(group_by(exps, "task"))
         dropped = {tid for tid, of_runs in values.items() if not self._differ(of_runs)}
-        kept = [exp for exp in exps if exp.eid.tid not in dropped]
-        return kept, {"filtered_count": len(exps) - len(kept)}
+        remaining = [exp for exp in exps if exp.eid.tid not in dropped]
+        return remaining, {"filtered_count": len(exps) - len(remaining)}
 
     def _differ(self, values: list[float | None]) -> bool:
         valid = [value for value in values if is_valid_reward(value)]
@@ -110,8 +110,8 @@ class DAPODynamicSampling(ExperienceOperatorV1):
                 dropped.add(tid)
         if invalid:
             logger.warning("dropped groups with a value that is no finite number: %s", ", ".join(invalid))
-        kept = [exp for exp in exps if exp.eid.tid not in dropped.union(invalid)]
-        return kept, {"filtered_count": len(exps) - len(kept), **counts}
+        remaining = [exp for exp in exps if exp.eid.tid not in dropped.union(invalid)]
+        return remaining, {"filtered_count": len(exps) - len(remaining), **counts}
 
     def _value(self, run: Run) -> float:
         metric = metric_of(run, self.metric_key)
