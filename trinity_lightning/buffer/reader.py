@@ -21,7 +21,7 @@ POLL = 0.05
 
 
 class BufferReader(ABC):
-    """Gives out experiences, and remembers which.
+    """Gives out experiences, and remembers which it has given out.
 
     A read of more experiences than there are waits up to `wait` seconds for the rest. Then it returns those that there
     are, perhaps none.

@@ -207,7 +207,7 @@ class Database:
             StorageError: it failed otherwise.
         """
         deadline, pause, again = time.monotonic() + RETRY_FOR, FIRST_PAUSE, False
-        jitter = random.SystemRandom()  # leaves the global generator, which training may be seeded with, alone
+        jitter = random.SystemRandom()  # leaves the global generator alone, which training may have seeded
         while True:
             try:
                 with self._engine.connect().execution_options(trinity_write=write) as connection, connection.begin():

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 TOOLS, TEMPLATE_VARIABLES = "tools", "chat_template_kwargs"  # names of columns
 # Columns with media, which nothing is trained on yet.
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-# Roles that every chat template accepts; it has to name any other.
+# Roles that every chat template accepts; a template has to name any other role.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _OPENAI_NAMES = {"from": "role", "value": "content"}

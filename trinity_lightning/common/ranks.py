@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 CALL = "a call"  # the round in which rank 0 calls the others
 PATIENCE = timedelta(days=30)  # wait for rank 0 while it rolls out: should it die, its connections end, and so the wait
 LOOK = timedelta(seconds=0.2)  # a rank that waits for others handles signals this often
-CAUSE_SECONDS = 1.0  # most time between the end of a connection and the end of the process that it led to
+CAUSE_SECONDS = 1.0  # most time between the end of a process's connection and of the process itself
 LEAST_SECONDS = 3.0  # the least wait in a round, even if it begins just before the limit set by `within`
 LENGTH_BYTES, FIRST_BYTES = 8, 1 << 10  # in a round: the size of the length of an answer; and the bytes sent at first
 BUCKET_BYTES = 64 << 20  # most bytes of tensors that are added up in one sending
@@ -325,7 +325,7 @@ class Ranks(Alone):
         return None if reason is None else RankError(reason)
 
     def _failure_soon(self) -> RankError | None:
-        """The `failure`, waited for a moment: the connection to a process ends just before the process does."""
+        """The `failure`, or one a moment later: the connection to a process ends just before the process does."""
         end = time.monotonic() + CAUSE_SECONDS
         while (cause := self.failure()) is None and time.monotonic() < end:
             time.sleep(CAUSE_SECONDS / 20)

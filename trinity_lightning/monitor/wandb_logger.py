@@ -58,7 +58,7 @@ class RunLogger(WandbLogger):
         self._row = self._row | cells | {key: self._row[key] for key in ("step",) if key in self._row}
 
     def log(self, data: Mapping[str, Any]) -> None:
-        """Call `log_metrics`, as `log` of a run of W&B would be called."""
+        """Same as `log_metrics`, under the name that a run of W&B has for it."""
         self.log_metrics(data)
 
     def flush(self, before: float = math.inf) -> None:

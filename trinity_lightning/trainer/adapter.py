@@ -31,7 +31,7 @@ _TRAINED = re.compile(rf"\.lora_[AB]\.{NAME}\.weight$")  # names of a model's pa
 
 
 class Adapter:
-    """Adapters of a Hugging Face model, which is changed in place: it keeps its class, and `model.adapter` is this.
+    """Adapters of a Hugging Face model, which is changed in place: it keeps its class, and has them as `model.adapter`.
 
     A is random and B is zero at first, so the model computes the same. Both have the dtype of the weight they adapt.
 
@@ -106,7 +106,7 @@ class Adapter:
         return {name: merged[id(weight)] for name, weight in frozen.items()}
 
     def alone(self) -> WeightStream:
-        """A and s B of each layer by its name, for an engine with the frozen weights; not for a model in shards."""
+        """A stream of A and s B of each layer, for an engine with the frozen weights; not for a model in shards."""
         factors: dict[str, tuple[Tensor, float]] = {}
         for name, layer in self._layers.items():
             stem = name.removesuffix(".weight")
@@ -123,7 +123,7 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Turn the model into the untrained one meanwhile, by a B of zeros.
+        """Set B to zero meanwhile: the model is then what it was before training.
 
         (peft's own switch would make torch.compile build other graphs, which round differently.)
         """

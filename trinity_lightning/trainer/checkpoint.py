@@ -164,7 +164,7 @@ class Resumption:
 
 
 def misfit(error: RuntimeError, model: str) -> ConfigError:
-    """One sentence for torch's error about weights that do not fit `model`, or its critic."""
+    """A ConfigError of one sentence in place of torch's about weights that do not fit `model`, or its critic."""
     first = " ".join(str(error).splitlines()[1].split())
     is_critic = re.search(r'(: "| for )critic\.', first)
     part, fix = ("algorithm.critic", "algorithm.critic") if is_critic else (f"model '{model}'", "model")
@@ -189,7 +189,7 @@ def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> Non
             "group: its optimizer cannot go on here",
             fix="finish that run with its version, or begin a new one",
         )
-    before = checkpoint["hyper_parameters"]["optimizer"].get("name", "adamw")  # the only one of earlier versions
+    before = checkpoint["hyper_parameters"]["optimizer"].get("name", "adamw")  # the only optimizer of earlier versions
     if optimizers and before != config.name and {before, config.name} != {"adamw", OFFLOADED}:  # their states are alike
         raise ConfigError(
             f"optimizer.name is {config.name}, and the checkpoint's optimizer is {before}",

@@ -24,7 +24,7 @@ from trinity_lightning.trainer.optim import parameter_groups
 from trinity_lightning.trainer.passes import Passes
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
-# How fast the weight of the KL follows the error of the KL, and the bound of that error: Ziegler et al. 2019, arXiv
+# Rate at which the weight of the KL follows the error of the KL, and bound of that error: Ziegler et al. 2019, arXiv
 # 1909.08593, 2.2.
 GAIN, MAX_ERROR = 0.1, 0.2
 

@@ -303,7 +303,7 @@ def _listening(address: tuple[str, int]) -> int | None:
 
 
 def _unreached(address: tuple[str, int]) -> str | None:
-    """The reason why rank 0 was not reached, if it was not. (torch's own wait would go on after rank 0 has ended.)"""
+    """The reason why rank 0 was not reached; None if it was. (torch's own wait goes on after rank 0 has ended.)"""
     try:
         socket.create_connection(address, CONNECT_SECONDS).close()
         return None

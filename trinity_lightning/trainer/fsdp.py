@@ -30,6 +30,13 @@ from trinity_lightning.trainer.layout import Part
 from trinity_lightning.trainer.masters import parameters_of
 from trinity_lightning.trainer.model import layers_of
 
+ONE_FILE_BYTES = 16 << 30  # most that rank 0 writes alone: about 1.2 billion parameters in bfloat16
+
+
+def is_large(parameters: int, dtype: torch.dtype) -> bool:
+    """True if weights, masters and two moments of that number of parameters take more than ONE_FILE_BYTES."""
+    return parameters * (dtype.itemsize + (0 if dtype == torch.float32 else 4) + 8) > ONE_FILE_BYTES
+
 
 class Shards(Replicas):
     """A PolicyModule's policy and reference, in shards of about the same size: rows of each tensor's first dimension.
@@ -140,7 +147,7 @@ class Shards(Replicas):
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.grad_dtype = torch.float32
                 gradient_of(parameter)  # for every parameter: torch sends gradients of one dtype
-                if any(parameter is weight for weight in lean):  # no hook is called for these (`head`)
+                if any(parameter is weight for weight in lean):  # no hook is called for these (see `trainer.head`)
                     self._note(name)
         self._watch("", model)
 
@@ -210,7 +217,7 @@ class Shards(Replicas):
                 return self.gathered(self._share(name, moment), dtype, at)
             except TrinityError:
                 raise
-            except Exception as error:  # other ranks are told: out of memory, say
+            except Exception as error:  # out of memory, say: an error of the run, which the other ranks are told
                 raise TrinityError(f"{type(error).__name__} when {at} was gathered: {error}") from error
 
     def _share(self, name: str, moment: str | None = None) -> DTensor:
@@ -513,14 +520,6 @@ class ShardStrategy(ReplicaStrategy):
             super().load_optimizer_state_dict(checkpoint)
         else:
             self.shards.load_optimizer_state(checkpoint["optimizer_states"], self._folder)
-
-
-ONE_FILE_BYTES = 16 << 30  # most that rank 0 writes alone: about 1.2 billion parameters in bfloat16
-
-
-def is_large(parameters: int, dtype: torch.dtype) -> bool:
-    """True if weights, masters and two moments of that number of parameters take more than ONE_FILE_BYTES."""
-    return parameters * (dtype.itemsize + (0 if dtype == torch.float32 else 4) + 8) > ONE_FILE_BYTES
 
 
 # -- passes and collectives that torch's `fully_shard` is given --------------------------------------------------------

@@ -59,12 +59,14 @@ class Segments:
 # torch's kernel. Its backward pass is slow on short rows, so ours computes the softmax again, and five products in
 # float32. Query heads that share a key head are further rows of one product: no key is repeated.
 
-# Most queries of a tile; and most scores that short segments may add by sharing a tile.
-TILE_TOKENS, FREE_SCORES = 64, 1024
-# Most scores that padding may add for each tile that is computed together with others: torch takes as long to call the
-# operations of one more tile. And most scores of tiles computed together: the scores of all heads should fit into a
-# core's cache. (A layer of SmolLM2 takes three quarters of the time, for a prefix of 64 and eight rows of 128 tokens.)
-FREE_PADDING, MOST_SCORES = 2048, 100_000
+TILE_TOKENS = 64  # most queries of a tile
+FREE_SCORES = 1024  # most scores that short segments may add by sharing a tile
+# Most scores that padding may add for each tile that is computed together with others: to compute them takes as long as
+# to call torch's operations for one more tile.
+FREE_PADDING = 2048
+# Most scores of tiles computed together: the scores of all heads should fit into a core's cache. (A layer of SmolLM2
+# takes three quarters of the time, for a prefix of 64 and eight rows of 128 tokens.)
+MOST_SCORES = 100_000
 KEY_STEP = 16  # keys of a tile are padded to a multiple of it: torch's kernel is slow on a new shape
 
 # Tokens of neighbouring queries, and tokens of the keys that any of them sees: int64 [queries] and [keys].

@@ -24,7 +24,8 @@ from trinity_lightning.trainer.layers import CpuSharedPrefix, FlexSharedPrefix, 
 # `auto` shares prefixes if that computes at most this share of the padded layout's tokens: a token takes up to 1.24
 # times as long as in the padded layout (SmolLM2 in bfloat16).
 WORTH_SHARING = 0.8
-# Most different prompts in a group: grouping takes time that grows with the number of prompts, not with its square.
+# Most different prompts in a group. The bound makes the time of grouping grow with the number of prompts, not with its
+# square.
 MOST_PROMPTS = 64
 
 

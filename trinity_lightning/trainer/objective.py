@@ -221,7 +221,7 @@ def column(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _check_rollout_logprobs(batch: OptimizerBatch, against_engine: bool) -> None:
-    """ExperienceError if an experience that an engine sampled lacks the engine's log-probabilities."""
+    """Refuse experiences that an engine sampled and that lack its log-probabilities; an ExperienceError."""
     if against_engine:
         need = "algorithm.old_logprobs=engine needs: choose algorithm.old_logprobs=trainer."
     else:

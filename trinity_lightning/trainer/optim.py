@@ -97,7 +97,9 @@ def adamw_8bit(parameters: Any, **settings: Any) -> Optimizer:
     """
     from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]  # an extra
 
-    warnings.filterwarnings("ignore", "OptimState8bit does not implement", UserWarning)  # torch's, about a cache
+    warnings.filterwarnings(
+        "ignore", "OptimState8bit does not implement", UserWarning
+    )  # a warning of torch about a cache
     optimizer = AdamW8bit(parameters, **settings)
 
     def announce(*_: Any) -> None:

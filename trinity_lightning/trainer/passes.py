@@ -23,7 +23,7 @@ LogprobFn = Callable[[Any, dict[str, Any], Tensor, Tensor, Tensor], tuple[Tensor
 
 @dataclass(frozen=True)
 class Passes:
-    """Settings of passes through a model on one device; of the settings that may be auto, only `layout` still may.
+    """Settings of passes through a model on one device; none of them is auto any more, except `layout`.
 
     Attributes:
         device: where the model computes.

@@ -61,7 +61,7 @@ class Whole:
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     def end_step(self) -> None:
-        """Called once the optimizer has taken its step."""
+        """Do what has to follow a step of the optimizer: with one process, nothing."""
 
     def on_all_ranks(self, name: str, *arguments: Any) -> None:
         """Let the other ranks make a call that only rank 0 got, if it needs them; rank 0 calls this first."""

@@ -360,7 +360,9 @@ class PolicyModule(L.LightningModule):
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token given those before it, at temperature 1: [len - 1]. Probes compare these."""
-        self.placement.on_all_ranks("sequence_logprobs", list(token_ids))  # only rank 0, if each has all weights
+        self.placement.on_all_ranks(
+            "sequence_logprobs", list(token_ids)
+        )  # rank 0 computes alone if each rank has all weights
         experience = Experience(tokens=list(token_ids), prompt_length=1)
         batch = OptimizerBatch.of([experience], explore_step=0)
         return self.passes().columns(self.policy, batch, self.placement, shared=False)[0][0].tolist()

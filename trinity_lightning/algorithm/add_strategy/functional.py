@@ -129,7 +129,7 @@ def rloo_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def opmd_advantages(rewards: Tensor, groups: Tensor, baseline: str = "mean", tau: float = 1.0) -> Tensor:
-    """OPMD: r - b, with the group's `opmd_baseline` b (Trinity-RFT, arXiv 2505.17826). Raises the same errors."""
+    """OPMD: r - b, with the group's `opmd_baseline` b (Trinity-RFT, arXiv 2505.17826); raises as that does."""
     stats = group_stats(rewards, groups)
     score = rewards.double() - opmd_baseline(rewards, groups, baseline, tau)[stats.index]
     return as_rewards(zero_where_equal(score, stats), rewards)

@@ -125,7 +125,10 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
 
 
 def _check_type(argument: str, key: str, value: object, annotation: Any) -> None:
-    """ArgumentError if the annotation has plain types only and the value fits none; ConfigError if it is NaN."""
+    """Refuse NaN (a ConfigError), and a value that fits none of an annotation's plain types (an ArgumentError).
+
+    An annotation that has other types too is not checked.
+    """
     if isinstance(value, float) and math.isnan(value):
         raise ConfigError(f"{argument} is nan", key=key, fix="give a number")
     choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)

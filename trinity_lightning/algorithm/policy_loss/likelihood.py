@@ -12,7 +12,7 @@ from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
 
 DIRECTIONS = ("reverse", "forward")  # of `teacher_kl`
-# Least mass of the rest: in float32, 1 minus the other probabilities is rounding below it.
+# Least probability of the rest: below it, 1 minus the other probabilities is rounding in float32.
 LEAST_REST = 1e-6
 LOSS_TYPES = ("sigmoid", "hinge", "ipo")  # of `dpo`
 

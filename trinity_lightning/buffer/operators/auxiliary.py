@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_CONCURRENT = 64  # requests in flight at once
-MAX_REASONS = 5  # of failures, logged for an explore step
-BACKOFF_SECONDS = 0.5  # before the second attempt, doubled before each further one
+MAX_REASONS = 5  # reasons of failures that are logged for an explore step
+BACKOFF_SECONDS = 0.5  # wait before the second attempt, doubled before each further one
 # Errors of degenerate answers: numbers of thousands of digits, endless nesting, a body that is no answer.
 _DEGENERATE = (ValueError, ArithmeticError, RecursionError, AttributeError)
 

@@ -1,4 +1,4 @@
-"""Experience operators: their base classes, their making from configurations, and their chain."""
+"""Experience operators: their base classes, how they are made from configurations, and the chain that runs them."""
 
 import asyncio
 import contextlib
@@ -89,7 +89,7 @@ EXPERIENCE_OPERATORS: Registry[OperatorClass] = Registry("experience operator")
 
 
 class LegacyOperator(ExperienceOperatorV1):
-    """Makes an operator of the newer kind of one of the older.
+    """Adapts an operator of the older kind to the newer.
 
     Args:
         operator: gets the auxiliary models if it has `set_auxiliary_model`.
@@ -143,7 +143,7 @@ def operator_class(name: str) -> OperatorClass:
         )
     for method in ("prepare", "process", "close") if issubclass(operator, ExperienceOperatorV1) else ():
         function = getattr(operator, method)
-        if not any(map(inspect.iscoroutinefunction, (function, inspect.unwrap(function)))):  # one may be decorated
+        if not any(map(inspect.iscoroutinefunction, (function, inspect.unwrap(function)))):  # a method may be decorated
             returns = ", which returns (list of experiences, dict of metrics)" if method == "process" else ""
             raise TypeError(
                 f"operator '{name}': write `async def {method}`{returns}, as an ExperienceOperatorV1 has it."

@@ -1,4 +1,4 @@
-"""Experiences as the content of a payload, and back.
+"""Turns experiences into the content of a payload, and back.
 
 The payload's value has three entries. `count` is the number of experiences. `columns` has one list for each plain
 field, and for each part of the identity ("eid.batch"); a field that no experience sets is left out. `rows` has for each

@@ -1,4 +1,4 @@
-"""Experiences as rows of a Hugging Face dataset, and back.
+"""Turns experiences into rows of a Hugging Face dataset, and back.
 
 The plain columns are for people. Dtypes and values that a plain column cannot hold (float64 numbers, tuples, tensors in
 `info`, tool calls in messages, ...) are also in the binary column `exact`, which is preferred when a row is read. Every
@@ -210,7 +210,7 @@ def _from_row(row: dict[str, Any]) -> Experience:
         fields["custom_fields"] = read_custom_fields(fields["custom_fields"])
         kind, mask = fields.pop("experience_type"), fields["action_mask"]
         if kind != "multi_turn":
-            fields["action_mask"] = None  # the constructor takes a given one for several turns
+            fields["action_mask"] = None  # the constructor would take a given mask as a sign of several turns
         experience = Experience(**fields)
     except (ExperienceError, ExperienceFormatError):
         raise

@@ -63,7 +63,7 @@ def gather_rows(rows: list[Tensor], width: int | None = None, pad_value: float =
     with torch.no_grad():
         width = max(map(Tensor.numel, rows)) if width is None else width
         if min(map(Tensor.numel, rows)) == width:
-            return torch.cat(rows).view(len(rows), width)  # takes a third of the time of what follows
+            return torch.cat(rows).view(len(rows), width)  # a third of the time that padding takes
         batch = pad_sequence(rows, batch_first=True, padding_value=pad_value)
         return pad(batch, (0, width - batch.shape[1]), value=pad_value) if batch.shape[1] < width else batch
 

@@ -1,4 +1,4 @@
-"""The bytes of a payload, both ways: a value of plain containers, tensors and arrays, and flat tensors beside it.
+"""Writes and reads the bytes of a payload: a value of plain containers, tensors and arrays, and flat tensors beside it.
 
 offset  size  content
 0       4     b"TRXP"
