@@ -227,7 +227,7 @@ class Untrained:
         """Note which of the trainer's experiences have no gradient, and return the number of the others."""
         trained = 0
         for group in group_by(written, "task").values():
-            equal = _equal(group)
+            equal = _has_equal_rewards(group)
             for experience in group:
                 reason = self._no_gradient(experience, equal)
                 trained += reason is None
@@ -257,7 +257,7 @@ class Untrained:
         return "equal rewards" if equal else "zero advantage"
 
 
-def _equal(group: Sequence[Experience]) -> bool:
+def _has_equal_rewards(group: Sequence[Experience]) -> bool:
     """True if a task has several runs, and their rewards are equal."""
     rewards = [last_step(run).reward for run in runs_of(group)]
     valid = [reward for reward in rewards if is_valid_reward(reward)]

@@ -82,7 +82,7 @@ class ReplicaStrategy(DDPStrategy):
         if module is None:
             return
         folder = Path(module.trainer.default_root_dir)
-        with _mark(folder) if self.is_global_zero else nullcontext() as mark:
+        with _marker_file(folder) if self.is_global_zero else nullcontext() as mark:
             name = self.ranks.broadcast("" if mark is None else Path(mark.name).name)
             folders = self.ranks.exchange((str(folder), (folder / name).exists()))
         others = [f"{path} on rank {rank}" for rank, (path, seen) in enumerate(folders) if not seen]
@@ -198,7 +198,7 @@ class _Launcher(_SubprocessScriptLauncher):
         return f"{words}." if words else None
 
 
-def _mark(folder: Path) -> Any:
+def _marker_file(folder: Path) -> Any:
     """A temporary file in the folder, which is made if it is missing; closing removes the file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -280,7 +280,7 @@ def join(
     store.set(f"here/{rank}", b"")
     wait_while(absent)
     group = ProcessGroup(store, rank, size)
-    gloo = ProcessGroupGloo(PrefixStore("cpu", store), rank, size, _near(timeout) if near else timeout)
+    gloo = ProcessGroupGloo(PrefixStore("cpu", store), rank, size, _gloo_options(timeout) if near else timeout)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
     if device.type == "cuda":
@@ -312,7 +312,7 @@ def _unreached(address: tuple[str, int]) -> str | None:
         return f"rank 0 was not reached at {host}:{port} ({error}): see MASTER_ADDR and MASTER_PORT"
 
 
-def _near(timeout: timedelta) -> Any:
+def _gloo_options(timeout: timedelta) -> Any:
     """Gloo's options for ranks on one machine."""
     options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout, options._devices = timeout, [ProcessGroupGloo.create_device(hostname=LOOPBACK)]

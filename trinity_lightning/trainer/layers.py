@@ -119,7 +119,7 @@ def _tiles(segments: Segments) -> list[_Tile]:
     return tiles
 
 
-def _alike(tiles: Sequence[_Tile]) -> list[list[_Tile]]:
+def _by_shape(tiles: Sequence[_Tile]) -> list[list[_Tile]]:
     """Group the tiles that are computed together: tiles of about the same shape."""
 
     def scores(tiles: Sequence[_Tile]) -> int:
@@ -205,7 +205,7 @@ _Groups = tuple[list[_Group], Tensor]
 
 def _groups(segments: Segments, heads: int) -> _Groups:
     segment, prefix = segments.of_tokens()
-    groups = [_Group.of(tiles, segment, prefix, heads) for tiles in _alike(_tiles(segments))]
+    groups = [_Group.of(tiles, segment, prefix, heads) for tiles in _by_shape(_tiles(segments))]
     masks = [torch.ones_like(group.queries).index_fill_(0, group.padded, 0) for group in groups]
     real = torch.cat(masks).nonzero()[:, 0]
     places = torch.empty_like(real)

@@ -271,7 +271,7 @@ def _fault_of_sharing(model: Any, function: LogprobFn) -> str | None:
         with torch.no_grad():
             limit = _limit(model, model(input_ids=tokens, use_cache=False).logits)
         whole = with_gradient(model, Layout.padded)
-        shared = _tried(with_gradient, model, Layout.shared_prefix)
+        shared = _results_or_error(with_gradient, model, Layout.shared_prefix)
     finally:
         model.train(was_training)
         for parameter, before in trained.items():
@@ -310,7 +310,9 @@ def _limit(model: Any, values: Tensor) -> float:
     return (FULL_LIMIT if model.dtype == torch.float32 else HALF_LIMIT) * max(1.0, float(values.abs().max()))
 
 
-def _tried(function: Callable[..., tuple[Tensor, ...]], model: Any, *arguments: Any) -> tuple[Tensor, ...] | Exception:
+def _results_or_error(
+    function: Callable[..., tuple[Tensor, ...]], model: Any, *arguments: Any
+) -> tuple[Tensor, ...] | Exception:
     """Results of the function, or the error that it raises because the model's architecture does not fit."""
     try:
         return function(model, *arguments)
@@ -324,7 +326,7 @@ def _agrees(function: LogprobFn, model: Any, tokens: Tensor, logits: Tensor, lim
     """True if the function runs, and returns the log-probabilities and entropies that the logits [2, S, V] give."""
     positions = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)[:, :-1].flatten()
     targets, temperature = tokens[:, 1:].flatten(), torch.ones(len(positions), device=tokens.device)
-    results = _tried(function, model, {"input_ids": tokens}, positions, targets, temperature)
+    results = _results_or_error(function, model, {"input_ids": tokens}, positions, targets, temperature)
     expected = token_logprobs(Head(nn.Identity()), logits.flatten(0, 1)[positions], targets, temperature)
     if isinstance(results, Exception):
         logger.info("%s has no %s: %s", name_of(model), function.__name__, results)

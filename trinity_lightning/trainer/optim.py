@@ -62,7 +62,7 @@ def optimizer_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
         ConfigError: there is no optimizer at that dotted path, or it does not take these arguments.
     """
     if config.name not in ADAM:
-        return _own_factory(config)
+        return _users_factory(config)
     beta1, beta2 = config.betas
     settings = {"lr": config.lr, "betas": (beta1, beta2), "eps": config.eps, "weight_decay": config.weight_decay}
     return partial(OPTIMIZER.get(config.name), **settings)
@@ -141,7 +141,7 @@ def _moment(plain: dict[str, Tensor], signed: bool) -> Tensor:
 # -- an optimizer of the user's own ------------------------------------------------------------------------------------
 
 
-def _own_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
+def _users_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
     """A function that makes the user's optimizer, at the dotted path `config.name`, from parameters or groups.
 
     Raises:

@@ -369,12 +369,12 @@ def _checked(result: Any) -> tuple[list[Experience], Mapping[str, Any]]:
             for experience in experiences:
                 check_assigned(experience)
             return list(experiences), metrics or {}
-    raise TypeError(f"process must return (list of experiences, dict of metrics), not {_kind(result)}")
+    raise TypeError(f"process must return (list of experiences, dict of metrics), not {_types_in(result)}")
 
 
-def _kind(result: Any) -> str:
+def _types_in(result: Any) -> str:
     """The types in an operator's result, which itself may be long."""
     if isinstance(result, tuple):
-        return f"({', '.join(map(_kind, result))})"
+        return f"({', '.join(map(_types_in, result))})"
     others = [item for item in result if not isinstance(item, Experience)] if isinstance(result, list) else []
     return f"list with {type(others[0]).__name__}" if others else type(result).__name__
