@@ -157,7 +157,7 @@ def _create(cls: OperatorClass, config: OperatorConfig) -> ExperienceOperator | 
     except ArgumentError:
         raise
     except ConfigError as error:
-        raise ConfigError(f"operator '{config.name}': {error}") from error
+        raise ConfigError(f"operator '{config.name}': {error}", key=error.key) from error
 
 
 # -- the chain ---------------------------------------------------------------------------------------------------------
