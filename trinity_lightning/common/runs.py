@@ -282,8 +282,8 @@ REASONS = {
         "The operator or add strategy NAME left it out.",
         "Change its arguments (a threshold, say) so that it leaves out fewer. `dapo` leaves out tasks of equal "
         "rewards: if all rewards are one number, check that the reward function looks at the response. Filters that "
-        "compare the runs of a task judge by rewards from before operators: if operators make up the reward, give the "
-        "filter another number as `metric` (`std_threshold` has none: take `reward_variance` in its place).",
+        "compare the runs of a task judge by rewards as they were before operators: if operators make up the reward, "
+        "give the filter another number as `metric` (`std_threshold` has none: take `reward_variance` in its place).",
     ),
     "truncated": (
         "The response was cut off, and `mask_response_truncated` masks it.",
