@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 from support.errors import refuses
 
@@ -79,11 +80,12 @@ def ending() -> Iterator[dict[str, Any]]:
 
 
 class Stateful:
-    """A stream that goes on from its state; `made` counts the entries that it made."""
+    """A stream that goes on from its state; `made` counts the entries, `constructed` the streams."""
 
-    made = 0
+    made = constructed = 0
 
     def __init__(self, step: int = 1, late: bool = False) -> None:
+        Stateful.constructed += 1
         self.step, self.late, self.number = step, late, 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -217,6 +219,44 @@ def test_a_stream_with_a_state_makes_no_entry_again(monkeypatch):
     assert Stateful.made < 10
 
 
+def test_a_source_is_not_made_again_where_it_stands(monkeypatch):
+    taskset = made("Stateful")
+    state = taskset.state_dict()
+    monkeypatch.setattr(Stateful, "constructed", 0)
+    for step in range(3):  # as the explorer does in each step
+        taskset.load_state_dict(state)
+        assert answers(taskset.next_batch(2)) == [str(2 * step), str(2 * step + 1)]
+        state = taskset.state_dict()
+    assert Stateful.constructed == 0
+
+
+def test_a_stream_that_has_a_state_since_it_was_saved_is_refused(monkeypatch):
+    with monkeypatch.context() as before:
+        before.delattr(Stateful, "state_dict")
+        state = saved(made("Stateful"))
+    with refuses("taskset.source"):
+        made("Stateful").load_state_dict(state)
+
+
+class Arrays(Stateful):
+    """A stream whose entries and state have arrays, equal ones in each process."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return ({**entry, "pixels": np.arange(3), "gaps": float("nan")} for entry in super().__iter__())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "left": np.ones(2)}
+
+
+def test_a_stream_with_a_state_may_give_arrays():
+    taskset, resumed = made("Arrays"), made("Arrays")
+    taskset.next_batch(3)
+    resumed.load_state_dict(taskset.state_dict())
+    assert answers(resumed.next_batch(2)) == answers(taskset.next_batch(2)) == ["3", "4"]
+    with refuses("taskset.source"):
+        made("Arrays", args={"late": True})
+
+
 def test_a_resumed_stream_is_the_same_one():
     taskset = made("endless")
     taskset.next_batch(3)
@@ -298,6 +338,44 @@ def test_a_source_that_gives_no_entries_is_refused(source):
 def test_an_error_of_the_source_is_told_with_its_line():
     with pytest.raises(ConfigError, match=r"'.*breaks' raised KeyError: 5 .*test_task_sources"):
         entries_of(settings("breaks"))
+
+
+def breaks_later() -> Iterator[dict[str, Any]]:
+    yield entry_of(0)
+    raise KeyError("second")
+
+
+class BreaksLater(Sums):
+    """Entries by index, of which some cannot be made."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"prompt": {0: "first", 4: "fifth"}[index], "answer": "0", "level": index}
+
+
+@pytest.mark.parametrize("source", ["breaks_later", "BreaksLater"])
+def test_an_error_of_the_source_while_it_makes_entries_is_told_with_its_line(source):
+    taskset = made(source)
+    taskset.next_batch(1)
+    with refuses("taskset.source") as refused:
+        taskset.next_batch(1)
+    assert "test_task_sources" in str(refused.value)
+    assert isinstance(refused.value.__cause__, KeyError | ConfigError)
+
+
+def test_an_error_of_the_source_while_its_entries_are_ranked_is_told():
+    with refuses("taskset.source"):
+        made("BreaksLater", order="easy_to_hard", difficulty_field="level")
+
+
+@pytest.mark.parametrize("source", ["range", "dict"])
+def test_a_source_that_does_not_tell_its_parameters_is_refused(source):
+    with refuses("taskset.source"):
+        check_source(TasksetConfig(name="mine", source=f"builtins.{source}"))
+
+
+def test_a_state_of_something_else_is_refused_by_the_tasksets_key():
+    with refuses("taskset"):
+        made("Sums").load_state_dict({"step": 3})
 
 
 def test_an_entry_is_a_mapping(monkeypatch):

@@ -2,7 +2,7 @@
 
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import dropwhile
 from pathlib import Path
@@ -62,11 +62,11 @@ def keep_place(error: BaseException) -> None:
 
 
 @contextmanager
-def raised_by(part: str, kind: type[TrinityError] = PartError) -> Iterator[None]:
+def raised_by(part: str, kind: Callable[[str], TrinityError] = PartError) -> Iterator[None]:
     """Turn an error of a user's code within this context into one that names the part and the line.
 
     Raises:
-        TrinityError: an error of type `kind`, in place of the user's. Other errors pass unchanged.
+        TrinityError: made by `kind` of the message, in place of the user's error. Other errors pass unchanged.
     """
     try:
         yield

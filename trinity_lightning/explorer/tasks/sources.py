@@ -15,7 +15,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,8 +80,9 @@ class EntryStream:
             self._check_state()
 
     def _restart(self, position: int = 0) -> None:
-        self._source: Any = self._make()
-        self._entries = iter(self._source)
+        with self._named_errors():
+            self._source: Any = self._make()
+            self._entries = iter(self._source)
         self._next = position  # index of the entry that `_entries` gives next
         self._last: tuple[int, Mapping[str, Any]] = (-1, {})  # index and value of the entry that it gave last
 
@@ -96,10 +97,11 @@ class EntryStream:
         if index < self._next and index != self._last[0]:
             self._restart()
         while self._next <= index:
-            try:
-                self._last = self._next, next(self._entries)
-            except StopIteration:
+            with self._named_errors():
+                entry = next(self._entries, _END)
+            if entry is _END:
                 return False
+            self._last = self._next, entry
             self._next += 1
         return True
 
@@ -111,40 +113,71 @@ class EntryStream:
             self._restart()
         if position > self._next:
             self.reaches(position - 1)
-        return {"settings": self._settings, "source": self._source.state_dict()}
+        with self._named_errors():
+            return {"settings": self._settings, "source": self._source.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
-        """Go on with entry `position`, before which `state` was taken.
+        """Go on with entry `position`, before which `state` was taken; a source that stands there is not made again.
 
         Raises:
-            ConfigError: the source had other settings.
+            ConfigError: the source had other settings, or had no state then.
         """
         if not self.has_state:
             return
+        if "settings" not in state:
+            raise ConfigError(
+                f"{self._label} has a state now, and had none when the run was saved",
+                key=self._key,
+                fix="resume with the source as it was, without state_dict, or start a new run",
+            )
         if state["settings"] != self._settings:
             raise ConfigError(
                 f"{self._label} has the settings {self._settings}, and had {state['settings']} when the run was saved: "
                 "resume with those, or start a new run.",
                 key=self._key,
             )
+        if position == self._next and _equal(state["source"], self.state_dict(position)["source"]):
+            return
         self._restart(position)
-        self._source.load_state_dict(state["source"])
-        self._entries = iter(self._source)
+        self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        with self._named_errors():
+            self._source.load_state_dict(state["source"])
+            self._entries = iter(self._source)
 
     def _check_state(self) -> None:
         """Refuse a source whose state, taken after its first entry, does not lead to its second one."""
         if not self.reaches(1):
             return
         first, state, second = self[0], self.state_dict(1), self[1]
-        self.load_state_dict(state, 1)
-        if not self.reaches(1) or self[1] != second:
-            again = ", but gives an entry again" if self._last[1] == first else ""
+        self._restart(1)
+        self._load(state)
+        if not self.reaches(1) or not _equal(self[1], second):
+            again = ", but gives an entry again" if _equal(self._last[1], first) else ""
             raise ConfigError(
                 f"{self._label} does not go on where its state was taken{again}: state_dict has to say which entry "
                 "comes next. A generator, say, counts an entry before it yields it.",
                 key=self._key,
             )
         self._restart()
+
+    def _named_errors(self) -> AbstractContextManager[None]:
+        return raised_by(self._label, functools.partial(ConfigError, key=self._key))
+
+
+_END: Any = object()  # in place of an entry: the source has ended
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """True if two entries or states have the same values; arrays are compared as lists."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(_equal(value, second[name]) for name, value in first.items())
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    if hasattr(first, "tolist") and hasattr(second, "tolist"):
+        return _equal(first.tolist(), second.tolist())
+    return first is second or bool(first == second) or bool(first != first and second != second)  # NaN equals NaN
 
 
 def place_of(entries: Any, index: int) -> str:
@@ -167,7 +200,7 @@ def entries_of(config: TasksetConfig, key: str = "taskset") -> Entries | EntrySt
     """
     label = f"task source '{config.source}'"
     make = functools.partial(_made, check_source(config, key), config, key)
-    with raised_by(label, ConfigError):
+    with raised_by(label, functools.partial(ConfigError, key=f"{key}.source")):
         source = make()
     if hasattr(source, "__iter__") and not hasattr(source, "__len__"):
         settings = {name: getattr(config, name) for name in ("source", *GIVEN, "args")}
@@ -182,7 +215,8 @@ def entries_of(config: TasksetConfig, key: str = "taskset") -> Entries | EntrySt
                 "(a generator, or a class with __iter__)"
             ),
         )
-    return source if hasattr(source, "__getitem__") else list(source)
+    with raised_by(label, functools.partial(ConfigError, key=f"{key}.source")):
+        return source if hasattr(source, "__getitem__") else list(source)
 
 
 def check_source(config: TasksetConfig, key: str = "taskset") -> Callable[..., Any]:
@@ -200,7 +234,14 @@ def check_source(config: TasksetConfig, key: str = "taskset") -> Callable[..., A
         raise ConfigError(
             f"{key}.source: {label} cannot be called", key=f"{key}.source", fix="name a function or a class"
         )
-    parameters = inspect.signature(source).parameters
+    try:
+        parameters = inspect.signature(source).parameters
+    except ValueError as error:  # written in C, such as builtins.range
+        raise ConfigError(
+            f"{key}.source: {label} does not tell its parameters",
+            key=f"{key}.source",
+            fix="name a function or a class that is written in Python",
+        ) from error
     for name in GIVEN:
         value = getattr(config, name)
         if name not in parameters:

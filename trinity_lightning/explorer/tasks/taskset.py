@@ -10,6 +10,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import numpy as np
 
 from trinity_lightning.common.messages import without_none
 from trinity_lightning.common.rows import MOST_NAMED, check_rows
+from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.config.taskset import TASK_ORDERS, TasksetConfig
 from trinity_lightning.config.values import one_of, whole_number
 from trinity_lightning.errors import ConfigError
@@ -134,7 +137,8 @@ class Ranking(Order):
             )
         difficulties: list[float] = []
         for index in range(len(entries)):
-            value = entries[index].get(field)
+            with raised_by(f"taskset '{name}': its source", partial(ConfigError, key=f"{key}.source")):
+                value = entries[index].get(field)
             if not isinstance(value, Real) or not math.isfinite(value):
                 where = place_of(entries, index)
                 raise ConfigError(
@@ -335,10 +339,18 @@ class Taskset(TaskSelection):
         try:
             return self._raw_task(index)
         except ConfigError as error:
-            raise ConfigError(f"taskset '{self.name}', {self.place(index)}: {error}", key=self._key) from error
+            key = error.key or self._key
+            raise ConfigError(f"taskset '{self.name}', {self.place(index)}: {error}", key=key) from error
+
+    def _entry(self, index: int) -> Mapping[str, Any]:
+        with self._named_errors():
+            return self._entries[index]
+
+    def _named_errors(self) -> AbstractContextManager[None]:
+        return raised_by("its source", partial(ConfigError, key=f"{self._key}.source"))
 
     def _raw_task(self, index: int) -> dict[str, Any]:
-        task = self._formatter(self._entries[index])
+        task = self._formatter(self._entry(index))
         return task | {"task_index": {"taskset_id": self.name, "index": index}}
 
     def check_entries(self, check: Callable[[dict[str, Any]], object]) -> None:
@@ -359,8 +371,9 @@ class Taskset(TaskSelection):
         Numbers count as text, because other entries decide whether a column of CSV is one of numbers.
         """
         if (checksum := getattr(self._entries, "checksum", None)) is not None:
-            return checksum(index)
-        entry = without_none(self._entries[index])
+            with self._named_errors():
+                return checksum(index)
+        entry = without_none(self._entry(index))
         values = {name: str(value) if isinstance(value, int | float) else value for name, value in entry.items()}
         return zlib.crc32(json.dumps(values, default=lambda value: type(value).__name__, skipkeys=True).encode())
 
@@ -467,7 +480,7 @@ def check_state(name: str, state: Mapping[str, Any], current: Mapping[str, Any],
         state = {**state, "name": current["name"]}
     expected = current.keys() - {"seen"}  # states of earlier versions have `content` instead, a checksum of all entries
     if state.keys() - {"seen", "content"} != expected:
-        raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(current)}.")
+        raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(current)}.", key=key)
     different = [f"{key} {state[key]!r} -> {current[key]!r}" for key in _COMPARED if state[key] != current[key]]
     if different:
         raise ConfigError(
