@@ -1,4 +1,4 @@
-"""What docs/architecture.md shows: its examples are trained and built in, its tables are those of the code."""
+"""The examples of docs/architecture.md are trained and built in, and its tables are compared with the code."""
 
 import ast
 import copy

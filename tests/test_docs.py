@@ -75,7 +75,8 @@ def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
     openings = re.compile(r"\s*(Of|That|Those|What|Whether|Which)\b")
     openers = [
         f"{path.relative_to(ROOT)}, line {getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
-        for path in sorted((ROOT / "trinity_lightning").rglob("*.py"))
+        for folder in ("trinity_lightning", "tests", "benchmarks", "scripts")
+        for path in sorted((ROOT / folder).rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and openings.match(text := ast.get_docstring(node) or "")

@@ -81,8 +81,11 @@ MAY_USE_LIGHTNING = {
 
 # Programs: they refuse a wrong command before they import what a run needs.
 ENTRY_POINTS = {f"{PACKAGE}.{name}" for name in ("train", "evaluate", "report", "plan.command")}
+# Its names are imported at their first use: `explorer.tasks` and `explorer.rewards` must be importable without torch.
+IMPORTS_ON_USE = {f"{PACKAGE}.explorer"}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 IMPORTS_BY_PATH = {"import_object", "import_module", "__import__"}
+OWN_NAMES = {"__name__", "__package__"}  # variables of every module, from which a path within the package can be made
 
 MAX_FILE_LINES = 600  # cut by idea, not by length
 MAX_FUNCTION_LINES = 50  # lines of code: signatures with their types and docstrings may be as long as they need
@@ -111,7 +114,7 @@ def imports_in(source: str) -> Iterator[str]:
 
 
 def wrong_imports(module: str, source: str) -> list[str]:
-    """What this module must not import, in words."""
+    """The imports that this module must not have, each as a line to read."""
     wrong = []
     for name in imports_in(source):
         target = name if name in MODULES else name.rpartition(".")[0]
@@ -154,6 +157,11 @@ def test_every_module_has_a_room() -> None:
     assert root == {PACKAGE, f"{PACKAGE}.errors"}
 
 
+def test_every_exception_is_a_module() -> None:
+    exceptions = TOP | MAY_USE_LIGHTNING | RE_EXPORTERS | ENTRY_POINTS | IMPORTS_ON_USE
+    assert exceptions - MODULES.keys() == set()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["config.run", "evaluate", "report"])  # the second imports `train`
 def test_configuration_is_read_without_heavy_imports(module: str) -> None:
@@ -183,42 +191,79 @@ class Import(NamedTuple):
 
 @functools.cache
 def own_imports(source: str) -> list[Import]:
-    """The imports of the package's modules, without those that only type checkers see."""
-    tree = parsed(source)
-    for_types = {id(node) for branch in ast.walk(tree) if is_for_types(branch) for node in ast.walk(branch)}
-    functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
-    in_functions = {id(node) for function in functions for node in ast.walk(function)}
+    """The imports of the package's modules, without those that only type checkers see.
+
+    `from package.module import x` also runs `package/__init__.py` first. That is left out, as usual in Python: every
+    module would otherwise stand in a circle with a package that offers its names.
+    """
+    constants = paths_by_name(source)
     return [
-        Import(target, node.lineno, id(node) in in_functions)
-        for node in ast.walk(tree)
-        if id(node) not in for_types and isinstance(node, ast.Import | ast.ImportFrom | ast.Call)
-        for target in targets_of(node)
+        Import(target, node.lineno, is_late)
+        for node, is_late in nodes_that_run(source)
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Call)
+        for target in targets_of(node, constants)
     ]
 
 
-def is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+def nodes_that_run(source: str) -> Iterator[tuple[ast.AST, bool]]:
+    """The syntax tree without what only type checkers see, each node with True if it is within a function."""
+    todo: list[tuple[ast.AST, bool]] = [(parsed(source), False)]
+    while todo:
+        node, is_late = todo.pop()
+        yield node, is_late
+        is_late = is_late or isinstance(node, FUNCTIONS | ast.Lambda)
+        for_types = body_for_types(node)
+        todo += [(child, is_late) for child in ast.iter_child_nodes(node) if child not in for_types]
 
 
-def targets_of(node: ast.Import | ast.ImportFrom | ast.Call) -> set[str]:
-    """The modules of the package that a statement imports, or that a call imports by a path written out in it."""
+def body_for_types(node: ast.AST) -> list[ast.stmt]:
+    """The body of a plain `if TYPE_CHECKING:`. Its `else:` runs, and so does the body of any other condition."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+        return node.body
+    return []
+
+
+def targets_of(node: ast.Import | ast.ImportFrom | ast.Call, constants: Mapping[str, set[str]]) -> set[str]:
+    """The modules of the package that a statement imports, or that a call imports by a path."""
     if isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
+        names = {alias.name for alias in node.names}
     elif isinstance(node, ast.ImportFrom):
-        names = [f"{node.module}.{alias.name}" for alias in node.names]
+        names = {f"{node.module}.{alias.name}" for alias in node.names}
     else:
-        names = [path] if (path := path_in(node)) else []
+        names = paths_in(node, constants)
     return {module_of(name) for name in names if name.split(".")[0] == PACKAGE}
 
 
-def path_in(call: ast.Call) -> str | None:
-    """The path that `import_object("trinity_lightning...")`, `import_module(...)` and the like are given."""
-    function = getattr(call.func, "attr", getattr(call.func, "id", None))
-    path = call.args[0] if call.args else None
-    if function not in IMPORTS_BY_PATH or path is None:
-        return None
-    first = path.values[0] if isinstance(path, ast.JoinedStr) and path.values else path
-    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else None
+def paths_in(call: ast.Call, constants: Mapping[str, set[str]]) -> set[str]:
+    """The paths in the arguments of `import_object(...)`, `import_module(...)` or `__import__(...)`.
+
+    A path that is made in the call, as by `"trinity_lightning." + name`, is known by its beginning alone. One that is
+    made of `__name__` counts as the package itself.
+    """
+    if getattr(call.func, "attr", getattr(call.func, "id", None)) not in IMPORTS_BY_PATH:
+        return set()
+    parts = [part for argument in [*call.args, *call.keywords] for part in ast.walk(argument)]
+    variables = {part.id for part in parts if isinstance(part, ast.Name)}
+    texts = {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+    paths = {text for text in texts if text.split(".")[0] == PACKAGE}
+    paths |= {path for variable in variables for path in constants.get(variable, ())}
+    relative = [text for text in texts if text.startswith(".")]
+    if relative and paths:
+        paths = {importlib.util.resolve_name(text, path) for text in relative for path in paths}
+    return paths | ({PACKAGE} if variables & OWN_NAMES else set())
+
+
+def paths_by_name(source: str) -> dict[str, set[str]]:
+    """The paths within the package that variables of a file are assigned, by the names of the variables."""
+    paths: dict[str, set[str]] = {}
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            texts = [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
+            named = {text for text in texts if isinstance(text, str) and text.split(".")[0] == PACKAGE}
+            for variable in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if named and isinstance(variable, ast.Name):
+                    paths.setdefault(variable.id, set()).update(named)
+    return paths
 
 
 def module_of(name: str) -> str:
@@ -260,7 +305,7 @@ def test_modules_of_the_package_are_imported_at_the_top() -> None:
     late = [
         f"{module}, line {each.line}: {each.target}"
         for module, path in MODULES.items()
-        if module not in ENTRY_POINTS
+        if module not in ENTRY_POINTS | IMPORTS_ON_USE
         for each in own_imports(path.read_text())
         if each.is_late
     ]
@@ -276,11 +321,40 @@ def test_modules_of_the_package_are_imported_at_the_top() -> None:
         "write = import_object('trinity_lightning.common.files.write_atomically')",
         "importlib.import_module('trinity_lightning.common.files')",
         "import_object(f'trinity_lightning.common.files.{name}')",
+        "import_object(path='trinity_lightning.common.files')",
+        "import_module('.files', 'trinity_lightning.common')",
+        "import_module('.files', package='trinity_lightning.common')",
+        "__import__('trinity_lightning.common.files', fromlist=['write_atomically'])",
     ],
 )
 def test_a_late_import_is_found(statement: str) -> None:
     [late] = own_imports(f"def f(name):\n    if name:\n        {statement}")
     assert (late.target, late.line, late.is_late) == (f"{PACKAGE}.common.files", 3, True)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("PATH = 'trinity_lightning.common.files'\ndef f():\n    import_module(PATH)", "common.files"),
+        ("PATHS: dict = {1: 'trinity_lightning.common'}\ndef f():\n    import_object(PATHS[1])", "common"),
+        ("f = lambda: import_object('trinity_lightning.common.files.write_atomically')", "common.files"),
+        ("def f(name):\n    import_module('trinity_lightning.' + name)", ""),
+        ("def f(name):\n    import_module(f'{__name__}.{name}')", ""),
+        ("def f(name):\n    import_module('.' + name, __package__)", ""),
+        ("def f():\n    if not TYPE_CHECKING:\n        import trinity_lightning.common", "common"),
+        ("def f():\n    if TYPE_CHECKING:\n        pass\n    else:\n        import trinity_lightning.common", "common"),
+        ("def f(x):\n    if TYPE_CHECKING or x:\n        import trinity_lightning.common", "common"),
+    ],
+)
+def test_a_late_import_is_found_however_it_is_written(source: str, target: str) -> None:
+    [late] = own_imports(source)
+    assert (late.target, late.is_late) == (f"{PACKAGE}.{target}".removesuffix("."), True)
+
+
+def test_a_late_import_by_the_name_of_a_module_is_found_in_the_package() -> None:
+    """The one module that is excepted has it."""
+    for module in IMPORTS_ON_USE:
+        assert any(each.is_late for each in own_imports(MODULES[module].read_text()))
 
 
 def test_imports_for_type_checkers_count_neither_as_late_nor_as_a_circle() -> None:

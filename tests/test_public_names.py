@@ -1,9 +1,12 @@
 """The names that the package promises stay importable from where they are promised."""
 
 import importlib
+import tomllib
 
 import pytest
+from support.runs import ROOT
 
+SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 PUBLIC = {
     "algorithm.add_strategy": (
         "ADD_STRATEGY AddStrategy GroupAdvantageStrategy GRPOAddStrategy OPMDAddStrategy RewardVarianceAddStrategy "
@@ -29,6 +32,10 @@ PUBLIC = {
         "gather_action_masks gather_attention_masks gather_experiences gather_multi_modal_inputs gather_response_attrs "
         "gather_token_ids group_by split_dpo_experience_to_single_turn to_hf_datasets"
     ),
+    "config.schema": (
+        "AlgorithmConfig BufferConfig EngineConfig ExplorerConfig ModelConfig OptimizerConfig SamplingConfig "
+        "TasksetConfig TrainConfig WorkflowConfig"
+    ),
     "evaluate": "main",
     "explorer": "Explorer ExplorerCallback RunnerWrapper Scheduler Status TaskWrapper WorkflowRunner",
     "explorer.tasks": "Task Taskset",
@@ -50,3 +57,9 @@ def test_a_star_import_has_the_names_that_are_imported_on_use(module: str) -> No
 def test_promised_names_can_be_imported(module: str) -> None:
     imported = importlib.import_module(f"trinity_lightning.{module}")
     assert [name for name in PUBLIC[module].split() if not hasattr(imported, name)] == []
+
+
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_an_installed_command_is_there(command: str) -> None:
+    module, _, function = SCRIPTS[command].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))

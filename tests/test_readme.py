@@ -1,4 +1,4 @@
-"""What the README shows is run: its script, its reward, its recipe."""
+"""The script, the reward and the recipe that the README shows are run."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What engines, runners and auxiliary models cannot do is refused before anything starts, with the key and the fix."""
+"""Refusals of settings that engines, runners or auxiliary models cannot have: before anything starts, with a fix."""
 
 import importlib.util
 import os

@@ -72,7 +72,7 @@ class Crashes:
         crashes.read_forever(self.kind, self.place, self.memory, until_end=True)
 
     def acknowledged(self):
-        """What each life of the writer had acknowledged, in order; a line that the kill cut short does not count."""
+        """The writes that each life of the writer acknowledged, in order, without a line that the kill cut short."""
         files = {life: self.acknowledgements(life) for life in range(1, self.lives + 1)}
         texts = {life: file.read_text() if file.exists() else "" for life, file in files.items()}
         return {life: text[: text.rfind("\n") + 1].split() for life, text in texts.items()}

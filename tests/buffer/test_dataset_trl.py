@@ -194,7 +194,7 @@ IMITATED: dict[str, tuple[list[dict[str, Any]], bool]] = {
 
 
 def prepared(kind: Any, rows: Any, tokenizer: Any, **settings: Any) -> Any:
-    """What a trainer of TRL makes of a dataset before it trains, without the trainer."""
+    """The dataset as a trainer of TRL prepares it for training, made without the trainer."""
     bare = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss="prompt" in rows.column_names)
     args = SimpleNamespace(dataset_num_proc=None, max_length=None, dataset_text_field="text", shuffle_dataset=False)
     args.__dict__.update(settings)

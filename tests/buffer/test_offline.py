@@ -155,7 +155,7 @@ def fill(data, step):
 
 
 def expert_tasks(data):
-    """Which expert data the buffer holds, told by the second token."""
+    """The numbers of the expert tasks whose data the buffer holds; the second token tells them."""
     return [int(e.tokens[1]) - 10 for e in data.storage.experiences if is_expert(e)]
 
 

@@ -37,7 +37,7 @@ def answered(*responses, reward: float | None = 1.0, answer="4"):
 
 
 def ask(urls, exps, model="judge", client_model=None, **args):
-    """What the judge returns, asking the servers at these URLs."""
+    """The judge's result for these experiences, from the servers at these URLs."""
 
     async def run():
         clients = [openai.AsyncOpenAI(base_url=url, api_key="none") for url in urls]
