@@ -41,20 +41,27 @@ def write_comparison(folder: str | Path) -> Path:
         ConfigError: the folder holds no runs.
         StorageError: a run's metrics are damaged.
     """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise _no_runs(folder)
     from trinity_lightning.common.files import write_atomically
     from trinity_lightning.monitor.sweep import compare, comparison_page, comparison_table, jobs_of
 
-    folder = Path(folder)
-    jobs = jobs_of(folder) if folder.is_dir() else []
+    jobs = jobs_of(folder)
     if not jobs:
-        raise ConfigError(
-            f"'{folder}' is no run's folder, and holds none: it has neither metrics.csv nor config.yaml. Give one like "
-            "outputs/grpo/2026-01-31_12-00-00, or the folder of a sweep."
-        )
+        raise _no_runs(folder)
     comparison = compare(jobs)
     print(comparison_table(comparison))
     write_atomically(folder / FILE, comparison_page(folder.resolve(), comparison).encode(errors="replace"))
     return folder / FILE
+
+
+def _no_runs(folder: Path) -> ConfigError:
+    """The error about a folder that is no run's and holds no runs."""
+    return ConfigError(
+        f"'{folder}' is no run's folder, and holds none: it has neither metrics.csv nor config.yaml",
+        fix="give one like outputs/grpo/2026-01-31_12-00-00, or the folder of a sweep",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from trinity_lightning.config.model import WeightDtype
 from trinity_lightning.config.registry import PARTS, import_object, unfinished_class
 from trinity_lightning.config.sections import Section, checked
 from trinity_lightning.config.signatures import check_arguments, check_methods, parameters_beside
-from trinity_lightning.config.values import number, one_of, unknown_name, url, whole_number
+from trinity_lightning.config.values import nearest, number, one_of, url, whole_number
 from trinity_lightning.errors import ConfigError
 
 # Ways of sending weights to servers without a file, and the arguments of vLLM that each way sets.
@@ -296,7 +296,9 @@ def check_known(args: Mapping[str, Any], known: Iterable[str]) -> None:
     names = list(known)
     for name in args:
         if name not in names:
-            raise ConfigError(f"engine.args: {unknown_name('argument of vLLM', name, names)}", key="engine.args")
+            match = nearest(name, names)  # all of them would fill a screen
+            hint = f"did you mean '{match}'?" if match else "`vllm serve --help=all` lists them."
+            raise ConfigError(f"engine.args: vLLM has no argument '{name}': {hint}", key=f"engine.args.{name}")
 
 
 def reason_of(error: Exception) -> str:

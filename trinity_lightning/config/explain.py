@@ -59,7 +59,7 @@ def explain(error: BaseException) -> str:
     if (entry := _NEW_ENTRY.match(str(error))) and "is not a subclass of" in str(root):
         group, name, key, value = entry.groups()
         whole = f"{{{name}: {{name: {name}, {key}: {value}}}}}"
-        return f"'{group}.{name}' is not there yet: add it as a whole, '+{group}={whole}'."
+        return f"'{group}.{name}' is not there yet: add it as a whole, with all of its keys, '+{group}={whole}'."
     if already := _SET_ALREADY.match(str(root)):
         return f"'{already[1]}' is set already: leave out the plus sign, {already[1]}=VALUE."
     if missing := _NOT_TO_DELETE.match(str(root)):

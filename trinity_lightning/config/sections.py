@@ -338,6 +338,8 @@ def _not_there(key: str, parent: Any) -> str:
         return f"'{prefix}' is a bare name, which has no arguments: give {prefix}.name=NAME as well as {key}."
     if "args" in siblings:
         return f"unknown key '{key}'. Arguments go into {prefix}.args: {prefix}.args.{name}=VALUE."
+    if prefix in ("tasksets", "eval_tasksets"):
+        return f"'{key}' is not there yet: add it as a whole, '+{prefix}={{{name}: {{KEY: VALUE, ...}}}}'."
     if OmegaConf.get_type(parent) is dict:
         return f"'{key}' is not set yet: add it with a plus sign, +{key}=VALUE."
     return unknown_key(key, siblings)

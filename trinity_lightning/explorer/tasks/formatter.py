@@ -104,8 +104,8 @@ class Formatter:
             raise ConfigError(
                 f"there is no field '{candidates[0]}' among {fields or 'none'}",
                 fix=(
-                    f"name the field of the question, prompt_field={match or 'NAME'}, or of a conversation, "
-                    "messages_field=NAME"
+                    f"name the field of the question in the taskset, prompt_field={match or 'NAME'}, or of a "
+                    "conversation, messages_field=NAME"
                 ),
             )
         for name in present:
