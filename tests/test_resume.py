@@ -134,9 +134,8 @@ def test_another_order_of_reading_is_refused_by_its_key(tmp_path: Path) -> None:
             if saved is reader:
                 check(reader, saved, section, tmp_path)
                 continue
-            with refuses(None) as refused:
+            with refuses("buffer.order"):
                 check(reader, saved, section, tmp_path)
-            assert "buffer.order" in str(refused.value.fix)
     with refuses("ckpt_path"):
         check(readers[0], None, sections[0], tmp_path)
     for reader in readers:

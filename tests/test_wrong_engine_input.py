@@ -176,7 +176,7 @@ REFUSED = {
     # auxiliary models
     "a key without an endpoint": (
         (JUDGE, "+auxiliary_models.judge.api_key_env=HOME"),
-        "auxiliary_models.judge.url",
+        "auxiliary_models.judge.api_key_env",
     ),
     "an engine of an endpoint": (
         (*ENDPOINT, "+auxiliary_models.judge.engine.max_model_len=64"),

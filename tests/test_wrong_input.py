@@ -557,7 +557,7 @@ REFUSED = {
     ),
     "a teacher of sampled tokens that only chats": (
         [*BY_SAMPLED_TOKENS, "+auxiliary_models.teacher.url=http://127.0.0.1:1/v1"],
-        "workflow",
+        "auxiliary_models.teacher.url",
     ),
     "a teacher that may fail": (
         [*TAUGHT, "+operators.teacher_top_k.on_error=skip"],
@@ -610,7 +610,7 @@ REFUSED = {
     ),
     "a teacher of sampled tokens at another temperature": (
         [*BY_SAMPLED_TOKENS, "sampling.temperature=0.7"],
-        "workflow",
+        "sampling.temperature",
     ),
     "a plus sign too many": (
         [*BY_SAMPLED_TOKENS, "+add_strategy.on_policy_distill.args.kl_coef=-1"],

@@ -177,6 +177,7 @@ def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: Buf
     if reader and reader.keys() != state["reader"].keys():  # ranks other than 0 have no state
         raise ConfigError(
             f"'{checkpoint}' is of a run that read its data in another way",
+            key="buffer.order",
             fix="set buffer.storage, buffer.order and buffer.repeat as in that run",
         )
     try:

@@ -350,7 +350,7 @@ def test_the_scheduler_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_run_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     config = composed("+recipe=grpo", "model=tiny", "engine=transformers", "explorer.runner=ray")
-    with pytest.raises(ConfigError, match=r"engine=transformers computes in this process.*engine=vllm_server"):
+    with refuses("explorer.runner"):
         validate(config)
     without_ray(monkeypatch)
     with pytest.raises(ConfigError, match=r"pip install 'trinity-lightning\[ray\]'"):

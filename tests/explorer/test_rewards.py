@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.errors import refuses
 from support.runs import ROOT
 
 from trinity_lightning.common.thoughts import MARKERS, Response
@@ -787,6 +788,12 @@ def test_a_reward_that_raises_is_named(error: BaseException) -> None:
 def test_wrong_reward_functions_are_refused(reward_fn: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_rewards(reward_fn)
+
+
+def test_two_rewards_of_a_name_and_an_unknown_key_are_refused_by_their_key() -> None:
+    for reward_fn in (["math", "math"], {"name": "math", "arg": {}}):
+        with refuses("reward"):
+            resolve_rewards(reward_fn)
 
 
 @dataclass

@@ -242,6 +242,7 @@ def read_examples(
             if overlong == "refuse":
                 raise ConfigError(
                     f"{length} tokens, more than {most} (buffer.dataset.max_length)",
+                    key="buffer.dataset.max_length",
                     fix="give more, or set buffer.dataset.overlong=drop or truncate",
                 )
             longer += 1
@@ -255,7 +256,7 @@ def read_examples(
         logger.warning("%s: %d of %d examples have more than %d tokens; %d of them are cut off, the others left out.",
                        where, longer, len(entries), most, cut)  # fmt: skip
     if not examples:
-        raise ConfigError(f"{where} has no examples of at most {most} tokens.")
+        raise ConfigError(f"{where} has no examples of at most {most} tokens.", key="buffer.dataset.max_length")
     return examples
 
 

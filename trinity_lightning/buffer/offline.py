@@ -425,6 +425,7 @@ class AnswerReader(BufferReader):
         if not conversation or not answer["content"].strip():
             raise ConfigError(
                 "no answer",
+                key="buffer.expert.dataset.answer_field",
                 fix=(
                     "set buffer.expert.dataset.answer_field to the field with the response, end `messages` with "
                     "it, or leave such entries out"

@@ -36,7 +36,9 @@ def check_rows(
         places.setdefault(str(error), []).append(place(index))
     named = " ".join(f"{', '.join(bad_rows)}: {reason}" for reason, bad_rows in places.items())
     first = next(iter(errors.values()))
+    keys = {error.key or key for error in errors.values()}
+    key = keys.pop() if len(keys) == 1 else key
     if len(errors) == 1:
-        raise ConfigError(f"{where}, {named}", key=first.key or key) from first
+        raise ConfigError(f"{where}, {named}", key=key) from first
     more = f" And {len(errors) - MOST_NAMED} more." if len(errors) > MOST_NAMED else ""
     raise ConfigError(f"{where}: {len(errors)} of {count} entries are refused. {named}{more}", key=key) from first

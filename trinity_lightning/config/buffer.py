@@ -47,7 +47,7 @@ class ExpertConfig(Section, key="buffer.expert"):
             check_stored("buffer.expert", self)
         elif self.dataset.source == "dataset" and self.dataset.path is None:
             raise ConfigError(
-                "buffer.expert.dataset",
+                "buffer.expert.dataset names no file or folder (path) for its source",
                 key="buffer.expert.dataset",
                 fix="give source=dataset and path=FILE, or another source, such as addition",
             )
@@ -276,7 +276,11 @@ def _check_examples(buffer: BufferConfig) -> None:
     check_dataset_path("buffer.path", buffer.path)
     dataset, held_out, key = buffer.dataset, buffer.dataset.held_out, "buffer.dataset.held_out"
     if held_out.share is not None and (held_out.path or held_out.split):
-        raise ConfigError(f"{key}", key=key, fix="give a share of the examples, or a path or split of others, not both")
+        raise ConfigError(
+            f"{key} has a share of the examples, and a path or split of others",
+            key=key,
+            fix="give one of them",
+        )
     check_dataset_path(f"{key}.path", held_out.path)
     if held_out.path is None and dataset.split in (held_out.split, (held_out.split or "").partition("[")[0]):
         raise ConfigError(
@@ -312,7 +316,9 @@ def check_stored(key: str, section: ExpertConfig | BufferConfig) -> None:
 def _check_place(key: str, path: str | None, url: str | None) -> None:
     """Refuse a path together with a URL, and text that is no URL; a ConfigError."""
     if path is not None and url is not None:
-        raise ConfigError(f"{key}", key=key, fix=f"give {key}.path or {key}.url, not both")
+        raise ConfigError(
+            f"{key} has two places, {key}.path and {key}.url", key=f"{key}.url", fix="leave one of them out"
+        )
     if url is not None and "://" not in url:
         raise ConfigError(
             f"{key}.url: '{url}' is no database URL",

@@ -267,7 +267,7 @@ class AuxiliaryConfig(Section):
                 raise ConfigError(
                     f"engine describes a server that is started here, and {self.url} runs already",
                     key="engine",
-                    fix="leave one out",
+                    fix="leave engine out, or the url",
                 )
         if self.engine.urls:
             raise ConfigError("engine.urls is not read", key="engine.urls", fix="give the endpoint as url")
@@ -282,8 +282,8 @@ class AuxiliaryConfig(Section):
         if self.url is None and self.api_key_env is not None:
             raise ConfigError(
                 "api_key_env belongs to an endpoint, and there is no url",
-                key="url",
-                fix="give it, or leave the key out",
+                key="api_key_env",
+                fix="leave it out, or give the url",
             )
 
 
@@ -398,14 +398,14 @@ def check_teachers(run: "TrainConfig") -> None:
             raise ConfigError(
                 f"workflow={TEACHER_WORKFLOW} compares log-probabilities at temperature 1, not "
                 f"{run.sampling.temperature}",
-                key="workflow",
+                key="sampling.temperature",
                 fix="set sampling.temperature=1",
             )
         if teacher.url is not None and run.workflow.name == TEACHER_WORKFLOW and name == teachers[-1]:
             raise ConfigError(
                 f"workflow={TEACHER_WORKFLOW} asks for log-probabilities, and an endpoint (auxiliary_models.{name}.url)"
                 " only chats",
-                key="workflow",
+                key=f"auxiliary_models.{name}.url",
                 fix="leave out the url for a model that the run starts, or choose operators=teacher_top_k",
             )
         if teacher.url is None and teacher.engine.max_model_len <= longest:

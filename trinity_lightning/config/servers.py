@@ -338,7 +338,11 @@ def require_ray() -> None:
 def check_engine_for_ray(engine: str, capabilities: Capabilities) -> None:
     """Refuse an engine that runners in other processes cannot reach; a ConfigError. `engine` is its name, to show."""
     if not capabilities.picklable:
-        raise ConfigError(f"{engine} computes in this process: explorer.runner=ray needs engine=vllm_server, say.")
+        raise ConfigError(
+            f"explorer.runner=ray cannot reach {engine}, which computes in this process",
+            key="explorer.runner",
+            fix="set explorer.runner=local, or engine=vllm_server, say",
+        )
 
 
 def _check_workers(run: "TrainConfig") -> None:

@@ -36,16 +36,20 @@ class _Rule:
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> "_Rule":
         if not isinstance(config, Mapping):
-            raise ConfigError(f"{where} is {config!r}", fix="give {stats_key, op_type, weight}")
+            raise ConfigError(f"{where} is {config!r}", key=where, fix="give {stats_key, op_type, weight}")
         for key in config:
             if key not in KEYS:
-                raise ConfigError(f"{where}: {unknown_name('key', str(key), KEYS)}")
+                raise ConfigError(f"{where}: {unknown_name('key', str(key), KEYS)}", key=f"{where}.{key}")
         if not isinstance(config.get("stats_key"), str):
-            raise ConfigError(f"{where}", fix="give stats_key, the entry of Experience.info that shapes the reward")
+            raise ConfigError(
+                f"{where} does not name an entry of Experience.info that shapes the reward",
+                key=f"{where}.stats_key",
+                fix="give it as stats_key",
+            )
         op_type = str(config.get("op_type", "ADD")).upper()
         if op_type not in OPERATIONS:
-            raise ConfigError(f"{where}: {unknown_name('op_type', op_type, OPERATIONS)}")
-        return cls(config["stats_key"], op_type, number(f"{where}: weight", config.get("weight", 1.0)))
+            raise ConfigError(f"{where}: {unknown_name('op_type', op_type, OPERATIONS)}", key=f"{where}.op_type")
+        return cls(config["stats_key"], op_type, number(f"{where}.weight", config.get("weight", 1.0)))
 
     def apply(self, exp: Experience, reward: float) -> float | None:
         """The new reward; None if the rule does not apply: info has no such entry, or it would divide by zero."""
@@ -74,7 +78,9 @@ class RewardShapingMapper(ExperienceOperatorV1):
     def __init__(self, reward_shaping_configs: Sequence[Mapping[str, Any]] | None = None) -> None:
         configs = [] if reward_shaping_configs is None else reward_shaping_configs
         if not isinstance(configs, Sequence) or isinstance(configs, str):
-            raise ConfigError(f"reward_shaping_configs must be a list of rules, not {configs!r}.")
+            raise ConfigError(
+                f"reward_shaping_configs must be a list of rules, not {configs!r}.", key="reward_shaping_configs"
+            )
         self._rules = [_Rule.of(config, f"reward_shaping_configs[{i}]") for i, config in enumerate(configs)]
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
@@ -137,7 +143,9 @@ class OverlongPenalty(ExperienceOperatorV1):
         self.max_length = whole_number("max_length", max_length, least=1)
         self.cache_length = whole_number("cache_length", cache_length, least=1)
         if cache_length >= max_length:
-            raise ConfigError(f"cache_length ({cache_length}) must be below max_length ({max_length}).")
+            raise ConfigError(
+                f"cache_length ({cache_length}) must be below max_length ({max_length}).", key="cache_length"
+            )
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
         """All experiences; `overlong_penalty/mean` is the mean of their penalties."""

@@ -79,7 +79,9 @@ def resolve_rewards(reward_fn: Any) -> list[Reward]:
         )
     names = [reward.name for reward in rewards]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"two reward functions are called {', '.join(twice)}: their metrics would be the same.")
+        raise ConfigError(
+            f"two reward functions are called {', '.join(twice)}: their metrics would be the same.", key="reward"
+        )
     return rewards
 
 
@@ -156,7 +158,9 @@ def _reward(entry: Any, weight: Any) -> Reward:
         return entry
     settings = entry if isinstance(entry, Mapping) else weight if isinstance(weight, Mapping) else {"weight": weight}
     if unknown := settings.keys() - {"name", "args", "weight"}:
-        raise ConfigError(unknown_name("key of a reward function", min(unknown), ("name", "args", "weight")))
+        raise ConfigError(
+            unknown_name("key of a reward function", min(unknown), ("name", "args", "weight")), key="reward"
+        )
     entry = entry.get("name") if isinstance(entry, Mapping) else entry
     weight, args = settings.get("weight", 1.0), settings.get("args") or {}
     number(f"weight of reward function {entry!r}", weight)
