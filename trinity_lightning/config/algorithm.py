@@ -396,7 +396,7 @@ def check_expert(run: "TrainConfig") -> None:
     """Refuse expert data without a loss that learns from them, and such a loss without expert data; a ConfigError."""
     expert, loss, rollouts = run.buffer.expert, run.algorithm.policy_loss.name, run.buffer.has_rollouts
     learns = loss == "mix"
-    if loss in LOSSES and LOSSES[loss].needs.teacher:
+    if loss == "streams" or (loss in LOSSES and LOSSES[loss].needs.teacher):
         _check_streams(run)
         learns = any(stream.tokens == "expert" for stream in streams_of(run.algorithm).values())
     if expert.per_step > 0 and loss in PARTS["policy loss"] and not learns:

@@ -93,7 +93,7 @@ LOSSES: Mapping[str, Loss] = {
     "sapo": Loss("ratio.sapo", RATIO),
     "sft": Loss("likelihood.sft", Needs(any_policy=True, supervised=True, all_rows=True)),
     "sppo": Loss("off_policy.sppo", RATIO),
-    "streams": Loss("terms.streams", Needs(terms=True, teacher=True)),  # a term may need a teacher
+    "streams": Loss("terms.streams", Needs(terms=True)),
     "teacher_kl": Loss("likelihood.teacher_kl", Needs(teacher=True, any_policy=True, supervised=True, all_rows=True)),
     "topr": Loss("off_policy.topr", RATIO),
 }

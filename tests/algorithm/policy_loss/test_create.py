@@ -66,9 +66,69 @@ class DeclaredClass:
         return clipped(logprobs, old_logprobs, action_mask, advantages, **totals)
 
 
+@declares(ratio=True, all_rows=True, proportional=False)
+def trust_region(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **totals: Any) -> Any:
+    """Leaves out tokens whose log-probability has moved by more than 10 nats, which four tokens do not show."""
+    inside = action_mask & ((logprobs - old_logprobs).abs() < 10)
+    loss = aggregate(-logprobs * advantages * inside, action_mask, **totals)
+    return loss, {"pg_loss": loss.detach()}
+
+
 @declares(any_policy=True)
-def wrong(logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **totals: Any) -> Any:
+def without_its_ratio(
+    logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **totals: Any
+) -> Any:
     return clipped(logprobs, old_logprobs, action_mask, advantages, **totals)
+
+
+@declares()
+def without_its_rows(
+    logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **totals: Any
+) -> Any:
+    loss = aggregate(-logprobs * (advantages + 1), action_mask, **totals)
+    return loss, {"pg_loss": loss.detach()}
+
+
+@declares(all_rows=True)
+def not_proportional(
+    logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **totals: Any
+) -> Any:
+    return without_its_rows(logprobs, old_logprobs, action_mask, advantages, **totals)
+
+
+@declares(supervised=True)
+def not_supervised(
+    logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, **totals: Any
+) -> Any:
+    loss = aggregate(-logprobs * advantages, action_mask, **totals)
+    return loss, {"pg_loss": loss.detach()}
+
+
+@declares(proportional=True)
+def without_its_pairs(
+    logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, *, pairs: Tensor, **totals: Any
+) -> Any:
+    return not_supervised(logprobs, old_logprobs, action_mask, advantages, **totals)
+
+
+@declares()
+def without_its_reference(
+    logprobs: Tensor, old_logprobs: Tensor, action_mask: Tensor, advantages: Tensor, *, ref_logprobs: Tensor, **_: Any
+) -> Any:
+    return not_supervised(logprobs, old_logprobs, action_mask, advantages)
+
+
+@declares()
+def without_its_teacher(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    action_mask: Tensor,
+    advantages: Tensor,
+    *,
+    teacher_top_k_logprobs: Tensor,
+    **totals: Any,
+) -> Any:
+    return not_supervised(logprobs, old_logprobs, action_mask, advantages, **totals)
 
 
 def needs(loss: Any) -> Needs:
@@ -85,10 +145,26 @@ def test_a_declaration_counts(loss: Any) -> None:
     assert needs(loss) == Needs(ratio=True)
 
 
-def test_a_wrong_declaration_is_refused() -> None:
+def test_a_declared_need_counts_even_if_it_does_not_show_on_four_tokens() -> None:
+    assert needs(trust_region) == Needs(ratio=True, all_rows=True, proportional=False)
+
+
+@pytest.mark.parametrize(
+    ("loss", "right"),
+    [
+        (without_its_ratio, "ratio=True"),
+        (without_its_reference, "reference=True"),
+        (without_its_teacher, "teacher=True"),
+        (without_its_pairs, "pairs=True"),
+        (without_its_rows, "all_rows=True"),
+        (not_proportional, "proportional=False"),
+        (not_supervised, "supervised=False"),
+    ],
+)
+def test_a_declaration_that_four_tokens_disprove_is_refused(loss: Any, right: str) -> None:
     with refuses("algorithm.policy_loss") as refused:
-        needs(wrong)
-    assert "ratio=True" in str(refused.value.fix)
+        needs(loss)
+    assert right in str(refused.value.fix)
 
 
 def objective(loss: Any) -> Objective:

@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 import torch
@@ -46,13 +45,22 @@ def accepted(fn: PolicyLossFn, extras: Mapping[str, Any]) -> dict[str, Any]:
 
 # -- What a loss needs -------------------------------------------------------------------------------------------------
 
+# The declared values that a trial on four tokens can disprove. A need may not show on them (a ratio that only a wide
+# trust region asks for, say), so a declared need counts.
+DISPROVABLE: Mapping[str, tuple[bool, ...]] = {
+    **dict.fromkeys(("ratio", "reference", "pairs", "teacher", "all_rows"), (False,)),
+    **dict.fromkeys(("supervised", "proportional"), (True,)),
+    "terms": (False, True),
+}
+
 
 def declares(**needs: bool) -> Callable[[L], L]:
     """Declare the needs of a loss of your own, by the attributes of `Needs`: `@declares(ratio=True)`.
 
     Without a declaration the needs are found by trying the loss, and it counts as right for experiences of any policy.
-    With a declaration the trial only checks it, and experiences of older weights need a correction unless it says
-    `any_policy=True`.
+    With a declaration the trial only checks it: it refuses a need that the loss shows and that is not declared, and
+    `supervised` or `proportional` where the loss is not. Experiences of older weights need a correction unless the
+    declaration says `any_policy=True`.
     """
 
     def decorator(loss: L) -> L:
@@ -75,13 +83,13 @@ def needs_of(name: str, loss: PolicyLossFn) -> Needs:
     declared = getattr(POLICY_LOSS_FN.resolve(name), "needs", None)
     if not isinstance(declared, Needs):
         return tried
-    for field in fields(Needs):
-        says, does = getattr(declared, field.name), getattr(tried, field.name)
-        if says != does and field.name != "any_policy":
+    for need, disprovable in DISPROVABLE.items():
+        says, does = getattr(declared, need), getattr(tried, need)
+        if says != does and says in disprovable:
             raise ConfigError(
-                f"policy loss '{name}' declares {field.name}={says}, and on four tokens it is {does}",
+                f"policy loss '{name}' declares {need}={says}, and on four tokens it is {does}",
                 key=KEY,
-                fix=f"write @declares({field.name}={does})",
+                fix=f"write @declares({need}={does})",
             )
     return declared
 
@@ -90,7 +98,7 @@ def _needs_by_trial(name: str, loss: PolicyLossFn) -> Needs:
     parameters = inspect.signature(loss).parameters
     check_result(name, loss)
     if "terms" in parameters and parameters.keys() & {"usual", "streams"}:
-        return Needs(terms=True, teacher="teacher_top_k_logprobs" in parameters, any_policy=True)
+        return Needs(terms=True, any_policy=True)
     reference = "ref_logprobs" in parameters and parameters["ref_logprobs"].default is inspect.Parameter.empty
     reference_free = "reference_free" in parameters and parameters["reference_free"].default
     pairs = "pairs" in parameters
