@@ -281,10 +281,12 @@ def test_an_engine_with_the_tokenizer_of_another_model_is_refused(tmp_path: Path
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with refuses(None):
+    with refuses(None) as refused:
         fit(TransformersEngine(str(other), max_model_len=320), tmp_path)
+    assert "tokenizer is not that of 'tiny'" in str(refused.value)
 
 
 def test_a_fit_without_anything_that_rolls_out_is_refused(tmp_path: Path) -> None:
-    with refuses(None):
+    with refuses(None) as refused:
         quiet_trainer(tmp_path).fit(PolicyModule("tiny", dtype="fp32"), datamodule=ExperienceDataModule("grpo"))
+    assert "ExplorerCallback" in str(refused.value)

@@ -114,15 +114,15 @@ def test_content_in_parts(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "named"),
     [
-        {"role": "user", "content": [{"type": "image_url"}]},
-        {"role": "user", "content": 3},
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+        ({"role": "user", "content": [{"type": "image_url"}]}, "text"),
+        ({"role": "user", "content": 3}, "text"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "without a name"),
     ],
 )
-def test_messages_that_are_refused(tokenizer: Any, message: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+def test_messages_that_are_refused(tokenizer: Any, message: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
         render_chat(tokenizer, [message])
 
 
@@ -132,8 +132,8 @@ def test_a_template_that_refuses_says_why(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="roles must alternate"):
         render_chat(other, [user("hi")])
     other.chat_template = "{{ messages[-1].content }}"
-    with pytest.raises(ConfigError):  # it drops earlier responses
+    with pytest.raises(ConfigError, match="drops earlier responses"):
         render_chat(other, [user("hi")], so_far=[5])
     other.chat_template = None
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="chat template"):
         render_chat(other, [user("hi")])

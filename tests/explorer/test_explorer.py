@@ -673,7 +673,7 @@ def test_a_copy_is_made_beside_the_event_loop_and_ends_with_the_syncs_time() -> 
 
 def test_an_engine_that_is_no_server_joins_no_process_group() -> None:
     explored = explorer()
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="engine=vllm_server"):
         running(explored, lambda: explored.setup_weight_sync_group("127.0.0.1", 1234))
 
 
@@ -794,5 +794,5 @@ def test_sections_may_be_given_as_mappings() -> None:
 
 
 def test_entries_that_are_no_taskset_are_refused() -> None:
-    with refuses(None):
+    with pytest.raises(ConfigError, match="TaskSelection"):
         TaskSource([{"prompt": "1 + 1", "answer": "2"}])  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import pytest
 from support.errors import refuses
 from support.fake_model import FakeModel
 from support.judge_server import JudgeServer, judge_server
+from support.tiny_model import tiny_model
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.random_state import rollout_seed
@@ -17,6 +18,7 @@ from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError
 from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
+from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import Status, WorkflowRunner
 from trinity_lightning.explorer.workflows import Workflow
@@ -145,6 +147,17 @@ def test_variables_of_a_call_reach_the_chat_template_of_the_model_that_is_asked(
     bound = BoundModel(Model(), run_seed=5, batch=7, task=1, run=2, template_variables=of_policy)
     ask(bound, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
     assert rendered == [{**(of_policy or {}), "enable_thinking": False}]
+
+
+def test_the_engine_that_generates_with_the_training_model_has_a_client() -> None:
+    engine = TransformersEngine("tiny", max_model_len=128)
+    engine.bind(tiny_model())
+    response = ask(engine, seed=3, max_tokens=5)
+    expected = asyncio.run(engine.chat(HI, seed=3, max_tokens=5))[0]
+    assert response.choices[0].token_ids == list(expected.token_ids)
+    assert response.choices[0].message.content == expected.text
+    with pytest.raises(openai.BadRequestError, match="top_p"):
+        ask(engine, top_p=0.5)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

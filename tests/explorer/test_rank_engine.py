@@ -173,7 +173,7 @@ def test_an_engine_that_could_not_be_loaded_is_loaded_again(
     with monkeypatch.context() as patch:
         patch.setattr(Apart, "load", fail)
         for _ in range(2):
-            with pytest.raises(ModelLoadError):
+            with pytest.raises(ModelLoadError, match="no such model"):
                 driver.run(engine.load())
     ask(engine, driver)
 
@@ -188,7 +188,7 @@ def test_a_rank_whose_main_thread_hangs_is_not_waited_for(
     monkeypatch.setattr(Apart, method, hang)
     monkeypatch.setattr(engine, "limit", 0.1)
     monkeypatch.setattr(engine, "_loaded", method != "load")
-    with pytest.raises(RankError):
+    with pytest.raises(RankError, match="rank 1"):
         driver.run(getattr(engine, method)())
 
 

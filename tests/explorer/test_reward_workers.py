@@ -285,7 +285,7 @@ def test_workers_that_do_not_start_are_known_before_an_engine_is_loaded(monkeypa
     source = TaskSource(Taskset.addition(), "simple", length, SamplingConfig())
     judge = OpenAIModel("http://127.0.0.1:1/v1", "judge")
     explorer = Explorer(ExplorerConfig(reward_workers=1), [FakeModel()], source, auxiliary_models=[[judge]])
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="they do not start"):
         asyncio.run(explorer.prepare())
     assert begun == ["workers"]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.errors import refuses
 from support.fake_model import (
     FakeModel,
     LeapingLoop,
@@ -26,7 +25,7 @@ from support.places import without_places
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.config.explorer import DynamicTimeoutConfig, ExplorerConfig, OverRolloutConfig
-from trinity_lightning.errors import PromptTooLongError, RewardError
+from trinity_lightning.errors import ConfigError, PromptTooLongError, RewardError
 from trinity_lightning.explorer import RunnerWrapper, Scheduler, TaskWrapper, workflow_runner
 from trinity_lightning.explorer.batches import enough_of
 from trinity_lightning.explorer.rewards import resolve_rewards, score
@@ -1106,7 +1105,7 @@ def test_of_tasks_that_are_alike_each_engine_has_as_many_runs() -> None:
 
 
 def test_engines_are_needed() -> None:
-    with refuses(None):
+    with pytest.raises(ConfigError, match="at least one engine"):
         Scheduler(ExplorerConfig(), [])
-    with refuses(None):
+    with pytest.raises(ConfigError, match="at least one engine"):
         Scheduler(ExplorerConfig(), [FakeModel()], [[]])

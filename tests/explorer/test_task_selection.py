@@ -120,10 +120,10 @@ def test_a_mixture_goes_on_where_it_was_saved() -> None:
 
 
 def test_what_cannot_be_mixed() -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="different names"):
         TasksetMixture([numbered(3), numbered(3)], [1, 1])
     for weights in ([1.0], [1.0, 0.0], [1.0, float("nan")]):
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match="weights of tasksets"):
             TasksetMixture([numbered(3, "a"), numbered(3, "b")], weights)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"0.*1 or more"):
         mixture().next_batch(0)

@@ -25,7 +25,7 @@ from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.sync import ipc
-from trinity_lightning.sync.ipc import buckets, handle_as_json, rebuild_arguments
+from trinity_lightning.sync.ipc import SharedBuffer, buckets, handle_as_json, rebuild_arguments
 from trinity_lightning.sync.stream import WeightStream, weight_stream
 
 SETTINGS: dict[str, Any] = {"dtype": EngineDtype.fp32, "max_model_len": 64, "max_num_seqs": 4, "kv_cache_gb": 0.1}
@@ -85,7 +85,7 @@ def test_weights_that_do_not_fit_leave_the_server_untouched(server: VLLMServerEn
     driver.run(explorer.setup_weight_sync_group())
     wrong = WeightStream.of([(name, tensor[:1]) for name, tensor in weight_stream(tiny_model())])
     explorer.engines.source = lambda: wrong
-    with pytest.raises(WeightSyncError):
+    with pytest.raises(WeightSyncError, match=r"\.weight' \(1,.*expected"):
         driver.run(explorer.sync_weight(9))
     assert server.model_version == version
     explorer.engines.leave()
@@ -226,3 +226,16 @@ def test_a_handle_has_what_torch_asks_for() -> None:
     known = {"tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device"}
     assert set(ipc._ARGUMENTS) == known | {"requires_grad", *ipc._BYTES, *ipc._NUMBERS}
     assert ipc._ARGUMENTS.index("storage_device") == 6  # which vLLM sets
+
+
+def test_a_buffer_has_tensors_one_after_the_other_in_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    ipc_stand_in.install_in_trainer(monkeypatch.setattr)
+    buffer = SharedBuffer(16, CPU)
+    [handle] = buffer.handles.values()
+    tensors = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T, torch.tensor(5.0), torch.empty(0, 3)]
+    assert buffer.fill(tensors, torch.bfloat16) == [8, 2, 0]
+    shared = ipc_stand_in.rebuild(*rebuild_arguments(handle))
+    assert shared[:10].view(torch.bfloat16).tolist() == [1.0, 3.0, 2.0, 4.0, 5.0]
+    buffer.fill([torch.tensor([7.0])], torch.bfloat16)
+    assert shared[:2].view(torch.bfloat16).tolist() == [7.0]  # the same memory
+    buffer.free()

@@ -113,16 +113,16 @@ def test_weights_that_do_not_fit_leave_every_server_untouched(servers: list[VLLM
     whole, sent = tiny_model(), {}
     explorer = connected(servers, lambda: WeightStream.of(sent.items()))
     sent |= {name: tensor for name, tensor in weight_stream(whole) if "layers.1" not in name}
-    with pytest.raises(WeightSyncError):
+    with pytest.raises(WeightSyncError, match=r"missing: .*layers\.1"):
         driver.run(joined(explorer))
     meta = [(name, torch.float32, (*tensor.shape, 1)) for name, tensor in weight_stream(whole)]
-    with pytest.raises(WeightSyncError):
+    with pytest.raises(WeightSyncError, match=r"\.weight' \([\d, ]+, 1\), expected"):
         driver.run(joined(explorer, state_dict_meta=meta))
     sent |= dict(weight_stream(whole))
     driver.run(joined(explorer))
     before = driver.run(scores(servers)), [server.model_version for server in servers]
     sent["model.norm.weight"] = torch.ones(3)
-    with pytest.raises(WeightSyncError):
+    with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' \(3,\)"):
         driver.run(explorer.sync_weight(9))
     assert (driver.run(scores(servers)), [server.model_version for server in servers]) == before
     sent["model.norm.weight"] = whole.model.norm.weight.detach()
@@ -203,7 +203,7 @@ def test_a_sync_that_is_cut_off_breaks_the_group(driver: Driver) -> None:
     with pytest.raises(TimeoutError):
         driver.run(asyncio.wait_for(explorer.sync_weight(4), 1.0))
     go_on.set()
-    with pytest.raises(WeightSyncError):  # the group broke in the sync before
+    with pytest.raises(WeightSyncError, match="earlier"):  # the group broke in the sync before
         driver.run(explorer.sync_weight(4))
     wait_for_the_end(receivers)  # none is left waiting for the rest
     explorer.engines.source = lambda: weight_stream(model)
@@ -236,7 +236,7 @@ def test_an_error_of_the_trainers_ends_the_sync_at_once(driver: Driver) -> None:
     explorer = connected(receivers, lambda: weight_stream(model))
     driver.run(joined(explorer))
     explorer.engines.source = lambda: WeightStream(weight_stream(model).shapes, failing)
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryError, match="no room for a copy"):
         driver.run(explorer.sync_weight(6))
     wait_for_the_end(receivers)
     end(explorer, receivers)

@@ -147,12 +147,12 @@ def test_unlikely_tokens_may_be_rounded_more() -> None:
     bf16 = Tolerance.of(torch.bfloat16)
     likely = [-0.1] * 99
     compare([*likely, -8.0], [*likely, -9.2], bf16, "probe")
-    with pytest.raises(WeightSyncError):
+    with pytest.raises(WeightSyncError, match=r"1\.4 \(allowed 1\.3\)"):
         compare([*likely, -8.0], [*likely, -9.4], bf16, "probe")
-    with pytest.raises(WeightSyncError):
+    with pytest.raises(WeightSyncError, match=r"0\.6 \(allowed 0\.51\)"):
         compare([*likely, -0.1], [*likely, -0.7], bf16, "probe")
     compare([-3.0] * 50, [-3.11] * 50, bf16, "probe")
-    with pytest.raises(WeightSyncError):  # twice the mean at most, however unlikely
+    with pytest.raises(WeightSyncError, match=r"0\.13 \(allowed 0\.12\)"):  # twice the mean at most, however unlikely
         compare([-30.0] * 50, [-30.13] * 50, bf16, "probe")
 
 
@@ -264,7 +264,7 @@ def test_the_worst_of_several_engines_counts(model: Any, probe: list[int]) -> No
     sync = synchronizer(model, engines[0], probe, drill=False)
     sync.engine_logprobs = lambda: [logprobs(engine.model, probe) for engine in engines]
     train_a_little(model)
-    with pytest.raises(WeightSyncError):
+    with pytest.raises(WeightSyncError, match="probe"):
         sync.sync()
 
 

@@ -56,7 +56,7 @@ def test_storage_options_are_refused(tmp_path):
 @pytest.mark.parametrize("path", ["s3://bucket/run/it.ckpt", Path("gs://bucket/it.ckpt"), "file:/run/it.ckpt"])
 def test_an_address_is_refused_and_no_folder_made_of_its_name(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with refuses(None):
+    with refuses("callbacks.checkpoint.dirpath"):
         AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
     assert not list(tmp_path.iterdir())
 
@@ -65,7 +65,7 @@ def test_an_address_is_refused_and_no_folder_made_of_its_name(path, tmp_path, mo
 def test_an_address_for_checkpoints_is_refused_before_the_model_is_loaded(strategy):
     policy = make_policy()
     settings = {"plugins": [AtomicCheckpointIO()], "enable_checkpointing": True, "strategy": strategy}
-    with refuses(None):
+    with refuses("callbacks.checkpoint.dirpath"):
         fit(policy, [], ModelCheckpoint("memory://bucket/run"), **settings)
     assert policy.model is None
 
@@ -232,8 +232,9 @@ def test_an_argument_that_a_resumed_run_no_longer_gives_its_optimizer_is_no_long
 
 
 def test_a_checkpoint_of_no_run_is_refused() -> None:
-    with refuses(None):
+    with refuses(None) as refused:
         check_resumed({"state_dict": {}}, OptimizerConfig())
+    assert "settings of an optimizer" in str(refused.value)
 
 
 def test_a_checkpoint_of_a_version_without_settings_is_refused_as_that() -> None:
@@ -258,8 +259,9 @@ def test_a_checkpoint_of_one_group_is_refused(dtype: str, tmp_path: Path) -> Non
     checkpoint = torch.load(tmp_path / "it.ckpt", weights_only=True)
     del checkpoint["optimizer_states"][0]["param_groups"][1]
     torch.save(checkpoint, tmp_path / "old.ckpt")
-    with refuses(None):
+    with refuses(None) as refused:
         fit(make_policy(dtype=dtype), [batch_of(make_experiences())], ckpt_path=tmp_path / "old.ckpt", max_epochs=2)
+    assert "one parameter group" in str(refused.value)
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:

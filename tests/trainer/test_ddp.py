@@ -46,7 +46,7 @@ from torch import nn
 
 from trinity_lightning.common.ranks import Ranks
 from trinity_lightning.config.algorithm import KLConfig
-from trinity_lightning.errors import RankError
+from trinity_lightning.errors import ConfigError, RankError
 from trinity_lightning.evaluation import merged_weights
 from trinity_lightning.sync.files import checkpoint_weights
 from trinity_lightning.trainer import ddp
@@ -237,7 +237,7 @@ def test_an_evaluation_reads_weights_in_shards(
     expected = checkpoints(f"one-{dtype}")["state_dict"]
     assert step == checkpoint_weights(folder / f"one-{dtype}.ckpt")[0]
     torch.testing.assert_close({f"model.{name}": each for name, each in weights}, expected, rtol=0, atol=0)
-    with refuses(None):
+    with pytest.raises(ConfigError, match=f"one-{dtype}-folder"):
         PolicyModule.load_from_checkpoint(folder / f"one-{dtype}-folder.ckpt")
 
 
@@ -307,8 +307,9 @@ def test_who_follows_is_what_lightning_finds(
 )
 def test_ranks_that_lightning_cannot_read_are_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    with refuses(None):
+    with refuses(None) as refused:
         ddp.follows()
+    assert name.split("_")[1].lower() in str(refused.value).lower()
 
 
 def test_the_process_that_was_killed_is_named_before_those_that_followed() -> None:
@@ -372,14 +373,14 @@ def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_refused(tmp_path: Path
         def exchange(self, value: Any, patient: bool = False, at: str = "") -> list[Any]:
             return [value, (str(folders[1]), (folders[1] / name).exists())]
 
-    with refuses(None) as refused:
+    with refuses("output_dir") as refused:
         check_folder(folders[0], Of(0, RANKS))
     assert all(str(each) in str(refused.value) for each in folders)
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with refuses(None):
+    with refuses("output_dir"):
         check_folder(tmp_path / "file" / "run", Ranks(0, RANKS))
 
 

@@ -124,6 +124,11 @@ def test_a_recipe_says_its_objective_in_its_first_lines(recipe: str) -> None:
     assert ("two optimizer steps" in header) == (config.optimizer_steps == 2)
 
 
+@pytest.mark.parametrize("recipe", [name for name in options("recipe") if name not in ("offline", "dr_grpo")])
+def test_no_recipe_overrides_how_its_loss_is_averaged(recipe: str) -> None:
+    assert algorithm_of(f"+recipe={recipe}").loss_agg_mode is None
+
+
 def test_mix_leaves_the_usual_loss_its_own_average() -> None:
     mixed = own_loss("mix", usual="gspo")
     assert mixed == pytest.approx(0.9 * own_loss("gspo"), rel=1e-6)

@@ -35,7 +35,11 @@ SCHEDULED = ("lr", "betas", "momentum")  # settings that torch's schedules chang
 def check_local(path: str | Path) -> None:
     """Refuse an address, which would be taken for a local folder's name; a ConfigError."""
     if re.match(r"\w[\w+.-]*:/", str(path)):
-        raise ConfigError(f"checkpoints go to local folders, and '{path}' is an address", fix="give a local dirpath")
+        raise ConfigError(
+            f"checkpoints go to local folders, and '{path}' is an address",
+            key="callbacks.checkpoint.dirpath",
+            fix="give a local dirpath",
+        )
 
 
 class StepCheckpoint(ModelCheckpoint):

@@ -89,6 +89,7 @@ class ReplicaStrategy(DDPStrategy):
         if others:
             raise ConfigError(
                 f"the run's folder is {folders[0][0]} on rank 0, and another one, {', '.join(others)}",
+                key="output_dir",
                 fix="give every process the same folder, which all machines share, such as "
                 "hydra.run.dir=/shared/outputs/first",
             )
@@ -206,6 +207,7 @@ def _marker_file(folder: Path) -> Any:
     except OSError as error:
         raise ConfigError(
             f"the folder of the run cannot be written to ({error})",
+            key="output_dir",
             fix="give another one, such as hydra.run.dir=FOLDER",
         ) from error
 

@@ -54,7 +54,8 @@ class Objective:
         loss = create_policy_loss(name, **arguments)
         needs = needs_of(name, loss)
         self._policy_loss, terms = with_terms(name, loss, needs)
-        self._streams = Streams(terms) if needs.terms or needs.teacher else None
+        takes_streams = needs.terms and "stream_weights" in inspect.signature(loss).parameters  # mix makes its own
+        self._streams = Streams(terms) if takes_streams or needs.teacher else None
         check_result(name, self._policy_loss)
         all_terms = sorted(terms.values(), key=lambda term: term.tokens != "rollouts")
         rollout_terms = [term for term in all_terms if term.tokens != "expert"]
