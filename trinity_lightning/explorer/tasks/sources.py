@@ -171,12 +171,12 @@ _END: Any = object()  # in place of an entry: the source has ended
 
 def _equal(first: Any, second: Any) -> bool:
     """True if two entries or states have the same values; arrays are compared as lists."""
+    if hasattr(first, "tolist") and hasattr(second, "tolist"):
+        return _equal(first.tolist(), second.tolist())
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(_equal(value, second[name]) for name, value in first.items())
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         return len(first) == len(second) and all(map(_equal, first, second))
-    if hasattr(first, "tolist") and hasattr(second, "tolist"):
-        return _equal(first.tolist(), second.tolist())
     return first is second or bool(first == second) or bool(first != first and second != second)  # NaN equals NaN
 
 
