@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -125,6 +126,7 @@ def test_a_second_process_in_a_folder_is_refused_and_the_first_goes_on(
 HOLD = """
 import os, sys, time
 from pathlib import Path
+from typing import Any
 from trinity_lightning.config.hydra import sole_writer
 with sole_writer(Path(sys.argv[1])):
     if os.fork():
@@ -136,6 +138,7 @@ with sole_writer(Path(sys.argv[1])):
 ASK = """
 import sys
 from pathlib import Path
+from typing import Any
 from trinity_lightning.config.hydra import sole_writer
 with sole_writer(Path(sys.argv[1])):
     pass
@@ -222,7 +225,9 @@ def test_the_record_of_an_earlier_version_whose_callbacks_lay_elsewhere_is_found
     config = composed("+recipe=grpo", "model=tiny")
     folder = tmp_path / "grpo" / "earlier"
     (folder / RECORD).parent.mkdir(parents=True)
-    earlier = OmegaConf.merge(config, {"callbacks": {"checkpoint": {"every_n_epochs": 3}}, "output_dir": str(folder)})
+    earlier: Any = OmegaConf.merge(
+        config, {"callbacks": {"checkpoint": {"every_n_epochs": 3}}, "output_dir": str(folder)}
+    )
     earlier.callbacks.checkpoint._target_ = "trinity_lightning.trainer.checkpoint_io.StepCheckpoint"
     OmegaConf.save(earlier, folder / RECORD)
     (folder / "checkpoints").mkdir()
