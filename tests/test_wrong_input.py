@@ -1040,7 +1040,7 @@ def test_a_resume_that_cannot_work_is_refused_and_leaves_the_record_alone(run_tr
         (("ckpt_path=last", "steps=2", "seed=7"), "seed is 7, and that of the run to resume is 42: choose that one."),
         (
             ("ckpt_path=last", "steps=3", "optimizer.name=torch.optim.SGD"),
-            "optimizer.name is torch.optim.SGD, and the checkpoint's optimizer is adamw: choose that.",
+            "optimizer.name is torch.optim.SGD, and the checkpoint's optimizer is adamw: set optimizer.name=adamw.",
         ),
     ):
         done = run_train(tmp_path, *quick, *arguments)

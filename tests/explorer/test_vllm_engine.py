@@ -101,7 +101,7 @@ def test_vllm_reads_how_n_grams_are_proposed() -> None:
 
 def test_an_argument_that_vllm_does_not_know_is_a_configuration_error() -> None:
     engine = tiny_engine(args={"max_num_batched_token": 4096})
-    with refuses("engine.args"):
+    with refuses("engine.args.max_num_batched_token"):
         on_a_host(engine, engine.load())
 
 
