@@ -156,7 +156,7 @@ def test_a_run_of_an_earlier_version_goes_on_under_its_name(tmp_path):
         ({"storage": "file"}, "buffer.storage"),
         ({"storage": "file", "path": ".", "url": "b"}, "buffer.storage"),
         ({"storage": "sql"}, "buffer.storage"),
-        ({"storage": "sql", "path": ".", "url": "b"}, "buffer"),
+        ({"storage": "sql", "path": ".", "url": "b"}, "buffer.url"),
         ({"storage": "sql", "path": "nowhere"}, "buffer.path"),
         ({"storage": "sql", "path": ".", "order": "newest"}, "buffer.order"),
         ({"storage": "file", "path": ".", "order": "priority"}, "buffer.order"),
@@ -167,7 +167,7 @@ def test_a_run_of_an_earlier_version_goes_on_under_its_name(tmp_path):
         ({"keep": "yes"}, "buffer.keep"),
         ({"keep": 1}, "buffer.keep"),
         ({"keep": "sql", "url": "foo"}, "buffer.url"),
-        ({"keep": "sql", "path": "a.db", "url": "sqlite:///b.db"}, "buffer"),
+        ({"keep": "sql", "path": "a.db", "url": "sqlite:///b.db"}, "buffer.url"),
         ({"keep": True, "storage": "file", "path": "."}, "buffer.keep"),
     ],
 )
