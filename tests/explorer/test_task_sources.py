@@ -219,6 +219,14 @@ def test_a_stream_with_a_state_makes_no_entry_again(monkeypatch):
     assert Stateful.made < 10
 
 
+def test_the_cursor_of_a_stream_with_a_state_does_not_grow():
+    taskset = made("Stateful")
+    taskset.next_batch(1)
+    size = len(json.dumps(saved(taskset)))
+    taskset.next_batch(1000)
+    assert len(json.dumps(saved(taskset))) < size + 30  # longer numbers alone
+
+
 def test_a_source_is_not_made_again_where_it_stands(monkeypatch):
     taskset = made("Stateful")
     state = taskset.state_dict()

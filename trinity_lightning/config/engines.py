@@ -11,7 +11,7 @@ from typing import Any, cast
 from trinity_lightning.config.model import WeightDtype
 from trinity_lightning.config.registry import PARTS, import_object, unfinished_class
 from trinity_lightning.config.sections import Section, checked
-from trinity_lightning.config.signatures import check_arguments, check_methods, parameters_beside
+from trinity_lightning.config.signatures import check_arguments, check_methods, is_of_the_library, parameters_beside
 from trinity_lightning.config.values import nearest, number, one_of, url, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -229,7 +229,7 @@ def engine_arguments(kind: type[Any], model: str, config: EngineConfig) -> tuple
             f"{label} is made as {kind.__name__}(model, config), and takes ({', '.join(names)}).", key="engine.name"
         )
     [owner] = [cls for cls in kind.__mro__ if "__init__" in vars(cls)][:1]
-    takes_args = not owner.__module__.startswith("trinity_lightning.") and parameters_beside(kind, names)
+    takes_args = not is_of_the_library(owner) and parameters_beside(kind, names)
     args = dict(config.args) if takes_args else {}
     check_arguments(label, kind, args, ENGINE_ARGS, names)
     return dict(zip(names, (model, config), strict=True)), args

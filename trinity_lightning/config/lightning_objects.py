@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.sections import unknown_key
+from trinity_lightning.config.signatures import is_of_the_library
 from trinity_lightning.errors import ConfigError
 
 FREE = ("trainer", "logger", "callbacks")  # sections without a schema
@@ -106,7 +107,7 @@ def _arguments(part: Any) -> set[str]:
         known |= {option.name for option in parameters if option.kind is not option.VAR_KEYWORD} - {"self"}
         if all(option.kind is not option.VAR_KEYWORD for option in parameters):
             return known
-        if not part.__module__.startswith("trinity_lightning."):
+        if not is_of_the_library(part):
             break
     names = [cls.__name__ for cls in part.__mro__] if isinstance(part, type) else []
     handed_on = next((HANDED_ON[name] for name in names if name in HANDED_ON), None)

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.config.own_code import of_a_library
-from trinity_lightning.config.signatures import check_methods
+from trinity_lightning.config.signatures import check_methods, is_of_the_library
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, UnfinishedClassError
 
@@ -204,7 +204,7 @@ class Registry(Generic[T]):
             part = import_object(part) if "." in part and part not in self else self.get(part)
         if getattr(part, "__abstractmethods__", None):
             raise unfinished_class(self.kind, part)
-        if isinstance(part, type) and not part.__module__.startswith("trinity_lightning."):
+        if isinstance(part, type) and not is_of_the_library(part):
             check_methods(self.kind, part)
         return part
 

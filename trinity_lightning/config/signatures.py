@@ -119,7 +119,7 @@ def check_methods(kind: str, part: type[Any]) -> None:
     Raises:
         ConfigError: names the method and its call.
     """
-    library_classes = [cls for cls in part.__mro__ if _is_of_the_library(cls)]
+    library_classes = [cls for cls in part.__mro__ if is_of_the_library(cls)]
     for user_class in part.__mro__:
         if user_class in library_classes or user_class is object:
             continue
@@ -157,7 +157,7 @@ def check_arguments(
     named = [parameter for parameter in parameters if parameter.kind in NAMED and parameter.name not in given]
     known = [parameter.name for parameter in named]
     if _takes_any(parameters):
-        known = [*dict.fromkeys([*known, *_handed_on(make, given)])] if known or _is_of_the_library(make) else [*args]
+        known = [*dict.fromkeys([*known, *_handed_on(make, given)])] if known or is_of_the_library(make) else [*args]
     for name in args:
         if name not in known:
             raise ArgumentError(
@@ -176,7 +176,8 @@ def _takes_any(parameters: Iterable[Parameter]) -> bool:
     return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _is_of_the_library(part: Any) -> bool:
+def is_of_the_library(part: Any) -> bool:
+    """True for a class or a function of this package, False for the user's."""
     return str(getattr(part, "__module__", "")).partition(".")[0] == PACKAGE
 
 

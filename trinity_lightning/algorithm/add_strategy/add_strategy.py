@@ -24,7 +24,7 @@ from trinity_lightning.common.runs import (
     spread_of_each,
 )
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.signatures import parameters_beside
+from trinity_lightning.config.signatures import is_of_the_library, parameters_beside
 from trinity_lightning.config.values import number, one_of, unknown_name
 from trinity_lightning.errors import ArgumentError, ConfigError
 
@@ -242,11 +242,6 @@ class AddStrategy(ABC):
         return group_by(experiences, "task")
 
 
-def is_own(strategy: AddStrategy) -> bool:
-    """True for a strategy of the user's; its results are checked."""
-    return type(strategy).__module__.partition(".")[0] != __name__.partition(".")[0]
-
-
 def check_returned(strategy: AddStrategy, method: str, returned: Any, first: type, meaning: str) -> None:
     """Refuse a result of the user's strategy that is no pair of the right types.
 
@@ -260,7 +255,7 @@ def check_returned(strategy: AddStrategy, method: str, returned: Any, first: typ
     Raises:
         ConfigError: names the strategy and the method.
     """
-    if not is_own(strategy):
+    if is_of_the_library(type(strategy)):
         return
     pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
     if not (isinstance(pair[0], first) and isinstance(pair[1], Mapping)):
@@ -362,7 +357,7 @@ class TaskAdvantageStrategy(GroupAdvantageStrategy):
 
     def _check_lengths(self, returned: Mapping[str, Any], count: int) -> None:
         """Refuse values that a user's `score` returned, unless they are tensors [count]; a ConfigError."""
-        for name, values in returned.items() if is_own(self) else ():
+        for name, values in returned.items() if not is_of_the_library(type(self)) else ():
             if not isinstance(values, Tensor) or values.shape != (count,):
                 got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
                 raise ConfigError(

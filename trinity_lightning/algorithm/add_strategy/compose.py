@@ -14,12 +14,11 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import (
     ListWriter,
     Metrics,
     check_returned,
-    is_own,
 )
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.experience.experience import check_weighed
 from trinity_lightning.config.own_code import raised_by
-from trinity_lightning.config.signatures import check_arguments, made_at_start
+from trinity_lightning.config.signatures import check_arguments, is_of_the_library, made_at_start
 from trinity_lightning.config.values import numbered
 from trinity_lightning.errors import ConfigError
 
@@ -82,7 +81,7 @@ class ComposedAddStrategy(AddStrategy):
             count, added = returned
             self.stages[label] = experiences = writer.experiences
             metrics |= {f"{label}/{key}" if key in metrics else key: value for key, value in added.items()}
-        if is_own(self.strategies[-1]):
+        if not is_of_the_library(type(self.strategies[-1])):
             check_weighed(experiences, f"add strategy {self._labels[-1]}")
         for call in self._writers[-1].calls:
             await self.writer.write_async(call)

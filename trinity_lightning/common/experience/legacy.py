@@ -77,9 +77,8 @@ def _read_item(index: int, item: dict[str, Any], tensors: dict[str, Tensor]) -> 
         for custom in item.get("custom_fields") or []
     ]
     if _is_single_turn(arguments):
-        arguments["action_mask"] = (
-            None  # the constructor makes it, and would take a given mask as a sign of several turns
-        )
+        # The constructor makes it, and would take a given mask as a sign of several turns.
+        arguments["action_mask"] = None
     return arguments
 
 

@@ -271,6 +271,8 @@ class Taskset(TaskSelection):
         self._formatter = formatter or Formatter()
         self._position = 0  # raw tasks handed out since the first epoch began
         self._seen: dict[int, int] = {}  # checksum of each entry that was handed out, by its index
+        # A stream that saves its own state may hand out other entries after a resume, so that none are compared.
+        self._compares = not (self._stream and self._stream.has_state)
         self.check_entries(lambda _: None)  # a bad entry is refused now, not in the middle of a run
         self._order = _order_of(name, order, entries, self._size, seed, difficulty_field, key)
 
@@ -414,7 +416,8 @@ class Taskset(TaskSelection):
             if self._stream and not self._stream.reaches(index):
                 break
             batch.append(self[index])
-            seen[index] = self._checksum(index)
+            if self._compares:
+                seen[index] = self._checksum(index)
         self._seen |= seen
         self._position += len(batch)
         return batch
@@ -449,9 +452,8 @@ class Taskset(TaskSelection):
         if self._stream:
             self._stream.load_state_dict(state["stream"], state["position"])
         if "seen" in state:
-            seen = dict(zip(*state["seen"], strict=True))
-            if not (self._stream and self._stream.has_state):
-                self._check_seen(seen)
+            seen = dict(zip(*state["seen"], strict=True)) if self._compares else {}
+            self._check_seen(seen)
             self._seen = seen
         elif state["position"]:
             logger.warning(
@@ -481,7 +483,7 @@ def check_state(name: str, state: Mapping[str, Any], current: Mapping[str, Any],
     expected = current.keys() - {"seen"}  # states of earlier versions have `content` instead, a checksum of all entries
     if state.keys() - {"seen", "content"} != expected:
         raise ConfigError(f"not the state of a taskset: it has {sorted(state)}, expected {sorted(current)}.", key=key)
-    different = [f"{key} {state[key]!r} -> {current[key]!r}" for key in _COMPARED if state[key] != current[key]]
+    different = [f"{part} {state[part]!r} -> {current[part]!r}" for part in _COMPARED if state[part] != current[part]]
     if different:
         raise ConfigError(
             f"taskset '{name}' is not the one that was saved ({', '.join(different)}): its cursor would point "

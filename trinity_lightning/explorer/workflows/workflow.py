@@ -9,7 +9,7 @@ from typing import Any
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.config.registry import Registry
-from trinity_lightning.config.signatures import check_arguments, made, parameters_beside
+from trinity_lightning.config.signatures import check_arguments, is_of_the_library, made, parameters_beside
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import resolve_rewards, score
@@ -244,8 +244,7 @@ class SimpleWorkflow(RewardedWorkflow):
     @classmethod
     def check_args(cls, workflow_args: Mapping[str, Any]) -> Any:
         """See `RewardedWorkflow`. A built-in workflow without settings takes `system_prompt` only."""
-        built_in = cls.__module__.startswith(f"{__package__}.")
-        for name in workflow_args if built_in and cls.arguments_class is None else ():
+        for name in workflow_args if is_of_the_library(cls) and cls.arguments_class is None else ():
             if name != SYSTEM_PROMPT:
                 unknown = unknown_name(f"{ARGS} of {cls.__name__}:", name, [SYSTEM_PROMPT])
                 raise ConfigError(unknown, key=f"{ARGS}.{name}")
