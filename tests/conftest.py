@@ -8,7 +8,7 @@ import pytest
 
 # The models are tiny: two threads win nothing, and wait long for each other where a core is not theirs alone.
 # Before torch is imported; the commands that tests start inherit it.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 # Ray lets its workers compute only when nothing else does (15), and the other tests always do.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # torch asks for the name of each process that connects, and without a network nobody answers.

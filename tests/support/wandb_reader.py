@@ -52,15 +52,20 @@ class WandbRun:
         return self.exit_code is not None
 
 
-def read_wandb_run(folder: str | Path, timeout: float = 5.0) -> WandbRun:
+def read_wandb_run(folder: str | Path, timeout: float = 30.0) -> WandbRun:
     """The run in `folder`, which holds exactly one `.wandb` file, at any depth.
 
     `wandb.finish()` may return before the file is written, hence the wait, at most `timeout` seconds.
+
+    Raises:
+        ValueError: there is no such file, or more than one; with what W&B logged, which says why it made none.
     """
-    files = sorted(Path(folder).rglob("*.wandb"))
-    if len(files) != 1:
-        raise ValueError(f"{folder} holds {len(files)} .wandb files instead of one: {files}")
     deadline = time.monotonic() + timeout
+    while not (files := list(Path(folder).rglob("*.wandb"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if len(files) != 1:
+        logs = "\n".join(path.read_text() for path in sorted(Path(folder).rglob("debug*.log")))
+        raise ValueError(f"{folder} holds {len(files)} .wandb files instead of one: {files}\n{logs}")
     while not (run := _parse(files[0].read_bytes())).finished and time.monotonic() < deadline:
         time.sleep(0.05)
     _read_tables(run, files[0].parent / "files")
