@@ -49,6 +49,7 @@ VLLM += ("optimizer.lr=1e-3",)
 QUICK = (*VLLM, "steps=4")  # of what is not ended in the middle
 PER_RANK = "engine.per_rank=true"
 AHEAD = ("+recipe=one_step_off_policy", *SMALL, "steps=4", "explorer.batch_size=4", "name=run")
+AHEAD += ("taskset=support.task_streams.sums", "taskset.order=sequential")  # rank 0 alone makes the tasks
 
 
 @pytest.fixture(scope="module")

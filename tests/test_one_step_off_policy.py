@@ -20,7 +20,8 @@ SMALL = (
 STEPS = 12  # many quick ones: a run is to be interrupted in the middle, on a fast machine too
 SMALL += ("explorer.eval_on_startup=false", "callbacks.checkpoint.every_n_epochs=1", f"steps={STEPS}")
 AHEAD = ("+recipe=one_step_off_policy", *SMALL, f"explorer.eval_interval={STEPS}")
-AHEAD += ("+eval_tasksets.addition_heldout.args.heldout=16",)
+AHEAD += ("taskset=support.task_streams.sums", "taskset.order=sequential")  # whose place a checkpoint must hold
+AHEAD += ("+eval_tasksets={addition_heldout: {source: addition, split: heldout, args: {heldout: 16}}}",)
 # Engines with older weights than the trainer has, without a server: what a checkpoint must hold is the same.
 RARELY = ("+recipe=grpo", *SMALL, "explorer.eval_interval=0", "name=rarely", "explorer.sync_interval=3")
 
