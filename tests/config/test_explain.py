@@ -133,9 +133,17 @@ def test_a_recipe_that_is_wrong(text: str, sentence: str, tmp_path: Path) -> Non
 def test_what_python_raises_of_a_recipe(content: bytes, kind: type[Exception], sentence: str, tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_bytes(content)
-    with pytest.raises(kind) as refused:
+
+    def compose_at(depth: int) -> None:
+        """Compose with `depth` frames in between: they move the place where a recursion reaches its limit."""
+        if depth > 0:
+            compose_at(depth - 1)
         composed(f"hydra.searchpath=[{tmp_path}]", "+recipe=mine")
-    assert sentence in (explain_composition(refused.value) or "")  # type: ignore[arg-type]
+
+    for depth in range(5):
+        with pytest.raises(kind) as refused:
+            compose_at(depth)
+        assert sentence in (explain_composition(refused.value) or "")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [ValueError, OSError, RecursionError])

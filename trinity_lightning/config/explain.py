@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -101,7 +102,10 @@ def explain_composition(error: Exception) -> str | None:
         return "no job of the sweep succeeded: see the train.log in each job's folder."
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [frame.f_globals["__name__"].partition(".")[0] for frame in frames]
-    if next(name for name in reversed(packages) if name not in sys.stdlib_module_names) not in _COMPOSING:
+    libraries = [name for name in packages if name not in sys.stdlib_module_names]
+    # Where a recursion reaches its limit is chance: what recurs is what has most frames.
+    raised_in = Counter(libraries).most_common(1)[0][0] if isinstance(error, RecursionError) else libraries[-1]
+    if raised_in not in _COMPOSING:
         return None
     if str(error).startswith("Config group override must be a string or a list"):  # engine=3, and =3
         return _explain_group(frames[-1].f_locals["override"])
