@@ -37,7 +37,7 @@ from trinity_lightning.engines import (
     tell_thoughts,
     thread_share,
 )
-from trinity_lightning.errors import ConfigError, ModelNotSavedError, TrinityError, causes
+from trinity_lightning.errors import ConfigError, ModelNotSavedError, TrinityError, causes, configured_at
 from trinity_lightning.explorer.callback import ExplorerCallback
 from trinity_lightning.explorer.distributed import RankEngines, follower_of, with_rank_engines
 from trinity_lightning.explorer.explorer import Explorer
@@ -383,16 +383,17 @@ def _engines(config: TrainConfig, folder: Path) -> list[Engine]:
 def train_source(config: TrainConfig) -> TaskSource:
     """The source of the training tasks."""
     taskset = mixture_of(config.tasksets) if config.tasksets else Taskset.from_config(config.taskset)
-    return TaskSource(
-        taskset,
-        config.workflow.name,
-        config.reward,
-        config.sampling,
-        _arguments(config),
-        reward_solved=config.reward_solved,
-        chat_template_kwargs=config.model.chat_template_kwargs,
-        chat_template=_chat_template(config.model.name),
-    )
+    with configured_at("workflow"):
+        return TaskSource(
+            taskset,
+            config.workflow.name,
+            config.reward,
+            config.sampling,
+            _arguments(config),
+            reward_solved=config.reward_solved,
+            chat_template_kwargs=config.model.chat_template_kwargs,
+            chat_template=_chat_template(config.model.name),
+        )
 
 
 def eval_sources(config: TrainConfig) -> list[TaskSource]:
@@ -404,7 +405,8 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
         Taskset.from_config(taskset, epochs=1, key=f"eval_tasksets.{name}")
         for name, taskset in config.eval_tasksets.items()
     ]
-    return [TaskSource(taskset, *settings, *rendering) for taskset in tasksets]
+    with configured_at("eval_workflow" if config.eval_workflow else "workflow"):
+        return [TaskSource(taskset, *settings, *rendering) for taskset in tasksets]
 
 
 @functools.lru_cache(maxsize=1)
@@ -421,8 +423,8 @@ def _arguments(config: TrainConfig) -> dict[str, Any]:
 def online_data(config: TrainConfig, folder: Path, auxiliary_models: Mapping[str, HeldModel]) -> ExperienceDataModule:
     """The buffer that the rollouts of this run fill."""
     return ExperienceDataModule(
-        [(strategy.name, strategy.args) for strategy in config.add_strategy.values()],
-        operators=list(config.operators.values()),
+        config.add_strategy,
+        operators=config.operators,
         auxiliary_models={name: [model.get_openai_async_client()] for name, model in auxiliary_models.items()},
         folder=folder,
         keep=step_keeper(config.buffer, folder) if config.buffer.keep else None,

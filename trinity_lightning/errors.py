@@ -1,7 +1,9 @@
 """The errors of this library. A message names the thing and the fix."""
 
 import errno
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
 
 
@@ -14,7 +16,8 @@ class ConfigError(TrinityError, ValueError):
 
     Args:
         message: the problem; a whole sentence if there is no `fix`.
-        key: the dotted key to change; None where no single key is at fault.
+        key: the dotted key to change; None where no single key is at fault. Code that does not know its section gives a
+            key that begins with a dot (".answer_field"), or none: see `configured_at`.
         fix: the change that helps, which ends the message.
     """
 
@@ -22,6 +25,34 @@ class ConfigError(TrinityError, ValueError):
         super().__init__(message if fix is None else f"{message}: {fix}.")
         self.key = key
         self.fix = fix
+
+
+@contextmanager
+def configured_at(key: str | None, *, section: str | None = None, names: Collection[str] = ()) -> Iterator[None]:
+    """Complete the key of a ConfigError that is raised within this context; a whole key stays as it is.
+
+    Use it where a part's place in the configuration is known, so that the part's own code need not know it.
+
+    Example:
+        with configured_at("tasksets.sums.path", section="tasksets.sums"):
+            raise ConfigError("there is no field 'answer'", key=".answer_field")  # tasksets.sums.answer_field
+
+    Args:
+        key: the whole dotted key for an error that has none; None: it gets none.
+        section: the dotted key in front of a relative one, which begins with a dot or with one of `names`; None: `key`.
+        names: names of the section's own keys, such as the arguments of a part.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        section = key if section is None else section
+        if error.key is None:
+            error.key = key
+        elif section is not None and error.key.startswith("."):
+            error.key = section + error.key
+        elif section is not None and re.split(r"[.\[]", error.key)[0] in names:
+            error.key = f"{section}.{error.key}"
+        raise
 
 
 class TakenFolderError(ConfigError):

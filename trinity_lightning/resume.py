@@ -122,10 +122,12 @@ def _check_items(algorithm: Any, checkpoint: Mapping[str, Any], path: Path) -> N
     saved = checkpoint["hyper_parameters"].get("algorithm", {})
     before = {key: saved[key] for key in ("optimizer_steps", "inner_epochs") if key in saved}
     items = math.prod(before.values())
-    if 0 < position < items and any(getattr(algorithm, key) != value for key, value in before.items()):
+    changed = [f"algorithm.{key}" for key, value in before.items() if getattr(algorithm, key) != value]
+    if 0 < position < items and changed:
         raise ConfigError(
             f"'{path}' was written after item {position} of {items} of a step, which can only be finished as it was "
             "begun",
+            key=changed[0],
             fix=(
                 f"set {' and '.join(f'algorithm.{key}={value}' for key, value in before.items())}, or resume from "
                 "the end of a step"

@@ -30,7 +30,7 @@ from trinity_lightning.config.signatures import check_arguments
 from trinity_lightning.config.taskset import tasksets_of
 from trinity_lightning.config.trainer import STARTED_BY, trains_together
 from trinity_lightning.config.values import unknown_name
-from trinity_lightning.errors import ConfigError, causes
+from trinity_lightning.errors import ConfigError, causes, configured_at
 
 if TYPE_CHECKING:
     import lightning as L
@@ -94,9 +94,11 @@ def check(config: DictConfig, here: bool = True) -> None:
         check_loggers(config)
     if run.buffer.has_rollouts:
         arguments = workflow_arguments(run.workflow.name, run.workflow.args, list(run.auxiliary_models))
-        check_workflow(run.workflow.name, arguments)
+        with configured_at("workflow"):
+            check_workflow(run.workflow.name, arguments)
         if run.eval_workflow is not None:
-            check_workflow(run.eval_workflow, {})
+            with configured_at("eval_workflow"):
+                check_workflow(run.eval_workflow, {})
         check_weighing(run)
 
 
@@ -119,7 +121,8 @@ def check_weighing(run: TrainConfig) -> None:
         for label, strategy in run.add_strategy.items():
             check_strategy(strategy.name, strategy.args, f"add_strategy.{label}.args")
         for label, operator in run.operators.items():
-            kind = operator_class(operator.name)
+            with configured_at(f"operators.{label}"):
+                kind = operator_class(operator.name)
             check_arguments(f"operator '{label}'", kind, operator.args, f"operators.{label}.args")
 
 

@@ -388,5 +388,5 @@ def test_a_state_of_something_else_is_refused_by_the_tasksets_key():
 
 def test_an_entry_is_a_mapping(monkeypatch):
     monkeypatch.setattr(f"{HERE}.texts", lambda: ["1 + 1 = ?"], raising=False)
-    with refuses("taskset"):
+    with refuses("taskset.source"):
         made("texts")

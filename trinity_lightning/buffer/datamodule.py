@@ -1,7 +1,7 @@
 """The LightningDataModule: it takes experiences in by the pipeline, holds them, and deals optimizer batches."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,14 +11,14 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from trinity_lightning.buffer.operators import AuxiliaryModels
+from trinity_lightning.buffer.operators.experience_operator import AuxiliaryModels, Operators
 from trinity_lightning.buffer.pipeline import ExperiencePipeline, MoreRollouts, StrategySpec
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.config.buffer import BufferConfig, OperatorConfig
+from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import whole_number
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, configured_at
 
 if TYPE_CHECKING:
     from trinity_lightning.buffer.offline import ExpertData
@@ -35,7 +35,8 @@ def step_keeper(buffer: BufferConfig, folder: Path) -> StepKeeper:
         ConfigError: the database's URL is none, or a package for it is missing.
         StorageError: there is no such database, or it is of something else.
     """
-    return KEEPERS.get("sql" if buffer.keep == "sql" else "file")(buffer, folder)
+    with configured_at("buffer.keep"):
+        return KEEPERS.get("sql" if buffer.keep == "sql" else "file")(buffer, folder)
 
 
 # -- the buffer, in memory ---------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ class ExperienceDataModule(UnmovedDataModule):
         optimizer_steps: int = 1,
         inner_epochs: int = 1,
         seed: int = 0,
-        operators: Sequence[OperatorConfig] = (),
+        operators: Operators = (),
         auxiliary_models: AuxiliaryModels | None = None,
         folder: str | Path | None = None,
         keep: StepKeeper | None = None,

@@ -31,7 +31,7 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.rows import check_rows
 from trinity_lightning.config.models import load_generation_config, load_tokenizer
 from trinity_lightning.config.run import TrainConfig
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, configured_at
 from trinity_lightning.explorer.models.imitation import Imitation
 from trinity_lightning.explorer.models.turns import common_length, encode_text
 from trinity_lightning.explorer.tasks.dataset import dataset_entries, names_of
@@ -407,7 +407,9 @@ def held_out_of_run(
         # Without a split of its own, another dataset is measured whole, in the splits that are trained on.
         split = settings.split or "+".join(names_of(config.buffer.dataset.split))
         path = settings.path or str(config.buffer.path)
-        trained, held_out = examples, examples_of(config, path, split, pairs)
+        section = "buffer.dataset.held_out"
+        with configured_at(f"{section}.{'split' if settings.path is None else 'path'}", section=section):
+            trained, held_out = examples, examples_of(config, path, split, pairs)
     else:
         count = round(settings.share * len(examples))
         if not 0 < count < len(examples):

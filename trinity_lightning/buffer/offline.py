@@ -23,7 +23,7 @@ from trinity_lightning.config.checkpoints import resume_command
 from trinity_lightning.config.models import load_generation_config, load_tokenizer
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.values import number, whole_number
-from trinity_lightning.errors import ConfigError, StorageError
+from trinity_lightning.errors import ConfigError, StorageError, configured_at
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.models.imitation import Imitation
 from trinity_lightning.explorer.models.turns import common_length, turn_end
@@ -217,12 +217,14 @@ def offline_data_module(
         reader = UnreadReader()
     elif dataset:
         settings = config.buffer.dataset
-        examples = examples_of(config, str(config.buffer.path), settings.split, pairs)
+        with configured_at("buffer.path", section="buffer.dataset"):
+            examples = examples_of(config, str(config.buffer.path), settings.split, pairs)
         if settings.held_out.given:
             examples, held_out = held_out_of_run(config, examples, pairs)
         reader = ExampleReader.of_run(config, examples)
     else:
-        reader = create_reader(config.buffer, config.seed)
+        with configured_at("buffer.storage"):
+            reader = create_reader(config.buffer, config.seed)
         if config.buffer.order == "fifo":  # other orders log each read
             _check_first(reader, pairs)
     return OfflineExperienceDataModule(
@@ -282,7 +284,9 @@ def _check_first(reader: BufferReader, pairs: bool) -> None:
         misfit = "is a preference pair: choose algorithm.policy_loss=dpo."
         if pairs:
             misfit = "is not a preference pair, and algorithm.policy_loss=dpo needs pairs: choose another loss."
-        raise ConfigError(f"experience {first[0].eid}, which is to be trained on, {misfit}")
+        raise ConfigError(
+            f"experience {first[0].eid}, which is to be trained on, {misfit}", key="algorithm.policy_loss"
+        )
 
 
 # -- expert data, which join the rollouts of every explore step --------------------------------------------------------
@@ -380,7 +384,8 @@ def expert_data(config: TrainConfig) -> ExpertData:
             config.model.chat_template_kwargs,
         )
     else:
-        reader = create_reader(BufferConfig(storage=expert.storage, path=expert.path, url=expert.url))
+        with configured_at("buffer.expert.storage"):
+            reader = create_reader(BufferConfig(storage=expert.storage, path=expert.path, url=expert.url))
     return ExpertData(reader, expert.per_step)
 
 

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 from trinity_lightning.algorithm.add_strategy import ComposedAddStrategy
 from trinity_lightning.algorithm.add_strategy.add_strategy import ListWriter
-from trinity_lightning.buffer.operators.experience_operator import AuxiliaryModels, OperatorChain
+from trinity_lightning.buffer.operators.experience_operator import AuxiliaryModels, OperatorChain, Operators
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.runs import Criterion, Untrained, forget_notes, warn_of_idle_step
-from trinity_lightning.config.buffer import OperatorConfig
+from trinity_lightning.config.sections import PartConfig, strategies
 
 logger = logging.getLogger(__name__)
 
-StrategySpec = str | Sequence[tuple[str, Mapping[str, Any]]]
+StrategySpec = str | Sequence[tuple[str, Mapping[str, Any]]] | Mapping[str, PartConfig]
 
 
 class ExperiencePipeline:
@@ -24,8 +24,8 @@ class ExperiencePipeline:
 
     Args:
         add_strategy: makes advantages of rewards: a registered name or dotted path, or several that follow each other,
-            with arguments: [("grpo", {"epsilon": 1e-6})].
-        operators: run before the add strategy, in order.
+            with arguments: [("grpo", {"epsilon": 1e-6})], or as the section `add_strategy` of a configuration.
+        operators: run before the add strategy, in order; a list, or the section `operators` of a configuration.
         auxiliary_models: clients of other models, for operators that ask them.
         folder: the run's folder, to which a failing operator's step is written (`rejected/step_<n>.trxp`); None: such
             steps are not written.
@@ -41,14 +41,21 @@ class ExperiencePipeline:
     def __init__(
         self,
         add_strategy: StrategySpec,
-        operators: Sequence[OperatorConfig] = (),
+        operators: Operators = (),
         *,
         auxiliary_models: AuxiliaryModels | None = None,
         folder: str | Path | None = None,
     ) -> None:
-        specs = [(add_strategy, {})] if isinstance(add_strategy, str) else add_strategy
+        labels: list[str] | None = None
+        if isinstance(add_strategy, str):
+            specs: Sequence[tuple[str, Mapping[str, Any]]] = [(add_strategy, {})]
+        elif isinstance(add_strategy, Mapping):
+            labels = list(add_strategy)
+            specs = [(part.name, part.args) for part in strategies(add_strategy).values()]
+        else:
+            specs = add_strategy
         self._written = ListWriter()
-        self._strategy = ComposedAddStrategy(specs, self._written)
+        self._strategy = ComposedAddStrategy(specs, self._written, labels)
         self.chain = OperatorChain(operators, auxiliary_models, folder) if operators else None
         self._explained: set[str] = set()  # reasons for untrained steps whose remedy was logged already
 

@@ -99,7 +99,8 @@ def read(folder: Path, targets: Mapping[str, Tensor]) -> None:
         reader.read_data(planner.create_local_plan(), planner).wait()
     except Exception as error:  # damaged files may provoke any
         raise ConfigError(
-            f"the checkpoint '{folder}' cannot be read, choose another one: {type(error).__name__}: {error}"
+            f"the checkpoint '{folder}' cannot be read, choose another one: {type(error).__name__}: {error}",
+            key="ckpt_path",
         ) from error
 
 

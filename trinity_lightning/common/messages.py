@@ -102,7 +102,7 @@ def read_template_variables(entry: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: the column is no mapping, nor JSON text of one, or names an argument of the rendering function.
     """
     variables = _json_value(TEMPLATE_VARIABLES, entry.get(TEMPLATE_VARIABLES))
-    return {} if variables is None else check_template_variables(TEMPLATE_VARIABLES, without_none(variables))
+    return {} if variables is None else check_template_variables(None, without_none(variables), TEMPLATE_VARIABLES)
 
 
 def _json_value(column: str, value: Any) -> Any:

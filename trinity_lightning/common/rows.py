@@ -8,9 +8,7 @@ from trinity_lightning.errors import ConfigError
 MOST_NAMED = 5  # rows that a message names
 
 
-def check_rows(
-    where: str, count: int, check: Callable[[int], object], place: Callable[[int], str], key: str | None = None
-) -> None:
+def check_rows(where: str, count: int, check: Callable[[int], object], place: Callable[[int], str]) -> None:
     """Check every row, and refuse the bad ones in one message.
 
     Args:
@@ -18,10 +16,10 @@ def check_rows(
         count: number of rows.
         check: raises a ConfigError for the index of a bad row.
         place: the place of the row with an index, for messages.
-        key: the dotted key of the data.
 
     Raises:
-        ConfigError: some rows are bad; the message names the first five by place and reason, and counts them.
+        ConfigError: some rows are bad; the message names the first five by place and reason, and counts them. Its key
+            is that of the bad rows if they have one in common; `configured_at` completes it.
     """
     errors: dict[int, ConfigError] = {}
     for index in range(count):
@@ -36,8 +34,8 @@ def check_rows(
         places.setdefault(str(error), []).append(place(index))
     named = " ".join(f"{', '.join(bad_rows)}: {reason}" for reason, bad_rows in places.items())
     first = next(iter(errors.values()))
-    keys = {error.key or key for error in errors.values()}
-    key = keys.pop() if len(keys) == 1 else key
+    keys = {error.key for error in errors.values()}
+    key = keys.pop() if len(keys) == 1 else None
     if len(errors) == 1:
         raise ConfigError(f"{where}, {named}", key=key) from first
     more = f" And {len(errors) - MOST_NAMED} more." if len(errors) > MOST_NAMED else ""

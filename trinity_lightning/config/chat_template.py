@@ -13,17 +13,20 @@ RENDERING_ARGUMENTS = (
 )  # fmt: skip
 
 
-def check_template_variables(key: str, value: Any) -> dict[str, Any]:
+def check_template_variables(key: str | None, value: Any, label: str = "") -> dict[str, Any]:
     """Check the variables of a chat template, and leave out those that are null.
+
+    A `label` stands for the key in messages.
 
     Raises:
         ConfigError: the value is no mapping, or holds a name of RENDERING_ARGUMENTS.
     """
+    title = label or key
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} is {value!r}", key=key, fix="give a mapping, such as {enable_thinking: false}")
+        raise ConfigError(f"{title} is {value!r}", key=key, fix="give a mapping, such as {enable_thinking: false}")
     variables = {str(name): setting for name, setting in value.items() if setting is not None}
     if reserved := sorted(variables.keys() & set(RENDERING_ARGUMENTS)):
         raise ConfigError(
-            f"{key} has {reserved[0]}, which is no variable of the chat template", key=key, fix="leave it out"
+            f"{title} has {reserved[0]}, which is no variable of the chat template", key=key, fix="leave it out"
         )
     return variables

@@ -13,7 +13,7 @@ from trinity_lightning.config.registry import PARTS, import_object, unfinished_c
 from trinity_lightning.config.sections import Section, checked
 from trinity_lightning.config.signatures import check_arguments, check_methods, is_of_the_library, parameters_beside
 from trinity_lightning.config.values import nearest, number, one_of, url, whole_number
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, configured_at
 
 # Ways of sending weights to servers without a file, and the arguments of vLLM that each way sets.
 SET_BY = {"nccl": ("weight_transfer_config",), "ipc": ("weight_transfer_config", "worker_extension_cls")}
@@ -26,6 +26,7 @@ def require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed",
+            key="engine",
             fix=(
                 "pip install 'trinity-lightning[cpu]' (no GPU) or 'trinity-lightning[vllm]', or "
                 "choose engine=transformers"
@@ -200,9 +201,10 @@ def _declared_capabilities(name: str) -> Capabilities:
             key="engine.name",
             fix="give a subclass of trinity_lightning.explorer.models.engine.Engine",
         )
-    if getattr(engine, "__abstractmethods__", None):
-        raise unfinished_class("engine.name:", engine)
-    check_methods("engine", cast("type", engine))
+    with configured_at("engine.name"):
+        if getattr(engine, "__abstractmethods__", None):
+            raise unfinished_class("engine.name:", engine)
+        check_methods("engine", cast("type", engine))
     return capabilities
 
 

@@ -255,6 +255,7 @@ def check_overrides(config: DictConfig) -> None:
         if re.fullmatch(r"\{\s*\}", value) and (entries := OmegaConf.select(config, name)):
             raise ConfigError(
                 f"{override} changes nothing, since Hydra merges mappings",
+                key=group,
                 fix=f"leave out an entry by '~{name}.{next(iter(entries))}', or all of them by '~{name}'",
             )
 

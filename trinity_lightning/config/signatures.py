@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.config.values import unknown_name
-from trinity_lightning.errors import ArgumentError, ConfigError
+from trinity_lightning.errors import ArgumentError, ConfigError, configured_at
 
 T = TypeVar("T")
 Parameter = inspect.Parameter
@@ -54,7 +54,8 @@ def check_call(label: str, function: Callable[..., Any], names: Sequence[str], s
         function: a function, a method, or another callable.
         names: our names of the positional arguments, in order.
         shown: the call, for messages: "score(rewards, groups, runs)".
-        key: dotted key of the function's further arguments; empty if it has none.
+        key: dotted key of the function's further arguments; empty if it has none. The key of the function itself is
+            left to `configured_at`.
 
     Raises:
         ArgumentError: a further argument has no default and is missing.
@@ -211,7 +212,7 @@ def made(
 
     Raises:
         ArgumentError: as `check_arguments`.
-        Exception: the constructor raised it.
+        Exception: the constructor raised it. A ConfigError about one of the arguments gets the whole key.
     """
     given = given or {}
     check_arguments(label, kind, args, key, tuple(given))
@@ -223,7 +224,8 @@ def made(
         if name not in parameters:
             with suppress(AttributeError):  # the user's class has a property of this name
                 object.__setattr__(instance, name, value)
-    instance.__init__(**passed, **args)
+    with configured_at(None, section=key, names=parameters.keys() - given.keys()):
+        instance.__init__(**passed, **args)
     return instance
 
 

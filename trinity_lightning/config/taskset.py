@@ -74,14 +74,17 @@ def is_local(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in FILE_FORMATS
 
 
-def check_dataset_path(key: str, path: str | None) -> None:
-    """Refuse a local file or folder that does not exist; a ConfigError."""
+def check_dataset_path(key: str | None, path: str | None, label: str = "") -> None:
+    """Refuse a local file or folder that does not exist; a ConfigError. A `label` stands for the key in messages."""
+    title = label or key
     if path == "":
-        raise ConfigError(f"{key} is empty", key=key, fix="give a file, a folder, or the name of a dataset on the hub")
+        raise ConfigError(
+            f"{title} is empty", key=key, fix="give a file, a folder, or the name of a dataset on the hub"
+        )
     if path and is_local(path) and not (place := Path(path).expanduser()).exists():
         match = nearest(place.name, [path.name for path in place.parent.iterdir()] if place.parent.is_dir() else [])
         hint = f": did you mean '{place.parent / match}'?" if match else "."
-        raise ConfigError(f"{key}: there is no file or folder '{path}'{hint}", key=key)
+        raise ConfigError(f"{title}: there is no file or folder '{path}'{hint}", key=key)
 
 
 def check_taskset(taskset: TasksetConfig) -> None:
@@ -105,6 +108,11 @@ def check_taskset(taskset: TasksetConfig) -> None:
             key="taskset.split",
             fix="leave it out",
         )
+
+
+def data_key(config: TasksetConfig, key: str) -> str:
+    """The dotted key that names the data of the taskset under `key`: its path, or without one its source."""
+    return f"{key}.source" if config.path is None else f"{key}.path"
 
 
 def tasksets_of(run: "TrainConfig") -> dict[str, TasksetConfig]:

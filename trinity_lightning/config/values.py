@@ -35,28 +35,41 @@ FLOAT32_MOST = 3.4028234663852886e38  # the largest float32, which bounds reward
 
 
 def number(
-    key: str,
+    key: str | None,
     value: T,
     *,
     least: float = -math.inf,
     above: float = -math.inf,
     most: float = math.inf,
     optional: bool = False,
+    label: str = "",
 ) -> T:
-    """Check a finite number: at least `least`, above `above`, at most `most`; None is allowed if `optional`."""
+    """Check a finite number: at least `least`, above `above`, at most `most`; None is allowed if `optional`.
+
+    A `label` stands for the key in the message, as in all checks that have one.
+    """
     if optional and value is None:
         return value
     is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not (above < value and least <= value <= most):  # type: ignore[operator]
         kind = "a finite number" if most == math.inf else "a number"
         raise ConfigError(
-            f"{key} is {value!r}", key=key, fix=f"give {kind}{_bounds(least, above, most)}{_or_null(optional)}"
+            f"{label or key} is {value!r}",
+            key=key,
+            fix=f"give {kind}{_bounds(least, above, most)}{_or_null(optional)}",
         )
     return value
 
 
 def whole_number(
-    key: str, value: T, *, least: int, most: float = math.inf, optional: bool = False, auto: bool = False
+    key: str | None,
+    value: T,
+    *,
+    least: int,
+    most: float = math.inf,
+    optional: bool = False,
+    auto: bool = False,
+    label: str = "",
 ) -> T:
     """Check a whole number from `least` to `most`; None is allowed if `optional`, "auto" if `auto`."""
     if (optional and value is None) or (auto and value == AUTO):
@@ -65,7 +78,7 @@ def whole_number(
     if not is_whole or not least <= value <= most:  # type: ignore[operator]
         others = f", or {AUTO}" if auto else _or_null(optional)
         raise ConfigError(
-            f"{key} is {value!r}", key=key, fix=f"give a whole number{_bounds(least, -math.inf, most)}{others}"
+            f"{label or key} is {value!r}", key=key, fix=f"give a whole number{_bounds(least, -math.inf, most)}{others}"
         )
     return value
 
@@ -91,13 +104,15 @@ def url(key: str, value: T, example: str) -> T:
     return value
 
 
-def one_of(key: str, value: T, names: Collection[str], *, with_paths: bool = False, optional: bool = False) -> T:
+def one_of(
+    key: str, value: T, names: Collection[str], *, with_paths: bool = False, optional: bool = False, label: str = ""
+) -> T:
     """Check for one of these names; a dotted path is allowed if `with_paths`, None if `optional`."""
     is_path = with_paths and isinstance(value, str) and "." in value
     if (optional and value is None) or is_path or (isinstance(value, str) and value in names):
         return value
     hint = " Your own goes by its dotted path." if with_paths else ""
-    raise ConfigError(unknown_name(key, value, names) + hint, key=key)
+    raise ConfigError(unknown_name(label or key, value, names) + hint, key=key)
 
 
 def numbered(names: Sequence[str]) -> list[str]:
@@ -118,6 +133,7 @@ def check_version(state: Mapping[str, Any], names: Sequence[str], part: str) -> 
     if missing:
         raise ConfigError(
             f"the checkpoint is of an earlier version (its state of {part} lacks '{missing[0]}') and cannot go on",
+            key="ckpt_path",
             fix="finish that run with its version, or begin a new one",
         )
 

@@ -96,7 +96,7 @@ class RayWorker:
             loaded = pickle.loads(task)  # noqa: S301 - from the program that started this one
         except Exception as error:
             reason = f"the task cannot be read in a Ray worker: {type(error).__name__}: {error}"
-            return self._answer(Attempt([], dict.fromkeys(runs, ConfigError(reason)), 0.0), runs)
+            return self._answer(Attempt([], dict.fromkeys(runs, ConfigError(reason, key="explorer.runner")), 0.0), runs)
         self._model.model_version = version
         return self._answer(await self._runner.attempt(loaded, runs, limit), runs)
 

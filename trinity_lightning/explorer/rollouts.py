@@ -128,7 +128,7 @@ class SyncPolicy:
         text = policy.tokenizer.decode(token_ids)
         if any(engine.tokenizer and engine.tokenizer.decode(token_ids) != text for engine in engines):
             message = f"an engine's tokenizer is not that of '{policy.model_name}'"
-            raise ConfigError(message, fix="give it that model, too")
+            raise ConfigError(message, key="engine", fix="give it that model, too")
         token_ids = token_ids[: min(engine.max_model_len for engine in engines) - 1]
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),

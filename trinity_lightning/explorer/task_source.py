@@ -84,6 +84,7 @@ class TaskSource:
             if comparing and ANSWER not in raw_task:
                 raise ConfigError(
                     f"no answer, which reward function '{comparing[0]}' compares with",
+                    key=".answer_field",
                     fix=f"set the taskset's answer_field={nested_answer(raw_task) or 'NAME'}, or choose another reward",
                 )
             for check in checks:

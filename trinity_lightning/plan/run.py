@@ -376,7 +376,8 @@ def step_of(run: TrainConfig, plan_config: "PlanConfig") -> Step:
     if prompt < 1 or prompt + response > context:
         raise ConfigError(
             f"prompts of {prompt} tokens (plan.prompt_tokens) and responses of {response} (plan.response_tokens) do "
-            f"not fit into engine.max_model_len={context}."
+            f"not fit into engine.max_model_len={context}.",
+            key="plan.prompt_tokens" if plan_config.prompt_tokens else "plan.response_tokens",
         )
     if not run.buffer.has_rollouts:
         return Step(run.buffer.batch_size, 2 if Objective(run.algorithm).pairs else 1, prompt, response)

@@ -183,5 +183,6 @@ def saved_weights(path: str | Path) -> tuple[int, dict[str, Tensor]]:
         step = int(checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"])
         weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name.startswith(_POLICY)}
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, UnpicklingError) as error:
-        raise ConfigError(f"'{path}' is no checkpoint of a training run: {type(error).__name__}: {error}") from error
+        message = f"'{path}' is no checkpoint of a training run: {type(error).__name__}: {error}"
+        raise ConfigError(message, key="ckpt_path") from error
     return step, weights

@@ -184,13 +184,16 @@ def check_resumed(checkpoint: Mapping[str, Any], config: OptimizerConfig) -> Non
         check_version(checkpoint, ("hyper_parameters",), "the policy")
     if "optimizer" not in checkpoint.get("hyper_parameters", {}):
         raise ConfigError(
-            "the checkpoint has no settings of an optimizer", fix="give one that a run of train has written"
+            "the checkpoint has no settings of an optimizer",
+            key="ckpt_path",
+            fix="give one that a run of train has written",
         )
     optimizers = checkpoint.get("optimizer_states", [])  # none where only weights were saved
     if any(len(state["param_groups"]) == 1 for state in optimizers):
         raise ConfigError(
             "the checkpoint is of a version in which norms, biases and embeddings decayed too, as one parameter "
             "group: its optimizer cannot go on here",
+            key="ckpt_path",
             fix="finish that run with its version, or begin a new one",
         )
     before = checkpoint["hyper_parameters"]["optimizer"].get("name", "adamw")  # the only optimizer of earlier versions

@@ -163,7 +163,9 @@ class Objective:
         if self._ignores_advantages:
             return torch.zeros_like(micro.action_mask, dtype=torch.float32)
         raise ConfigError(
-            "experiences without advantages reached the trainer", fix="choose an add strategy that sets them"
+            "experiences without advantages reached the trainer",
+            key="add_strategy",
+            fix="choose an add strategy that sets them",
         )
 
     def _corrected(

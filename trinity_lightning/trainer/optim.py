@@ -20,7 +20,7 @@ from trinity_lightning.config.lightning_objects import check_arguments
 from trinity_lightning.config.model import ADAM, OFFLOADED, OptimizerConfig
 from trinity_lightning.config.own_code import where
 from trinity_lightning.config.registry import PARTS, Registry, import_object
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, configured_at
 from trinity_lightning.trainer.host import HostMasters
 from trinity_lightning.trainer.masters import MasterWeights, are_rounded, parameters_of
 
@@ -147,7 +147,8 @@ def _users_factory(config: OptimizerConfig) -> Callable[[Any], Optimizer]:
     Raises:
         ConfigError: there is no such optimizer, or it does not take these arguments.
     """
-    make: Any = import_object(config.name)
+    with configured_at("optimizer.name"):
+        make: Any = import_object(config.name)
     if isinstance(make, type):
         if not issubclass(make, Optimizer):
             raise ConfigError(f"optimizer.name={config.name} is no torch.optim.Optimizer.", key="optimizer.name")
@@ -231,7 +232,7 @@ def _try_steps(make: Callable[[Any], Optimizer]) -> None:
     """
     optimizer, resumed = make(_small_groups()), make(_small_groups())
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError("it makes no torch.optim.Optimizer.")
+        raise ConfigError("it makes no torch.optim.Optimizer.", key="optimizer.name")
     for parameter in parameters_of(optimizer):
         parameter.grad = torch.ones_like(parameter)
     with torch.random.fork_rng(devices=[]):  # trials draw nothing from the run's random state
@@ -239,7 +240,8 @@ def _try_steps(make: Callable[[Any], Optimizer]) -> None:
         optimizer.step(closure=lambda: None)  # pyright: ignore[reportCallIssue,reportArgumentType]
     state = optimizer.state_dict()
     if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in tree_leaves(state)):
-        raise ConfigError("its state has tensors of its own kind, which a checkpoint does not hold.")
+        message = "its state has tensors of its own kind, which a checkpoint does not hold."
+        raise ConfigError(message, key="optimizer.name")
     torch.save(state, file := io.BytesIO())
     file.seek(0)
     resumed.load_state_dict(torch.load(file, weights_only=True))
@@ -272,8 +274,9 @@ def learning_rate_schedule(optimizer: Optimizer, config: OptimizerConfig) -> Any
         ConfigError: there is no such schedule, or it does not take these arguments, or has no warm-up.
         ValueError: it needs `total_steps`, and there is none.
     """
-    name, arguments = schedule_settings(config)
-    schedule = cast("Callable[..., Any]", SCHEDULE.resolve(name))
+    with configured_at("optimizer.lr_scheduler"):
+        name, arguments = schedule_settings(config)
+        schedule = cast("Callable[..., Any]", SCHEDULE.resolve(name))
     try:
         return schedule(optimizer, **arguments)
     except Exception as error:  # whatever the user's code raises

@@ -124,10 +124,11 @@ def test_a_step_that_failed_leaves_nothing_to_the_next():
         ({"grpo": {}}, "add_strategy", ConfigError),
         (["reward_variance", "grpo"], "add_strategy", ConfigError),
         (Failing, "add_strategy", ConfigError),
-        ([("reward_variance", {}), ("gpro", {})], None, ConfigError),
-        ([("grpo", {}), ("grpo", {"epsilom": 1})], "args.epsilom", ArgumentError),
-        ([("grpo", None)], "args", ConfigError),
-        ([(f"{__name__}.Unfinished", {})], None, UnfinishedClassError),
+        ([("grpo", {"epsilon": -1})], "add_strategy.grpo.args.epsilon", ConfigError),
+        ([("reward_variance", {}), ("gpro", {})], "add_strategy.gpro", ConfigError),
+        ([("grpo", {}), ("grpo", {"epsilom": 1})], "add_strategy.grpo.args.epsilom", ArgumentError),
+        ([("grpo", None)], "add_strategy.grpo.args", ConfigError),
+        ([(f"{__name__}.Unfinished", {})], f"add_strategy.{__name__}.Unfinished", UnfinishedClassError),
     ],
 )
 def test_wrong_specs_are_refused(specs, key, error):

@@ -110,12 +110,12 @@ def test_default_args_follow_from_the_constructor_or_are_those_that_are_given(cl
 
 @pytest.mark.parametrize("cls", [strategy for strategy in NATURAL if strategy is not Reference])
 def test_a_wrong_or_a_missing_argument_is_refused_by_its_key(cls: Any):
-    with refuses("args.powr", ArgumentError) as refused:
+    with refuses(f"add_strategy.{cls.__name__}.args.powr", ArgumentError) as refused:
         create_add_strategy([(cls, {"powr": 1.0})], ListWriter())
     assert "Did you mean 'power'" in str(refused.value)
     without_power: Any = (cls, {})
     if cls in (Super, Frozen):
-        with refuses("args.power", ArgumentError):
+        with refuses(f"add_strategy.{cls.__name__}.args.power", ArgumentError):
             create_add_strategy([without_power], ListWriter())
 
 

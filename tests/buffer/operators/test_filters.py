@@ -79,7 +79,7 @@ def test_dynamic_sampling_takes_another_metric_and_threshold():
     kept, metrics = run("dapo_dynamic_sampling", exps, metric_key="f1", correct_threshold=0.5)
     assert list(group_by(kept, "task")) == ["1/0"]
     assert metrics["dropped_all_correct"] == 2
-    with refuses("correct_threshold"):
+    with refuses("operators.dapo_dynamic_sampling.args.correct_threshold"):
         run("dapo_dynamic_sampling", exps, correct_threshold=NAN)
 
 

@@ -147,12 +147,12 @@ def test_an_entry_that_is_no_number_is_told():
     ],
 )
 def test_wrong_rules_are_refused_by_their_key(rule, key):
-    with refuses(f"reward_shaping_configs[0]{key}"):
+    with refuses(f"operators.reward_shaping_mapper.args.reward_shaping_configs[0]{key}"):
         shape([], rule)
 
 
 def test_rules_are_a_list():
-    with refuses("reward_shaping_configs"):
+    with refuses("operators.reward_shaping_mapper.args.reward_shaping_configs"):
         run("reward_shaping_mapper", [], reward_shaping_configs="q")
 
 

@@ -20,7 +20,7 @@ from trinity_lightning.common.experience.experience import check_weighed
 from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.config.signatures import check_arguments, is_of_the_library, made_at_start
 from trinity_lightning.config.values import numbered
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, configured_at
 
 
 def create_add_strategy(specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> AddStrategy:
@@ -37,7 +37,10 @@ def create_add_strategy(specs: Sequence[tuple[str, Mapping[str, Any]]], writer: 
         TypeError: an unknown argument (the message lists the valid ones), or a path that is no AddStrategy class.
     """
     _check_specs(specs)
-    return _create(*specs[0], writer) if len(specs) == 1 else ComposedAddStrategy(specs, writer)
+    if len(specs) > 1:
+        return ComposedAddStrategy(specs, writer)
+    [(name, args)] = specs
+    return _create(name, args, writer, _name(name))
 
 
 class ComposedAddStrategy(AddStrategy):
@@ -49,17 +52,29 @@ class ComposedAddStrategy(AddStrategy):
 
     Arguments and errors are those of `create_add_strategy`.
 
+    Args:
+        labels: names of the strategies in the configuration, for the keys of errors; None: the names in `specs`.
+
     Attributes:
         stages: the experiences that each strategy let through in the last step, by the strategy's name, in order.
     """
 
-    def __init__(self, specs: Sequence[tuple[str, Mapping[str, Any]]], writer: BufferWriter) -> None:
+    def __init__(
+        self,
+        specs: Sequence[tuple[str, Mapping[str, Any]]],
+        writer: BufferWriter,
+        labels: Sequence[str] | None = None,
+    ) -> None:
         super().__init__(writer)
         _check_specs(specs)
         self.stages: dict[str, list[Experience]] = {}
         self._writers = [ListWriter() for _ in specs]
-        self.strategies = [_create(name, args, w) for (name, args), w in zip(specs, self._writers, strict=True)]
         self._labels = numbered([name for name, _ in specs])
+        labels = labels or [_name(name) for name, _ in specs]
+        self.strategies = [
+            _create(name, args, list_writer, label)
+            for (name, args), list_writer, label in zip(specs, self._writers, labels, strict=True)
+        ]
         self.refills = self.strategies[0].refills
 
     @classmethod
@@ -99,7 +114,8 @@ def check_strategy(name: str, args: Mapping[str, Any], key: str = "args") -> typ
     Raises:
         ConfigError: as `create_add_strategy`, but for values that are out of range.
     """
-    strategy = ADD_STRATEGY.resolve(name)
+    with configured_at(key.rpartition(".")[0] or None):
+        strategy = ADD_STRATEGY.resolve(name)
     if not (isinstance(strategy, type) and issubclass(strategy, AddStrategy)):
         raise TypeError(f"'{name}' is no AddStrategy class, but {strategy!r}.")
     if not isinstance(args, Mapping):
@@ -124,13 +140,19 @@ def _check_specs(specs: Any) -> None:
         )
 
 
-def _create(name: str, args: Mapping[str, Any], writer: BufferWriter) -> AddStrategy:
-    strategy = check_strategy(name, args)
-    return made_at_start(_title(name), strategy, args, given={_writer_parameter(strategy, args): writer})
+def _create(name: str, args: Mapping[str, Any], writer: BufferWriter, label: str) -> AddStrategy:
+    with configured_at(f"add_strategy.{label}", names=("args",)):
+        strategy = check_strategy(name, args)
+        return made_at_start(_title(name), strategy, args, given={_writer_parameter(strategy, args): writer})
+
+
+def _name(name: Any) -> str:
+    """The name of a strategy that is given by its name or as a class."""
+    return name if isinstance(name, str) else getattr(name, "__name__", str(name))
 
 
 def _title(name: Any) -> str:
-    return f"add strategy '{name if isinstance(name, str) else name.__name__}'"
+    return f"add strategy '{_name(name)}'"
 
 
 def _writer_parameter(strategy: type[AddStrategy], args: Mapping[str, Any]) -> str:

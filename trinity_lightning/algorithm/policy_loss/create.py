@@ -13,7 +13,7 @@ from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn
 from trinity_lightning.config.losses import LOSSES, Needs
 from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.config.registry import PARTS, Registry
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, configured_at
 
 L = TypeVar("L")
 
@@ -30,11 +30,12 @@ def create_policy_loss(name: str, /, **args: Any) -> PolicyLossFn:
         ConfigError: unknown name, the message lists the known ones; or tensors whose names have no clear meaning.
         ArgumentError: unknown argument, the message lists the valid ones; or one that is missing, or of the wrong type.
     """
-    loss = POLICY_LOSS_FN.resolve(name)
-    if args or name not in PARTS["policy loss"]:
-        title = name if isinstance(name, str) else getattr(loss, "__name__", repr(loss))
-        return with_arguments(title, loss, args)
-    return functools.partial(cast("PolicyLossFn", loss))
+    with configured_at(KEY):
+        loss = POLICY_LOSS_FN.resolve(name)
+        if args or name not in PARTS["policy loss"]:
+            title = name if isinstance(name, str) else getattr(loss, "__name__", repr(loss))
+            return with_arguments(title, loss, args)
+        return functools.partial(cast("PolicyLossFn", loss))
 
 
 def accepted(fn: PolicyLossFn, extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +80,8 @@ def needs_of(name: str, loss: PolicyLossFn) -> Needs:
     if name in LOSSES:
         parameters = inspect.signature(loss).parameters
         return LOSSES[name].needs_with({key: parameter.default for key, parameter in parameters.items()})
-    tried = _needs_by_trial(name, loss)
+    with configured_at(KEY):
+        tried = _needs_by_trial(name, loss)
     declared = getattr(POLICY_LOSS_FN.resolve(name), "needs", None)
     if not isinstance(declared, Needs):
         return tried

@@ -24,7 +24,7 @@ from trinity_lightning.config.own_code import described
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.signatures import made_at_start
 from trinity_lightning.config.values import as_float, numbered
-from trinity_lightning.errors import ArgumentError, ConfigError, OperatorError
+from trinity_lightning.errors import ArgumentError, ConfigError, OperatorError, configured_at
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -84,6 +84,8 @@ class ExperienceOperatorV1(ABC):
         self.auxiliary_models = {} if auxiliary_models is None else auxiliary_models
 
 
+# In order; a mapping has their names in the configuration (`operators.NAME`), which the keys of errors begin with.
+Operators = Sequence[OperatorConfig] | Mapping[str, OperatorConfig]
 OperatorClass = type[ExperienceOperator] | type[ExperienceOperatorV1]
 EXPERIENCE_OPERATORS: Registry[OperatorClass] = Registry("experience operator")
 
@@ -111,12 +113,13 @@ class LegacyOperator(ExperienceOperatorV1):
 
 
 def create_operators(
-    operator_configs: Sequence[OperatorConfig], auxiliary_models: AuxiliaryModels | None = None
+    operator_configs: Operators, auxiliary_models: AuxiliaryModels | None = None
 ) -> list[ExperienceOperatorV1]:
     """The operators that the configurations describe, in order.
 
     Args:
-        operator_configs: name (registered, or the dotted path of a class) and arguments of each.
+        operator_configs: name (registered, or the dotted path of a class) and arguments of each. The keys of errors
+            begin with `operators.NAME`, by the names in a mapping, or else by the operators' own.
         auxiliary_models: clients of other models, given to every operator that takes them.
 
     Raises:
@@ -126,8 +129,11 @@ def create_operators(
         ConfigError: an argument's value is out of range.
     """
     operators = []
-    for config in operator_configs:
-        built = _create(operator_class(config.name), config)
+    is_section = isinstance(operator_configs, Mapping)
+    named = operator_configs.items() if is_section else ((config.name, config) for config in operator_configs)
+    for label, config in named:
+        with configured_at(f"operators.{label}", names=("args",)):
+            built = _create(operator_class(config.name), config)
         operator = LegacyOperator(built) if isinstance(built, ExperienceOperator) else built
         operator.set_auxiliary_model(auxiliary_models)
         operators.append(operator)
@@ -179,12 +185,12 @@ class OperatorChain:
         folder: `rejected/step_<n>.trxp` is written here when an operator fails; None: it is not written.
     """
 
-    def __init__(
-        self, configs: Sequence[OperatorConfig], auxiliary_models: AuxiliaryModels | None, folder: str | Path | None
-    ) -> None:
+    def __init__(self, configs: Operators, auxiliary_models: AuxiliaryModels | None, folder: str | Path | None) -> None:
         self._stages: list[_Stage] = []
+        operators = create_operators(configs, auxiliary_models)
+        configs = list(configs.values()) if isinstance(configs, Mapping) else configs
         labels = numbered([config.name for config in configs])
-        for operator, config, label in zip(create_operators(configs, auxiliary_models), configs, labels, strict=True):
+        for operator, config, label in zip(operators, configs, labels, strict=True):
             kind = type(operator.operator if isinstance(operator, LegacyOperator) else operator).__name__
             title, time_key = f"operator '{label}' ({kind})", f"time/operator/{len(self._stages)}_{kind}"
             self._stages.append(_Stage(operator, label, title, time_key, on_error_of(label, config.on_error)))

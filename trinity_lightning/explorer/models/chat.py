@@ -15,6 +15,7 @@ from trinity_lightning.explorer.models.turns import PLACEHOLDER, QUESTION, in_pa
 
 # Names of the field that holds a message's reasoning; templates read one of them.
 REASONING = ("reasoning_content", "reasoning", "thinking")
+TEMPLATE = "model.name"  # the key to change if the tokenizer's chat template does not fit
 _CALL_ID = "call00000"  # nine letters and digits, because Mistral's templates insist on that
 
 Messages = Sequence[Mapping[str, Any]]
@@ -123,6 +124,7 @@ def _check_shown(tokenizer: Any, template: str, messages: Messages) -> None:
         if False in shown and True not in shown:
             raise ConfigError(
                 f"the chat template leaves out messages of role '{role}'",
+                key=TEMPLATE,
                 fix="give them another role, or the tokenizer another template (chat_template)",
             )
 
@@ -177,13 +179,16 @@ def continued(
         calling = {"role": "assistant", "content": "", "tool_calls": [_call_for(message) for message in results]}
         opening, whole = shown(calling, [], False), shown(calling, messages, True)
         if not whole.startswith(opening):
-            raise ConfigError("the chat template shows a call of a tool otherwise once there is its result.")
+            raise ConfigError(
+                "the chat template shows a call of a tool otherwise once there is its result.", key=TEMPLATE
+            )
         closing = () if so_far[-1] in end.tokens else end.closing_calls
         return [*so_far, *closing, *tokenizer.encode(whole.removeprefix(opening), add_special_tokens=False)]
     answer = {"role": "assistant", "content": PLACEHOLDER}
     _, placeholder, tail = shown(answer, messages, True).rpartition(PLACEHOLDER)
     if not placeholder:
-        raise ConfigError("the chat template drops earlier responses: it cannot carry a conversation of several turns.")
+        message = "the chat template drops earlier responses: it cannot carry a conversation of several turns."
+        raise ConfigError(message, key=TEMPLATE)
     added = tokenizer.encode(tail, add_special_tokens=False)
     return [*so_far, *added[end.already_written(so_far[-1], added) :]]
 

@@ -19,7 +19,7 @@ from trinity_lightning.common.thoughts import Markers, Response, markers_of, ope
 from trinity_lightning.config.engines import ENGINE_ARGS, Capabilities, engine_arguments
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.signatures import made_at_start
-from trinity_lightning.errors import PromptTooLongError, RolloutError
+from trinity_lightning.errors import PromptTooLongError, RolloutError, configured_at
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.models.openai_api import ChatCompletions, async_client
 from trinity_lightning.explorer.models.turns import encode_text, end_tokens
@@ -83,7 +83,8 @@ class Engine(ABC):
             folder: the run's folder.
         """
         model_and_config, args = engine_arguments(cls, config.model.name, config.engine)
-        engine = made_at_start(f"engine '{config.engine.name}'", cls, args, ENGINE_ARGS, model_and_config)
+        with configured_at("engine.name"):
+            engine = made_at_start(f"engine '{config.engine.name}'", cls, args, ENGINE_ARGS, model_and_config)
         if not hasattr(engine, "_max_model_len"):  # its class (a dataclass, say) does not call `Engine.__init__`
             engine._max_model_len = config.engine.max_model_len
         return [engine]

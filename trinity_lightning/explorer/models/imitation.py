@@ -8,7 +8,7 @@ from typing import Any
 
 from trinity_lightning.common.thoughts import Markers, Response, markers_of, split_thoughts
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.chat import REASONING, Messages, apply_template, continued, text_of
+from trinity_lightning.explorer.models.chat import REASONING, TEMPLATE, Messages, apply_template, continued, text_of
 from trinity_lightning.explorer.models.tool_calls import call_of_message
 from trinity_lightning.explorer.models.turns import common_length, encode_text, is_space, turn_end
 
@@ -164,6 +164,7 @@ class Imitation:
         elif cut:
             raise ConfigError(
                 f"the chat template leaves out '{cut}' of turn {place}",
+                key=TEMPLATE,
                 fix="write it into the content as the model is to write it, give another template (the tokenizer's "
                 "chat_template), or leave it out yourself",
             )

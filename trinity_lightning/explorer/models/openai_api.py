@@ -369,6 +369,7 @@ class OpenAIModel:
     def _only_chats(self, call: str) -> ConfigError:
         return ConfigError(
             f"{call}: the endpoint {self._url} only chats",
+            key="auxiliary_models",
             fix="leave out `url` of the auxiliary model: the run starts it",
         )
 

@@ -12,7 +12,7 @@ from trinity_lightning.config.own_code import described, own_frames
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.signatures import check_arguments, check_call, has_method, made_at_start
 from trinity_lightning.config.values import FLOAT32_MOST, as_float, number, unknown_name
-from trinity_lightning.errors import ConfigError, RewardError, causes
+from trinity_lightning.errors import ConfigError, RewardError, causes, configured_at
 from trinity_lightning.explorer.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -163,11 +163,12 @@ def _reward(entry: Any, weight: Any) -> Reward:
         )
     entry = entry.get("name") if isinstance(entry, Mapping) else entry
     weight, args = settings.get("weight", 1.0), settings.get("args") or {}
-    number(f"weight of reward function {entry!r}", weight)
+    number("reward", weight, label=f"weight of reward function {entry!r}")
     if not isinstance(args, Mapping):
         raise ConfigError(f"reward.args is {args!r}: give {{argument: value}}.", key="reward.args")
-    source = REWARDS.resolve(entry)
-    function = with_arguments(entry, source, args)
+    with configured_at("reward"):
+        source = REWARDS.resolve(entry)
+        function = with_arguments(entry, source, args)
     own_name = getattr(source, "__name__", type(source).__name__)
     name = entry.rpartition(".")[2] if isinstance(entry, str) else own_name
     return Reward(name, function, float(weight), entry, source if function is not source else None, dict(args))

@@ -93,13 +93,14 @@ def _answers(entry: Entry) -> list[Any]:
     answer = entry.get("answer")
     if answer is None:
         hint = f", as in answer_field={nested}" if (nested := nested_answer(entry)) else ""
-        raise ConfigError(f"the task has no 'answer': set the taskset's answer_field{hint}")
+        raise ConfigError(f"the task has no 'answer': set the taskset's answer_field{hint}", key=".answer_field")
     if isinstance(answer, Mapping):
         field = next((name for name, value in entry.items() if value is answer and name != "answer"), "answer")
         name = next((name for name in (*_NESTED, *answer) if name in answer), "NAME")
         raise ConfigError(
             f"the task's answer is a mapping with the fields {', '.join(map(str, answer)) or 'none'}: name that of the "
-            f"answer in the taskset, as in answer_field={field}.{name}"
+            f"answer in the taskset, as in answer_field={field}.{name}",
+            key=".answer_field",
         )
     if isinstance(answer, np.ndarray):
         answer = answer.tolist()

@@ -128,7 +128,9 @@ def _source(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """The name, configuration and entry of the reasoning-gym dataset of a task's entry."""
     source = entry.get("reasoning_gym")
     if not source:
-        raise ConfigError("the task is no reasoning-gym entry: this reward needs a taskset with source 'reasoning_gym'")
+        raise ConfigError(
+            "the task is no reasoning-gym entry: this reward needs a taskset with source 'reasoning_gym'", key=".source"
+        )
     return source
 
 

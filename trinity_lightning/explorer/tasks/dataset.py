@@ -39,7 +39,7 @@ def dataset_entries(path: str, split: str = "train", subset: str | None = None, 
         ConfigError: there is no such dataset; an unknown format, split or subset; or content that cannot be read.
     """
     local = Path(path).expanduser()
-    check_dataset_path("dataset", path)
+    check_dataset_path(None, path, "dataset")
     if local.is_file() and local.suffix not in FILE_FORMATS:
         raise ConfigError(f"dataset '{path}' is of no known format", fix=f"give one of {', '.join(FILE_FORMATS)}")
     if local.is_file() and local.stat().st_size == 0:
@@ -227,7 +227,7 @@ def names_of(split: str) -> list[str]:
 
 def _split_of(splits: Any, split: str) -> Entries:
     if split not in splits:
-        raise ConfigError(unknown_name("split", split, splits))
+        raise ConfigError(unknown_name("split", split, splits), key=".split")
     return splits[split]
 
 

@@ -51,7 +51,8 @@ class Formatter:
         """
         if not isinstance(entry, Mapping):
             raise ConfigError(
-                f"an entry is a mapping of fields, such as {{'prompt': ...}}, and no {type(entry).__name__}."
+                f"an entry is a mapping of fields, such as {{'prompt': ...}}, and no {type(entry).__name__}.",
+                key=".source",
             )
         fields = dict(entry)
         for default in (PROMPT, ANSWER, MESSAGES):
@@ -88,10 +89,13 @@ class Formatter:
         if not isinstance(conversation, list):
             raise ConfigError(
                 f"field '{field}' holds {type(conversation).__name__}: a prompt is text, or a list of "
-                '{"role": ..., "content": ...} messages.'
+                '{"role": ..., "content": ...} messages.',
+                key=self._key_of(field),
             )
         if not any(message.get("content", "").strip() for message in conversation):
-            raise ConfigError(f"field '{field}' is empty: every entry needs a prompt or messages.")
+            raise ConfigError(
+                f"field '{field}' is empty: every entry needs a prompt or messages.", key=self._key_of(field)
+            )
         if not self.answered:
             check_asks(field, conversation)
 
@@ -103,6 +107,7 @@ class Formatter:
             fields, match = ", ".join(sorted(map(str, entry))), nearest(candidates[0], map(str, entry))
             raise ConfigError(
                 f"there is no field '{candidates[0]}' among {fields or 'none'}",
+                key=self._key_of(candidates[0]),
                 fix=(
                     f"name the field of the question in the taskset, prompt_field={match or 'NAME'}, or of a "
                     "conversation, messages_field=NAME"
@@ -116,8 +121,13 @@ class Formatter:
         lacks = "missing" if entry[present[0]] is None else "empty"
         raise ConfigError(
             f"field '{present[0]}' is {lacks}: every entry needs a prompt or messages, in the same field "
-            f"(prompt_field=NAME). Other fields of this one: {others or 'none'}."
+            f"(prompt_field=NAME). Other fields of this one: {others or 'none'}.",
+            key=self._key_of(present[0]),
         )
+
+    def _key_of(self, field: str) -> str:
+        """The key, relative to the taskset's section, that names a field with the question."""
+        return ".messages_field" if field in (self.messages_field, CONVERSATIONS) else ".prompt_field"
 
 
 def _nested_field(entry: Mapping[str, Any], name: str, key: str) -> Any:
@@ -133,6 +143,6 @@ def _nested_field(entry: Mapping[str, Any], name: str, key: str) -> Any:
                 if same
                 else unknown_name("field", name, [*entry, *within])
             )
-            raise ConfigError(f"{hint} Correct {key}.")
+            raise ConfigError(f"{hint} Correct {key}.", key=f".{key}")
         value = value[part]
     return value

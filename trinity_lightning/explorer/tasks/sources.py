@@ -23,9 +23,9 @@ import numpy as np
 from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.signatures import check_arguments, made
-from trinity_lightning.config.taskset import TasksetConfig
+from trinity_lightning.config.taskset import TasksetConfig, data_key
 from trinity_lightning.config.values import unknown_name
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, configured_at
 
 logger = logging.getLogger(__name__)
 
@@ -264,10 +264,11 @@ def check_source(config: TasksetConfig, key: str = "taskset") -> Callable[..., A
 def _made(source: Callable[..., Any], config: TasksetConfig, key: str) -> Any:
     """The entries, or the stream, that a source makes of a taskset's arguments and its settings in `GIVEN`."""
     values = {name: value for name in GIVEN if (value := getattr(config, name)) is not None}
-    if isinstance(source, type):
-        return made(f"task source '{config.source}'", source, config.args, f"{key}.args", values)
-    parameters = inspect.signature(source).parameters
-    return source(**{name: value for name, value in values.items() if name in parameters}, **config.args)
+    with configured_at(data_key(config, key), section=key):
+        if isinstance(source, type):
+            return made(f"task source '{config.source}'", source, config.args, f"{key}.args", values)
+        parameters = inspect.signature(source).parameters
+        return source(**{name: value for name, value in values.items() if name in parameters}, **config.args)
 
 
 # -- addition: built-in sums -------------------------------------------------------------------------------------------
@@ -282,12 +283,15 @@ def addition(split: str = "train", low: int = 0, high: int = 20, heldout: int = 
         ConfigError: an unknown split, low > high, or no sum left to train on.
     """
     if split not in ("train", "heldout"):
-        raise ConfigError(unknown_name("split", split, ("train", "heldout")))
+        raise ConfigError(unknown_name("split", split, ("train", "heldout")), key=".split")
     if low > high:
-        raise ConfigError(f"low = {low} is above high = {high}: there is no sum to ask for.")
+        raise ConfigError(f"low = {low} is above high = {high}: there is no sum to ask for.", key=".args.low")
     pairs = list(itertools.product(range(low, high + 1), repeat=2))
     if not 0 <= heldout < len(pairs):
-        raise ConfigError(f"heldout = {heldout}: there are {len(pairs)} sums, hold out 0 to {len(pairs) - 1} of them.")
+        raise ConfigError(
+            f"heldout = {heldout}: there are {len(pairs)} sums, hold out 0 to {len(pairs) - 1} of them.",
+            key=".args.heldout",
+        )
     random.Random(_SPLIT_SEED).shuffle(pairs)
     chosen = pairs[heldout:] if split == "train" else pairs[:heldout]
     return [{"prompt": f"What is {a} + {b}? Reply with only the number.", "answer": str(a + b)} for a, b in chosen]
@@ -330,15 +334,16 @@ class ReasoningGymEntries:
         from reasoning_gym.factory import DATASETS
 
         if name not in DATASETS:
-            raise ConfigError(unknown_name("reasoning-gym dataset", name, DATASETS))
+            raise ConfigError(unknown_name("reasoning-gym dataset", name, DATASETS), key=".path")
         fields = {field.name for field in dataclasses.fields(DATASETS[name][1])}
         for key in config:
             if key not in fields:
-                raise ConfigError(unknown_name(f"argument of reasoning-gym dataset '{name}'", key, fields))
+                message = unknown_name(f"argument of reasoning-gym dataset '{name}'", key, fields)
+                raise ConfigError(message, key=f".args.{key}")
         try:
             self._dataset = reasoning_gym.create_dataset(name, size=size, seed=seed, **config)
         except _REFUSALS as error:
-            raise ConfigError(f"reasoning-gym dataset '{name}' refuses its arguments: {error}") from error
+            raise ConfigError(f"reasoning-gym dataset '{name}' refuses its arguments: {error}", key=".args") from error
         if name in BY_HASH_SEED and os.environ.get("PYTHONHASHSEED", "random") in ("", "random"):
             logger.warning(
                 "reasoning-gym dataset '%s' makes other entries in every process: a resumed run would train and "
@@ -364,7 +369,9 @@ class ReasoningGymEntries:
             with _drawing_from(self._seed + index):
                 entry = self._dataset[index]
         except _REFUSALS as error:  # arguments that contradict each other pass its validation and fail here
-            raise ConfigError(f"reasoning-gym dataset '{self._name}' cannot make this entry: {error}") from error
+            raise ConfigError(
+                f"reasoning-gym dataset '{self._name}' cannot make this entry: {error}", key=".args"
+            ) from error
         return {
             "prompt": entry["question"],
             "answer": entry["answer"],

@@ -102,7 +102,8 @@ def conversation_of(task: Task) -> Conversation:
         fields = ", ".join(task.raw_task) or "none"
         raise ConfigError(
             f"a task's entry needs 'messages' or a 'prompt' text; it has: {fields}. "
-            "Set the taskset's prompt_field or messages_field."
+            "Set the taskset's prompt_field or messages_field.",
+            key=".prompt_field",
         )
     return Conversation(conversation, read_tools(task.raw_task), template_variables_of(task))
 

@@ -21,9 +21,9 @@ import numpy as np
 from trinity_lightning.common.messages import without_none
 from trinity_lightning.common.rows import MOST_NAMED, check_rows
 from trinity_lightning.config.own_code import raised_by
-from trinity_lightning.config.taskset import TASK_ORDERS, TasksetConfig
+from trinity_lightning.config.taskset import TASK_ORDERS, TasksetConfig, data_key
 from trinity_lightning.config.values import one_of, whole_number
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, configured_at
 from trinity_lightning.explorer.tasks.files import SUFFIXES
 from trinity_lightning.explorer.tasks.formatter import Formatter
 from trinity_lightning.explorer.tasks.sources import (
@@ -229,6 +229,7 @@ class Taskset(TaskSelection):
         epochs: number of times that the entries are handed out; None: without end.
         difficulty_field: an entry's field with a number, for `easy_to_hard`.
         key: the dotted key that the taskset stands under, for messages.
+        data_key: the dotted key that names the entries, for an error about them; None: `key`.
 
     Raises:
         ConfigError: no entries, an unknown order or one that a stream cannot have, a difficulty that is no number, or
@@ -246,13 +247,15 @@ class Taskset(TaskSelection):
         epochs: int | None = None,
         difficulty_field: str | None = None,
         key: str = "taskset",
+        data_key: str | None = None,
     ) -> None:
-        one_of("order of a taskset", order, TASK_ORDERS)
-        whole_number(f"epochs of taskset '{name}'", epochs, least=1, optional=True)
+        one_of(f"{key}.order", order, TASK_ORDERS, label="order of a taskset")
+        whole_number(None, epochs, least=1, optional=True, label=f"epochs of taskset '{name}'")
+        self._key, self._data_key = key, data_key or key
         self._stream = entries if isinstance(entries, EntryStream) else None
         self._size = None if isinstance(entries, EntryStream) else len(entries)
         if not (self._stream.reaches(0) if self._stream else self._size):
-            raise ConfigError(f"taskset '{name}' has no entries.", key=key)
+            raise ConfigError(f"taskset '{name}' has no entries.", key=self._data_key)
         if self._stream and (order != "sequential" or epochs is not None):
             needed = f"order={order} needs" if order != "sequential" else "an evaluation needs"
             fix = f"set {key}.order=sequential, or " * (order != "sequential") + "give the source a method __len__"
@@ -261,9 +264,8 @@ class Taskset(TaskSelection):
                 key=f"{key}.order" if order != "sequential" else f"{key}.source",
                 fix=fix,
             )
-        whole_number(f"seed of taskset '{name}'", seed, least=0)
+        whole_number(f"{key}.seed", seed, least=0, label=f"seed of taskset '{name}'")
         self.name = name
-        self._key = key
         self.order = order
         self.seed = seed
         self.epochs = epochs
@@ -324,6 +326,7 @@ class Taskset(TaskSelection):
             epochs=epochs,
             difficulty_field=config.difficulty_field,
             key=key,
+            data_key=data_key(config, key),
         )
 
     @property
@@ -338,11 +341,15 @@ class Taskset(TaskSelection):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The raw task of entry `index`; a new dict each time, whose values are the entry's own."""
         index = index if self._size is None else range(self._size)[index]
-        try:
-            return self._raw_task(index)
-        except ConfigError as error:
-            key = error.key or self._key
-            raise ConfigError(f"taskset '{self.name}', {self.place(index)}: {error}", key=key) from error
+        with self._whole_keys():
+            try:
+                return self._raw_task(index)
+            except ConfigError as error:
+                message = f"taskset '{self.name}', {self.place(index)}: {error}"
+                raise ConfigError(message, key=error.key) from error
+
+    def _whole_keys(self) -> AbstractContextManager[None]:
+        return configured_at(self._data_key, section=self._key)
 
     def _entry(self, index: int) -> Mapping[str, Any]:
         with self._named_errors():
@@ -365,7 +372,8 @@ class Taskset(TaskSelection):
             ConfigError: the formatter or the check refuses entries; one message counts all of them.
         """
         count = 1 if getattr(self._entries, "generated", False) else len(self)
-        check_rows(f"taskset '{self.name}'", count, lambda index: check(self._raw_task(index)), self.place, self._key)
+        with self._whole_keys():
+            check_rows(f"taskset '{self.name}'", count, lambda index: check(self._raw_task(index)), self.place)
 
     def _checksum(self, index: int) -> int:
         """Checksum of an entry: by the source's method `checksum`, or else of the values that are not null.
@@ -407,7 +415,7 @@ class Taskset(TaskSelection):
 
         There are fewer than n, and finally none, only when `epochs` are over, or a stream has ended.
         """
-        whole_number(f"size of a batch of taskset '{self.name}'", n, least=1)
+        whole_number(None, n, least=1, label=f"size of a batch of taskset '{self.name}'")
         end = self._position + n
         if self.epochs is not None:
             end = min(end, self.epochs * len(self))
@@ -533,7 +541,7 @@ class TasksetMixture(TaskSelection):
 
     def next_batch(self, n: int) -> list[dict[str, Any]]:
         """The next n raw tasks; fewer only when all tasksets are exhausted."""
-        whole_number(f"size of a batch of taskset '{self.name}'", n, least=1)
+        whole_number(None, n, least=1, label=f"size of a batch of taskset '{self.name}'")
         remaining = list(self._weights)  # names of the tasksets that are not exhausted
         batches: dict[str, list[dict[str, Any]]] = {name: [] for name in self._tasksets}
         while remaining and (missing := n - sum(map(len, batches.values()))) > 0:
@@ -578,7 +586,8 @@ class TasksetMixture(TaskSelection):
 def mixture_of(configs: Mapping[str, TasksetConfig]) -> TasksetMixture:
     """The mixture of the tasksets under these keys; errors as in `Taskset.from_config` and `TasksetMixture`."""
     tasksets = [Taskset.from_config(config, key=f"tasksets.{name}") for name, config in configs.items()]
-    return TasksetMixture(tasksets, [config.weight for config in configs.values()])
+    with configured_at("tasksets"):
+        return TasksetMixture(tasksets, [config.weight for config in configs.values()])
 
 
 def check_tasksets(configs: Mapping[str, TasksetConfig]) -> None:

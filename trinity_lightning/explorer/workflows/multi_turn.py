@@ -18,7 +18,7 @@ from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.sections import part_config
 from trinity_lightning.config.signatures import check_arguments, check_call, has_method
 from trinity_lightning.config.values import one_of, whole_number
-from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
+from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError, configured_at
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.rewards.answers import find_last_number
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
@@ -323,6 +323,10 @@ class MultiTurnArguments(EpisodeArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        with configured_at(ENVIRONMENT):
+            self._check_environment()
+
+    def _check_environment(self) -> None:
         make = self.make
         label, part = f"environment {self.environment!r}", cast("Any", make.func)
         check_arguments(label, part, make.keywords, f"{ENVIRONMENT}.args")

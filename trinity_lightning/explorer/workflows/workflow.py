@@ -181,9 +181,7 @@ def resolve_workflow(workflow: str | type[Workflow]) -> type[Workflow]:
     """
     resolved = WORKFLOWS.resolve(workflow)
     if not (isinstance(resolved, type) and issubclass(resolved, Workflow)):
-        raise ConfigError(
-            f"workflow {workflow!r} is no subclass of {Workflow.__module__}.{Workflow.__name__}.", key="workflow"
-        )
+        raise ConfigError(f"workflow {workflow!r} is no subclass of {Workflow.__module__}.{Workflow.__name__}.")
     return resolved
 
 
