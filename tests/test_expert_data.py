@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import is_expert
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.run import TrainConfig, typed_config, validate
-from trinity_lightning.errors import ConfigError, StorageError
+from trinity_lightning.errors import StorageError
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
 CONVERSATION = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -68,8 +69,9 @@ def test_a_conversation_ends_with_the_response(tokenizer: Any) -> None:
 
 def test_an_entry_without_a_response_is_found_wherever_it_is(tokenizer: Any) -> None:
     entries = [{"prompt": "x", "answer": "y" * (n < 3)} for n in range(12)]
-    with pytest.raises(ConfigError, match=r"9 of 12 entries .* entry 3, entry 4, .*, entry 7: no answer"):
+    with refuses("buffer.expert.dataset.answer_field") as refused:
         AnswerReader(Taskset(entries), tokenizer)
+    assert re.search("9 of 12 entries .* entry 3, entry 4, .*, entry 7", str(refused.value))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_an_entry_without_a_response_is_found_wherever_it_is(tokenizer: Any) -> 
     ],
 )
 def test_an_entry_without_a_response_is_refused_at_once(entry: dict[str, Any], tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match=r"entry 0: no answer.*answer_field"):
+    with refuses("buffer.expert.dataset.answer_field"):
         AnswerReader(Taskset([entry]), tokenizer)
 
 

@@ -88,7 +88,7 @@ def test_a_checkpoint_of_the_other_kind_of_run_is_refused(part: str, storage: st
 
 @pytest.mark.parametrize("items", [(4, 1), (8, 1), (1, 1)])
 def test_a_step_is_finished_by_the_items_that_it_was_begun_with(items: tuple[int, int], tmp_path: Path) -> None:
-    with refuses(None) as refused:
+    with refuses("algorithm.optimizer_steps") as refused:
         resume(written(tmp_path, position=3), items)
     assert "algorithm.optimizer_steps=2 and algorithm.inner_epochs=2" in str(refused.value.fix)
     resume(written(tmp_path, position=4), items)  # the next step is a new one

@@ -1,12 +1,14 @@
 """Classes of one's own of every kind: with one argument, and with methods that are called otherwise."""
 
 import asyncio
+import re
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import pytest
 from support.compose import composed
+from support.errors import refuses
 from support.fake_model import FakeModel
 
 from trinity_lightning.buffer.operators import ExperienceOperatorV1
@@ -68,7 +70,7 @@ def test_an_operator_with_one_argument_works_however_it_is_written(cls: Any) -> 
 
 
 def test_an_operator_that_is_called_otherwise_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"process cannot be called as process\(exps\)"):
+    with refuses(f"operators.{HERE}.StepOperator"):
         create_operators([OperatorConfig(f"{HERE}.StepOperator")])
 
 
@@ -246,8 +248,9 @@ def test_an_environment_with_one_argument_works_however_it_is_written(cls: Any) 
     ],
 )
 def test_an_environment_that_is_called_otherwise_is_refused(cls: type, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with refuses("workflow.args.environment") as refused:
         environment(cls)
+    assert re.search(message, str(refused.value))
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------

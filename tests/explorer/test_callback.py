@@ -281,7 +281,7 @@ def test_an_engine_with_the_tokenizer_of_another_model_is_refused(tmp_path: Path
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with refuses(None) as refused:
+    with refuses("engine") as refused:
         fit(TransformersEngine(str(other), max_model_len=320), tmp_path)
     assert "tokenizer is not that of 'tiny'" in str(refused.value)
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from support.chat_tokenizers import byte_tokenizer
 from support.dataset import assistant, user
+from support.errors import refuses
 from transformers import GenerationConfig
 
 from trinity_lightning.buffer.dataset import Example
 from trinity_lightning.buffer.offline import AnswerReader
-from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.models.imitation import (
     CUT_BESIDE_CALLS,
@@ -104,7 +104,7 @@ def test_every_turn_ends_with_an_end_token(template, eos, turns, habits):
 
 @pytest.mark.parametrize("entry", [{"messages": TWO[1:]}, {"prompt": [], "completion": TWO[1:2]}])
 def test_a_turn_that_follows_nothing_is_refused(entry):
-    with pytest.raises(ConfigError):
+    with refuses(None):
         Example(tokenizer_of(CHAT + ASKED), entry).response()
 
 
@@ -166,8 +166,9 @@ def test_a_turn_without_thoughts_behind_a_prompt_that_opens_them_is_warned_of():
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
 def test_a_reasoning_of_its_own_field_is_trained_or_refused(field):
     message = assistant("Six.") | {field: "Three pairs."}
-    with pytest.raises(ConfigError, match=f"'{field}'"):
+    with refuses("model.name") as refused:
         Example(tokenizer_of(CHAT + ASKED), {"messages": [user("Legs?"), message]}).response()
+    assert f"'{field}'" in str(refused.value)
     assert trained(tokenizer_of(CUTTING + OPENED), messages=[user("Legs?"), message]) == (
         ["Three pairs.\n</think>\n\nSix.<|end|>"],
         set(),
@@ -184,7 +185,7 @@ def test_calls_that_the_template_leaves_out_are_refused_and_text_beside_them_is_
     message = assistant("Let me see.") | {"tool_calls": [call]}
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
     shown = "{{ tools | tojson if tools else '' }}" + CHAT + ASKED
-    with pytest.raises(ConfigError, match="'tool_calls'"):
+    with refuses("model.name"):
         Example(tokenizer_of(shown), {"messages": [user("a"), message], "tools": [tool]}).response()
     calling = shown.replace("m.content", "(m.tool_calls[0].function | tojson if m.tool_calls else m.content)")
     turns, habits = trained(tokenizer_of(calling), messages=[user("a"), message], tools=[tool])

@@ -1,4 +1,5 @@
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -93,7 +94,7 @@ def test_last_number_compares_values() -> None:
     assert last_number("5", a_task(1e-05)) == 0.0
     with pytest.raises(ValueError, match="holds no number"):
         last_number("5", a_task("five"))
-    with pytest.raises(ValueError, match="has no 'answer'"):
+    with refuses(".answer_field"):
         last_number("5", a_task())
 
 
@@ -451,12 +452,14 @@ def test_an_answer_that_cannot_be_compared_is_refused(reward: Any, answer: Any) 
 
 def test_a_mapping_is_refused_with_the_name_of_the_answer_in_it() -> None:
     stored = {"style": "rule", "ground_truth": "7"}
-    with pytest.raises(ConfigError, match=r"answer_field=reward_model\.ground_truth"):
-        exact_match("7", a_task(stored, reward_model=stored))
-    with pytest.raises(ConfigError, match=r"answer_field=answer\.value"):
-        exact_match("7", a_task({"type": "int", "value": 7}))
-    with pytest.raises(ConfigError, match=r"answer_field=reward_model\.ground_truth"):
-        exact_match("7", a_task(reward_model=stored))
+    for task, field in (
+        (a_task(stored, reward_model=stored), "reward_model.ground_truth"),
+        (a_task({"type": "int", "value": 7}), "answer.value"),
+        (a_task(reward_model=stored), "reward_model.ground_truth"),
+    ):
+        with refuses(".answer_field") as refused:
+            exact_match("7", task)
+        assert f"answer_field={field}" in str(refused.value)
 
 
 MONSTER = "10^{10^{10}}"
@@ -660,7 +663,7 @@ def test_reasoning_gym_asks_the_datasets_verifier() -> None:
     assert reasoning_gym(entry["answer"], task) == 1.0
     assert reasoning_gym(f"12 ... <answer> {entry['answer']} </answer>", task) == 1.0
     assert reasoning_gym("I do not know", task) == 0.0
-    with pytest.raises(ValueError, match="no reasoning-gym entry"):
+    with refuses(".source"):
         reasoning_gym("1", a_task("1"))
 
 
@@ -786,14 +789,9 @@ def test_a_reward_that_raises_is_named(error: BaseException) -> None:
     ],
 )
 def test_wrong_reward_functions_are_refused(reward_fn: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refused:
         resolve_rewards(reward_fn)
-
-
-def test_two_rewards_of_a_name_and_an_unknown_key_are_refused_by_their_key() -> None:
-    for reward_fn in (["math", "math"], {"name": "math", "arg": {}}):
-        with refuses("reward"):
-            resolve_rewards(reward_fn)
+    assert refused.value.key == (message.replace("\\", "").split()[0] if message.startswith("reward") else "reward")
 
 
 @dataclass
@@ -869,8 +867,9 @@ def test_a_file_with_a_wrong_line_is_refused_by_that_line(
 ) -> None:
     (tmp_path / "broken_reward.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=rf"cannot import 'broken_reward\.judge': .*broken_reward\.py, {message}"):
+    with refuses("reward") as refused:
         resolve_rewards("broken_reward.judge")
+    assert re.search(rf"broken_reward\.py, {message}", str(refused.value))
 
 
 def test_the_traceback_of_a_library_that_cannot_be_imported_stays(

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.errors import refuses
 
+from trinity_lightning.config.taskset import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks import Taskset
-from trinity_lightning.explorer.tasks.taskset import TasksetMixture
+from trinity_lightning.explorer.tasks.taskset import TasksetMixture, mixture_of
 
 
 def numbered(size: int, name: str = "numbers", **settings: Any) -> Taskset:
@@ -125,5 +126,9 @@ def test_what_cannot_be_mixed() -> None:
     for weights in ([1.0], [1.0, 0.0], [1.0, float("nan")]):
         with pytest.raises(ConfigError, match="weights of tasksets"):
             TasksetMixture([numbered(3, "a"), numbered(3, "b")], weights)
-    with pytest.raises(ConfigError, match=r"0.*1 or more"):
+    with refuses(None):
         mixture().next_batch(0)
+    with refuses("tasksets"):
+        mixture_of({"a": TasksetConfig(name="sums"), "b": TasksetConfig(name="sums")})
+    with refuses("tasksets"):
+        mixture_of({"a": TasksetConfig(name="a", weight=0.0), "b": TasksetConfig(name="b")})

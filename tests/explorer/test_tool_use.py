@@ -9,7 +9,6 @@ from support.fake_model import FakeModel
 
 from trinity_lightning.common.thoughts import Response
 from trinity_lightning.config.explorer import ExplorerConfig
-from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.task import Task
@@ -305,6 +304,8 @@ def test_the_calculator_refuses_all_else(expression: str) -> None:
 def test_entries_with_tools_of_their_own_are_refused_before_a_run() -> None:
     """They would be described to nobody, and could not be called."""
     entries = [{"prompt": "1+1?", "answer": "2"}, {"prompt": "2+2?", "answer": "4", "tools": [make_tool(PATH).schema]}]
-    with pytest.raises(ConfigError, match="taskset 'sums', entry 1"):
-        TaskSource(Taskset(entries, name="sums"), "tool_use", workflow_args={"tools": [PATH]})
+    with refuses("taskset.path") as refused:
+        taskset = Taskset(entries, name="sums", data_key="taskset.path")
+        TaskSource(taskset, "tool_use", workflow_args={"tools": [PATH]})
+    assert "taskset 'sums', entry 1" in str(refused.value)
     TaskSource(Taskset(entries, name="sums"), "math")

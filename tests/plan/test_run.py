@@ -417,7 +417,7 @@ def test_the_table_shows_every_part_and_what_is_assumed() -> None:
             "engine.gpus",
         ),
         (("plan.device=H200", "trainer=ddp"), "trainer.devices"),
-        (("plan.prompt_tokens=250",), None),  # nor do the responses fit
+        (("plan.prompt_tokens=250",), "plan.prompt_tokens"),  # nor do the responses fit
         (("plan.device=H200", "engine=vllm_server", "engine.gpus=[1,2,3]", "engine.servers=2"), "engine.gpus"),
         (("plan.device=H200", "engine=vllm_server", "engine.gpus=[1,2,3,4]"), "engine.gpus"),  # 9 heads
         (("plan.device=H200", "+engine.args.tensor_parallel_size=2"), "engine.args.tensor_parallel_size"),

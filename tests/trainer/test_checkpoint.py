@@ -232,13 +232,13 @@ def test_an_argument_that_a_resumed_run_no_longer_gives_its_optimizer_is_no_long
 
 
 def test_a_checkpoint_of_no_run_is_refused() -> None:
-    with refuses(None) as refused:
+    with refuses("ckpt_path") as refused:
         check_resumed({"state_dict": {}}, OptimizerConfig())
     assert "settings of an optimizer" in str(refused.value)
 
 
 def test_a_checkpoint_of_a_version_without_settings_is_refused_as_that() -> None:
-    with refuses(None) as refused:
+    with refuses("ckpt_path") as refused:
         check_resumed({"state_dict": {}, "policy": {"skipped_items": 0}}, OptimizerConfig())
     assert "'hyper_parameters'" in str(refused.value)
 
@@ -259,7 +259,7 @@ def test_a_checkpoint_of_one_group_is_refused(dtype: str, tmp_path: Path) -> Non
     checkpoint = torch.load(tmp_path / "it.ckpt", weights_only=True)
     del checkpoint["optimizer_states"][0]["param_groups"][1]
     torch.save(checkpoint, tmp_path / "old.ckpt")
-    with refuses(None) as refused:
+    with refuses("ckpt_path") as refused:
         fit(make_policy(dtype=dtype), [batch_of(make_experiences())], ckpt_path=tmp_path / "old.ckpt", max_epochs=2)
     assert "one parameter group" in str(refused.value)
 

@@ -210,7 +210,8 @@ def operator_configs(group: Mapping[str, Any]) -> dict[str, OperatorConfig]:
         label: part_config(f"operators.{label}", entry, label, OperatorConfig) for label, entry in group.items()
     }
     for label, operator in operators.items():
-        one_of("operator", operator.name, PARTS["experience operator"], with_paths=True)
+        known = PARTS["experience operator"]
+        one_of(f"operators.{label}", operator.name, known, with_paths=True, label="operator")
         operator.on_error = on_error_of(label, operator.on_error)
     return operators
 

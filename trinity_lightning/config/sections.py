@@ -198,8 +198,9 @@ def strategies(group: Mapping[str, Any]) -> dict[str, PartConfig]:
         ConfigError: as `part_config`, or an unknown strategy.
     """
     parts = {label: part_config(f"add_strategy.{label}", value, label) for label, value in group.items()}
-    for part in parts.values():
-        one_of("add_strategy", part.name, PARTS["add strategy"], with_paths=True)
+    for label, part in parts.items():
+        known = PARTS["add strategy"]
+        one_of(f"add_strategy.{label}", part.name, known, with_paths=True, label="add_strategy")
     return parts
 
 

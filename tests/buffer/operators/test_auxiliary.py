@@ -21,7 +21,7 @@ from trinity_lightning.buffer.operators.experience_operator import OperatorChain
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.runs import Untrained
 from trinity_lightning.common.thoughts import Response
-from trinity_lightning.errors import ConfigError, OperatorError, RolloutError
+from trinity_lightning.errors import OperatorError, RolloutError
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
 
 openai = pytest.importorskip("openai")
@@ -237,11 +237,13 @@ def test_what_is_filled_in_is_not_filled_in_again():
 
 def test_a_judge_that_cannot_be_found_is_told():
     with judge_server(lambda body: (200, ""), ["llama", "judge-7b"]) as server:
-        with pytest.raises(ConfigError, match=r"unknown auxiliary model 'jugde'.*Did you mean 'judge'"):
+        with refuses("model") as refused:
             ask([server.url], [], model="jugde")
-        with pytest.raises(ConfigError, match=r"unknown model of the server 'judge'.*judge-7b, llama"):
+        assert "Did you mean 'judge'" in str(refused.value)
+        with refuses("model") as refused:
             ask([server.url], [])
-    with pytest.raises(ConfigError, match="Known: none"):
+        assert "judge-7b, llama" in str(refused.value)
+    with refuses("model"):
         asyncio.run(JudgeOperator("judge", PROMPT).process([]))
 
 
@@ -258,16 +260,12 @@ def test_what_the_prompt_asks_for_must_be_there():
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"prompt": "Is {prompt} good?"}, r"prompt must contain \{response\}"),
-        ({"weight": float("nan")}, "weight"),
-        ({"timeout": 0}, "timeout is 0: give a finite number above 0"),
-        ({"max_retries": -1}, "max_retries is -1: give a whole number of 0 or more"),
-    ],
+    ("key", "value"),
+    [("prompt", "Is {prompt} good?"), ("weight", float("nan")), ("timeout", 0), ("max_retries", -1), ("sampling", 3)],
 )
-def test_values_out_of_range_are_told(args, message):
-    with pytest.raises(ConfigError, match=message):
+def test_values_out_of_range_are_told(key, value):
+    args = {key: value}
+    with refuses(f"operators.judge.args.{key}"):
         create_operators([OperatorConfig("judge", {"model": "judge", "prompt": "{response}"} | args)])
 
 
@@ -358,7 +356,7 @@ def test_what_is_advised_after_a_teacher_failed_is_what_the_configuration_takes(
 def test_what_cannot_work_is_refused() -> None:
     operator = TeacherTopK("tutor")
     operator.set_auxiliary_model({"teacher": []})
-    with pytest.raises(ConfigError, match="teacher_top_k: unknown auxiliary model 'tutor'"):
+    with refuses("model"):
         asyncio.run(operator.prepare())
     with refuses("k"):
         TeacherTopK(k=0)
@@ -373,6 +371,7 @@ def test_an_endpoint_is_asked_before_any_rollout(status: int, said: str) -> None
     with judge_server(lambda _: (status, "too many logprobs"), ["some-model"]) as server:
         operator = TeacherTopK(k=30)
         operator.set_auxiliary_model({"teacher": [OpenAIModel(server.url, "some-model").get_openai_async_client()]})
-        with pytest.raises(ConfigError, match=rf"{server.url} does not give .*{said}(.|\n)*--max-logprobs 30 or more"):
+        with refuses("auxiliary_models.teacher.url") as refused:
             asyncio.run(operator.prepare())
+    assert said in str(refused.value)
     assert server.requests[0]["prompt_logprobs"] == 30

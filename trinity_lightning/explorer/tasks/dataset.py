@@ -64,7 +64,8 @@ def dataset_entries(path: str, split: str = "train", subset: str | None = None, 
         raise
     except (DatasetsError, OSError, ValueError) as error:
         reason = f"{error} ({error.__cause__})" if error.__cause__ else f"{error}"
-        raise ConfigError(f"cannot load split '{split}' of dataset '{path}': {reason}") from error
+        key = ".split" if reason.startswith("Unknown split") else None
+        raise ConfigError(f"cannot load split '{split}' of dataset '{path}': {reason}", key=key) from error
     return entries  # pyright: ignore[reportReturnType]
 
 

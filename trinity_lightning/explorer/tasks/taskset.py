@@ -298,7 +298,9 @@ class Taskset(TaskSelection):
         Raises:
             ConfigError: an unknown split, low > high, or no sum left in the split.
         """
-        return cls(addition(split, low, high, heldout), name=name, seed=seed, **options)
+        with configured_at("taskset"):
+            sums = addition(split, low, high, heldout)
+        return cls(sums, name=name, seed=seed, **options)
 
     @classmethod
     def from_config(
