@@ -35,8 +35,8 @@ from trinity_lightning.errors import ConfigError, configured_at
 from trinity_lightning.explorer.models.imitation import Imitation
 from trinity_lightning.explorer.models.turns import common_length, encode_text
 from trinity_lightning.explorer.tasks.dataset import dataset_entries, names_of
+from trinity_lightning.explorer.tasks.order import Order
 from trinity_lightning.explorer.tasks.sources import place_of
-from trinity_lightning.explorer.tasks.taskset import Order
 from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
 
 logger = logging.getLogger(__name__)
