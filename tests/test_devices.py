@@ -93,9 +93,9 @@ def together(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> C
 
 def evaluated(run_train: Commands, run: Path) -> list[str]:
     """The answers of a run's last checkpoint to held-out tasks."""
-    given = ("+recipe=grpo", *SMALL, "engine=transformers", f"ckpt_path={run}", "hydra.run.dir=evaluation")
+    overrides = ("+recipe=grpo", *SMALL, "engine=transformers", f"ckpt_path={run}", "hydra.run.dir=evaluation")
     tasks = ("eval_sampling.max_tokens=16", "+eval_tasksets.addition_heldout.args.heldout=16")
-    done = run_train(run, *given, *tasks, program="trinity_lightning.evaluate")
+    done = run_train(run, *overrides, *tasks, program="trinity_lightning.evaluate")
     assert done.returncode == 0, done.stdout[-4000:]
     lines = only(run, "evaluation/completions/*_step_4.jsonl").read_text().splitlines()
     return [json.loads(line)["completion"] for line in lines]
@@ -247,7 +247,7 @@ def ended(
     wait_for(lambda: steps_done(folder, "run") >= steps, run)
     family = run_train.followers(run)
     assert len(family) == ("trainer.devices=2" in arguments)
-    strike(run, *(each.pid for each in family))
+    strike(run, *(process.pid for process in family))
     code = run.wait(60)
     assert not psutil.wait_procs(family, 60)[1], "a rank outlived the run"
     assert steps_done(folder, "run") < STEPS
@@ -332,7 +332,6 @@ def stopped(run_train: Commands, folder: Path, place: str, *arguments: str) -> F
     """A run of which a rank has stopped for good at a place of support/stops.py."""
     run = run_train.start(folder, *arguments, program="support.stops", STOPS=place)
     wait_for((folder / "stopped").exists, run)
-    (folder / "stopped").unlink()
     return run
 
 
@@ -342,8 +341,8 @@ def test_a_run_killed_while_shards_are_written_goes_on_from_the_checkpoint_befor
     """With the same bits; and what is evaluated of its last one is what is evaluated of one in a file."""
     sharded = (*QUICK, *SHARDS, "trainer.strategy.save_distributed_checkpoint=true")
     run = stopped(run_train, tmp_path, "0 finish 2", *sharded)
-    for each in (run, *run_train.followers(run)):
-        os.kill(each.pid, signal.SIGKILL)
+    for process in (run, *run_train.followers(run)):
+        os.kill(process.pid, signal.SIGKILL)
     assert run.wait(60) == -signal.SIGKILL
     folder = only(tmp_path, "outputs/run/*/checkpoints")
     assert len(list(only(folder, ".*.tmp").glob("*.distcp"))) == 2
@@ -380,9 +379,13 @@ def test_a_rank_that_hangs_in_a_weight_sync_ends_the_run_by_its_time_limit(
 def test_a_rank_whose_engine_hangs_ends_the_run_by_its_time_limits(
     place: str, arguments: tuple[str, ...], message: str, run_train: Commands, tmp_path: Path
 ) -> None:
-    """In a request of rank 0, which it therefore has."""
-    limits = ("explorer.max_timeout=2", "explorer.max_retry_times=0", "trainer.strategy.timeout=4")
-    run = stopped(run_train, tmp_path, place, *arguments, *TWO, PER_RANK, *limits)
+    """In a request of rank 0, which it therefore has; no group is replaced, which would have its own time-out."""
+    limits = (
+        "explorer.max_timeout=10",
+        "explorer.max_retry_times=0",
+        "trainer.strategy.timeout=60",
+    )  # 4 s by support/stops.py
+    run = stopped(run_train, tmp_path, place, *arguments, *TWO, PER_RANK, "add_strategy=grpo", *limits)
     family = run_train.followers(run)
     assert run.wait(60) == 1
     assert not psutil.wait_procs(family, 60)[1], "a rank outlived the run"
@@ -420,8 +423,8 @@ def test_a_server_that_runs_already_rolls_out_for_two_processes(
         server = Forked(run_train.address, command, tmp_path, variables, log, serves=True)
     try:
         wait_for(lambda: is_healthy(port), server)
-        given = (f"engine.urls=[http://127.0.0.1:{port}]", f"synchronizer.folder={tmp_path}/weights")
-        alike(finished(run_train, tmp_path, *AHEAD, *TWO, *given), ahead)
+        server_settings = (f"engine.urls=[http://127.0.0.1:{port}]", f"synchronizer.folder={tmp_path}/weights")
+        alike(finished(run_train, tmp_path, *AHEAD, *TWO, *server_settings), ahead)
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()

@@ -102,22 +102,24 @@ class Commands:
 
     def followers(self, run: Forked) -> list[psutil.Process]:
         """The processes of a run's other ranks, if no other run is at work."""
-        return [each for each, leads in self._forked() if not leads and each.pid != run.pid]
+        return [process for process, leads in self._forked() if not leads and process.pid != run.pid]
 
     def servers(self) -> list[psutil.Process]:
         """The servers at work."""
-        return [each for each, leads in self._forked() if leads]
+        return [process for process, leads in self._forked() if leads]
 
     def _forked(self) -> list[tuple[psutil.Process, bool]]:
         """The forked processes, each with True if it leads a session; between it and the warm process one waits."""
-        found = []
+        forked = []
         for parent in [] if self._warm is None else psutil.Process(self._warm.pid).children():
             with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has ended since it was listed
-                found += [(each, each.pid == os.getsid(each.pid)) for each in parent.children()]
-        return found
+                forked += [(process, process.pid == os.getsid(process.pid)) for process in parent.children()]
+        return forked
 
     def close(self) -> None:
-        """End the warm process."""
+        """End the warm process, which waits for those that it forked: a failed test may have left one that hangs."""
+        for process in psutil.wait_procs([process for process, _ in self._forked()], 30)[1]:
+            process.kill()
         if self._warm is not None:
             self._warm.communicate()
         self._folder.cleanup()
@@ -142,9 +144,9 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 
 def only(folder: Path, pattern: str) -> Path:
-    found = list(folder.glob(pattern))
-    assert len(found) == 1, (pattern, found)
-    return found[0]
+    matching = list(folder.glob(pattern))
+    assert len(matching) == 1, (pattern, matching)
+    return matching[0]
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str] | Forked, seconds: float = 240) -> None:
@@ -217,13 +219,13 @@ def alike(folder: Path, expected: Path, *apart: str) -> None:
     """The same experiences, and the same metrics but for the order of float32 sums, and for those named."""
     assert rolled_out(folder) == rolled_out(expected)
     for row, other in zip(rows(folder), rows(expected), strict=True):
-        named, wanted = ({name for name, value in each.items() if value} for each in (row, other))
+        named, wanted = ({name for name, value in metrics.items() if value} for metrics in (row, other))
         # There if other programs were at work.
         missing = wanted - named - {"perf/other_cores"}
         assert not missing, missing
         mine, others = (
-            {name: float(value) for name, value in unmeasured(each).items() if name not in (*CUT, *apart)}
-            for each in (row, other)
+            {name: float(value) for name, value in unmeasured(metrics).items() if name not in (*CUT, *apart)}
+            for metrics in (row, other)
         )
         close = {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in others.items()}
         differ = {name: (mine[name], value) for name, value in others.items() if mine[name] != close[name]}

@@ -1,6 +1,8 @@
 """A training run of which one rank stops for good at some place: `python -m support.stops ARGUMENTS`.
 
-The variable STOPS says which rank, where, and at which call: "0 finish 2". The file `stopped` is there from then on.
+The variable STOPS says which rank, where, and at which call: "0 finish 2". The file `stopped` is there from then on,
+and the time limits of waits for another rank that begin later are a HURRY-th: they may be long before, for a busy
+machine, and the test does not wait long.
 """
 
 import os
@@ -10,6 +12,8 @@ from typing import Any
 
 from trinity_lightning import train
 from trinity_lightning.common import checkpoints
+from trinity_lightning.common.ranks import Ranks
+from trinity_lightning.explorer.models.rank_engine import RankEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.trainer import fsdp
@@ -21,6 +25,13 @@ PLACES: dict[str, tuple[Any, str]] = {
     "add": (VLLMEngine, "_add"),  # of a request to generate
     "reshard": (fsdp.Shards, "reshard"),  # what `perturb` begins with, when a rank serves it
 }
+HURRY = 15
+LIMITS: list[tuple[Any, str, str]] = [  # attributes that limit the waits of methods
+    (Ranks, "exchange", "timeout"),
+    (Ranks, "call", "timeout"),
+    (Ranks, "end", "timeout"),
+    (RankEngine, "sleep", "limit"),
+]
 
 
 def stop_at(owner: Any, name: str, call: int) -> None:
@@ -30,17 +41,32 @@ def stop_at(owner: Any, name: str, call: int) -> None:
     def stop(*arguments: Any, **settings: Any) -> Any:
         nonlocal calls
         calls += 1
-        found = function(*arguments, **settings)
+        result = function(*arguments, **settings)
         if calls == call:
             Path("stopped").touch()
             time.sleep(3600)
-        return found
+        return result
 
     setattr(owner, name, stop)
+
+
+def hurry(owner: Any, name: str, attribute: str) -> None:
+    """Divide the limit, once for each object, when the method is called after a rank has stopped."""
+    function, hurried = getattr(owner, name), f"hurried_{attribute}"
+
+    def shortened(waiting: Any, *arguments: Any, **settings: Any) -> Any:
+        if Path("stopped").exists() and not hasattr(waiting, hurried):
+            setattr(waiting, hurried, True)
+            setattr(waiting, attribute, getattr(waiting, attribute) / HURRY)
+        return function(waiting, *arguments, **settings)
+
+    setattr(owner, name, shortened)
 
 
 if __name__ == "__main__":
     rank, place, call = os.environ["STOPS"].split()
     if rank == os.environ.get("LOCAL_RANK", "0"):
         stop_at(*PLACES[place], int(call))
+    for limit in LIMITS:
+        hurry(*limit)
     train.main()
