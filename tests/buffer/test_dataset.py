@@ -13,7 +13,7 @@ from trinity_lightning.buffer.dataset import Example, ExampleReader, loss_of, re
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.models import load_tokenizer
-from trinity_lightning.errors import ConfigError, StorageError
+from trinity_lightning.errors import ConfigError, ForeignPositionError
 from trinity_lightning.explorer.models.chat import render_chat
 
 
@@ -29,7 +29,7 @@ def parts(tokenizer, example):
 
 
 def pair_parts(tokenizer, example):
-    return tuple(tokenizer.decode(each) for each in (example.tokens, example.chosen, example.rejected))
+    return tuple(tokenizer.decode(tokens) for tokens in (example.tokens, example.chosen, example.rejected))
 
 
 HI = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -90,12 +90,12 @@ def test_responses(entry, expected, tokenizer):
 
 def test_marks_of_the_template_and_turns_that_are_found_are_the_same(tokenizer):
     entry = {"messages": [user("hi"), assistant("a"), user("b"), assistant("c d"), user("e")]}
-    found: Any = Example(tokenizer, entry).response()
+    masked_example: Any = Example(tokenizer, entry).response()
     tokenizer.chat_template = GENERATION
     marked: Any = Example(tokenizer, entry).response()
-    assert torch.equal(found.tokens, marked.tokens)
-    assert torch.equal(found.action_mask, marked.action_mask)
-    assert found.prompt_length == marked.prompt_length
+    assert torch.equal(masked_example.tokens, marked.tokens)
+    assert torch.equal(masked_example.action_mask, marked.action_mask)
+    assert masked_example.prompt_length == marked.prompt_length
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -173,7 +173,7 @@ def test_tools_and_calls_are_shown(as_json, tokenizer):
 )
 def test_what_is_no_example_is_refused_by_its_number(kind, entry, words, tokenizer):
     with pytest.raises(ConfigError, match=f"^data, entry 0: .*{words}"):
-        read_examples([entry], lambda each: kind(Example(tokenizer, each)), "data", 100, "refuse")
+        read_examples([entry], lambda row: kind(Example(tokenizer, row)), "data", 100, "refuse")
 
 
 def test_a_role_that_the_chat_template_names_is_known(tokenizer):
@@ -197,7 +197,7 @@ def test_entries_that_are_no_examples_are_counted_and_the_first_are_named(tokeni
     entries = [{"prompt": "2+2=", "completion": "4" if n < 2 else None} for n in range(9)]
     message = r"^data: 7 of 9 entries are refused\. entry 2, entry 3, .*, entry 6: .*no completion.* And 2 more\.$"
     with pytest.raises(ConfigError, match=message):
-        read_examples(entries, lambda each: Example(tokenizer, each).response(), "data", 100, "refuse")
+        read_examples(entries, lambda row: Example(tokenizer, row).response(), "data", 100, "refuse")
 
 
 def test_a_template_that_changes_earlier_turns_is_warned_of_and_they_are_as_rollouts_have_them(tokenizer, caplog):
@@ -222,7 +222,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_and_is_warned_of_where_token
     ExampleReader(made, "data", seed=1).load_state_dict(earlier)
     assert not caplog.text
     other = ExampleReader(made[:2], "data", seed=1)
-    with pytest.raises(StorageError):
+    with pytest.raises(ForeignPositionError, match=f"{state['source']}.*{other.state_dict()['source']}"):
         other.load_state_dict(state)
     other.load_state_dict(earlier)
     assert "of an earlier version, whose examples had other tokens" in caplog.text
@@ -309,13 +309,13 @@ def masked(*mask):
 def test_the_position_in_equal_tokens_with_another_mask_is_refused():
     state = ExampleReader(masked(True, False), "data").state_dict()
     ExampleReader(masked(True, False), "data").load_state_dict(state)
-    with pytest.raises(StorageError, match="belongs to another buffer"):
+    with pytest.raises(ForeignPositionError, match=r"^data: "):
         ExampleReader(masked(True, True), "data").load_state_dict(state)
 
 
 @pytest.mark.parametrize("other", [ExampleReader(examples(4), "d", seed=1), ExampleReader(examples(), "d", seed=2)])
 def test_the_position_in_other_examples_is_refused(other):
-    with pytest.raises(StorageError, match="belongs to another buffer"):
+    with pytest.raises(ForeignPositionError, match=r"^data: "):
         ExampleReader(examples(), "data", seed=1).load_state_dict(other.state_dict())
 
 

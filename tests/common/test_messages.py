@@ -174,7 +174,7 @@ def test_broken_text_of_a_conversation_is_refused(text: str) -> None:
 def test_a_prompt_of_examples_that_ends_with_the_assistant_is_refused(tokenizer: Any, made: Any) -> None:
     prompt, answer = [ASK, TELL], [TELL]
     entry = {"prompt": prompt, "completion": answer, "chosen": answer, "rejected": [TELL | {"content": "Owl."}]}
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"prompt.*assistant.*answer_field"):
         made(Example(tokenizer, entry))
     assert made(Example(tokenizer, entry | {"prompt": [ASK]}))
 
@@ -185,7 +185,7 @@ def test_a_task_that_ends_with_the_assistant_is_refused_by_its_row(column: str, 
     file.write_text("".join(json.dumps({column: row}) + "\n" for row in ([ASK], [ASK, TELL], [ASK, TELL, ASK])))
     with pytest.raises(ConfigError, match=f"line 2 of .*{column}.*answer_field"):
         Taskset.from_config(TasksetConfig(name="t", source="dataset", path=str(file)))
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"assistant.*answer_field"):
         messages_of(Task("simple", {column: [ASK, TELL]}))
 
 

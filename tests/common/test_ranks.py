@@ -90,7 +90,11 @@ def test_what_is_handed_in_arrives_whole_and_at_once_unless_that_of_one_is_long(
 
 def test_on_one_machine_nothing_can_be_reached_from_outside() -> None:
     def listening() -> set[Any]:
-        return {each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
+        return {
+            connection.laddr
+            for connection in psutil.Process().net_connections()
+            if connection.status == psutil.CONN_LISTEN
+        }
 
     store()
     before, meeting = listening(), next(MEETINGS)
@@ -334,7 +338,7 @@ def test_errors_of_several_ranks_at_once_keep_their_own() -> None:
 
     first, *others = together(work)
     assert str(first) == "rank 1: ValueError: of 1; rank 2: ValueError: of 2"
-    assert [str(each) for each in others] == ["of 1", "of 2"]
+    assert [str(error) for error in others] == ["of 1", "of 2"]
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_the_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,13 +422,25 @@ def test_of_three_ranks_only_that_which_stops_before_a_collective_is_named(
 def test_a_part_with_a_limit_of_its_own_takes_no_time_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     now, ranks = [100.0], Ranks(0, 2)
     monkeypatch.setattr(ranks_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def limit() -> float:
+        """The seconds that work which begins now may take."""
+        limits: list[timedelta] = []
+
+        def begin(limit: timedelta) -> Any:
+            limits.append(limit)
+            return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+        ranks.wait(begin, "a wait")
+        return limits[0].total_seconds()
+
     with ranks.within(10.0):
         now[0] += 4.0
         with ranks.within(30.0):
             now[0] += 20.0
-            assert ranks._time_left().total_seconds() == 10.0
-        assert ranks._time_left().total_seconds() == 6.0
-    assert ranks._time_left() == ranks_module.PATIENCE
+            assert limit() == 10.0
+        assert limit() == 6.0
+    assert limit() == ranks_module.PATIENCE.total_seconds()
 
 
 def test_others_are_not_to_blame_for_a_rank_that_comes_after_its_limit() -> None:

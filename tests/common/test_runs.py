@@ -360,8 +360,8 @@ def test_a_resumed_run_goes_on_past_a_step_without_the_metric_as_it_would_have(b
     state, without = run.state_dict(), make_group(1, 2, rewards=[0.0, 1.0])
     resumed, of_an_earlier_version = data(), data()
     resumed.load_state_dict(state)
-    for each in (run, resumed):
-        assert asyncio.run(each.fill(without, 2))["experience_pipeline/trained"] == 0
+    for opened in (run, resumed):
+        assert asyncio.run(opened.fill(without, 2))["experience_pipeline/trained"] == 0
     del state["judged_by"]
     of_an_earlier_version.load_state_dict(state)
     with pytest.raises((ExperienceError, OperatorError)):

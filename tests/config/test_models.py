@@ -1,6 +1,7 @@
 import functools
 import importlib.util
 import json
+import re
 import shutil
 import string
 import subprocess
@@ -385,5 +386,5 @@ def test_end_tokens_are_those_of_the_generation_config_or_of_the_models_own(tiny
     (folder / "generation_config.json").unlink()
     assert load_generation_config(str(folder)).eos_token_id == load_tokenizer(str(folder)).eos_token_id
     (folder / "config.json").write_text("{}")
-    with pytest.raises(ModelLoadError):
+    with pytest.raises(ModelLoadError, match=re.escape(str(folder))):
         load_generation_config(str(folder))

@@ -1,6 +1,7 @@
 """vLLM that computes with the policy's adapters itself; whole runs are in test_adapter_runs.py."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,18 +85,22 @@ def test_drill_and_probes_pass_whenever_adapters_are_sent(driven: tuple[VLLMAdap
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "factor"),
     [
-        lambda sent: sent.pop(next(iter(sent))),
-        lambda sent: sent.update({"lm_head.lora_A.weight": torch.zeros(9, 64)}),
-        lambda sent: sent.update({next(iter(sent)): torch.zeros(8, 64)}),
+        (lambda sent, first: sent.pop(first), None),
+        (lambda sent, _: sent.update({"lm_head.lora_A.weight": torch.zeros(9, 64)}), "lm_head.lora_A.weight"),
+        (lambda sent, first: sent.update({first: torch.zeros(8, 64)}), None),
     ],
     ids=["missing", "unknown", "wrong shape"],
 )
-def test_adapters_that_do_not_fit_are_refused(driven: tuple[VLLMAdapterEngine, Driver, Any], change: Any) -> None:
+def test_adapters_that_do_not_fit_are_refused_by_name(
+    driven: tuple[VLLMAdapterEngine, Driver, Any], change: Any, factor: str | None
+) -> None:
+    """The factor named is None for the first one of all."""
     engine, driver, model = driven
-    change(sent := dict(model.adapter.alone()))
-    with pytest.raises(WeightSyncError):
+    sent = dict(model.adapter.alone())
+    change(sent, first := next(iter(sent)))
+    with pytest.raises(WeightSyncError, match=f"'{re.escape(factor or first)}'"):
         driver.run(engine.sync_weights(WeightStream.of(sent.items()), 1))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import shutil
 import threading
 from collections.abc import Coroutine, Iterator
@@ -76,7 +77,7 @@ def test_the_text_of_a_sentencepiece_tokenizer_begins_with_the_space_that_vllm_g
 def test_a_folder_without_a_model_is_a_load_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     engine = tiny_engine(str(tmp_path))
-    with pytest.raises(ModelLoadError):
+    with pytest.raises(ModelLoadError, match=re.escape(str(tmp_path))):
         on_a_host(engine, engine.generate(PROMPT))
 
 
@@ -248,7 +249,7 @@ def test_cancelling_aborts_in_the_engine(engine: VLLMEngine, driver: Driver, mon
     async def cancel_two_of_three() -> Completion:
         all_posted = standing_still(engine)
         tasks = [asyncio.create_task(engine.generate(PROMPT, n=n, seed=3, ignore_eos=True)) for n in (1, 4)]
-        kept = asyncio.create_task(engine.generate(PROMPT, seed=5, max_tokens=12))
+        uncancelled = asyncio.create_task(engine.generate(PROMPT, seed=5, max_tokens=12))
         await asyncio.sleep(0)
         all_posted.set()
         await asyncio.to_thread(third_step.wait, 60)
@@ -257,7 +258,7 @@ def test_cancelling_aborts_in_the_engine(engine: VLLMEngine, driver: Driver, mon
         await asyncio.gather(*tasks, return_exceptions=True)
         assert all(task.cancelled() for task in tasks)
         cancelled.set()
-        return (await kept)[0]
+        return (await uncancelled)[0]
 
     monkeypatch.setattr(executor, "execute_model", wait_at_the_third)
     answer = driver.run(cancel_two_of_three())

@@ -5,6 +5,7 @@ The engine is one of the tiny model in float32, so that its tokens depend on see
 
 import asyncio
 import random
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -156,8 +157,8 @@ class EnginePromises:
     ) -> None:
         async def beside_a_longer_prompt() -> Completion:
             longer = engine.generate([5] * 40, seed=0, max_tokens=4)
-            own = engine.generate(PROMPT, seed=3, max_tokens=30, temperature=temperature)
-            return (await asyncio.gather(longer, own))[1][0]
+            measured = engine.generate(PROMPT, seed=3, max_tokens=30, temperature=temperature)
+            return (await asyncio.gather(longer, measured))[1][0]
 
         completion = driver.run(beside_a_longer_prompt())
         assert list(completion.logprobs) == pytest.approx(plain_logprobs(completion, temperature), abs=1e-4)
@@ -269,7 +270,7 @@ class EnginePromises:
         too_long, unknown_token, negative, misspelt, answer = driver.run(mixed())
         assert isinstance(too_long, PromptTooLongError)
         for refused in (unknown_token, negative):
-            assert self.value_error in [each.__name__ for each in type(refused).__mro__]
+            assert self.value_error in [kind.__name__ for kind in type(refused).__mro__]
         assert isinstance(misspelt, self.misspelt_error)
         for refused in (unknown_token, negative, misspelt):
             assert not isinstance(refused, RolloutError), "the engine did not fail"
@@ -298,18 +299,20 @@ class EnginePromises:
             driver.run(engine.sync_weights(weight_stream(tiny_model()), 0))
 
     @pytest.mark.parametrize(
-        "change",
+        ("change", "tensor"),
         [
-            lambda tensors: tensors.pop(HEAD),
-            lambda tensors: tensors.update({UP + "s": tensors[UP]}),
-            lambda tensors: tensors.update({UP: tensors[UP].T}),
+            (lambda tensors: tensors.pop(HEAD), HEAD),
+            (lambda tensors: tensors.update({UP + "s": tensors[UP]}), UP + "s"),
+            (lambda tensors: tensors.update({UP: tensors[UP].T}), UP),
         ],
         ids=["missing", "unknown", "wrong shape"],
     )
-    def test_weights_that_do_not_fit_leave_it_as_it_was(self, engine: Engine, driver: Driver, change: Any) -> None:
+    def test_weights_that_do_not_fit_leave_it_as_it_was(
+        self, engine: Engine, driver: Driver, change: Any, tensor: str
+    ) -> None:
         before = ask(engine, driver), engine.model_version
         tensors = dict(weight_stream(tiny_model(3.0)))
         change(tensors)
-        with pytest.raises(WeightSyncError):
+        with pytest.raises(WeightSyncError, match=f"'{re.escape(tensor)}'"):
             driver.run(engine.sync_weights(tensors.items(), 9))
         assert (ask(engine, driver), engine.model_version) == before

@@ -47,11 +47,11 @@ class CopyEngine:
 
     def take(self, stream: Any) -> None:
         self.syncs += 1
-        own = dict(self.model.named_parameters(remove_duplicate=False))
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, tensor in stream:
                 if (changed := self.change(name, tensor)) is not None:
-                    own[name].copy_(changed)
+                    parameters[name].copy_(changed)
 
 
 def synchronizer(
@@ -134,7 +134,7 @@ def test_compare_says_what_it_allows_these_tokens() -> None:
 
 @pytest.mark.parametrize("engine", [[], [-1.0], [-1.0, -1.0, -1.0]])
 def test_compare_refuses_another_number_of_tokens(engine: list[float]) -> None:
-    with pytest.raises(WeightSyncError):
+    with pytest.raises(WeightSyncError, match=rf"probe.*\b2\b.*\b{len(engine)}\b"):
         compare([-1.0, -1.0], engine, FP32, "probe")
 
 

@@ -1,5 +1,6 @@
 """Weights are sent as `save_pretrained` writes them, also for models whose experts are fused."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -122,14 +123,15 @@ def test_weights_that_do_not_fit_are_listed_by_name_with_the_nearest() -> None:
     expected = {f"layers.{i}.up_proj": (2, 3) for i in range(12)} | {"head": (3,)}
     with pytest.raises(WeightSyncError) as misfit:
         check_shapes({"layers.0.up_prj": (2, 3), "head": (4,)}, expected)
-    assert "12 missing: 'layers.0.up_proj', " in str(misfit.value)
-    assert "'layers.7.up_proj' and 4 more" in str(misfit.value)
-    assert "1 unknown to the engine: 'layers.0.up_prj' (nearest: 'layers.0.up_proj')" in str(misfit.value)
-    assert "1 wrong shape: 'head' (4,), expected (3,)" in str(misfit.value)
+    missing = [f"layers.{i}.up_proj" for i in range(8)]  # the first ones
+    named = re.findall(r"'([^']+\.up_\w+|head)'", str(misfit.value))
+    assert named == [*missing, "layers.0.up_prj", "layers.0.up_proj", "head"]
+    for problem in ("12 missing", "4 more", "(nearest: ", "(4,)", "(3,)"):
+        assert problem in str(misfit.value)
 
 
 def test_an_engine_of_ones_own_may_give_its_shapes_as_lists() -> None:
     shapes: Any = {"a": [2, 3]}
     check_shapes({"a": (2, 3)}, shapes)
-    with pytest.raises(WeightSyncError):
+    with pytest.raises(WeightSyncError, match="'a'"):
         check_shapes({"a": (3, 2)}, shapes)

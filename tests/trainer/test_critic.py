@@ -39,8 +39,8 @@ LR = {"lr": 1e-2}
 def rollouts(make=make_experiences, **settings):
     """Ragged experiences as the add strategy leaves them: with rewards, without advantages."""
     experiences = make(**settings)
-    for index, each in enumerate(experiences):
-        each.advantages, each.reward = None, float(index % 3) / 2
+    for index, experience in enumerate(experiences):
+        experience.advantages, experience.reward = None, float(index % 3) / 2
     return experiences
 
 
@@ -54,8 +54,8 @@ def with_head(policy: PolicyModule, seed: int = 0) -> PolicyModule:
     generator = torch.Generator().manual_seed(seed)
     assert isinstance(policy.critic, Critic)
     with torch.no_grad():
-        for each in policy.critic.head.parameters():
-            each.copy_(torch.randn(each.shape, generator=generator))
+        for parameter in policy.critic.head.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return policy
 
 
@@ -73,8 +73,8 @@ class OfCritic(Gradients):
 
     def on_before_optimizer_step(self, trainer, pl_module: Any, optimizer):
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
-        own = pl_module.critic.named_parameters()
-        self.steps[-1] |= {f"critic.{name}": p.grad.clone() for name, p in own if p.grad is not None}
+        parameters = pl_module.critic.named_parameters()
+        self.steps[-1] |= {f"critic.{name}": p.grad.clone() for name, p in parameters if p.grad is not None}
 
 
 @pytest.mark.parametrize("value_model", [None, "tiny"])
@@ -90,8 +90,8 @@ def test_loss_and_every_gradient_equal_the_naive_ones(layout, value_model):
     mask = padded(experiences, "action_mask").bool()
     values = naive_values(critic.model or model, critic.head, experiences)
     rewards = torch.zeros(mask.shape)
-    for row, each in enumerate(experiences):
-        rewards[row, int(mask[row].nonzero().max())] = each.reward or 0.0
+    for row, experience in enumerate(experiences):
+        rewards[row, int(mask[row].nonzero().max())] = experience.reward or 0.0
     advantages, returns = gae(values.detach(), rewards, mask, 1.0, 0.9)
     advantages = whitened(advantages, mask)
     logprobs = naive_logprobs(model, experiences)
@@ -102,19 +102,19 @@ def test_loss_and_every_gradient_equal_the_naive_ones(layout, value_model):
     expected.backward()
     fit(policy, [batch], Prepare([batch]), seen)
     assert seen.losses[0] == pytest.approx(expected.item(), rel=1e-5)
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    found |= {f"critic.{name}": p.grad for name, p in critic.named_parameters() if p.grad is not None}
-    assert_same_gradients(seen.steps[0], found, tolerance=2e-5)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients |= {f"critic.{name}": p.grad for name, p in critic.named_parameters() if p.grad is not None}
+    assert_same_gradients(seen.steps[0], gradients, tolerance=2e-5)
 
 
 def test_both_layouts_have_the_same_values():
-    found = []
+    trained = []
     for layout in (Layout.padded, Layout.shared_prefix):
         batch = batch_of(rollouts(groups))
         fit(with_head(actor_critic(layout=layout)), [batch], Prepare([batch]))
-        found.append(batch.columns)
+        trained.append(batch.columns)
     for name in ("values", "returns", "advantages"):
-        torch.testing.assert_close(*(torch.cat(columns[name]) for columns in found), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(*(torch.cat(columns[name]) for columns in trained), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -122,14 +122,16 @@ def test_both_layouts_have_the_same_values():
 def test_warming_up_trains_the_critic_alone(value_model, dtype):
     policy, batch = actor_critic({"model": value_model, "warmup_steps": 2}, dtype=dtype), batch_of(rollouts())
     policy.configure_model()
-    before = {name: each.clone() for name, each in policy.state_dict().items()}
+    before = {name: weight.clone() for name, weight in policy.state_dict().items()}
     fit(policy, [batch, batch], Prepare([batch]))
-    moved = {name for name, each in policy.state_dict().items() if not torch.equal(each, before[name])}
+    moved = {name for name, weight in policy.state_dict().items() if not torch.equal(weight, before[name])}
     assert moved
     assert all(name.startswith("critic.") for name in moved)
     assert ("critic.model.model.layers.0.mlp.up_proj.weight" in moved) == (value_model is not None)
     fit(policy, [batch, batch, batch], Prepare([batch]))
-    assert any(not torch.equal(each, before[name]) for name, each in policy.policy.state_dict(prefix="model.").items())
+    assert any(
+        not torch.equal(weight, before[name]) for name, weight in policy.policy.state_dict(prefix="model.").items()
+    )
 
 
 def test_the_kl_of_every_token_is_subtracted_and_its_weight_follows_the_target():
@@ -144,15 +146,15 @@ def test_the_kl_of_every_token_is_subtracted_and_its_weight_follows_the_target()
     }
     experiences[0].action_mask[:] = False  # a response without trained tokens
     batch = batch_of(experiences)
-    found = policy.critic.weigh(batch, columns)
+    weighed = policy.critic.weigh(batch, columns)
     policy.critic.adapt(batch, columns)
-    for each, returns in zip(experiences, found["returns"], strict=True):
-        mask = each.action_mask
+    for experience, returns in zip(experiences, weighed["returns"], strict=True):
+        mask = experience.action_mask
         to_go = mask.flip(0).cumsum(0).flip(0)  # tokens, each with 0.2 nats
-        torch.testing.assert_close(returns[mask], (each.reward - 0.5 * 0.2 * to_go)[mask])
+        torch.testing.assert_close(returns[mask], (experience.reward - 0.5 * 0.2 * to_go)[mask])
     assert float(policy.critic.kl_coef) == pytest.approx(0.5 * (1 - 0.1 * 0.2))  # the error is bounded
     mean = 0.2 * batch.num_tokens / (len(experiences) - 1)
-    batch.columns = columns | found
+    batch.columns = columns | weighed
     assert policy.critic.metrics(batch)["critic/kl"] == pytest.approx(mean, rel=1e-5)
     policy.critic.config.kl_target = mean / 1.1
     policy.critic.adapt(batch, columns)
@@ -244,22 +246,22 @@ def test_values_that_a_script_gives_stay():
         def on_train_start(self, trainer, pl_module: Any):
             super().on_train_start(trainer, pl_module)
             del batch.columns["ref_logprobs"]
-            self.given = dict(batch.columns)
+            self.columns_given = dict(batch.columns)
 
     fit(actor_critic({"kl_coef": 0.1}), [batch], prepare := WithoutReference([batch]))
     assert "ref_logprobs" in batch.columns
-    assert all(batch.columns[name] is column for name, column in prepare.given.items())
+    assert all(batch.columns[name] is column for name, column in prepare.columns_given.items())
 
 
 def test_models_that_show_no_states_or_no_logits_are_refused_before_training():
     policy = with_head(actor_critic(layout=Layout.padded))
     policy.policy.base_model_prefix = "lm_head"
-    with pytest.raises(ModelLoadError):
+    with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM.*algorithm\.critic\.model"):
         policy.check_trainable()
     policy = with_head(actor_critic({"model": "tiny"}))
     assert isinstance(policy.critic, Critic)
     policy.critic.model.forward = lambda **_: SimpleNamespace()
-    with pytest.raises(ModelLoadError):
+    with pytest.raises(ModelLoadError, match=r"LlamaForCausalLM.*'logits'"):
         policy.check_trainable()
 
 
@@ -280,8 +282,9 @@ def make_loaded() -> PolicyModule:
 
 
 def test_a_batch_without_values_is_refused():
-    with refuses(None):
+    with refuses(None) as refused:
         fit(actor_critic(), [batch_of(rollouts())])
+    assert "'values'" in str(refused.value)
 
 
 def test_experiences_with_advantages_or_without_rewards_are_refused():

@@ -77,14 +77,14 @@ def test_items_are_steps_plus_skipped_and_skipping_takes_no_step():
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_no_gradient_is_kept_between_steps(dtype):
-    kept = []
+    with_gradient = []
 
     class Watch(L.Callback):
         def on_train_batch_end(self, trainer, pl_module: Any, outputs, batch, batch_idx):
-            kept.append([name for name, p in pl_module.policy.named_parameters() if p.grad is not None])
+            with_gradient.append([name for name, p in pl_module.policy.named_parameters() if p.grad is not None])
 
     trainer = fit(make_policy(dtype=dtype), [batch_of(make_experiences())] * 2, Watch())
-    assert (trainer.global_step, kept) == (2, [[], []])
+    assert (trainer.global_step, with_gradient) == (2, [[], []])
 
 
 def test_the_rate_that_is_logged_is_the_one_that_was_used():
@@ -157,11 +157,11 @@ def test_a_second_fit_of_a_trainer_says_nothing_of_callbacks(tmp_path, caplog):
 
 def test_a_gradient_that_is_not_finite_takes_no_step_and_is_counted_and_named(tiny, caplog):
     schedule = OptimizerConfig(lr=1e-3, lr_scheduler="linear", total_steps=4)
-    policy, kept = make_policy(optimizer=schedule, max_bad_steps=2), []
+    policy, counts = make_policy(optimizer=schedule, max_bad_steps=2), []
 
     class Watch(L.Callback):
         def on_train_batch_end(self, trainer, pl_module: Any, outputs, batch, batch_idx):
-            kept.append((trainer.global_step, pl_module.bad_steps, pl_module.bad_steps_in_a_row))
+            counts.append((trainer.global_step, pl_module.bad_steps, pl_module.bad_steps_in_a_row))
             assert all(p.grad is None for p in pl_module.policy.parameters())
             if batch_idx == 0:
                 assert all(
@@ -170,9 +170,9 @@ def test_a_gradient_that_is_not_finite_takes_no_step_and_is_counted_and_named(ti
                 assert not optimizer_of(policy).state_dict()["state"]
                 assert rate_of(policy) == 1e-3
 
-    batches = [batch_of(each, step=3) for each in (spoilt(), make_experiences(), spoilt())]
+    batches = [batch_of(experiences, step=3) for experiences in (spoilt(), make_experiences(), spoilt())]
     trainer = fit(policy, batches, Watch())
-    assert kept == [(0, 1, 1), (1, 1, 0), (1, 2, 1)]
+    assert counts == [(0, 1, 1), (1, 1, 0), (1, 2, 1)]
     assert trainer.logged_metrics["actor/bad_steps"] == 2
     assert trainer.logged_metrics["actor/trained_rows"] == 0
     assert "explore step 3 has norm nan (not finite: advantages of experiences 1/0/1" in caplog.text
@@ -193,7 +193,7 @@ def test_gradients_that_are_not_finite_stop_the_run_after_some_in_a_row_also_ove
 
 def test_a_run_that_gradients_ended_may_skip_as_many_again_and_counts_each_once(tmp_path):
     batches = [batch_of(spoilt(), step=step) for step in range(1, 5)]  # the second is handed out again
-    with pytest.raises(TrinityError):
+    with pytest.raises(TrinityError, match="explore step 2"):
         fit(make_policy(max_bad_steps=2), batches, StopCheckpoint(tmp_path))
     resumed = make_policy(max_bad_steps=2)
     with pytest.raises(TrinityError, match="explore step 3"):
@@ -336,7 +336,7 @@ def test_settings_of_the_trainer_that_would_not_act_are_refused_before_the_model
 
 def test_configure_model_is_idempotent_and_trains():
     policy = make_policy(kl=KLConfig(coef=0.1))
-    with pytest.raises(ModelLoadError):
+    with pytest.raises(ModelLoadError, match=r"configure_model\(\)"):
         _ = policy.policy
     policy.configure_model()
     model, reference = policy.model, policy.reference
@@ -417,7 +417,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(dtype, tmp_path)
     for mine, theirs in zip(policy.policy.parameters(), resumed.policy.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     assert rate_of(resumed) == rate_of(policy)
-    mine, theirs = (tree_leaves(optimizer_of(each).state_dict()["state"]) for each in (policy, resumed))
+    mine, theirs = (tree_leaves(optimizer_of(trained).state_dict()["state"]) for trained in (policy, resumed))
     pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if isinstance(a, torch.Tensor)]
     assert len(pairs) > 10
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -460,17 +460,18 @@ def test_weights_alone_are_loaded_from_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [None, b"garbage", torch.zeros(2), {"loops": 3}],
+    ("content", "key"),
+    [(None, "ckpt_path"), (b"garbage", "ckpt_path"), (torch.zeros(2), None), ({"loops": 3}, None)],
     ids=["no file", "no pickle", "no mapping", "no weights"],
 )
-def test_what_is_no_checkpoint_loads_no_policy(content, tmp_path):
+def test_what_is_no_checkpoint_loads_no_policy(content, key, tmp_path):
     if isinstance(content, bytes):
         (tmp_path / "it.ckpt").write_bytes(content)
     elif content is not None:
         torch.save(content, tmp_path / "it.ckpt")
-    with pytest.raises(ConfigError):
+    with refuses(key) as refused:
         PolicyModule.load_from_checkpoint(tmp_path / "it.ckpt")
+    assert f"'{tmp_path / 'it.ckpt'}'" in str(refused.value)
 
 
 def test_a_folder_that_is_no_checkpoint_loads_no_policy_and_says_what_to_give(tmp_path):
@@ -516,8 +517,8 @@ def test_a_policy_is_loaded_from_its_checkpoint_alone(tmp_path):
 def test_a_policy_is_loaded_with_another_optimizer_than_its_checkpoints(tmp_path):
     fit(make_policy(), [batch_of(make_experiences())]).save_checkpoint(tmp_path / "it.ckpt")
     sgd = OptimizerConfig(name="torch.optim.SGD", lr=0.5)
-    for given, expected in ((sgd, sgd), (asdict(sgd), sgd), (None, OptimizerConfig())):
-        loaded = PolicyModule.load_from_checkpoint(tmp_path / "it.ckpt", optimizer=given)
+    for chosen, expected in ((sgd, sgd), (asdict(sgd), sgd), (None, OptimizerConfig())):
+        loaded = PolicyModule.load_from_checkpoint(tmp_path / "it.ckpt", optimizer=chosen)
         assert loaded.optimizer_config == expected
 
 
@@ -553,7 +554,6 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_by_what_it_lacks(tmp_path
     checkpoint = torch.load(tmp_path / "it.ckpt", weights_only=True)
     del checkpoint["policy"]["bad_steps"]
     torch.save(checkpoint, tmp_path / "old.ckpt")
-    policy = make_policy()
-    policy._optimizer_factory = torch.optim.AdamW
+    policy = make_policy(model={"optimizer_factory": torch.optim.AdamW})
     with pytest.raises(ConfigError, match="bad_steps"):
         fit(policy, [batch_of(make_experiences())], ckpt_path=tmp_path / "old.ckpt", max_epochs=2)

@@ -58,7 +58,7 @@ def test_operators_tidy_what_fills_the_buffer():
 
 def test_a_failing_operator_leaves_the_buffer_as_it_was_and_the_step_on_disk(tmp_path):
     data = ExperienceDataModule("reinforce", operators=[OperatorConfig(f"{HERE}.Fails")], folder=tmp_path)
-    with pytest.raises(OperatorError):
+    with pytest.raises(OperatorError, match=rf"{HERE}\.Fails.*explore step 3"):
         asyncio.run(data.fill(step_of([0, 1]), 3))
     assert (data.storage.batch, data.storage.is_ready(3)) == (0, False)
     assert (tmp_path / "rejected" / "step_3.trxp").is_file()

@@ -112,7 +112,7 @@ def _wide_key() -> dict[Any, None]:
 
 @pytest.mark.parametrize("value", [_nested(200), _chains(2), _laughs(), _cycle(), _wide_key()])
 def test_limits_of_depth_and_size(value):
-    with pytest.raises(ExperienceFormatError):
+    with pytest.raises(ExperienceFormatError, match=r"^metadata: "):
         load_plain(pickle.dumps(value))
 
 
@@ -160,7 +160,7 @@ def test_keys_that_cannot_be_hashed_are_refused_and_nothing_dies(key, item, run_
     ],
 )
 def test_broken_pickles_are_refused(data):
-    with pytest.raises(ExperienceFormatError):
+    with pytest.raises(ExperienceFormatError, match=r"^metadata: "):
         load_plain(data)
 
 
@@ -168,19 +168,19 @@ UNKNOWN_DTYPE = {"source_field": "", "destination_field": "", "data_type": "torc
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "at_fault"),
     [
-        {"num_items": 2},
-        {"version": 3},
-        {"items": None},
-        {"items": [], "num_items": 0},
-        {"items": [{"prompt_length": 5}]},
-        {"items": [{"multi_modal_input_keys": ["x"]}]},
-        {"items": [{"custom_fields": [UNKNOWN_DTYPE]}]},
+        ({"num_items": 2}, "2 items"),
+        ({"version": 3}, "items"),
+        ({"items": None}, "NoneType"),
+        ({"items": [], "num_items": 0}, "'0:tokens'"),
+        ({"items": [{"prompt_length": 5}]}, "prompt_length"),
+        ({"items": [{"multi_modal_input_keys": ["x"]}]}, "'0:multi_modal_inputs:x'"),
+        ({"items": [{"custom_fields": [UNKNOWN_DTYPE]}]}, "'load'"),
     ],
 )
-def test_metadata_that_do_not_fit_are_refused(changes):
-    with pytest.raises(ExperienceFormatError):
+def test_metadata_that_do_not_fit_are_refused(changes, at_fault):
+    with pytest.raises(ExperienceFormatError, match=at_fault):
         Experience.deserialize_many(write_version_1([Experience(tokens=[1, 2])], **changes))
 
 
@@ -214,8 +214,15 @@ def test_plain_pickles_name_classes_where_they_were(modules):
 
 
 @pytest.mark.parametrize(
-    "data", [pickle.dumps({"a": 1}), pickle.dumps([1]), b"", b"no pickle", pickle.dumps(io.BytesIO)]
+    ("data", "content"),
+    [
+        (pickle.dumps({"a": 1}), "dict"),
+        (pickle.dumps([1]), "int"),
+        (b"", "EOFError"),
+        (b"no pickle", "UnpicklingError"),
+        (pickle.dumps(io.BytesIO), "type"),
+    ],
 )
-def test_pickles_of_other_things_are_refused(data):
-    with pytest.raises(ExperienceFormatError):
+def test_pickles_of_other_things_are_refused(data, content):
+    with pytest.raises(ExperienceFormatError, match=rf"\b{content}\b"):
         Experience.deserialize_many(data, allow_pickle=True)
