@@ -71,12 +71,12 @@ def test_an_environment_is_given_what_is_known_of_the_thoughts_and_a_record_is_p
 
 
 @pytest.mark.parametrize(
-    ("response", "said"), [("<think>7?</think>8", "Lower."), ("<think>8?</think>7", "Right."), ("<think>7", "Reply")]
+    ("response", "reply"), [("<think>7?</think>8", "Lower."), ("<think>8?</think>7", "Right."), ("<think>7", "Reply")]
 )
-def test_a_guess_is_what_stands_behind_the_thoughts(response: str, said: str) -> None:
+def test_a_guess_is_what_stands_behind_the_thoughts(response: str, reply: str) -> None:
     game = GuessNumber()
     game.reset(Task("multi_turn", {"secret": 7}))
-    assert str(game.step(response)[0]).startswith(said)
+    assert str(game.step(response)[0]).startswith(reply)
 
 
 def test_an_episode_is_one_experience_in_which_the_policys_tokens_are_trained() -> None:
@@ -342,7 +342,10 @@ def test_the_number_is_the_same_for_all_runs_of_a_task() -> None:
     def secret(index: int, seed: int = 0) -> int:
         game = GuessNumber(0, 1000, seed=seed)
         game.reset(Task("multi_turn", {"task_index": {"taskset_id": "t", "index": index}}))
-        return game._secret
+        low, high = 0, 1000
+        while (reply := game.step(str(guess := (low + high) // 2))[0]) != "Right.":
+            low, high = (guess + 1, high) if reply == "Higher." else (low, guess - 1)
+        return guess
 
     assert secret(1) == secret(1)
     assert len({secret(index) for index in range(20)}) > 15

@@ -1,4 +1,5 @@
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -478,14 +479,18 @@ def test_a_comparison_that_does_not_end_counts_as_wrong_and_stops_nothing(caplog
     verifier.close()
 
 
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children())
+
+
 @pytest.mark.slow
 def test_a_process_has_bounded_memory_and_one_that_somebody_ended_is_told_and_replaced() -> None:
-    verifier = MathVerifier(max_processes=1)
+    before, verifier = children(), MathVerifier(max_processes=1)
     assert verifier.same("4", "4")
-    (process,) = verifier._idle
-    assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_AS)[0] == MEMORY
+    (process,) = children() - before
+    assert process.rlimit(psutil.RLIMIT_AS)[0] == MEMORY
     process.kill()
-    process.wait()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # the verifier is to learn itself how it ended
     with pytest.raises(RuntimeError, match="ended with exit code -9"):
         verifier.same("4", "4")
     assert verifier.same("4", "4")
@@ -493,10 +498,10 @@ def test_a_process_has_bounded_memory_and_one_that_somebody_ended_is_told_and_re
 
 
 def test_closing_ends_what_is_under_way() -> None:
-    verifier = MathVerifier(max_processes=1, cpu_seconds=300.0)
+    before, verifier = children(), MathVerifier(max_processes=1, cpu_seconds=300.0)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(verifier.same, "3", MONSTER)
-        while not verifier._started:
+        while not any(process.cpu_times().user > 0 for process in children() - before):
             time.sleep(0.01)
         verifier.close()
         with pytest.raises(RuntimeError, match="ended with exit code -9"):
@@ -523,11 +528,11 @@ def test_what_a_library_prints_is_no_reply_and_a_process_that_was_large_is_repla
     (tmp_path / "math_verify.py").write_text(CHATTY_AND_GREEDY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(math_verifier, "MEMORY", 500 << 20)
-    verifier = MathVerifier(max_processes=1)
+    before, verifier = children(), MathVerifier(max_processes=1)
     assert [verifier.find(text) for text in ("1", "2", "3")] == ["1", "2", "3"]
-    (process,) = verifier._idle
+    (process,) = children() - before
     assert verifier.find("big") == "big"
-    assert process.returncode is not None
+    assert process not in children()
     assert verifier.find("4") == "4"
     verifier.close()
 
@@ -536,10 +541,11 @@ def test_what_a_library_prints_is_no_reply_and_a_process_that_was_large_is_repla
 def test_processes_end_with_the_one_that_asks() -> None:
     code = """
 import time
+import psutil
 from trinity_lightning.explorer.rewards.math_verifier import MathVerifier
 verifier = MathVerifier(1)
 assert verifier.same("4", "4")
-print(verifier._idle[0].pid, flush=True)
+print(psutil.Process().children()[0].pid, flush=True)
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as run:
@@ -553,16 +559,17 @@ time.sleep(60)
 def test_a_fork_has_processes_of_its_own() -> None:
     code = """
 import os
+import psutil
 from trinity_lightning.explorer.rewards.math_verifier import MathVerifier
 verifier = MathVerifier(1)
 assert verifier.same("4", "4")
-theirs = verifier._idle[0].pid
+theirs = psutil.Process().children()
 if (child := os.fork()) == 0:
-    assert verifier.same("x", "x") and verifier._idle[0].pid != theirs
+    assert verifier.same("x", "x") and len(psutil.Process().children()) == 1
     verifier.close()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
-assert verifier.same("4", "4") and verifier._idle[0].pid == theirs
+assert verifier.same("4", "4") and psutil.Process().children() == theirs
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert run.returncode == 0, run.stderr

@@ -169,12 +169,18 @@ class Ahead:
         self.taken: list[int] = []
         self.reasons: list[BaseException] = []  # to end what is waited for
         source = TaskSource(Taskset([{"prompt": str(i)} for i in range(4)]), "simple", reward or (lambda *_: 1.0))
-        self.explorer = Explorer(ExplorerConfig(batch_size=4, repeat_times=1, max_retry_times=0), [model], source)
+        config = ExplorerConfig(batch_size=4, repeat_times=1, max_retry_times=0, sync_offset=1)
+        self.explorer = Explorer(config, [model], source)
         self.pending = PendingSteps()
         self.rollouts = training_rollouts(
             self.explorer, self.pending, lambda: self.reasons[0] if self.reasons else None
         )
+        self.rollouts.sync.sync_if_due = lambda global_step: {}  # type: ignore[method-assign]
         self.rollouts.prepare(self.sink)
+
+    def begin(self, step: int = 1) -> None:
+        """Begin the rollouts of a step; those of the steps before are waited for."""
+        self.rollouts.explore_ahead(step - 1, 0, last=step)
 
     async def sink(self, experiences: list[Experience], step: int, more: Any) -> dict[str, float]:
         self.taken.append(len(experiences))
@@ -191,7 +197,7 @@ def test_what_was_begun_is_waited_for_and_measured(monkeypatch: pytest.MonkeyPat
         return begun
 
     monkeypatch.setattr(made.rollouts.driver, "start", start_and_fall_behind)
-    made.rollouts._begin(2)
+    made.begin(2)
     monkeypatch.undo()
     assert made.rollouts.under_way
     made.rollouts.wait()
@@ -205,7 +211,7 @@ def test_what_was_begun_is_waited_for_and_measured(monkeypatch: pytest.MonkeyPat
 def test_what_is_given_up_leaves_no_part_of_a_step() -> None:
     model = Gated()
     made = Ahead(model)
-    made.rollouts._begin(1)
+    made.begin()
     made.rollouts.driver.run(until(lambda: model.asked == 4))
     made.rollouts.close()
     assert made.taken == []
@@ -217,7 +223,7 @@ def test_what_is_given_up_leaves_no_part_of_a_step() -> None:
 def test_waiting_may_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollouts_module, "STOP_SECONDS", 0.2)
     made, ctrl_c = Ahead(Gated()), CtrlC()
-    made.rollouts._begin(1)
+    made.begin()
     made.rollouts.settle_shortly(ctrl_c)
     ctrl_c.restore()
     assert ctrl_c.count == 1  # the next one ends the run at once
@@ -233,7 +239,7 @@ def broken(response: str, task: Any) -> float:
 
 def test_a_failure_waits_until_the_step_is_needed() -> None:
     made = Ahead(FakeModel(), broken)
-    made.rollouts._begin(1)
+    made.begin()
     made.rollouts.settle()  # a checkpoint of the step before
     assert made.explorer.state_dict()["step"] == 0
     with pytest.raises(RolloutError, match="no reward today"):
@@ -243,19 +249,22 @@ def test_a_failure_waits_until_the_step_is_needed() -> None:
 
 def test_a_failure_that_nobody_waits_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     made = Ahead(FakeModel(), broken)
-    made.rollouts._begin(1)
+    made.begin()
     made.rollouts.settle()
     made.rollouts.close()
     assert "begun ahead failed: RewardError: explore step 1" in caplog.text
     assert "no reward today" in caplog.text
 
 
-def test_a_failure_that_came_before_it_was_given_up_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    made = Ahead(FakeModel(), broken)
-    made.rollouts._begin(1)
-    _, begun = made.rollouts._begun or (0, None)
-    assert begun is not None
-    made.rollouts.driver.run(until(lambda: begun.done))
+def test_a_failure_that_came_before_it_was_given_up_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, begun = Ahead(FakeModel(), broken), []
+    start = made.rollouts.driver.start
+    monkeypatch.setattr(made.rollouts.driver, "start", lambda coroutine: begun.append(start(coroutine)) or begun[-1])
+    made.begin()
+    monkeypatch.undo()
+    made.rollouts.driver.run(until(lambda: begun[-1].done))
     made.rollouts.close()
     assert "no reward today" in caplog.text
 
@@ -266,7 +275,7 @@ def test_ctrl_c_ends_the_wait_for_rollouts_at_once() -> None:
     made = Ahead(model)
     for wait in (made.rollouts.wait, made.rollouts.settle):
         model.asked = 0
-        made.rollouts._begin(1)
+        made.begin()
         made.rollouts.driver.run(until(lambda: model.asked == 4))
         made.reasons.append(SystemExit("enough"))
         with pytest.raises(SystemExit, match="enough"):

@@ -1,6 +1,8 @@
 """Generation with the training model itself; float32, so that batches agree with single requests to rounding."""
 
 import asyncio
+import gc
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 from support.engine_promises import EnginePromises, ask
 from support.errors import refuses
 from support.metaspace import metaspace_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Cache
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.models import resolve_model
@@ -164,15 +166,38 @@ def test_the_text_of_a_sentencepiece_tokenizer_begins_with_its_space(tmp_path: P
     driver.close()
 
 
-def test_the_cache_of_a_batch_is_given_up_at_its_end(engine: TransformersEngine, driver: Driver) -> None:
+def caches() -> int:
+    """The number of caches of keys and values that are in memory."""
+    gc.collect()
+    return sum(issubclass(type(thing), Cache) for thing in gc.get_objects())
+
+
+def test_the_cache_of_a_batch_is_given_up_at_its_end(engine: TransformersEngine, driver: Driver, model: Any) -> None:
     """The trainer needs its memory before the next batch comes."""
+
+    async def cancel_after_a_token() -> None:
+        endless = asyncio.create_task(engine.generate(PROMPT, seed=5, max_tokens=100))
+        await asyncio.to_thread(under_way.wait, 60)
+        endless.cancel()
+        await asyncio.gather(endless, return_exceptions=True)
+        assert endless.cancelled()
+
     ask(engine, driver)
-    assert engine._decoding is None
-    engine._add("cancelled", PROMPT, 1, {"max_tokens": 100, "seed": 5})  # else it may end with its first token
-    engine._step()
-    assert engine._decoding is not None
-    engine._abort("cancelled")
-    assert engine._decoding is None
+    assert caches() == 0
+    steps, seen, under_way = itertools.count(1), [], threading.Event()
+
+    def look(*_: Any) -> None:
+        if next(steps) == 3:
+            seen.append(caches())
+            under_way.set()
+
+    handle = model.register_forward_hook(look)
+    driver.run(cancel_after_a_token())
+    handle.remove()
+    assert seen == [1]
+    assert next(steps) < 100
+    driver.run(engine.load())  # the engine has had its turn
+    assert caches() == 0
 
 
 def test_a_cancelled_request_is_decoded_no_further(engine: TransformersEngine, driver: Driver, model: Any) -> None:
@@ -189,7 +214,7 @@ def test_a_cancelled_request_is_decoded_no_further(engine: TransformersEngine, d
         await engine.load()  # else each request waits for that first, and they are posted one by one
         engine._post(lambda: all_posted.wait(60))  # so that the first batch has both
         endless = asyncio.create_task(engine.generate(PROMPT, n=4, seed=1, max_tokens=110))
-        kept = asyncio.create_task(engine.generate(PROMPT, seed=5, max_tokens=12))
+        uncancelled = asyncio.create_task(engine.generate(PROMPT, seed=5, max_tokens=12))
         waiting = asyncio.create_task(engine.generate(PROMPT, n=8, seed=3))
         await asyncio.sleep(0)
         all_posted.set()
@@ -200,7 +225,7 @@ def test_a_cancelled_request_is_decoded_no_further(engine: TransformersEngine, d
         assert endless.cancelled()
         assert waiting.cancelled()
         cancelled.set()
-        return await kept
+        return await uncancelled
 
     handle = model.register_forward_pre_hook(note_rows, with_kwargs=True)
     completions = driver.run(cancel())

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from aiohttp import web
+from aiohttp import ClientError, web
 from support.engine_promises import EnginePromises
 from support.errors import refuses
 from support.forked import fork_servers
@@ -27,10 +27,9 @@ from support.tiny_model import logprobs, tiny_model
 
 from trinity_lightning.buffer.operators.auxiliary import TeacherTopK
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
-from trinity_lightning.config.models import load_tokenizer, resolve_model
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import (
     ConfigError,
     ModelLoadError,
@@ -78,6 +77,88 @@ def engine(needs_vllm: Any, driver: Driver, log: Path, run_train: Commands) -> I
         fork_servers(run_train.address, patch.setattr)
         yield engine
         driver.run(engine.shutdown())
+
+
+class Elsewhere:
+    """A server at a url, which something else starts again: it begins with the weights of its own folder.
+
+    Args:
+        context: the longest context that it serves.
+        sampled, plain: log-probabilities that it gives of tokens that it samples, and of tokens that it scores.
+
+    Attributes:
+        answers: status and content for the requests of a path, in place of its own.
+        hangs: the paths whose requests it never answers.
+        requests: the paths of all requests.
+        weights: the folder of its weights.
+    """
+
+    def __init__(self, context: int = CONTEXT, sampled: float = -3.9, plain: float = -4.6) -> None:
+        self.context, self.sampled, self.plain = context, sampled, plain
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.hangs: set[str] = set()
+        self.requests: list[str] = []
+        self.port, self.weights = 0, "its own"
+        self.runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self.answer)
+        self.runner, self.weights = web.AppRunner(app, shutdown_timeout=0.01), "its own"
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self.runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        assert self.runner is not None
+        await self.runner.cleanup()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.requests.append(request.path)
+        if request.path in self.hangs:
+            await asyncio.sleep(3600)
+        if request.path in self.answers:
+            status, content = self.answers[request.path]
+            return web.json_response(content, status=status)
+        body = await request.json() if request.can_read_body else {}
+        if request.path == "/collective_rpc":
+            self.weights = Path(body["kwargs"]["weights_path"]).name
+        card = {"id": "policy", "max_model_len": self.context}
+        content = {"data": [card], "success": True, "world_size": 1, "weights": self.weights}
+        return web.json_response(content | {"choices": [self.choice(body.get("prompt", []))]})
+
+    def choice(self, prompt: list[int]) -> dict[str, Any]:
+        return {
+            "index": 0,
+            "prompt_token_ids": prompt,
+            "token_ids": [5] * 8,
+            "logprobs": {"token_logprobs": [self.sampled] * 8},
+            "prompt_logprobs": [None, *({str(token): {"logprob": self.plain}} for token in prompt[1:])],
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+
+
+def with_elsewhere(
+    server: Elsewhere, use: Callable[[VLLMServerEngine], Coroutine[Any, Any, Any]], **settings: Any
+) -> None:
+    """Use an engine of this server, on an event loop of its own."""
+
+    async def used() -> None:
+        await server.start()
+        engine = VLLMServerEngine("tiny", url=server.url, **SETTINGS | settings)
+        try:
+            await use(engine)
+        finally:
+            await engine.shutdown()
+            await server.stop()
+
+    asyncio.run(used())
 
 
 class TestPromises(EnginePromises):
@@ -140,45 +221,46 @@ def test_a_server_is_found_by_its_url(engine: VLLMServerEngine, driver: Driver) 
     assert driver.run(through_a_port()) == driver.run(engine.generate(PROMPT, seed=3, max_tokens=6))
 
 
-def test_a_server_with_a_shorter_context_is_refused(engine: VLLMServerEngine, driver: Driver) -> None:
-    copy = pickle.loads(pickle.dumps(engine))  # noqa: S301  # written here
-    copy._max_model_len = 2 * CONTEXT
-    with refuses("engine.max_model_len"):
-        driver.run(copy.load())
+def test_a_server_with_a_shorter_context_is_refused() -> None:
+    async def load(engine: VLLMServerEngine) -> None:
+        with refuses("engine.max_model_len"):
+            await engine.load()
+
+    with_elsewhere(Elsewhere(context=CONTEXT // 2), load)
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_cache_that_is_not_reset_is_an_error(tmp_path: Path) -> None:
-    engine = VLLMServerEngine("tiny", weights=WeightFolder(tmp_path), **SETTINGS)
+    async def sync(engine: VLLMServerEngine) -> None:
+        with pytest.raises(WeightSyncError, match=r"\{'success': False\}"):
+            await engine.sync_weights(weight_stream(tiny_model()), 1)
+        assert engine.model_version == 0
 
-    class Client(ServerClient):
-        def __init__(self) -> None: ...
-
-        async def post(self, path: str, body: Any) -> Any:
-            return {"success": False} if path.startswith("/reset_prefix_cache") else None
-
-    engine._dtype, engine._client = torch.float32, Client()
-    with pytest.raises(WeightSyncError):
-        asyncio.run(engine._take(weight_stream(tiny_model()), 1))
-    assert engine.model_version == 0
+    server = Elsewhere()
+    server.answers["/reset_prefix_cache"] = 200, {"success": False}
+    with_elsewhere(server, sync, weights=WeightFolder(tmp_path))
 
 
-def test_a_server_that_does_not_take_its_weights_again_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def connect() -> None:
-        engine = VLLMServerEngine("tiny", url="http://nowhere")
-        engine._resend = lambda: asyncio.sleep(3600)
-        for name in ("_until_healthy", "_check_model", "_check_settings"):
-            monkeypatch.setattr(engine, name, lambda _: asyncio.sleep(0))
-        try:
-            await engine._connect()
-        finally:
-            await engine.shutdown()
+def test_a_server_that_does_not_take_its_weights_again_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start_again(engine: VLLMServerEngine) -> None:
+        await engine.sync_weights(weight_stream(tiny_model()), 1)
+        await server.stop()
+        with pytest.raises(RolloutError):
+            await engine.complete({})
+        server.hangs.add("/collective_rpc")
+        await server.start()
+        with pytest.raises(RolloutError, match="weights"):
+            await engine.complete({})
+        assert server.requests[-1] == "/collective_rpc"
 
+    server = Elsewhere()
+    monkeypatch.setattr(vllm_server, "URL_SECONDS", 60.0)
     monkeypatch.setattr(vllm_server, "START_SECONDS", 0.05)
-    with pytest.raises(RolloutError):
-        asyncio.run(connect())
+    with_elsewhere(server, start_again, weights=WeightFolder(tmp_path))
 
 
 def test_a_large_model_has_longer_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +280,23 @@ def test_a_server_on_a_cpu_does_not_decode_speculatively(monkeypatch: pytest.Mon
         VLLMServerEngine("tiny", args={"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}})
 
 
+class StartedError(Exception):
+    """A server would have been started, with these flags and variables."""
+
+
+def started_with(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[str], dict[str, str]]:
+    """The flags and the variables with which an engine of these settings starts its server."""
+
+    def start(flags: list[str], environment: dict[str, str], log: Path | None) -> None:
+        raise StartedError(flags, environment)
+
+    monkeypatch.setattr(vllm_server, "ServerProcess", start)
+    with pytest.raises(StartedError) as started:
+        asyncio.run(VLLMServerEngine("tiny", **settings).load())
+    flags, environment = started.value.args
+    return flags, environment
+
+
 @pytest.mark.parametrize(("visible", "expected"), [(None, "0,2"), ("4,GPU-a,6", "4,6")])
 def test_gpus_are_counted_as_this_process_sees_them(
     visible: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
@@ -205,12 +304,12 @@ def test_gpus_are_counted_as_this_process_sees_them(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert VLLMServerEngine("tiny", gpus=[0, 2])._environment()["CUDA_VISIBLE_DEVICES"] == expected
+    assert started_with(monkeypatch, gpus=[0, 2])[1]["CUDA_VISIBLE_DEVICES"] == expected
 
 
 def test_an_engine_of_this_process_does_not_cost_a_server_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as it leaves it
-    environment = os.environ | VLLMServerEngine("tiny", cores=[1])._environment()
+    environment = os.environ | started_with(monkeypatch, cores=[1])[1]
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"  # else vLLM's CPU build does not read the cores
 
 
@@ -222,7 +321,7 @@ def test_workers_that_import_this_package_find_it(
     method: str, before: str, expected: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", before)
-    path = VLLMServerEngine("tiny", sync_method=method)._environment().get("PYTHONPATH")
+    path = started_with(monkeypatch, sync_method=method)[1].get("PYTHONPATH")
     assert path == (None if expected is None else os.pathsep.join(expected))
 
 
@@ -236,9 +335,9 @@ def test_workers_that_import_this_package_find_it(
     ],
 )
 def test_a_server_of_several_gpus_uses_all_of_them(
-    gpus: list[int] | None, args: dict[str, int], expected: list[str]
+    gpus: list[int] | None, args: dict[str, int], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = VLLMServerEngine("tiny", gpus=gpus, args=args)._flags("a/model")
+    flags, _ = started_with(monkeypatch, gpus=gpus, args=args)
     at = [i for i, flag in enumerate(flags) if flag.endswith("-parallel-size")]
     assert [part for i in at for part in flags[i : i + 2]] == expected
 
@@ -250,94 +349,78 @@ def test_arguments_with_parts_are_json_on_the_command_line() -> None:
     assert flags[5:] == ["--hf-overrides", '{"c": [1]}', "--enforce-eager", "--no-enable-log-requests"]
 
 
-class Elsewhere(VLLMServerEngine):
-    """A server of a url, as its settings make it answer: log-probabilities of 8 tokens, sampled and plain."""
-
-    def __init__(self, sampled: float, plain: float) -> None:
-        super().__init__("tiny", url="http://node7:8000", **SETTINGS)
-        self._tokenizer, self._sampled, self._plain = load_tokenizer("tiny"), sampled, plain
-
-    async def workers(self) -> int:
-        return 1
-
-    async def _completions(self, token_ids: list[int], n: int, sampling: dict[str, Any]) -> list[Completion]:
-        return [Completion(token_ids, [5] * 8, [self._sampled] * 8, "", "length")]
-
-    async def _logprobs(self, token_ids: list[int]) -> list[float]:
-        return [self._plain] * (len(token_ids) - 1)
-
-
 @pytest.mark.parametrize(("sampled", "plain"), [(-3.9, -4.6), (-0.001, -0.9), (-0.001, -0.01)])
 def test_a_server_elsewhere_that_tells_what_it_samples_from(sampled: float, plain: float) -> None:
-    asyncio.run(Elsewhere(sampled, plain)._check_settings("http://node7:8000"))
+    with_elsewhere(Elsewhere(sampled=sampled, plain=plain), VLLMServerEngine.load)
 
 
-def test_a_server_elsewhere_that_leaves_the_temperature_out_is_refused() -> None:
-    with refuses("engine.urls") as refused:
-        asyncio.run(Elsewhere(-4.61, -4.6)._check_settings("http://node7:8000"))
-    assert "--logprobs-mode processed_logprobs" in str(refused.value.fix)
-
-
-def test_a_server_elsewhere_that_takes_no_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def workers(self: Any) -> int:
-        raise ValueError("/get_world_size: status 404: Not Found")
-
-    monkeypatch.setattr(Elsewhere, "workers", workers)
-    with refuses("engine.urls") as refused:
-        asyncio.run(Elsewhere(-1, -2)._check_settings("http://node7:8000"))
-    assert "VLLM_SERVER_DEV_MODE=1" in str(refused.value.fix)
-
-
-def test_a_server_elsewhere_that_does_not_generate_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def refused(self: Any, *arguments: Any) -> list[Completion]:
-        raise ValueError("/v1/completions: status 400: no such model")
-
-    monkeypatch.setattr(Elsewhere, "_completions", refused)
-    with pytest.raises(ModelLoadError, match="no such model"):
-        asyncio.run(Elsewhere(-1, -2)._check_settings("http://node7:8000"))
-
-
-def test_a_server_that_was_refused_is_refused_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fine(self: Any, client: Any) -> None: ...
-
-    async def load_twice(engine: Elsewhere) -> None:
+def test_a_server_elsewhere_that_leaves_the_temperature_out_is_refused_and_again() -> None:
+    async def load_twice(engine: VLLMServerEngine) -> None:
         for _ in range(2):
-            with refuses("engine.urls"):
+            with refuses("engine.urls") as refused:
                 await asyncio.gather(engine.load(), engine.load())
+            assert "--logprobs-mode processed_logprobs" in str(refused.value.fix)
 
-    monkeypatch.setattr(Elsewhere, "_until_healthy", fine)
-    monkeypatch.setattr(Elsewhere, "_check_model", fine)
-    asyncio.run(load_twice(Elsewhere(-4.61, -4.6)))
+    with_elsewhere(Elsewhere(sampled=-4.61, plain=-4.6), load_twice)
 
 
-class Answers:
-    """A client of a server that answers, or does not, after so many seconds."""
+def test_a_server_elsewhere_that_takes_no_weights_is_refused() -> None:
+    async def load(engine: VLLMServerEngine) -> None:
+        with refuses("engine.urls") as refused:
+            await engine.load()
+        assert "VLLM_SERVER_DEV_MODE=1" in str(refused.value.fix)
 
-    def __init__(self, answer: bool, seconds: float) -> None:
-        self.answer, self.seconds, self.closed = answer, seconds, False
+    server = Elsewhere()
+    server.answers["/get_world_size"] = 404, {"error": {"message": "Not Found"}}
+    with_elsewhere(server, load)
 
-    async def answers(self) -> bool:
-        await asyncio.sleep(self.seconds)
-        return self.answer
 
-    async def close(self) -> None:
-        self.closed = True
+def test_a_server_elsewhere_that_does_not_generate_is_told() -> None:
+    async def load(engine: VLLMServerEngine) -> None:
+        with pytest.raises(ModelLoadError, match="no such model"):
+            await engine.load()
+
+    server = Elsewhere()
+    server.answers["/v1/completions"] = 400, {"error": {"message": "no such model"}}
+    with_elsewhere(server, load)
+
+
+FAILED: tuple[int, Any] = (500, {"error": {"message": "of this request alone"}})
 
 
 @pytest.mark.parametrize(
-    ("answer", "seconds", "gives_weights", "stays"),
-    [(False, 0, True, False), (True, 0, True, True), (False, 3600, True, True), (False, 0, False, True)],
+    ("is_down", "is_slow", "is_copy", "connections"),
+    [(True, False, False, 2), (False, False, False, 1), (False, True, False, 1), (True, False, True, 2)],
     ids=["down", "up", "slow", "a copy in a Ray worker"],
 )
-def test_a_server_elsewhere_is_let_go_once_it_is_down_by_who_gives_it_weights(
-    answer: bool, seconds: float, gives_weights: bool, stays: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_server_elsewhere_is_connected_anew_once_it_was_down_by_who_gives_it_weights(
+    is_down: bool, is_slow: bool, is_copy: bool, connections: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_server, "URL_SECONDS", 0.05)
-    engine: Any = Elsewhere(-1, -2)
-    engine._client = client = Answers(answer, seconds)
-    engine._resend = (lambda: asyncio.sleep(0)) if gives_weights else None
-    assert asyncio.run(engine._diagnose()) == ""
-    assert (engine._client is client, client.closed) == (stays, not stays)
+    """The copy has a connection of its own from the beginning."""
+    server = Elsewhere()
+
+    async def fail_once(engine: VLLMServerEngine) -> None:
+        await engine.sync_weights(weight_stream(tiny_model()), 3)
+        asker = pickle.loads(pickle.dumps(engine)) if is_copy else engine  # noqa: S301  # written here
+        await asker.load()
+        if is_down:
+            await server.stop()
+        server.answers["/v1/completions"] = FAILED
+        if is_slow:
+            server.hangs.add("/health")
+            monkeypatch.setattr(vllm_server, "URL_SECONDS", 0.05)
+        with pytest.raises(RolloutError):
+            await asker.complete({})
+        server.answers.clear()
+        server.hangs.clear()
+        if is_down:
+            await server.start()
+        await asker.complete({})
+        assert server.requests.count("/v1/models") == connections
+        await asker.shutdown()
+
+    monkeypatch.setattr(vllm_server, "URL_SECONDS", 60.0)
+    with_elsewhere(server, fail_once, weights=WeightFolder(tmp_path))
 
 
 def test_a_machine_that_takes_no_connection_is_down_and_a_slow_server_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,68 +485,35 @@ def test_a_server_that_closes_idle_connections_is_asked_again(driver: Driver) ->
             http.shutdown()
 
 
-class StartedAgain:
-    """A server at a url that something else starts again: it begins with the weights of its own folder."""
-
-    def __init__(self) -> None:
-        self.port, self.weights = 0, "its own"
-        self._runner: web.AppRunner | None = None
-
-    async def start(self) -> None:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner, self.weights = web.AppRunner(app), "its own"
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
-
-    async def stop(self) -> None:
-        assert self._runner is not None
-        await self._runner.cleanup()
-
-    async def _answer(self, request: web.Request) -> web.Response:
-        if request.path == "/collective_rpc":
-            self.weights = Path((await request.json())["kwargs"]["weights_path"]).name
-        elif request.path == "/fails":
-            return web.json_response({"error": {"message": "of this request alone"}}, status=500)
-        card = {"id": "policy", "max_model_len": CONTEXT}
-        return web.json_response({"data": [card], "success": True, "world_size": 1, "weights": self.weights})
-
-
 def test_a_server_elsewhere_that_was_started_again_answers_with_the_policys_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def started_again() -> None:
-        server = StartedAgain()
-        await server.start()
-        url = f"http://127.0.0.1:{server.port}"
-        engine = VLLMServerEngine("tiny", url=url, weights=WeightFolder(tmp_path), **SETTINGS)
+    server = Elsewhere()
 
+    async def start_again(engine: VLLMServerEngine) -> None:
         async def weights() -> str:
             return (await engine.complete({}))["weights"]
 
-        monkeypatch.setattr(engine, "_check_settings", lambda _: asyncio.sleep(0))
         await engine.sync_weights(weight_stream(tiny_model()), 3)
-        client = engine._client
+        server.answers["/v1/completions"] = FAILED
         with pytest.raises(RolloutError, match="of this request alone"):
-            await engine._running().post("/fails", {})
-        assert (await weights(), engine._client) == ("1", client)  # it goes on, and nothing is sent again
-        await server.stop()
-        with pytest.raises(RolloutError):
             await weights()
+        server.answers.clear()
+        assert (await weights(), server.requests.count("/collective_rpc")) == ("1", 1)  # it goes on as it was
+        await server.stop()
+        with pytest.raises(RolloutError) as unanswered:
+            await weights()
+        assert isinstance(unanswered.value.__cause__, (ClientError, OSError))
         monkeypatch.setattr(vllm_server, "URL_SECONDS", 0.05)
-        with pytest.raises(ModelLoadError):
+        with pytest.raises(ModelLoadError, match=server.url):
             await weights()
         monkeypatch.setattr(vllm_server, "URL_SECONDS", 60.0)
         await server.start()
         assert server.weights == "its own"
         assert (await weights(), engine.model_version) == ("1", 3)
-        await engine.shutdown()
-        await server.stop()
 
     monkeypatch.setattr(vllm_server, "URL_SECONDS", 60.0)
-    asyncio.run(started_again())
+    with_elsewhere(server, start_again, weights=WeightFolder(tmp_path))
     assert "Once it does it is given its weights again" in caplog.text
 
 

@@ -43,12 +43,12 @@ def halving(optimizer: torch.optim.Optimizer, num_warmup_steps: int) -> LambdaLR
 
 
 def rates(schedule: Any, steps: int = 6) -> list[float]:
-    found = []
+    history = []
     for _ in range(steps):
-        found.append(schedule.get_last_lr()[0])
+        history.append(schedule.get_last_lr()[0])
         schedule.optimizer.step()
         schedule.step()
-    return found
+    return history
 
 
 def sgd(lr: float = 1.0) -> torch.optim.SGD:
@@ -145,8 +145,11 @@ def test_only_matrices_decay(dtype: str) -> None:
 
 
 def test_an_optimizer_of_ones_own_is_given_the_groups() -> None:
-    policy = make_policy()
-    policy._optimizer_factory = lambda groups: torch.optim.SGD(groups, lr=LR, weight_decay=DECAY)
+
+    def factory(groups: Any) -> torch.optim.SGD:
+        return torch.optim.SGD(groups, lr=LR, weight_decay=DECAY)
+
+    policy = make_policy(model={"optimizer_factory": factory})
     policy.configure_model()
     optimizer = policy.configure_optimizers()["optimizer"]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [DECAY, 0.0]
@@ -231,7 +234,7 @@ CASES: list[dict[str, Any]] = [
     {"name": f"{__name__}.Signs", "args": {"slower": 2.0}},
     {"name": "adamw_8bit", "weight_decay": 0.1},
 ]
-NAMED = [pytest.param(each, id=each["name"], marks=[NEEDS_TORCHAO] if "8bit" in each["name"] else []) for each in CASES]
+NAMED = [pytest.param(case, id=case["name"], marks=[NEEDS_TORCHAO] if "8bit" in case["name"] else []) for case in CASES]
 
 
 @pytest.mark.slow
@@ -247,7 +250,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(settings: dict[str, Any], dt
     fit(resumed, batches, ckpt_path=tmp_path / "it.ckpt", max_epochs=2)
     assert float(rate_of(resumed)) == float(rate_of(policy)) == pytest.approx(LR / 2 / config.args.get("slower", 1))
     assert all(map(torch.equal, policy.policy.parameters(), resumed.policy.parameters()))
-    mine, theirs = (tree_leaves(optimizer_of(each).state_dict()["state"]) for each in (policy, resumed))
+    mine, theirs = (tree_leaves(optimizer_of(trained).state_dict()["state"]) for trained in (policy, resumed))
     assert all(a.equal(b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(mine, theirs, strict=True))
 
 
@@ -255,8 +258,14 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(settings: dict[str, Any], dt
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_one_by_its_dotted_path_steps_over_float32_with_decay_of_matrices_alone(dtype: str) -> None:
     config = OptimizerConfig(name="torch.optim.SGD", lr=LR, weight_decay=0.5)
-    made = {name: make_policy(each, dtype) for name, each in (("named", config), ("factory", None))}
-    made["factory"]._optimizer_factory = lambda groups: torch.optim.SGD(groups, lr=LR, weight_decay=0.5)
+
+    def factory(groups: Any) -> torch.optim.SGD:
+        return torch.optim.SGD(groups, lr=LR, weight_decay=0.5)
+
+    made = {
+        "named": make_policy(config, dtype),
+        "factory": make_policy(dtype=dtype, model={"optimizer_factory": factory}),
+    }
     for policy in made.values():
         fit(policy, [batch_of(make_experiences())])
     optimizer = optimizer_of(made["named"])
@@ -301,7 +310,7 @@ def test_eight_bits_train_as_float32_does_and_take_a_quarter() -> None:
     ways = {}
     for name in ("adamw", "adamw_8bit"):
         _, optimizer, places = stepped(OptimizerConfig(name=name, lr=LR, weight_decay=0.1), masters=True, steps=10)
-        ways[name] = sum(each.nbytes for each in moments_of(optimizer)), places
+        ways[name] = sum(moment.nbytes for moment in moments_of(optimizer)), places
     (size, exact), (small, near) = ways.values()
     assert size == 2 * 4 * 64 * 128
     assert small < 0.3 * size  # codes, scales of 256 each, and a table of codes a moment
@@ -378,10 +387,10 @@ def test_a_misspelt_name_is_refused_by_what_was_meant(name: str, args: dict[str,
 
 
 def test_no_learning_rate_is_warned_of_unless_the_schedule_may_have_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    own = {"name": "torch.optim.lr_scheduler.OneCycleLR", "args": {"max_lr": LR, "total_steps": 2}}
-    PolicyModule("tiny", optimizer={"lr": 0.0, "lr_scheduler": own, "total_steps": 2})
-    kept = {"lr": 0.0, "lr_scheduler": of_torch("StepLR", step_size=2), "total_steps": 2}
-    PolicyModule("tiny", {"critic": {}}, kept)  # the critic has its own
+    scheduler = {"name": "torch.optim.lr_scheduler.OneCycleLR", "args": {"max_lr": LR, "total_steps": 2}}
+    PolicyModule("tiny", optimizer={"lr": 0.0, "lr_scheduler": scheduler, "total_steps": 2})
+    config = {"lr": 0.0, "lr_scheduler": of_torch("StepLR", step_size=2), "total_steps": 2}
+    PolicyModule("tiny", {"critic": {}}, config)  # the critic has its own
     assert not caplog.messages
     PolicyModule("tiny", optimizer={"lr": 0.0, "lr_scheduler": "cosine", "warmup_steps": 1})
     assert caplog.messages == ["optimizer.lr is 0: the policy's weights do not change."]
@@ -397,7 +406,7 @@ def test_eight_bits_without_torchao_name_the_extra(monkeypatch: pytest.MonkeyPat
 def test_from_the_command_line_arguments_need_no_plus_sign() -> None:
     chosen = ["optimizer.name=torch.optim.SGD", "optimizer.args.momentum=0.9"]
     chosen += ["optimizer.lr_scheduler.name=torch.optim.lr_scheduler.StepLR", "optimizer.lr_scheduler.args.step_size=2"]
-    found = validate(composed("+recipe=grpo", *chosen)).optimizer
-    assert (found.name, found.args) == ("torch.optim.SGD", {"momentum": 0.9})
-    assert found.lr_scheduler.args == {"step_size": 2}
+    optimizer = validate(composed("+recipe=grpo", *chosen)).optimizer
+    assert (optimizer.name, optimizer.args) == ("torch.optim.SGD", {"momentum": 0.9})
+    assert optimizer.lr_scheduler.args == {"step_size": 2}
     assert validate(composed("+recipe=grpo", "optimizer.lr_scheduler=cosine")).optimizer.lr_scheduler.name == "cosine"
