@@ -41,12 +41,12 @@ class Case:
 
         lengths = [generator.randint(*self.prompts) for _ in range(groups)]
         lengths[0] = self.prompts[1]
-        found = []
+        rollouts = []
         for group, length in enumerate(lengths):
             prompt = tokens(length)
             sizes = [generator.randint(*self.responses) for _ in range(group_size)]
             sizes[0] = sizes[0] if group else self.responses[1]
-            found.append(
+            rollouts.append(
                 [
                     Rollout(
                         prompt if self.shared else tokens(length),
@@ -56,7 +56,7 @@ class Case:
                     for row, size in enumerate(sizes)
                 ]
             )
-        return found
+        return rollouts
 
 
 CASES = {

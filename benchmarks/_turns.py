@@ -89,8 +89,8 @@ def take_turns(sides: Mapping[str, Side], seconds: float, rounds: int) -> dict[s
 
 def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
     """Median, least and largest."""
-    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return {name: round(value, digits) for name, value in found.items()}
+    figures = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value, digits) for name, value in figures.items()}
 
 
 def reset_peak() -> None:

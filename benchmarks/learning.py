@@ -88,7 +88,7 @@ class Needs(dict[str, Path]):
     def __missing__(self, name: str) -> Path:
         self[name] = self._folder / name
         recipe, *arguments = MODELS[name]
-        train(self[name], recipe, *(each.format_map(self) for each in arguments))
+        train(self[name], recipe, *(argument.format_map(self) for argument in arguments))
         return self[name]
 
 
@@ -109,19 +109,19 @@ def write_examples(folder: Path) -> None:
 
 def learned(recipe: str, seed: int, needs: Needs) -> dict[str, Any]:
     """The curves and seconds of one run."""
-    arguments = [each.format_map(needs) for each in RECIPES[recipe].arguments]
+    arguments = [argument.format_map(needs) for argument in RECIPES[recipe].arguments]
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
         train(Path(folder), recipe, *arguments, f"seed={seed}", "save_model=false")
         seconds = time.monotonic() - begin
         with (Path(folder) / "metrics.csv").open() as file:
             rows = list(csv.DictReader(file))
-    found: dict[str, Any] = {}
+    averages: dict[str, Any] = {}
     for curve in RECIPES[recipe].curves:
         values = [float(row[curve]) for row in rows if row.get(curve)]
         share = max(len(values) // 5, 1)
-        found[curve] = [round(statistics.fmean(each), 3) for each in (values[:share], values[-share:])]
-    return found | {"seconds": round(seconds, 1)}
+        averages[curve] = [round(statistics.fmean(part), 3) for part in (values[:share], values[-share:])]
+    return averages | {"seconds": round(seconds, 1)}
 
 
 def main() -> None:

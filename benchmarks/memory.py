@@ -57,14 +57,14 @@ class Parts(L.Callback):
         """Let autograd say what it saves, from here on."""
         weights = list(pl_module.policy.parameters())
         self.tensors |= {"weights": _gb(weights), "activations": 0.0}
-        passes, own = pl_module.passes(), {weight.untyped_storage().data_ptr() for weight in weights}
+        passes, storages = pl_module.passes(), {weight.untyped_storage().data_ptr() for weight in weights}
 
         def counted(*arguments: Any) -> Any:
             saved: dict[int, int] = {}
 
             def pack(tensor: Tensor) -> Tensor:
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() not in own:
+                if storage.data_ptr() not in storages:
                     saved[storage.data_ptr()] = storage.nbytes()
                 return tensor.detach()  # an operation's own result would hold on to the operation
 
@@ -131,7 +131,7 @@ def measure(model: str, tokens: int, steps: int, rank: int | None, optimizer: st
         "gb": {name: round(size, 3) for name, size in gb.items()},
         "peak_gb": round(peak, 2),
         "checkpoint_gb": round(parts.checkpoint, 3),
-        "step_peaks_gb": [round(each, 2) for each in parts.meter.by_part.values()],
+        "step_peaks_gb": [round(peak, 2) for peak in parts.meter.by_part.values()],
     }
 
 
@@ -142,8 +142,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--lora", type=int, default=None)
     parser.add_argument("--optimizer", default="adamw")
-    given = parser.parse_args()
-    print(json.dumps(measure(given.model, given.tokens, given.steps, given.lora, given.optimizer)))
+    args = parser.parse_args()
+    print(json.dumps(measure(args.model, args.tokens, args.steps, args.lora, args.optimizer)))
 
 
 if __name__ == "__main__":

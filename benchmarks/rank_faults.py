@@ -80,7 +80,7 @@ def process_of(kill: Kill, commands: Commands, run: Forked) -> psutil.Process | 
     if kill.victim == "rank 0":
         return psutil.Process(run.pid)
     if kill.victim == "Ray worker":
-        return next((each for each in commands.at_work() if "RayWorker" in each.name()), None)
+        return next((process for process in commands.at_work() if "RayWorker" in process.name()), None)
     wanted = commands.servers() if kill.victim == "server" else commands.followers(run)
     return wanted[0] if wanted else None
 
@@ -94,9 +94,9 @@ def outcome(commands: Commands, folder: Path, kill: Kill, steps: int, expected: 
     finally:
         family = commands.at_work()
         run.kill()
-        for each in family:
+        for process in family:
             with suppress(psutil.NoSuchProcess):
-                each.kill()
+                process.kill()
 
 
 def judged(
@@ -126,14 +126,16 @@ def judged(
     require(saved or kill.step <= 2, printed)  # one of two steps is rolled out ahead
     require(kill.victim == "rank 0" or not saved or "Resume with" in printed, printed)
     resume = ("ckpt_path=last",) if saved else ()
-    found = finished(commands, folder, *kill.arguments, f"steps={steps}", *resume)
-    require(same(found, expected), "other bits")
+    resumed = finished(commands, folder, *kill.arguments, f"steps={steps}", *resume)
+    require(same(resumed, expected), "other bits")
     return "resumed" if saved else "begun again"
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+def same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     """True if two models have the same bits."""
-    return found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
+    return weights.keys() == expected.keys() and all(
+        torch.equal(weights[name], value) for name, value in expected.items()
+    )
 
 
 def require(holds: bool, printed: str) -> None:
@@ -163,5 +165,5 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--only", default=":")
-    given = parser.parse_args()
-    main(given.kills, given.steps, slice(*(int(each) if each else None for each in given.only.split(":"))))
+    args = parser.parse_args()
+    main(args.kills, args.steps, slice(*(int(bound) if bound else None for bound in args.only.split(":"))))

@@ -60,7 +60,9 @@ def fault_of(index: int) -> str | None:
 def memory_mb() -> tuple[float, float]:
     """Resident memory of this process, and the mean of the workers that have run something."""
     here = psutil.Process()
-    workers = [each.memory_info().rss for each in here.children(recursive=True) if each.name().startswith("ray::RayW")]
+    workers = [
+        process.memory_info().rss for process in here.children(recursive=True) if process.name().startswith("ray::RayW")
+    ]
     return here.memory_info().rss / 2**20, sum(workers) / len(workers) / 2**20
 
 
@@ -76,9 +78,9 @@ async def run(total: int, marks: Path) -> tuple[float, Ended, list[int], list[tu
     size = max(total // BATCHES, 1)
     for batch, first in enumerate(range(0, total, size)):
         raw = [{"index": i, "fault": fault_of(i), "mark": str(marks / str(i))} for i in range(first, first + size)]
-        scheduler.schedule([Task(Deadly, each) for each in raw], batch)
+        scheduler.schedule([Task(Deadly, entry) for entry in raw], batch)
         statuses, experiences = await scheduler.get_results(batch, timeout=600)
-        ended += zip(statuses, [each["fault"] for each in raw], strict=True)
+        ended += zip(statuses, [entry["fault"] for entry in raw], strict=True)
         indices += [experience.info["index"] for experience in experiences]
         await asyncio.gather(*(runner.runner.ready() for runner in scheduler.runners))  # type: ignore[union-attr]
         memory.append(memory_mb())

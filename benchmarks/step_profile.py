@@ -45,7 +45,7 @@ def kind_of(event: Any) -> str:
     """The kind of work of an event's own time."""
     if event.name in PRODUCTS:
         return "products"
-    names = [each.name for each in lineage(event)]
+    names = [caller.name for caller in lineage(event)]
     for kind, beginnings in KINDS:
         if any(name.startswith(beginnings) for name in names):
             cast = kind == COPIES and event.cpu_parent is not None and is_for_accumulation(event)
@@ -62,7 +62,9 @@ def lineage(event: Any) -> Iterator[Any]:
 
 def is_for_accumulation(copy: Any) -> bool:
     """True if autograd's engine made this cast: to the dtype that gradients are kept in."""
-    outermost = next(each for each in lineage(copy) if each.cpu_parent is None or ENGINE in each.cpu_parent.name)
+    outermost = next(
+        caller for caller in lineage(copy) if caller.cpu_parent is None or ENGINE in caller.cpu_parent.name
+    )
     return outermost.name == "aten::to" and outermost.cpu_parent is not None
 
 
@@ -74,7 +76,7 @@ def factors(product: Any) -> list[list[int]]:
 def shape_of(product: Any, sizes: set[int]) -> str:
     """Its rows, inner dimension and columns, T in place of what is no size of a weight."""
     (rows, inner), (_, columns) = factors(product)
-    if any(each.name.startswith("Projection") for each in lineage(product)):
+    if any(caller.name.startswith("Projection") for caller in lineage(product)):
         return "head"
     return " x ".join(str(size) if size in sizes else "T" for size in (rows, inner, columns))
 
@@ -89,18 +91,21 @@ def summary(events: Sequence[Any], sizes: set[int], seconds: float, peak: float)
     kinds: dict[str, float] = defaultdict(float)
     shapes: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in events:
-        own = event.self_cpu_time_total / 1e6
-        kinds[kind_of(event)] += own
+        event_seconds = event.self_cpu_time_total / 1e6
+        kinds[kind_of(event)] += event_seconds
         if event.name in PRODUCTS:
             shape = shapes[shape_of(event, sizes)]
-            shape[0], shape[1] = shape[0] + own, shape[1] + operations(event)
+            shape[0], shape[1] = shape[0] + event_seconds, shape[1] + operations(event)
     kinds["Python and Lightning"] = seconds - sum(kinds.values())
     most = sorted(shapes.items(), key=lambda item: -item[1][0])[:SHAPES]
     return {
-        "share": {kind: round(own / seconds, 3) for kind, own in sorted(kinds.items(), key=lambda item: -item[1])},
+        "share": {
+            kind: round(kind_seconds / seconds, 3)
+            for kind, kind_seconds in sorted(kinds.items(), key=lambda item: -item[1])
+        },
         "products": {
-            shape: {"share": round(own / seconds, 3), "of_peak": round(flops / own / peak, 2)}
-            for shape, (own, flops) in most
+            shape: {"share": round(kind_seconds / seconds, 3), "of_peak": round(flops / kind_seconds / peak, 2)}
+            for shape, (kind_seconds, flops) in most
         },
         "products_s": kinds["products"],
     }
@@ -134,11 +139,11 @@ def measure(model: str, case: str, dtype: str, vocabulary: int, tokens: int | st
             seen["seconds"] = time.perf_counter() - start
 
     fit(model, steps(), dtype, AlgorithmConfig(max_tokens_per_micro_batch=tokens), [Look()], "cpu", compile_layers)
-    found = summary(seen["profile"].events(), seen["sizes"], seen["seconds"], seen["peak"])
-    ceiling = seen["perf/mfu"] * seen["time/train"] / found.pop("products_s")
+    results = summary(seen["profile"].events(), seen["sizes"], seen["seconds"], seen["peak"])
+    ceiling = seen["perf/mfu"] * seen["time/train"] / results.pop("products_s")
     numbers = {"seconds": seen["seconds"], "mfu": seen["perf/mfu"], "ceiling": ceiling}
     numbers["peak_tflops"] = seen["peak"] / 1e12
-    return {name: round(value, 3) for name, value in numbers.items()} | found
+    return {name: round(value, 3) for name, value in numbers.items()} | results
 
 
 def main() -> None:
@@ -158,10 +163,10 @@ def main() -> None:
     dtype = faster_dtype("cpu").value
     vocabulary = AutoConfig.from_pretrained(resolve_model(args.model)).vocab_size
     for case in args.cases:
-        found = measure(args.model, case, dtype, vocabulary, args.tokens, args.compile)
+        results = measure(args.model, case, dtype, vocabulary, args.tokens, args.compile)
         head = {"benchmark": "step_profile", "model": args.model, "case": case, "tokens": args.tokens, "dtype": dtype}
         head |= {"compile": args.compile, "cores": len(os.sched_getaffinity(0))}
-        print(json.dumps(head | found), flush=True)
+        print(json.dumps(head | results), flush=True)
 
 
 if __name__ == "__main__":

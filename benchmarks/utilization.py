@@ -73,16 +73,16 @@ def main() -> None:
 
     dtype = faster_dtype().value if args.dtype == "auto" else args.dtype
     vocabulary = AutoConfig.from_pretrained(resolve_model(args.model)).vocab_size
-    found = {}
+    by_case = {}
     for case in args.cases:
         steps = measure(args.model, case, args.rounds, dtype, vocabulary, args.compile)
-        found[case] = {name: round(statistics.median(step[name] for step in steps), 3) for name in steps[0]}
+        by_case[case] = {name: round(statistics.median(step[name] for step in steps), 3) for name in steps[0]}
     result = {
         "benchmark": "utilization",
         **vars(args),
         "dtype": dtype,
         "cores": len(os.sched_getaffinity(0)),
-        "cases": found,
+        "cases": by_case,
     }
     print(json.dumps(result))
 

@@ -102,21 +102,21 @@ def our_check(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
 
     from trinity_lightning.config.algorithm import AlgorithmConfig
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     class Look(L.Callback):
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             pl_module.policy.double()
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            found["norms"] = gradient_norms(pl_module.policy)
+            results["norms"] = gradient_norms(pl_module.policy)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            found["loss"] = float(outputs["loss"])
+            results["loss"] = float(outputs["loss"])
 
     algorithm = AlgorithmConfig(**spec["algorithm"] | {"max_grad_norm": None})
     fit(spec["model"], iter([batch_of(groups)]), "fp32", algorithm, [Look()], accelerator="auto")
-    return found
+    return results
 
 
 def trl_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> None:
@@ -147,10 +147,10 @@ def trl_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> None:
 def trl_check(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
     from _trl import OnStep, make_trainer, train
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def look() -> None:
-        found.update(norms=gradient_norms(trainer.model), loss=trainer.loss)
+        results.update(norms=gradient_norms(trainer.model), loss=trainer.loss)
         raise EnoughError
 
     rows = sum(map(len, groups))
@@ -158,7 +158,7 @@ def trl_check(spec: dict[str, Any], groups: Groups) -> dict[str, Any]:
     trainer = make_trainer(spec["model"], "fp32", rows, spec["rows_a_pass"], callback, max_grad_norm=0.0)
     trainer.model.double()  # pyright: ignore[reportOptionalMemberAccess]
     train(trainer, groups)
-    return found
+    return results
 
 
 def gradient_norms(model: Any) -> dict[str, float]:
@@ -234,8 +234,8 @@ def compare_steps(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, flo
             f"the sides compute something else, beyond rounding ({TOLERANCE}): the losses differ by {of_loss:.1e}, the "
             f"gradients of {worst} by {of_gradients[worst]:.1e}."
         )
-    found = {"loss_difference": of_loss, "gradient_difference": of_gradients[worst]}
-    return {name: float(f"{value:.1e}") for name, value in found.items()}
+    differences = {"loss_difference": of_loss, "gradient_difference": of_gradients[worst]}
+    return {name: float(f"{value:.1e}") for name, value in differences.items()}
 
 
 def folder_of(model: str, scratch: Path) -> tuple[str, int]:

@@ -112,7 +112,7 @@ def train_trl(spec: dict[str, Any], folder: str) -> None:
     ) -> list[float | None]:
         lengths[:] = map(len, completion_ids)
         numbers = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
-        return [float(found[-1:] == [expected]) for found, expected in zip(numbers, answer, strict=True)]
+        return [float(answers[-1:] == [expected]) for answers, expected in zip(numbers, answer, strict=True)]
 
     arguments = GRPOConfig(
         output_dir=folder,
@@ -158,7 +158,7 @@ def write_tasks(file: Path) -> None:
     from trinity_lightning.explorer.tasks.sources import addition
 
     entries = addition("train", low=0, high=20, heldout=128)
-    tasks = [{"prompt": [{"role": "user", "content": each["prompt"]}], "answer": each["answer"]} for each in entries]
+    tasks = [{"prompt": [{"role": "user", "content": entry["prompt"]}], "answer": entry["answer"]} for entry in entries]
     file.write_text(json.dumps(tasks))
 
 
@@ -174,9 +174,9 @@ def compare(spec: dict[str, Any], steps: int) -> dict[str, Any]:
     finally:
         for side in sides.values():
             side.close()
-    seconds = {name: [each["seconds"] for each in values] for name, values in answers.items()}
+    seconds = {name: [step["seconds"] for step in values] for name, values in answers.items()}
     means = {
-        key: {name: round(statistics.mean(each[key] for each in values), 2) for name, values in answers.items()}
+        key: {name: round(statistics.mean(step[key] for step in values), 2) for name, values in answers.items()}
         for key in ("completion_tokens", "trained_rows")
     }
     median = {name: statistics.median(values) for name, values in seconds.items()}
@@ -207,7 +207,7 @@ def main() -> None:
         write_tasks(tasks)
         spec = {"model": args.model, "folder": str(resolve_model(args.model)), "tasks": str(tasks), "dtype": dtype}
         spec["trl"] = {"bf16": dtype == "bf16"} | args.trl
-        found = compare(spec, args.steps)
+        comparison = compare(spec, args.steps)
     result = {
         "benchmark": "vs_trl_step",
         "trl": importlib.metadata.version("trl"),
@@ -217,7 +217,7 @@ def main() -> None:
         "trl_settings": spec["trl"],
         "cores": len(os.sched_getaffinity(0)),
     }
-    print(json.dumps(result | found))
+    print(json.dumps(result | comparison))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def medians(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float
             start = time.perf_counter()
             way()
             seconds[name].append(time.perf_counter() - start)
-    return {f"{name}_s": round(statistics.median(each), 3) for name, each in seconds.items()}
+    return {f"{name}_s": round(statistics.median(times), 3) for name, times in seconds.items()}
 
 
 def in_process(model: Any, rounds: int) -> dict[str, float]:
@@ -72,12 +72,12 @@ def in_process(model: Any, rounds: int) -> dict[str, float]:
         driver.run(engine.sync_weights(weight_stream(model), 1))
 
     vllm_engine._pack = timed
-    found = medians({"in_process": sync, "copy": copy}, rounds)
+    results = medians({"in_process": sync, "copy": copy}, rounds)
     vllm_engine._pack = pack
     driver.run(engine.shutdown())
     driver.close()
-    ratio = found["in_process_s"] / found["copy_s"]
-    return found | {"of_it_packing_s": round(seconds / rounds, 3), "in_process_over_copy": round(ratio, 2)}
+    ratio = results["in_process_s"] / results["copy_s"]
+    return results | {"of_it_packing_s": round(seconds / rounds, 3), "in_process_over_copy": round(ratio, 2)}
 
 
 def to_a_server(model: Any, rounds: int) -> dict[str, float]:
@@ -99,12 +99,12 @@ def to_a_server(model: Any, rounds: int) -> dict[str, float]:
             return send
 
         folders = {"memory": WeightFolder(memory=MEMORY), "disk": WeightFolder(disk)}
-        found = medians({name: through(folder) for name, folder in folders.items()}, rounds)
+        results = medians({name: through(folder) for name, folder in folders.items()}, rounds)
         driver.run(engine.shutdown())
         driver.close()
         for folder in folders.values():
             folder.close()
-    return found
+    return results
 
 
 def main() -> None:
@@ -114,10 +114,10 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(resolve_model("smollm2"), dtype=torch.bfloat16)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    found = to_a_server(model, rounds)
+    results = to_a_server(model, rounds)
     torch.set_num_threads(threads)
-    found |= in_process(model, rounds)
-    print(json.dumps({"benchmark": "weight_sync", **found, "threads": threads, "rounds": rounds}))
+    results |= in_process(model, rounds)
+    print(json.dumps({"benchmark": "weight_sync", **results, "threads": threads, "rounds": rounds}))
 
 
 if __name__ == "__main__":

@@ -273,7 +273,7 @@ def _losses() -> str:
 
 def _loss(loss: PolicyLossFn, names: list[str]) -> str:
     """A row of the table: the docstring's first sentence, and the arguments with their defaults."""
-    defaults = {name: _default(each.default) for name, each in loss_arguments(loss).items()}
+    defaults = {name: _default(parameter.default) for name, parameter in loss_arguments(loss).items()}
     average = defaults.pop("loss_agg_mode", "its own")
     summary = re.split(r"\.(?:\s|$)", inspect.getdoc(loss) or "")[0]
     arguments = ", ".join(f"{name} {default}" for name, default in defaults.items()) or "none"
@@ -327,8 +327,8 @@ def _knobs(
 def _meanings(cls: type) -> dict[str, str]:
     """Texts of the `Attributes:` section by name; names that share a line share its text."""
     section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^    (\w[\w, ]*): (.*(?:\n        .*)*)", section, re.MULTILINE)
-    return {name.strip(): " ".join(text.split()) for names, text in found for name in names.split(",")}
+    documented = re.findall(r"^    (\w[\w, ]*): (.*(?:\n        .*)*)", section, re.MULTILINE)
+    return {name.strip(): " ".join(text.split()) for names, text in documented for name in names.split(",")}
 
 
 def _summary(cls: type) -> str:

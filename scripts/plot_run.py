@@ -19,8 +19,8 @@ PANELS = {
 
 def column(rows: list[dict[str, str]], name: str) -> tuple[list[int], list[float]]:
     """Explore steps and values of the rows that have the metric."""
-    kept = [row for row in rows if row.get(name) and int(row["explore_step"]) > 0]
-    return [int(row["explore_step"]) for row in kept], [float(row[name]) for row in kept]
+    drawn = [row for row in rows if row.get(name) and int(row["explore_step"]) > 0]
+    return [int(row["explore_step"]) for row in drawn], [float(row[name]) for row in drawn]
 
 
 def main(run: Path, picture: Path) -> None:

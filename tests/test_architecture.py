@@ -72,13 +72,14 @@ def test_the_table_has_a_row_of_every_kind_with_an_example() -> None:
 def test_parts_of_ones_own_train_together(run_train: RunTrain, tmp_path: Path) -> None:
     """Two steps; the workflow is that of the evaluation, as the environment needs another to train with."""
     write_examples(tmp_path)
-    own = [word.replace("workflow.name=", "eval_workflow=") for row in PART_ROWS for word in shlex.split(row[2])]
-    own = [word for word in own if "workflow.args.hint" not in word]  # an evaluation has no arguments of its own
-    own.append("optimizer.lr_scheduler={name: my_schedule.warm, args: {steps: 2}}")
+    overrides = [word.replace("workflow.name=", "eval_workflow=") for row in PART_ROWS for word in shlex.split(row[2])]
+    # An evaluation has no arguments of its own.
+    overrides = [word for word in overrides if "workflow.args.hint" not in word]
+    overrides.append("optimizer.lr_scheduler={name: my_schedule.warm, args: {steps: 2}}")
     small = ["explorer.batch_size=4", "explorer.repeat_times=4", "sampling.max_tokens=8", "eval_sampling.max_tokens=2"]
     quiet = ["logger=csv", "save_model=false", "explorer.eval_interval=9", "workflow.args.max_turns=2"]
-    own.append("+eval_tasksets={held_out: {source: my_tasks.Sums, split: heldout, size: 6}}")
-    done = run_train(tmp_path, "+recipe=grpo", "model=tiny", "steps=2", *own, *small, *quiet)
+    overrides.append("+eval_tasksets={held_out: {source: my_tasks.Sums, split: heldout, size: 6}}")
+    done = run_train(tmp_path, "+recipe=grpo", "model=tiny", "steps=2", *overrides, *small, *quiet)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "my_engine.PlainEngine (fp32)" in done.stdout
     assert "policy loss my_loss.tempered, add strategy my_strategy.Sign" in done.stdout
@@ -94,8 +95,8 @@ def test_parts_of_ones_own_train_together(run_train: RunTrain, tmp_path: Path) -
         assert step["reward/Digits/mean"] != ""
     assert float(steps[1]["sample/lag/mean"]) == 0
     completions = [json.loads(line) for line in (run / "completions" / "step_1.jsonl").read_text().splitlines()]
-    assert all(each["prompt"].endswith("Say 3.") for each in completions)
-    assert {1.0, -1.0} <= {each["advantage"] for each in completions} <= {1.0, -1.0, 0.0, None}  # None: dropped
+    assert all(row["prompt"].endswith("Say 3.") for row in completions)
+    assert {1.0, -1.0} <= {row["advantage"] for row in completions} <= {1.0, -1.0, 0.0, None}  # None: dropped
 
 
 @pytest.mark.slow

@@ -31,64 +31,65 @@ def run_benchmark(run_train: RunTrain, tmp_path: Path) -> RunBenchmark:
 
 
 def test_faults_lose_nothing(run_benchmark: RunBenchmark) -> None:
-    found = run_benchmark("faults.py", "100")
-    assert found["failed"] == {"raise": 10, "hang": 5, "cancel": 2}
-    assert (found["succeeded"], found["lost"]) == (83, 0)
+    results = run_benchmark("faults.py", "100")
+    assert results["failed"] == {"raise": 10, "hang": 5, "cancel": 2}
+    assert (results["succeeded"], results["lost"]) == (83, 0)
 
 
 def test_killed_ray_workers_lose_nothing(run_benchmark: RunBenchmark) -> None:
-    found = run_benchmark("ray_faults.py", "80")
-    assert (found["killed_once"], found["killed_always"]) == (3, 1)
-    assert (found["failed"], found["succeeded"], found["lost"]) == (1, 79, 0)
+    results = run_benchmark("ray_faults.py", "80")
+    assert (results["killed_once"], results["killed_always"]) == (3, 1)
+    assert (results["failed"], results["succeeded"], results["lost"]) == (1, 79, 0)
 
 
 def test_experience_measures_every_size(run_benchmark: RunBenchmark) -> None:
-    found = run_benchmark("experience.py", "--sizes", "4x64", "2x128", "--seconds", "0")
+    results = run_benchmark("experience.py", "--sizes", "4x64", "2x128", "--seconds", "0")
     for size in ("4x64", "2x128"):
-        measured = found[size]
+        measured = results[size]
         assert all(measured[name]["ratio"] > 0 for name in ("serialize", "deserialize", "gather"))
 
 
 def test_contended_training_measures_every_setting(run_benchmark: RunBenchmark) -> None:
     arguments = ("--model", "tiny", "--rounds", "1", "--busy", "0", "1", "--turns", "7")
-    found = run_benchmark("contended_training.py", *arguments)
-    assert set(found) == {"benchmark", "model", "rows", "cores", "seconds", "quiet_cost", "gain", "fewer_threads_gain"}
-    assert {count: set(by_setting) for count, by_setting in found["seconds"].items()} == {
+    results = run_benchmark("contended_training.py", *arguments)
+    measured = {"seconds", "quiet_cost", "gain", "fewer_threads_gain"}
+    assert set(results) == {"benchmark", "model", "rows", "cores"} | measured
+    assert {count: set(by_setting) for count, by_setting in results["seconds"].items()} == {
         "0": {"package", "libgomp", "one_thread", "7"},
         "1": {"package", "libgomp", "one_thread", "7"},
     }
-    assert (set(found["quiet_cost"]), set(found["gain"])) == ({"0"}, {"1"})
-    (cost,), (gain,) = found["quiet_cost"].values(), found["gain"].values()
+    assert (set(results["quiet_cost"]), set(results["gain"])) == ({"0"}, {"1"})
+    (cost,), (gain,) = results["quiet_cost"].values(), results["gain"].values()
     assert cost > 0
     assert gain > 0
 
 
 def test_reward_workers_measures_training_beside_a_reward_in_each_place(run_benchmark: RunBenchmark) -> None:
-    found = run_benchmark("reward_workers.py", "--model", "tiny", "--rounds", "1")
+    results = run_benchmark("reward_workers.py", "--model", "tiny", "--rounds", "1")
     gains = {"gain", "gain_of_interval"}
-    assert set(found) == {"benchmark", "model", "rows", "rounds", "cores", "seconds", "rewards_per_second", *gains}
-    assert set(found["seconds"]) == {"none", "thread_5ms", "thread", "process"}
-    assert set(found["rewards_per_second"]) == {"thread_5ms", "thread", "process"}
-    assert all(found[gain] > 0 for gain in gains)
+    assert set(results) == {"benchmark", "model", "rows", "rounds", "cores", "seconds", "rewards_per_second", *gains}
+    assert set(results["seconds"]) == {"none", "thread_5ms", "thread", "process"}
+    assert set(results["rewards_per_second"]) == {"thread_5ms", "thread", "process"}
+    assert all(results[gain] > 0 for gain in gains)
 
 
 def test_memory_names_every_part_of_the_peak(run_benchmark: RunBenchmark) -> None:
-    found = run_benchmark("memory.py", "--model", "tiny", "--tokens", "256", "--steps", "2")
+    results = run_benchmark("memory.py", "--model", "tiny", "--tokens", "256", "--steps", "2")
     parts = {"libraries", "vLLM", "weights", "masters", "moments", "gradients", "activations", "rest"}
-    assert set(found["gb"]) == parts
-    assert sum(found["gb"].values()) == pytest.approx(found["peak_gb"], abs=0.01)
-    assert found["gb"]["moments"] == pytest.approx(2 * found["gb"]["masters"], abs=0.002)
-    assert len(found["step_peaks_gb"]) == 2
+    assert set(results["gb"]) == parts
+    assert sum(results["gb"].values()) == pytest.approx(results["peak_gb"], abs=0.01)
+    assert results["gb"]["moments"] == pytest.approx(2 * results["gb"]["masters"], abs=0.002)
+    assert len(results["step_peaks_gb"]) == 2
 
 
 def test_vs_trl_computes_the_same_on_both_sides(run_benchmark: RunBenchmark) -> None:
-    found = run_benchmark("vs_trl.py", "--quick", "--models", "tiny", "--cases", "ragged", "--dtype", "fp32")
-    assert (found["case"], found["rows"], found["rounds"]) == ("ragged", 8, 1)
-    assert set(found["seconds"]) == {"ours", "trl"}
-    assert set(found["peak_gb"]) == {"ours", "trl", "ours_same_tokens"}
-    assert all(gb > 0.1 for gb in found["peak_gb"].values())
-    assert found["ratio_at_peak"] > found["ratio"]
-    assert found["gradient_difference"] < 1e-5
+    results = run_benchmark("vs_trl.py", "--quick", "--models", "tiny", "--cases", "ragged", "--dtype", "fp32")
+    assert (results["case"], results["rows"], results["rounds"]) == ("ragged", 8, 1)
+    assert set(results["seconds"]) == {"ours", "trl"}
+    assert set(results["peak_gb"]) == {"ours", "trl", "ours_same_tokens"}
+    assert all(gb > 0.1 for gb in results["peak_gb"].values())
+    assert results["ratio_at_peak"] > results["ratio"]
+    assert results["gradient_difference"] < 1e-5
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_every_recipe_learns_in_the_benchmark_or_has_a_reason_not_to(learning: A
 def test_learning_gives_a_recipe_what_it_needs(recipe: str, learning: Any, tmp_path: Path) -> None:
     needs = learning.Needs(tmp_path)
     needs.update(dict.fromkeys(learning.MODELS, tmp_path))
-    arguments = [each.format_map(needs) for each in learning.RECIPES[recipe].arguments]
+    arguments = [argument.format_map(needs) for argument in learning.RECIPES[recipe].arguments]
     typed_config(composed(f"+recipe={recipe}", *learning.TINY, *arguments))
 
 
@@ -121,11 +122,11 @@ def test_learning_makes_what_recipes_need_once(learning: Any, monkeypatch: pytes
 
     monkeypatch.setattr(learning, "train", train)
     needs = learning.Needs(tmp_path)
-    found = [learning.learned("on_policy_distill_top_k", seed, needs) for seed in (1, 2)]
+    results = [learning.learned("on_policy_distill_top_k", seed, needs) for seed in (1, 2)]
     assert [name for name, *_ in runs] == ["grpo", "on_policy_distill_top_k", "on_policy_distill_top_k"]
     assert f"auxiliary_models.teacher.model={tmp_path}/teacher/model" in runs[1]
-    assert [each["reward/mean"] for each in found] == [[0.05, 0.85]] * 2
-    assert found[0]["actor/pg_loss"] == [0.75, 0.106]
+    assert [curves["reward/mean"] for curves in results] == [[0.05, 0.85]] * 2
+    assert results[0]["actor/pg_loss"] == [0.75, 0.106]
 
 
 @pytest.mark.slow
@@ -150,29 +151,29 @@ def test_a_batch_is_asked_for_when_the_one_before_is_trained(monkeypatch: pytest
 
 
 def test_growth_measures_every_size(run_benchmark: RunBenchmark) -> None:
-    found = run_benchmark("growth.py", "--model", "tiny", "--rounds", "1")
-    assert found["response_tokens"]["rollouts x8"] > 7 * found["response_tokens"]["1"]
-    assert found["seconds"].keys() == found["growth"].keys() == found["response_tokens"].keys()
-    assert found["growth"]["1"] == 1
+    results = run_benchmark("growth.py", "--model", "tiny", "--rounds", "1")
+    assert results["response_tokens"]["rollouts x8"] > 7 * results["response_tokens"]["1"]
+    assert results["seconds"].keys() == results["growth"].keys() == results["response_tokens"].keys()
+    assert results["growth"]["1"] == 1
 
 
 def test_utilization_is_that_of_the_metric(run_benchmark: RunBenchmark) -> None:
-    found = run_benchmark("utilization.py", "--model", "tiny", "--cases", "ragged", "--rounds", "1")
-    assert found["dtype"] in ("bf16", "fp32")
-    case = found["cases"]["ragged"]
+    results = run_benchmark("utilization.py", "--model", "tiny", "--cases", "ragged", "--rounds", "1")
+    assert results["dtype"] in ("bf16", "fp32")
+    case = results["cases"]["ragged"]
     assert 0 < case["mfu"] < 1
     assert case["tokens_6n"] > 0
     assert case["peak_tflops"] > 0
 
 
 def test_step_profile_accounts_for_the_whole_step(run_benchmark: RunBenchmark) -> None:
-    found = run_benchmark("step_profile.py", "--model", "tiny")
-    assert sum(found["share"].values()) == pytest.approx(1, abs=0.01)
-    assert all(share >= 0 for share in found["share"].values())
-    assert {"products", "attention", "head", "optimizer", "gradients into float32"} <= set(found["share"])
-    of_shapes = sum(product["share"] for product in found["products"].values())
-    assert 0 < of_shapes <= found["share"]["products"] + 0.01
-    assert found["mfu"] < found["ceiling"]
+    results = run_benchmark("step_profile.py", "--model", "tiny")
+    assert sum(results["share"].values()) == pytest.approx(1, abs=0.01)
+    assert all(share >= 0 for share in results["share"].values())
+    assert {"products", "attention", "head", "optimizer", "gradients into float32"} <= set(results["share"])
+    of_shapes = sum(product["share"] for product in results["products"].values())
+    assert 0 < of_shapes <= results["share"]["products"] + 0.01
+    assert results["mfu"] < results["ceiling"]
 
 
 @pytest.mark.parametrize("norms", [{"a": 1.0, "b": 2.001}, {"a": 1.0}, {"a": 1.0, "b": float("nan")}])

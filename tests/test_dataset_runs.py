@@ -108,7 +108,7 @@ def data_of(path: str, loss: str, follower: bool = False) -> OfflineExperienceDa
 
 def test_a_loss_of_pairs_of_ones_own_is_given_pairs(tmp_path: Path) -> None:
     data = data_of(write(tmp_path / "pairs.jsonl", preferences()), "test_dataset_runs.better")
-    assert {each.experience_type for each in data.reader.read(10)} == {"dpo"}
+    assert {experience.experience_type for experience in data.reader.read(10)} == {"dpo"}
 
 
 def test_ranks_that_follow_read_nothing(tmp_path: Path) -> None:
@@ -242,8 +242,8 @@ def test_a_share_is_drawn_by_the_seed_and_parted_from_the_rest(tmp_path: Path) -
     for seed in (1, 1, 2):
         config = typed_config(composed("+recipe=sft", path, f"seed={seed}", "buffer.dataset.held_out.share=0.4", *TINY))
         data = offline_data_module(config, False, False, 64)
-        held = {each.eid.suffix for each in data.held_out}
-        trained = {each.eid.suffix for each in data.reader.read(6)}
+        held = {experience.eid.suffix for experience in data.held_out}
+        trained = {experience.eid.suffix for experience in data.reader.read(6)}
         assert (len(held), len(trained)) == (4, 6)
         assert not held & trained
         drawn.append(held)

@@ -101,11 +101,11 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_accepted(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Composed and validated, in a folder with the files that it names."""
-    kept = "outputs/grpo/TIME/experiences/step_1.trxp"
+    step_file = "outputs/grpo/TIME/experiences/step_1.trxp"
     data = [
         f"{name}.jsonl" for name in ("subtraction", "expert", "games", "gsm8k", "heldout", "examples", "pairs", "sums")
     ]
-    for name in (*data, "FOLDER/config.json", kept):
+    for name in (*data, "FOLDER/config.json", step_file):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     monkeypatch.chdir(tmp_path)

@@ -26,7 +26,7 @@ AUTO, BF16, FP32 = WeightDtype.auto, WeightDtype.bf16, WeightDtype.fp32
 def settled_config(*overrides: str, checkpoint: Path | None = None) -> DictConfig:
     """The configuration of a run with its dtypes settled."""
     config = composed("output_dir=x", "ckpt_path=null", *overrides)
-    assert config.model.dtype is AUTO or any("model.dtype" in each for each in overrides)
+    assert config.model.dtype is AUTO or any("model.dtype" in override for override in overrides)
     settle_dtypes(config, checkpoint)
     return config
 

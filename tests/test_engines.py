@@ -35,8 +35,8 @@ def test_markers_of_thoughts_are_two_different_texts(thoughts: list[str]) -> Non
 
 
 def test_every_engine_of_the_policy_knows_the_markers_of_its_thoughts(tmp_path: Path) -> None:
-    own = ("model=tiny", "engine=transformers", "model.thoughts=['[T]','[/T]']")
-    config = typed_config(composed("+recipe=grpo", *own))
+    chosen = ("model=tiny", "engine=transformers", "model.thoughts=['[T]','[/T]']")
+    config = typed_config(composed("+recipe=grpo", *chosen))
     callback = explorer_callback(config, tmp_path, {}, RunMonitor(tmp_path, 1), offload=False)
     [engine] = callback.explorer.engines.models
     engine.bind(tiny_model())
@@ -122,7 +122,7 @@ def test_a_judges_server_has_the_cores_that_it_was_given(
 ) -> None:
     started: dict[str, Any] = {}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    monkeypatch.setattr(engines, "VLLMServerEngine", lambda model, config, **given: started.update(given))
+    monkeypatch.setattr(engines, "VLLMServerEngine", lambda model, config, **settings: started.update(settings))
     config = TrainConfig(
         explorer=ExplorerConfig(sync_offset=sync_offset),
         auxiliary_models={"judge": {"model": "tiny", "engine": {**engine, "gpus": [1]}}},

@@ -118,13 +118,13 @@ def test_what_another_run_kept(tmp_path: Path) -> None:
 
 def test_the_place_among_expert_data_is_kept_under_another_system_prompt(tokenizer: Any) -> None:
     entries = [{"prompt": f"{i}", "answer": "y"} for i in range(3)]
-    first, second = (AnswerReader(Taskset(entries), tokenizer, {"system_prompt": said}) for said in ("a", "b"))
+    first, second = (AnswerReader(Taskset(entries), tokenizer, {"system_prompt": prompt}) for prompt in ("a", "b"))
     first.read(1)
     second.load_state_dict(first.state_dict())
-    after, expected = (str(each.read(1)[0].prompt_text) for each in (second, first))
+    after, expected = (str(reader.read(1)[0].prompt_text) for reader in (second, first))
     assert after[-1] == expected[-1]
-    opaque = ([{"prompt": "x", "answer": "y", "other": each}] for each in (object(), object()))
-    one, other = (AnswerReader(Taskset(each), tokenizer) for each in opaque)
+    opaque = ([{"prompt": "x", "answer": "y", "other": value}] for value in (object(), object()))
+    one, other = (AnswerReader(Taskset(entries), tokenizer) for entries in opaque)
     other.load_state_dict(one.state_dict())
 
 
@@ -186,10 +186,10 @@ def test_a_resumed_run_goes_on_with_the_next_expert_data(run_train: RunTrain, tm
         done = run_train(folder, *arguments, *([steps] if isinstance(steps, str) else steps))
         assert done.returncode == 0, done.stdout[-4000:]
     runs = [next(folder.glob("outputs/mix/*")) for folder in (whole, parts)]
-    kept = [[e.response_text for e in read_experiences(run / "experiences") if is_expert(e)] for run in runs]
-    assert kept[0] == kept[1]
-    assert len(kept[0]) == 12
-    assert set(kept[0][:7]) == set(map(str, range(7)))  # each once before one comes again
+    responses = [[e.response_text for e in read_experiences(run / "experiences") if is_expert(e)] for run in runs]
+    assert responses[0] == responses[1]
+    assert len(responses[0]) == 12
+    assert set(responses[0][:7]) == set(map(str, range(7)))  # each once before one comes again
     weights = [load_file(run / "model" / "model.safetensors") for run in runs]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     with (runs[0] / "metrics.csv").open() as file:

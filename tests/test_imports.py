@@ -285,29 +285,30 @@ def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def reached_from(name: str, arrows: Mapping[str, set[str]]) -> set[str]:
-    found, todo = set[str](), [name]
+    reached, todo = set[str](), [name]
     while todo:
-        new = arrows[todo.pop()] - found
-        found |= new
+        new = arrows[todo.pop()] - reached
+        reached |= new
         todo += new
-    return found
+    return reached
 
 
 def test_no_circle_of_imports() -> None:
     """Imports within functions count, too."""
     arrows = {
-        module: {each.target for each in own_imports(path.read_text())} - {module} for module, path in MODULES.items()
+        module: {imported.target for imported in own_imports(path.read_text())} - {module}
+        for module, path in MODULES.items()
     }
     assert circles(arrows) == []
 
 
 def test_modules_of_the_package_are_imported_at_the_top() -> None:
     late = [
-        f"{module}, line {each.line}: {each.target}"
+        f"{module}, line {imported.line}: {imported.target}"
         for module, path in MODULES.items()
         if module not in ENTRY_POINTS | IMPORTS_ON_USE
-        for each in own_imports(path.read_text())
-        if each.is_late
+        for imported in own_imports(path.read_text())
+        if imported.is_late
     ]
     assert not late, "\n".join(late)
 
@@ -354,7 +355,7 @@ def test_a_late_import_is_found_however_it_is_written(source: str, target: str) 
 def test_a_late_import_by_the_name_of_a_module_is_found_in_the_package() -> None:
     """The one module that is excepted has it."""
     for module in IMPORTS_ON_USE:
-        assert any(each.is_late for each in own_imports(MODULES[module].read_text()))
+        assert any(imported.is_late for imported in own_imports(MODULES[module].read_text()))
 
 
 def test_imports_for_type_checkers_count_neither_as_late_nor_as_a_circle() -> None:

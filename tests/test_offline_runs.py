@@ -20,7 +20,7 @@ OFFLINE = ("+recipe=offline", *TINY, "buffer.batch_size=4", "optimizer.lr=1e-3")
 
 
 @pytest.fixture(scope="module")
-def kept(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(run_train: RunTrain, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of experiences that a run of three steps kept."""
     folder = tmp_path_factory.mktemp("online")
     arguments = ("+recipe=grpo", *TINY, *QUICK, "explorer.eval_on_startup=false", "steps=3", "buffer.keep=true")
@@ -41,18 +41,18 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
-def test_every_step_is_kept_with_its_advantages(kept: Path) -> None:
-    experiences = read_experiences(kept)
+def test_every_step_is_kept_with_its_advantages(recorded: Path) -> None:
+    experiences = read_experiences(recorded)
     assert [e.eid.batch for e in experiences] == [step for step in (1, 2, 3) for _ in range(8)]
     assert all(e.advantages is not None and e.logprobs is not None for e in experiences)
     assert len(to_hf_datasets(experiences)) == 24
 
 
-def test_offline_training_and_its_resume(kept: Path, run_train: RunTrain, tmp_path: Path) -> None:
+def test_offline_training_and_its_resume(recorded: Path, run_train: RunTrain, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    arguments = (*OFFLINE, f"buffer.path={kept}")
+    arguments = (*OFFLINE, f"buffer.path={recorded}")
     done = run_train(whole, *arguments, "steps=8")  # two steps more than a pass over the data
     assert done.returncode == 0, done.stdout[-4000:]
     trained = [int(row["step"]) for row in rows(whole)]  # a group of equal rewards trains nothing
@@ -69,11 +69,11 @@ def test_offline_training_and_its_resume(kept: Path, run_train: RunTrain, tmp_pa
 
 
 def test_a_run_resumed_within_its_steps_twice_has_the_rows_of_a_whole_one(
-    kept: Path, run_train: RunTrain, tmp_path: Path
+    recorded: Path, run_train: RunTrain, tmp_path: Path
 ) -> None:
     """Its second checkpoint is written by a run that was resumed itself."""
     each_item = ("+callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.every_n_epochs=null")
-    arguments = (*OFFLINE, f"buffer.path={kept}", "steps=4", *each_item, "callbacks.checkpoint.save_top_k=-1")
+    arguments = (*OFFLINE, f"buffer.path={recorded}", "steps=4", *each_item, "callbacks.checkpoint.save_top_k=-1")
 
     def labels() -> list[tuple[str, ...]]:
         return [tuple(row[name] for name in ("step", "explore_step", "actor/trained_rows")) for row in rows(tmp_path)]

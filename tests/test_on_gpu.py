@@ -40,8 +40,8 @@ def trained(accelerator: str, optimizer: str = "adamw", **settings: Any) -> tupl
     seen = Gradients()
     policy = make_policy(OptimizerConfig(name=optimizer, lr=1e-3), **settings)
     fit(policy, BATCHES, seen, accelerator=accelerator)
-    seen.steps = [{name: each.cpu() for name, each in step.items()} for step in seen.steps]
-    return seen, {name: each.detach().cpu() for name, each in policy.state_dict().items()}
+    seen.steps = [{name: tensor.cpu() for name, tensor in step.items()} for step in seen.steps]
+    return seen, {name: tensor.detach().cpu() for name, tensor in policy.state_dict().items()}
 
 
 @settings(deadline=None, max_examples=20)
@@ -53,13 +53,13 @@ def test_attention_and_its_gradients_are_those_of_a_dense_mask(layout: Segments)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad((expected * weight).sum(), inputs)
     shared = FlexSharedPrefix.of(layout, torch.device("cuda"))
-    mine = [each.detach().cuda().requires_grad_() for each in inputs]
-    padded = [torch.nn.functional.pad(each, (0, 0, 0, shared.padding)) for each in mine]
-    found = shared(padded[0], padded[1], padded[2], SCALE)[:, :tokens]
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
-    gradients = torch.autograd.grad((found * weight.cuda()).sum(), mine)
-    for each, want in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(each.cpu(), want, rtol=1e-4, atol=1e-4)
+    mine = [tensor.detach().cuda().requires_grad_() for tensor in inputs]
+    padded = [torch.nn.functional.pad(tensor, (0, 0, 0, shared.padding)) for tensor in mine]
+    attended = shared(padded[0], padded[1], padded[2], SCALE)[:, :tokens]
+    torch.testing.assert_close(attended.cpu(), expected, rtol=1e-4, atol=1e-5)
+    gradients = torch.autograd.grad((attended * weight.cuda()).sum(), mine)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient.cpu(), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -64,7 +64,7 @@ def test_a_recipes_header_says_where_it_is_from_and_what_to_expect(recipe: str) 
 
 def test_gsm8k_trains_from_a_local_file_of_its_format(run_train: RunTrain, tmp_path: Path) -> None:
     sums = [{"question": f"What is {n} + 3?", "answer": f"{n} + 3 is {n + 3}.\n#### {n + 3}"} for n in range(4)]
-    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sums))
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     files = (
         "taskset.path=gsm8k.jsonl",
         "eval_tasksets.gsm8k_test.path=gsm8k.jsonl",
@@ -87,7 +87,7 @@ def test_a_reward_of_ones_own_joins_the_mixed_ones() -> None:
 
 
 def test_mixed_rewards_are_logged_each_by_itself(run_train: RunTrain, tmp_path: Path) -> None:
-    small = [each for each in SMALL if not each.startswith("reward=")]
+    small = [override for override in SMALL if not override.startswith("reward=")]
     done = run_train(
         tmp_path, "+recipe=rewards_mixed", *small, "steps=1", "engine=transformers", "+reward.contains_digits=0.5"
     )
@@ -96,9 +96,9 @@ def test_mixed_rewards_are_logged_each_by_itself(run_train: RunTrain, tmp_path: 
     with file.open() as lines:
         row = next(row for row in csv.DictReader(lines) if row["reward/mean"])
     weights = {"last_number": 1.0, "exact_match": 0.2, "contains_digits": 0.5}
-    each = sum(weight * float(row[f"reward/{name}/mean"]) for name, weight in weights.items())
-    assert float(row["reward/mean"]) == pytest.approx(each, rel=1e-5)
-    assert each > 0
+    mixed = sum(weight * float(row[f"reward/{name}/mean"]) for name, weight in weights.items())
+    assert float(row["reward/mean"]) == pytest.approx(mixed, rel=1e-5)
+    assert mixed > 0
 
 
 def test_a_sweep_tries_learning_rates(run_train: RunTrain, tmp_path: Path) -> None:
@@ -126,10 +126,10 @@ def test_a_sweep_goes_on_after_a_job_that_failed_and_compares_by_the_held_out_sc
     run_train: RunTrain, tmp_path: Path
 ) -> None:
     (tmp_path / "my_reward.py").write_text(REWARD_THAT_FAILS_ONCE)
-    small = [each for each in SMALL if not each.startswith(("reward=", "explorer.eval"))]
+    small = [override for override in SMALL if not override.startswith(("reward=", "explorer.eval"))]
     held = ("+eval_tasksets.addition_heldout.args.heldout=4", "eval_sampling.max_tokens=8", "save_model=false")
-    own = ("reward=my_reward.digits", "engine=transformers", "hydra.sweeper.n_trials=2", "steps=1")
-    done = run_train(tmp_path, "--multirun", "+recipe=sweep_lr", *small, *held, *own)
+    swept = ("reward=my_reward.digits", "engine=transformers", "hydra.sweeper.n_trials=2", "steps=1")
+    done = run_train(tmp_path, "--multirun", "+recipe=sweep_lr", *small, *held, *swept)
     assert done.returncode == 0, done.stdout[-4000:]
     [sweep] = tmp_path.glob("outputs/sweep_lr/*")
     best = OmegaConf.load(sweep / "optimization_results.yaml")
@@ -160,10 +160,10 @@ def test_a_recipe_of_ones_own_builds_on_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "args"), [("cispo", {}), ("{name: cispo, args: {clip_range_high: 0.3}}", {"clip_range_high": 0.3})]
+    ("loss", "args"), [("cispo", {}), ("{name: cispo, args: {clip_range_high: 0.3}}", {"clip_range_high": 0.3})]
 )
-def test_a_recipe_of_ones_own_names_its_loss(given: str, args: dict[str, float], tmp_path: Path) -> None:
-    config = composed_of_ones_own(tmp_path, f"defaults: [grpo, _self_]\nalgorithm: {{policy_loss: {given}}}\n")
+def test_a_recipe_of_ones_own_names_its_loss(loss: str, args: dict[str, float], tmp_path: Path) -> None:
+    config = composed_of_ones_own(tmp_path, f"defaults: [grpo, _self_]\nalgorithm: {{policy_loss: {loss}}}\n")
     assert typed_config(config).algorithm.policy_loss == PartConfig("cispo", args)
 
 

@@ -96,11 +96,11 @@ def browser() -> Iterator[Any]:
     """Chromium, where playwright and it are installed: `pip install playwright && playwright install chromium`."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as started:
-        own = Path(started.chromium.executable_path)
-        found = str(own) if own.exists() else shutil.which("chromium") or shutil.which("google-chrome")
-        if found is None:
+        downloaded = Path(started.chromium.executable_path)
+        program = str(downloaded) if downloaded.exists() else shutil.which("chromium") or shutil.which("google-chrome")
+        if program is None:
             pytest.skip("no chromium is installed")
-        chromium = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        chromium = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield chromium
         chromium.close()
 

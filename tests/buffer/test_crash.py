@@ -90,11 +90,11 @@ def test_acknowledged_writes_survive_kills_and_are_read_once(processes, kind, tm
         run.kill_one(generator.random())
     run.finish()
 
-    kept = json.loads(Path(run.memory).read_text())
+    memory = json.loads(Path(run.memory).read_text())
     acknowledged = run.acknowledged()
-    seen = kept["seen"]
+    seen = memory["seen"]
     print(f"{kind}: {KILLS} kills, {sum(map(len, acknowledged.values()))} acknowledged, {len(seen)} read")
-    assert kept["torn"] == []
+    assert memory["torn"] == []
     assert len(set(seen)) == len(seen)
     assert sum(map(len, acknowledged.values())) > KILLS
     for life, names in acknowledged.items():

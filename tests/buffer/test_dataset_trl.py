@@ -64,13 +64,13 @@ def pairs(kind: str) -> list[dict[str, Any]]:
     texts = [{"prompt": f"say {i}:", "chosen": word, "rejected": word[::-1] + "?"} for i, word in enumerate(WORDS)]
     chats = [
         {
-            "prompt": [user(each["prompt"])],
-            "chosen": [assistant(each["chosen"])],
-            "rejected": [assistant(each["rejected"])],
+            "prompt": [user(text["prompt"])],
+            "chosen": [assistant(text["chosen"])],
+            "rejected": [assistant(text["rejected"])],
         }
-        for each in texts
+        for text in texts
     ]
-    implicit = [{name: [*each["prompt"], *each[name]] for name in ("chosen", "rejected")} for each in chats]
+    implicit = [{name: [*chat["prompt"], *chat[name]] for name in ("chosen", "rejected")} for chat in chats]
     return {"text": texts, "chat": chats, "implicit": implicit}[kind]
 
 
@@ -101,9 +101,9 @@ def test_dpo_equals_trl(kind, arguments, tmp_path):
         processing_class=tokenizer,
     )
     loss, gradients = of_trl(trainer)
-    own, own_gradients, metrics = of_ours(policy, [Example(tokenizer, entry).pair() for entry in entries])
-    assert own == pytest.approx(loss, rel=1e-5)
-    assert_same_gradients(own_gradients, gradients)
+    our_loss, our_gradients, metrics = of_ours(policy, [Example(tokenizer, entry).pair() for entry in entries])
+    assert our_loss == pytest.approx(loss, rel=1e-5)
+    assert_same_gradients(our_gradients, gradients)
     measured = {name: values[0] for name, values in trainer._metrics["train"].items() if "rewards/" in name}
     assert len(measured) == 4
     assert {name: metrics[f"actor/{name}"] for name in measured} == pytest.approx(measured, rel=1e-4, abs=1e-5)
@@ -134,9 +134,9 @@ def test_sft_equals_trl(kind, tmp_path):
         processing_class=marking,
     )
     loss, gradients = of_trl(trainer)
-    own, own_gradients, _ = of_ours(policy, [Example(tokenizer, entry).response() for entry in entries])
-    assert own == pytest.approx(loss, rel=1e-5)
-    assert_same_gradients(own_gradients, gradients)
+    our_loss, our_gradients, _ = of_ours(policy, [Example(tokenizer, entry).response() for entry in entries])
+    assert our_loss == pytest.approx(loss, rel=1e-5)
+    assert_same_gradients(our_gradients, gradients)
 
 
 # -- the tokens themselves, and which are trained on -------------------------------------------------------------------
@@ -250,6 +250,6 @@ def test_calls_of_tools_are_rendered_as_by_trl(moody: Any) -> None:
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": number}}} for number in (1, 2)]
     turns = [{"role": "assistant", "tool_calls": [call]} for call in calls]
     results = [{"role": "tool", "content": "2"}, {"role": "tool", "content": "3"}]
-    talk = [each for pair in zip(turns, results, strict=True) for each in pair]
+    talk = [message for pair in zip(turns, results, strict=True) for message in pair]
     messages = [*asked(1), *talk, assistant("2 and 3")]
     assert_imitated_as_by_trl([{"messages": messages, "tools": [TOOL]}], True, moody)

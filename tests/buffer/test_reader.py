@@ -126,12 +126,12 @@ def test_runs_that_read_one_database_are_readers_of_their_own(tmp_path, order):
     with create_reader(section, 1) as one, create_reader(section, 2) as two:
         state = through_a_file(one.state_dict())
         read = [one.read(2), two.read(2), one.read(2)]  # both at work at the same time
-    assert len({e.eid.task for each in read for e in each}) == 6
+    assert len({e.eid.task for step in read for e in step}) == 6
     with create_reader(section, 1) as resumed:  # takes back its own reads, and not the other's
         resumed.load_state_dict(state)
         again = [resumed.read(2), resumed.read(9)]
     others = {e.eid.task for e in read[1]}
-    assert sorted(e.eid.task for each in again for e in each) == sorted({*range(8)} - others)
+    assert sorted(e.eid.task for step in again for e in step) == sorted({*range(8)} - others)
 
 
 def test_a_run_of_an_earlier_version_goes_on_under_its_name(tmp_path):

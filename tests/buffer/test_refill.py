@@ -38,18 +38,18 @@ class More:
 
     async def __call__(self, tasks):
         self.asked.append(tasks)
-        given, self.groups = self.groups[:tasks], self.groups[tasks:]
-        return [experience for group in given for experience in group]
+        handed_out, self.groups = self.groups[:tasks], self.groups[tasks:]
+        return [experience for group in handed_out for experience in group]
 
 
 def groups(*rewards, first=0):
-    return [make_group(first + task, 4, rewards=each) for task, each in enumerate(rewards)]
+    return [make_group(first + task, 4, rewards=group_rewards) for task, group_rewards in enumerate(rewards)]
 
 
-def filled(own, more, operators=(), strategy=(("dapo", {}), ("grpo", {}))):
+def filled(step, more, operators=(), strategy=(("dapo", {}), ("grpo", {}))):
     data = ExperienceDataModule(strategy, operators=operators)
-    own = [experience for group in own for experience in group]
-    metrics = asyncio.run(data.fill(own, 1, more))
+    step = [experience for group in step for experience in group]
+    metrics = asyncio.run(data.fill(step, 1, more))
     data.storage.advance(1)
     return data, metrics
 
@@ -113,14 +113,14 @@ def test_a_full_step_asks_for_nothing():
 
 
 def test_where_an_operator_fails_on_a_refill_the_whole_step_is_saved_as_it_came(tmp_path):
-    own, refilled = groups(MIXED, EQUAL), groups(EQUAL, MIXED, first=10)
-    came = copy.deepcopy([experience for group in own + refilled for experience in group])
+    step, refilled = groups(MIXED, EQUAL), groups(EQUAL, MIXED, first=10)
+    came = copy.deepcopy([experience for group in step + refilled for experience in group])
     data = ExperienceDataModule(
         (("dapo", {}), ("grpo", {})),
         operators=[OperatorConfig(f"{__name__}.FailsLater", {"calls": 2})],
         folder=tmp_path,
     )
-    first = [experience for group in own for experience in group]
+    first = [experience for group in step for experience in group]
     with pytest.raises(OperatorError, match=r"step_1\.trxp"):
         asyncio.run(data.fill(first, 1, More(2, [refilled[0], refilled[1]])))
     assert Experience.deserialize_many((tmp_path / "rejected" / "step_1.trxp").read_bytes()) == came

@@ -69,8 +69,8 @@ def test_a_reader_goes_on_from_its_state(place):
     resumed = SqlReader(place)
     resumed.load_state_dict(through_a_file(reader.state_dict()))
     assert resumed.read(10) == experiences[2:]
-    for each in (reader, resumed):
-        each.close()
+    for opened in (reader, resumed):
+        opened.close()
 
 
 def test_the_position_in_another_database_is_refused(tmp_path):

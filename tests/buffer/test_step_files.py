@@ -135,10 +135,10 @@ def test_the_data_module_keeps_what_the_trainer_is_given(tmp_path):
     for step in (1, 2):
         asyncio.run(data.fill(make_group(0, 4, batch=step), step))
         data.storage.advance(step)
-    kept = read_experiences(tmp_path / "experiences")
-    assert kept[4:] == data.storage.experiences
-    assert all(experience.advantages is not None for experience in kept)
-    assert from_hf_datasets(to_hf_datasets(kept)) == kept
+    stored = read_experiences(tmp_path / "experiences")
+    assert stored[4:] == data.storage.experiences
+    assert all(experience.advantages is not None for experience in stored)
+    assert from_hf_datasets(to_hf_datasets(stored)) == stored
 
 
 def test_nothing_is_kept_unless_asked_for(tmp_path, monkeypatch):

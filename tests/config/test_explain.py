@@ -118,9 +118,9 @@ def test_a_scripts_keys_are_refused_alike(made: Callable[[], Any], message: str)
     ],
 )
 def test_a_recipe_that_is_wrong(text: str, sentence: str, tmp_path: Path) -> None:
-    said = refused_recipe(tmp_path, text)
-    assert sentence in said
-    assert "\n" not in said
+    message = refused_recipe(tmp_path, text)
+    assert sentence in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -159,15 +159,15 @@ def test_a_key_of_a_recipe_of_the_package_is_named_with_its_line() -> None:
 
 def test_a_key_of_a_recipe_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(tmp_path), "+recipe=mine"])
-    said = refused_recipe(tmp_path, f"{GLOBAL}steps: 3\nexplorer:\n  seed: 0\n  batch_sise: 1\n")
-    assert said.startswith("recipe/mine.yaml, line 5: unknown key 'explorer.batch_sise'.")
+    message = refused_recipe(tmp_path, f"{GLOBAL}steps: 3\nexplorer:\n  seed: 0\n  batch_sise: 1\n")
+    assert message.startswith("recipe/mine.yaml, line 5: unknown key 'explorer.batch_sise'.")
 
 
 @pytest.mark.parametrize("name", ["mine", "/nowhere/mine", "./mine.yaml", ""])
 def test_a_recipe_that_is_not_there(name: str) -> None:
-    said = refusal(f"+recipe={name}")
-    assert said.startswith(f"unknown recipe '{name}'.")
-    assert said.endswith("Your own is FOLDER/recipe/NAME.yaml, with --config-dir FOLDER.")
+    message = refusal(f"+recipe={name}")
+    assert message.startswith(f"unknown recipe '{name}'.")
+    assert message.endswith("Your own is FOLDER/recipe/NAME.yaml, with --config-dir FOLDER.")
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,8 @@ GROUPS += ("trainer", "logger", "callbacks", "+recipe")
 def test_a_group_that_is_given_no_name_is_refused_by_its_name(group: str, value: str) -> None:
     with pytest.raises((TypeError, ValueError)) as refused:
         composed(f"{group}={value}")
-    said = str(explain_composition(refused.value))
-    assert said.startswith(f"{group}={value}: give the group the name of a choice, {group}=NAME")
+    message = str(explain_composition(refused.value))
+    assert message.startswith(f"{group}={value}: give the group the name of a choice, {group}=NAME")
 
 
 NO_LIST_OF_CHOICES = "recipe/mine.yaml: `defaults` is a list of"
@@ -245,7 +245,7 @@ def said_of(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("override", "meant"),
     [
         ("lr=1e-5", "'optimizer.lr'"),
         ("+lr=1e-5", "'optimizer.lr'"),
@@ -262,5 +262,5 @@ def said_of(folder: Path, text: str) -> str:
         ("+recipe={a: 1}", "+recipe=NAME"),
     ],
 )
-def test_a_key_is_suggested_by_the_last_part_of_its_name(given: str, meant: str) -> None:
-    assert f" Did you mean {meant}?" in refusal(given)
+def test_a_key_is_suggested_by_the_last_part_of_its_name(override: str, meant: str) -> None:
+    assert f" Did you mean {meant}?" in refusal(override)

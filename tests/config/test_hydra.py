@@ -29,10 +29,10 @@ def begin(*overrides: str) -> DictConfig:
     return config
 
 
-@pytest.mark.parametrize("given", ["mine", "a/b", "${output_root}/mine"])
-def test_hydra_writes_to_the_output_dir_that_is_given(given: str, tmp_path: Path) -> None:
-    config = begin(f"output_dir={given}")
-    assert Path(config.hydra.runtime.output_dir) == tmp_path / given.replace("${output_root}", "outputs")
+@pytest.mark.parametrize("chosen", ["mine", "a/b", "${output_root}/mine"])
+def test_hydra_writes_to_the_output_dir_that_is_given(chosen: str, tmp_path: Path) -> None:
+    config = begin(f"output_dir={chosen}")
+    assert Path(config.hydra.runtime.output_dir) == tmp_path / chosen.replace("${output_root}", "outputs")
     compose.check_folder(config)
     assert not (tmp_path / "outputs").exists()
 

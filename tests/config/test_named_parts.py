@@ -45,8 +45,8 @@ def test_nor_one_that_chooses_another_taskset(choice: str, tmp_path: Path) -> No
 
 
 def test_own_evaluations_are_kept_and_called_by_their_keys(tmp_path: Path) -> None:
-    own = f"eval_tasksets: {{held: {{source: dataset, path: {tmp_path}/tasks.jsonl}}}}\n"
-    _, run = recipe(tmp_path, ON.format("grpo") + OWN.format(tmp_path) + own)
+    evaluated = f"eval_tasksets: {{held: {{source: dataset, path: {tmp_path}/tasks.jsonl}}}}\n"
+    _, run = recipe(tmp_path, ON.format("grpo") + OWN.format(tmp_path) + evaluated)
     assert {key: taskset.name for key, taskset in run.eval_tasksets.items()} == {"held": "held"}
 
 
@@ -91,14 +91,14 @@ def test_an_entry_that_is_null_is_left_out(key: str, tmp_path: Path) -> None:
     text, gone = SET[key]
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "base.yaml").write_text(f"# @package _global_\n{ON.format('dapo')}{text}")
-    kept = [name for name in composed("+recipe=base", f"hydra.searchpath=[{tmp_path}]")[key] if name != gone]
+    remaining = [name for name in composed("+recipe=base", f"hydra.searchpath=[{tmp_path}]")[key] if name != gone]
     config, run = recipe(tmp_path, ON.format("dapo") + text, f"{key}.{gone}=null")
-    assert list(config[key]) == kept
+    assert list(config[key]) == remaining
     inherited, _ = recipe(tmp_path, f"{ON.format('base')}{key}: {{{gone}: null}}\n")
-    assert list(inherited[key]) == kept
+    assert list(inherited[key]) == remaining
     if key not in ("logger", "callbacks"):
-        assert list(getattr(run, key)) == kept
-        assert list(getattr(typed_config(inherited), key)) == kept
+        assert list(getattr(run, key)) == remaining
+        assert list(getattr(typed_config(inherited), key)) == remaining
 
 
 def test_a_stream_that_is_null_is_left_out() -> None:

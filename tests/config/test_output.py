@@ -25,8 +25,8 @@ def test_a_run_outlives_whoever_reads_what_it_prints() -> None:
 def test_pipes_alone_are_replaced(piped: bool, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as pipe, (tmp_path / "log").open("w") as file:
-        given = pipe if piped else file
-        monkeypatch.setattr(sys, "stdout", given)
+        stdout = pipe if piped else file
+        monkeypatch.setattr(sys, "stdout", stdout)
         monkeypatch.setattr(sys, "stderr", file)
         outlive_readers()
         assert isinstance(sys.stdout, Output) == piped

@@ -15,8 +15,8 @@ def test_every_key_is_optional_and_order_is_kept():
         "bare": "my_module.Mine",
         "chosen": {"name": "judge", "on_error": OnError.skip},
     }
-    found = operator_configs(operators)
-    assert found == {
+    configs = operator_configs(operators)
+    assert configs == {
         "reward_filter": OperatorConfig("reward_filter", {"x": 7}),
         "mine": OperatorConfig("my_module.Mine", {}, OnError.skip),
         "judge": OperatorConfig("judge"),
@@ -24,8 +24,8 @@ def test_every_key_is_optional_and_order_is_kept():
         "bare": OperatorConfig("my_module.Mine"),
         "chosen": OperatorConfig("judge", {}, OnError.skip),
     }
-    assert list(found) == list(operators)
-    assert operator_configs(found) == found
+    assert list(configs) == list(operators)
+    assert operator_configs(configs) == configs
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,9 @@ def test_a_run_is_resumed_in_its_own_folder(
 
 def test_a_run_whose_recipe_says_where_hydra_writes_is_resumed_by_that_key(begun: None, tmp_path: Path) -> None:
     assert "output_dir=" in (resume_command(tmp_path) or "")
-    given = composed("+recipe=grpo", hydra=True)
-    given.hydra.run.dir = "somewhere/${name}"
-    HydraConfig.instance().set_config(given)
+    config = composed("+recipe=grpo", hydra=True)
+    config.hydra.run.dir = "somewhere/${name}"
+    HydraConfig.instance().set_config(config)
     assert f"hydra.run.dir={tmp_path}" in (resume_command(tmp_path) or "")
 
 

@@ -127,17 +127,17 @@ def test_a_script_that_gives_another_type_is_refused_too(
 
 
 @pytest.mark.parametrize(
-    ("given", "refused"),
+    ("section", "refused"),
     [
         ({"ratio": 1.5}, r"explorer\.over_rollout\.ratio is 1\.5: give a number"),
         ({"rate": 0.5}, r"unknown key 'explorer\.over_rollout\.rate'"),
         (3, r"explorer\.over_rollout is 3: give a mapping of ratio, wait_after_min, or leave it out"),
     ],
 )
-def test_a_section_within_one_is_checked_if_a_script_gives_it_as_a_mapping(given: Any, refused: str) -> None:
+def test_a_section_within_one_is_checked_if_a_script_gives_it_as_a_mapping(section: Any, refused: str) -> None:
     assert ExplorerConfig(over_rollout={"ratio": 0.5}).over_rollout == OverRolloutConfig(0.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=refused):
-        ExplorerConfig(over_rollout=given)
+        ExplorerConfig(over_rollout=section)
 
 
 def test_a_section_changed_after_it_was_made_is_refused_by_the_policy() -> None:

@@ -16,7 +16,7 @@ from trinity_lightning.buffer.operators.experience_operator import create_operat
 from trinity_lightning.config.buffer import OperatorConfig
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.run import typed_config, validate
-from trinity_lightning.errors import ArgumentError, ConfigError
+from trinity_lightning.errors import ArgumentError
 from trinity_lightning.explorer.tasks import Task
 from trinity_lightning.explorer.workflow_runner import WorkflowRunner
 from trinity_lightning.explorer.workflows import Workflow

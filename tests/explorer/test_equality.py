@@ -833,13 +833,13 @@ ROWS = [line for line in TABLE.splitlines() if line and not line.startswith("# "
 @pytest.mark.parametrize("row", ROWS)
 def test_a_right_answer_in_another_form_is_right_and_another_answer_is_wrong(row: str) -> None:
     is_same = " ≡ " in row
-    given, expected = row.split(" ≡ " if is_same else " ≢ ")
-    assert same_answer(given, expected) is is_same
-    assert math_boxed_or_last(rf"So it is $\boxed{{{given}}}$.", Task("simple", {"answer": expected})) == is_same
+    answer, expected = row.split(" ≡ " if is_same else " ≢ ")
+    assert same_answer(answer, expected) is is_same
+    assert math_boxed_or_last(rf"So it is $\boxed{{{answer}}}$.", Task("simple", {"answer": expected})) == is_same
 
 
 @pytest.mark.parametrize(
-    ("given", "expected", "same"),
+    ("answer", "expected", "same"),
     [
         ("0.5", r"\frac{1}{2}", True),
         (r"\dfrac{2}{4}", "1/2", True),
@@ -936,5 +936,5 @@ def test_a_right_answer_in_another_form_is_right_and_another_answer_is_wrong(row
         ("9" * 5000, "1", False),
     ],
 )
-def test_same_answer(given: str, expected: str, same: bool) -> None:
-    assert same_answer(given, expected) is same
+def test_same_answer(answer: str, expected: str, same: bool) -> None:
+    assert same_answer(answer, expected) is same

@@ -173,9 +173,9 @@ def test_all_tasks_that_failed_alike_are_named_by_one_line(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, logger="trinity_lightning"):
         assert running(explored, explored.explore_step)
     why = r"3 of 3 runs failed: 3 x RewardError: reward function 'unreadable' raised ValueError: .*, and the like"
-    said = [r.getMessage() for r in caplog.records if "explore step 1" in r.getMessage()]
-    assert len(said) == 1
-    assert re.fullmatch(rf"explore step 1: 3 of 4 tasks failed \(0, 2, 3\): {why}", said[0])
+    warnings = [r.getMessage() for r in caplog.records if "explore step 1" in r.getMessage()]
+    assert len(warnings) == 1
+    assert re.fullmatch(rf"explore step 1: 3 of 4 tasks failed \(0, 2, 3\): {why}", warnings[0])
     assert caplog.text.count("3 of 3 runs failed") == 2  # of the first task at once, of all of them at the end
     assert caplog.text.count("It was raised at") == 1
 
@@ -382,12 +382,12 @@ def test_tasks_that_fail_while_others_succeed_are_all_tried(reward: Reward) -> N
 @pytest.mark.parametrize(("interval", "due"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4]), (3, [3])])
 def test_an_evaluation_is_due_every_interval(interval: int, due: list[int]) -> None:
     explored = explorer(evals=[source(name="held")], eval_interval=interval)
-    found = []
+    evaluated = []
     for step in range(5):
         explored.step = step
         if explored.need_eval():
-            found.append(step)
-    assert found == due
+            evaluated.append(step)
+    assert evaluated == due
     assert not explorer(eval_interval=1).need_eval()
 
 
@@ -428,10 +428,10 @@ def test_what_counts_as_solved_is_known_or_its_lack_is_said_once(caplog: pytest.
         running(explored, explored.eval)
     assert explored.solved == {"c": "parts/right at 0.5"}
     assert {name for name in metrics if "pass@" in name} == {"eval/c/pass@1"}
-    [said] = [record.getMessage() for record in caplog.records if "pass@k" in record.getMessage()]
-    assert "evaluation 'a'" in said
-    assert "parts/right, parts/short" in said
-    assert "reward_solved={right: 1.0}" in said
+    [warning] = [record.getMessage() for record in caplog.records if "pass@k" in record.getMessage()]
+    assert "evaluation 'a'" in warning
+    assert "parts/right, parts/short" in warning
+    assert "reward_solved={right: 1.0}" in warning
 
 
 def test_a_component_that_is_not_there_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -588,8 +588,8 @@ def test_a_usual_temperature_is_accepted() -> None:
 
 
 def test_a_source_gives_tasks_with_its_own_number_of_rollouts_or_another() -> None:
-    given = source(repeat_times=3)
-    assert [task.repeat_times for task in (*given.next_tasks(2), *given.next_tasks(1, 5))] == [3, 3, 5]
+    tasks = source(repeat_times=3)
+    assert [task.repeat_times for task in (*tasks.next_tasks(2), *tasks.next_tasks(1, 5))] == [3, 3, 5]
 
 
 def test_an_engine_in_this_process_cannot_generate_ahead() -> None:
@@ -727,8 +727,8 @@ class Source:
         self.taskset = self
 
     def next_tasks(self, tasks: int, repeat_times: int) -> list[object]:
-        given, self.left = min(tasks, self.left), self.left - min(tasks, self.left)
-        return [object()] * given
+        count, self.left = min(tasks, self.left), self.left - min(tasks, self.left)
+        return [object()] * count
 
     def update(self, pass_rates: object) -> None:
         pass

@@ -81,11 +81,11 @@ def test_a_wait_for_data_ends_at_once_and_the_run_goes_on_from_there(number, tmp
         trainer.fit(policy, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         return policy.policy.state_dict()
 
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {handled: signal.getsignal(handled) for handled in (signal.SIGINT, signal.SIGTERM)}
     with pytest.raises(SystemExit):
         trained(8)
-    for each, handler in before.items():
-        signal.signal(each, handler)  # Lightning ignores Ctrl-C from then on
+    for handled, handler in before.items():
+        signal.signal(handled, handler)  # Lightning ignores Ctrl-C from then on
     resumed, whole = trained(16, tmp_path / "interrupted.ckpt"), trained(16)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 

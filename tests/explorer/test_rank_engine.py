@@ -70,15 +70,15 @@ def follow(port: int) -> None:
 @pytest.fixture(scope="module")
 def connected() -> Iterator[tuple[Asked, Driver]]:
     store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    own = apart()
-    own.bind(tiny_model())  # transformers does not load in two threads at once
+    first = apart()
+    first.bind(tiny_model())  # transformers does not load in two threads at once
     other = threading.Thread(target=follow, args=(store.port,))
     other.start()
     ranks = met(0, store.port)
     engine = Asked(1, "tiny", EngineConfig(max_model_len=CONTEXT), CAN)
     engine.path = path = ranks.exchange(None, at=ENGINES)[1]
-    engine.weights = RankWeights(own, [engine], ranks)
-    driver = Driver([own, engine])
+    engine.weights = RankWeights(first, [engine], ranks)
+    driver = Driver([first, engine])
     driver.run(engine.load())
     assert not Path(path).parent.exists()
     yield engine, driver

@@ -86,9 +86,9 @@ def test_experiences_of_the_workflows_own_take_the_place_of_the_calls() -> None:
 def test_the_history_may_be_taken_and_changed() -> None:
     async def body(workflow: Any) -> list[Experience]:
         await two_calls(workflow)
-        kept = workflow.model.extract_experience_from_history(clear_history=False)
+        history = workflow.model.extract_experience_from_history(clear_history=False)
         experiences = workflow.model.extract_experience_from_history()
-        assert len(kept) == 2
+        assert len(history) == 2
         assert workflow.model.extract_experience_from_history() == []
         experiences[-1].reward = 2.0
         return experiences[-1:]

@@ -130,16 +130,16 @@ def test_async_functions_wait_beside_each_other_in_this_process(with_workers: An
     ],
 )
 def test_what_fails_in_a_worker_fails_as_here(with_workers: Any, function: Any, message: str) -> None:
-    said = []
+    messages = []
     for run in (with_workers, lambda coroutine: asyncio.run(coroutine())):
         with pytest.raises(RolloutError) as caught:
             run(lambda: score(resolve_rewards(function), "x", a_task))
-        said.append(str(caught.value))
-    assert said[0] == said[1]
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
     if function is returns_text:
-        assert said[0] == message
+        assert messages[0] == message
     else:
-        assert re.fullmatch(rf"{message} \(.*reward_functions\.py:\d+ in {function.__name__}\)", said[0])
+        assert re.fullmatch(rf"{message} \(.*reward_functions\.py:\d+ in {function.__name__}\)", messages[0])
 
 
 @pytest.mark.parametrize(

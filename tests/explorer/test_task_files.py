@@ -25,9 +25,9 @@ from trinity_lightning.explorer.tasks.taskset import Taskset, check_tasksets
 MIXED = ["1.50", "true", "null", '{"a":1}', 3, "007", "1e3", "x", "2024-01-01", None, 0.1, True, 10**39]
 
 
-def equal(found: Any, expected: Any) -> bool:
+def equal(value: Any, expected: Any) -> bool:
     """Equal with the same types: 1, 1.0 and True are not."""
-    return repr(found) == repr(expected)
+    return repr(value) == repr(expected)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
@@ -193,8 +193,8 @@ def test_what_was_downloaded_in_part_is_not_trained_on(tmp_path):
     assert read_from_hub(tmp_path, READ_PARTS, HF_HUB_OFFLINE="1") == "['a', 'b']\n"
     [file] = (tmp_path / "hub" / "datasets--me--parts" / "snapshots").rglob("train-b.jsonl")
     file.unlink()  # as if the first start had been killed
-    said = read_from_hub(tmp_path, READ_PARTS, HF_HUB_OFFLINE="1")
-    assert "downloaded in part only (train-b.jsonl is missing)" in said
+    printed = read_from_hub(tmp_path, READ_PARTS, HF_HUB_OFFLINE="1")
+    assert "downloaded in part only (train-b.jsonl is missing)" in printed
 
 
 def read_from_hub(folder: Path, code: str = READ_FROM_HUB, **variables: str) -> str:

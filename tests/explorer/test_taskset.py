@@ -153,7 +153,7 @@ def test_a_checkpoint_that_does_not_say_what_was_tried_is_gone_on_with_and_warne
     del state["seen"]
     resumed = write_rows(tmp_path / "tasks.jsonl", "jsonl", changed={777})
     resumed.load_state_dict(state | {"position": 3, "content": 12345})
-    assert ["is of an earlier version" in each for each in caplog.messages] == [True]
+    assert ["is of an earlier version" in message for message in caplog.messages] == [True]
     assert resumed.state_dict()["position"] == 3
 
 
@@ -296,13 +296,13 @@ def test_every_taskset_of_a_mixture_needs_answers():
 def test_tasks_that_are_trained_and_evaluated_on_are_counted(trained, evaluated, both, tmp_path, caplog):
     file = tmp_path / "maths.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    own, other = (
+    held_out, other = (
         TasksetConfig(name=name, source="dataset", path=str(file), split=split)
         for name, split in (("held_out", evaluated), ("mine", trained))
     )
-    warn_of_trained_entries([TasksetConfig(name="sums"), other], [TasksetConfig(name="sums"), own])
-    said = f"{both} of eval_tasksets 'held_out' (split {evaluated}) are trained on, too (split {trained})."
-    assert caplog.messages == ([] if both is None else [said])
+    warn_of_trained_entries([TasksetConfig(name="sums"), other], [TasksetConfig(name="sums"), held_out])
+    warning = f"{both} of eval_tasksets 'held_out' (split {evaluated}) are trained on, too (split {trained})."
+    assert caplog.messages == ([] if both is None else [warning])
 
 
 def test_a_batch_of_nothing_is_refused():
@@ -477,9 +477,9 @@ def test_a_dataset_whose_entries_follow_the_hash_seed_is_known_by_its_arguments(
     assert others.state_dict()["position"] == 2
     of_other_arguments = reasoning_gym_taskset("ransom_note", size=3, max_note_length=8)
     another = reasoning_gym_taskset("word_ladder", size=3, name="ransom_note")
-    for each in (of_other_arguments, another):
+    for taskset in (of_other_arguments, another):
         with refuses("taskset"):
-            each.load_state_dict(state)
+            taskset.load_state_dict(state)
 
 
 def test_any_other_dataset_is_known_by_its_entries(other_entries):
@@ -500,7 +500,9 @@ def test_entries_that_no_other_process_makes_are_warned_of(monkeypatch, caplog, 
     reasoning_gym_taskset("chain_sum", size=1)
     assert caplog.messages == []
     reasoning_gym_taskset("ransom_note", size=1)
-    assert ["'ransom_note' makes other entries in every process" in each for each in caplog.messages] == [True] * warned
+    assert ["'ransom_note' makes other entries in every process" in message for message in caplog.messages] == [
+        True
+    ] * warned
 
 
 @pytest.mark.slow

@@ -189,7 +189,7 @@ def test_evaluation_measures_and_is_never_trained_on() -> None:
     task = Task("evaluation", {"prompt": "1+6?", "answer": "7"}, is_eval=True)
     status, experiences = tried(task, counting(["it is 7", "it is 8"]))
     assert experiences == []
-    assert [each.metrics["accuracy"] for each in status.eval_experiences] == [1.0, 0.0]
+    assert [experience.metrics["accuracy"] for experience in status.eval_experiences] == [1.0, 0.0]
     assert status.metric["accuracy"] == 0.5
     assert status.metric["response_tokens"] == 7
     assert status.metric["truncated"] == 0

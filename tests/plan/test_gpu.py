@@ -46,8 +46,8 @@ def test_a_plan_is_asked_for_what_is_configured() -> None:
     assert training_of(replace(config(), algorithm=AlgorithmConfig()), 1).tokens is None
     assert training_of(replace(config(), trainer={"precision": "bf16-mixed"}), 1).width == 4
     assert rollouts_of(config(), 1) == Rollouts(4, 512, 512)
-    given = config(max_num_seqs=99, kv_cache_gb=2.0, sleep=EngineSleep.never)
-    assert rollouts_of(given, 1) == Rollouts(4, 512, 512, max_num_seqs=99, kv_cache=2 * GIB, sleep=False)
+    chosen = config(max_num_seqs=99, kv_cache_gb=2.0, sleep=EngineSleep.never)
+    assert rollouts_of(chosen, 1) == Rollouts(4, 512, 512, max_num_seqs=99, kv_cache=2 * GIB, sleep=False)
     assert rollouts_of(config(name="vllm_server", servers=3), 1).servers == 3
     assert rollouts_of(config(speculative=4), 1).drafted == 4
 
@@ -101,11 +101,11 @@ def test_a_run_on_a_dataset_is_planned_for_its_longest_row_or_pair(
     model = ModelConfig("smollm2", WeightDtype.bf16, gradient_checkpointing=True)
     run = replace(config(), model=model, buffer=read, algorithm=AlgorithmConfig(policy_loss=loss))
     assert training_of(run, 1) == Training(2, longest, reference=reference, checkpointing=True)
-    planned, found = with_memory_plan(run)
+    planned, estimate = with_memory_plan(run)
     assert planned == run
-    assert found is not None
-    assert found.micro_batch_tokens == max(longest, 16384)
-    assert (REFERENCE in found.training, found.engine) == (reference, 0)
+    assert estimate is not None
+    assert estimate.micro_batch_tokens == max(longest, 16384)
+    assert (REFERENCE in estimate.training, estimate.engine) == (reference, 0)
     unknown = replace(run, buffer=replace(read, dataset=DatasetConfig()))
     assert training_of(unknown, 1).longest_row == 0
 
@@ -113,11 +113,11 @@ def test_a_run_on_a_dataset_is_planned_for_its_longest_row_or_pair(
 @pytest.mark.usefixtures("gpu")
 def test_a_gpu_that_is_shared_is_planned_by_the_models_shape() -> None:
     run = replace(config(), model=ModelConfig("smollm2", WeightDtype.bf16), algorithm=AlgorithmConfig())
-    planned, found = with_memory_plan(run)
-    assert found is not None
-    assert found == plan(SMOLLM2, training_of(run, 1), rollouts_of(run, 1), 20 * GIB, 10**15)
+    planned, estimate = with_memory_plan(run)
+    assert estimate is not None
+    assert estimate == plan(SMOLLM2, training_of(run, 1), rollouts_of(run, 1), 20 * GIB, 10**15)
     engine = replace(run.engine, max_num_seqs=512)
-    assert planned == replace(run, engine=planned_engine(engine, found, 24 * GIB))
+    assert planned == replace(run, engine=planned_engine(engine, estimate, 24 * GIB))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -126,9 +126,9 @@ def test_vllm_sleeps_only_if_its_container_has_memory_for_that(
     free: int, sleeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_plan, "free_memory", lambda: free)
-    found = with_memory_plan(replace(config(), algorithm=AlgorithmConfig(max_tokens_per_micro_batch=70_000)))[1]
-    assert found is not None
-    assert found.sleep is sleeps
+    estimate = with_memory_plan(replace(config(), algorithm=AlgorithmConfig(max_tokens_per_micro_batch=70_000)))[1]
+    assert estimate is not None
+    assert estimate.sleep is sleeps
 
 
 @pytest.mark.usefixtures("gpu")
@@ -184,16 +184,16 @@ def test_a_resumed_run_keeps_the_plan_that_was_recorded_if_it_fits(
 def test_the_server_of_a_judge_on_the_trainers_gpu_has_a_share_of_it(engine: dict[str, Any], counted: bool) -> None:
     judge = {"model": "smollm2", "engine": {"max_model_len": 512, **engine}}
     run = replace(config(), algorithm=AlgorithmConfig(), auxiliary_models={"judge": judge})
-    planned, found = with_memory_plan(run)
-    assert found is not None
-    assert ("auxiliary models" in found.training) is counted
-    [given] = planned.auxiliary_models.values()
+    planned, estimate = with_memory_plan(run)
+    assert estimate is not None
+    assert ("auxiliary models" in estimate.training) is counted
+    [server] = planned.auxiliary_models.values()
     if not counted:
-        assert given.engine == EngineConfig(max_model_len=512, gpus=[1])
+        assert server.engine == EngineConfig(max_model_len=512, gpus=[1])
         return
-    share = given.engine.args["gpu_memory_utilization"]
-    assert found.training["auxiliary models"] == pytest.approx(share * 24 * GIB, rel=1e-3)
-    arguments = engine_args("model", given.engine, on_cpu=False)
+    share = server.engine.args["gpu_memory_utilization"]
+    assert estimate.training["auxiliary models"] == pytest.approx(share * 24 * GIB, rel=1e-3)
+    arguments = engine_args("model", server.engine, on_cpu=False)
     assert arguments["kv_cache_memory_bytes"] == (GIB if "kv_cache_gb" in engine else 1_509_949_440)
     assert (share == 0.25) == ("args" in engine)
 
@@ -201,8 +201,8 @@ def test_the_server_of_a_judge_on_the_trainers_gpu_has_a_share_of_it(engine: dic
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("engine", [{"name": "transformers"}, {"name": "vllm_server", "gpus": [1]}])
 def test_a_judge_has_its_share_beside_a_trainer_alone_too(engine: dict[str, Any]) -> None:
-    planned, found = with_memory_plan(replace(config(**engine), auxiliary_models={"judge": {"model": "smollm2"}}))
-    assert found is None or found.engine == 0
+    planned, estimate = with_memory_plan(replace(config(**engine), auxiliary_models={"judge": {"model": "smollm2"}}))
+    assert estimate is None or estimate.engine == 0
     [judge] = planned.auxiliary_models.values()
     assert judge.engine.args["gpu_memory_utilization"] < 0.3
 
@@ -232,10 +232,10 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
 )
 def test_engines_elsewhere_decode_a_step_at_once_and_the_trainer_is_planned_alone(engine: dict[str, Any]) -> None:
     run = config(**engine)
-    planned, found = with_memory_plan(run)
-    assert found == plan(SMOLLM2, training_of(run, 1), None, 20 * GIB, 10**15)
-    assert found is not None
-    assert (found.kv_cache, found.engine, found.micro_batch_tokens) == (0, 0, 2048)
+    planned, estimate = with_memory_plan(run)
+    assert estimate == plan(SMOLLM2, training_of(run, 1), None, 20 * GIB, 10**15)
+    assert estimate is not None
+    assert (estimate.kv_cache, estimate.engine, estimate.micro_batch_tokens) == (0, 0, 2048)
     assert planned == config(**engine, max_num_seqs=512)
 
 
@@ -254,26 +254,26 @@ def test_servers_on_the_trainers_gpu_and_others_are_refused(gpus: list[int], ser
 @pytest.mark.usefixtures("gpu")
 def test_a_server_on_the_trainers_gpu_is_planned() -> None:
     run = replace(config(name="vllm_server"), algorithm=AlgorithmConfig())
-    planned, found = with_memory_plan(run)
-    assert found is not None
-    assert planned.engine.kv_cache_gb == found.kv_cache / GIB
-    assert not found.sleep
+    planned, estimate = with_memory_plan(run)
+    assert estimate is not None
+    assert planned.engine.kv_cache_gb == estimate.kv_cache / GIB
+    assert not estimate.sleep
 
 
 @pytest.mark.parametrize("sleep", [True, False])
 def test_vllm_is_started_with_what_the_plan_gives_it(sleep: bool) -> None:
-    found = plan(SMOLLM2, Training(2, 512), Rollouts(2, 512, 512, sleep=sleep), 20 * GIB, 100 * GIB)
-    engine = planned_engine(EngineConfig(max_model_len=512, max_num_seqs=512), found, 24 * GIB)
+    estimate = plan(SMOLLM2, Training(2, 512), Rollouts(2, 512, 512, sleep=sleep), 20 * GIB, 100 * GIB)
+    engine = planned_engine(EngineConfig(max_model_len=512, max_num_seqs=512), estimate, 24 * GIB)
     arguments = engine_args("model", engine, on_cpu=False)
-    assert arguments["kv_cache_memory_bytes"] == found.kv_cache
-    assert arguments["gpu_memory_utilization"] == pytest.approx(found.engine / (24 * GIB), abs=1e-4)
+    assert arguments["kv_cache_memory_bytes"] == estimate.kv_cache
+    assert arguments["gpu_memory_utilization"] == pytest.approx(estimate.engine / (24 * GIB), abs=1e-4)
     assert arguments["max_num_seqs"] == 512
     assert arguments.get("enable_sleep_mode", False) is sleep
 
 
 def test_what_is_given_to_vllm_by_hand_holds() -> None:
-    found = plan(SMOLLM2, Training(2, 512), Rollouts(2, 512, 512), 20 * GIB, 100 * GIB)
-    engine = planned_engine(EngineConfig(args={"gpu_memory_utilization": 0.5}), found, 24 * GIB)
+    estimate = plan(SMOLLM2, Training(2, 512), Rollouts(2, 512, 512), 20 * GIB, 100 * GIB)
+    engine = planned_engine(EngineConfig(args={"gpu_memory_utilization": 0.5}), estimate, 24 * GIB)
     assert engine.args == {"gpu_memory_utilization": 0.5, "max_num_batched_tokens": 8192}
 
 

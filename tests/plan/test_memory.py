@@ -96,7 +96,7 @@ def test_what_adapters_have_is_counted(dropout: float, tmp_path: Path) -> None:
     adapters, width = adapters_of(config)
     shape, training = ModelShape.of(model), Training(2, 200, adapters=adapters, adapter_width=width)
     Adapter(model.bfloat16().train(), config.model.lora, "")
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert weight_states(shape, training) == {
         POLICY: 2 * shape.parameters + 2 * trained,
         MASTERS: 4 * trained,
@@ -155,9 +155,9 @@ def test_masters_and_moments_of_all_trainers_of_a_machine_are_in_its_memory_or_r
         VALUE_MODEL: (2 + 4) << 28,
     }
     on_host = {MASTERS: 2 * 4 << 30, MOMENTS: 2 * 8 << 30, COPIES: 2 * 4 << 30}  # of 1 << 30 parameters, a power of two
-    found = plan(shape, training, Rollouts(2, 1024, 512), 78 * GIB, sum(on_host.values()))
-    assert (found.on_host, found.offload) == (on_host, False)
-    assert found.rows()[-1] == ("on the host", "32.0 GiB: masters 8.0, Adam's moments 16.0, copies of gradients 8.0")
+    estimate = plan(shape, training, Rollouts(2, 1024, 512), 78 * GIB, sum(on_host.values()))
+    assert (estimate.on_host, estimate.offload) == (on_host, False)
+    assert estimate.rows()[-1] == ("on the host", "32.0 GiB: masters 8.0, Adam's moments 16.0, copies of gradients 8.0")
     with refuses("optimizer.name"):
         plan(shape, training, Rollouts(2, 1024, 512), 78 * GIB, int(31.9 * GIB))
     one_more = replace(training, on_host=1, value_model=replace(shape, parameters=(1 << 28) + 1))
@@ -194,9 +194,9 @@ def test_vllm_sleeps_in_what_the_optimizer_leaves_of_the_host() -> None:
 def test_the_cheapest_way_with_room_for_all_rollouts_is_taken(
     shape: ModelShape, device: int, training: dict, rollouts: dict, expected: tuple
 ) -> None:
-    found = plan(shape, Training(2, 1024, **training), Rollouts(2, 1024, 512, **rollouts), device * GIB, HOST)
-    cache, share = round(found.kv_cache / GIB, 1), round(found.engine / found.device, 2)
-    assert (found.micro_batch_tokens, cache, share, found.sleep, found.offload) == expected
+    estimate = plan(shape, Training(2, 1024, **training), Rollouts(2, 1024, 512, **rollouts), device * GIB, HOST)
+    cache, share = round(estimate.kv_cache / GIB, 1), round(estimate.engine / estimate.device, 2)
+    assert (estimate.micro_batch_tokens, cache, share, estimate.sleep, estimate.offload) == expected
 
 
 def test_masters_and_moments_move_only_to_a_host_with_room_for_them() -> None:
@@ -321,8 +321,8 @@ def test_what_fits_with_a_budget_of_ones_own_fits_with_auto(
 
 
 def test_fewer_tokens_than_wanted_are_computed_at_once_if_nothing_else_fits() -> None:
-    found = plan(QWEN_3B, Training(2, 2048), Rollouts(2, 2048, 512, sleep=False), 78 * GIB, HOST)
-    assert (found.micro_batch_tokens, found.sleep) == (2048, False)
+    estimate = plan(QWEN_3B, Training(2, 2048), Rollouts(2, 2048, 512, sleep=False), 78 * GIB, HOST)
+    assert (estimate.micro_batch_tokens, estimate.sleep) == (2048, False)
 
 
 def test_a_cache_that_is_too_large_is_refused() -> None:
@@ -353,17 +353,17 @@ def test_no_plan_promises_more_than_there_is(
     training = Training(width, longest, checkpointing=checkpointing)
     rollouts = Rollouts(width, longest, requests, sleep=None if servers else sleep, servers=servers, beside=beside)
     try:
-        found = plan(SMOLLM2, training, rollouts, device * GIB, HOST)
+        estimate = plan(SMOLLM2, training, rollouts, device * GIB, HOST)
     except ConfigError:
         return
-    assert found.left >= 0
-    assert found.training.get("auxiliary models", 0) == found.generating.get("auxiliary models", 0) == beside
-    assert found.micro_batch_tokens >= longest
-    assert found.kv_cache < found.engine < found.device
+    assert estimate.left >= 0
+    assert estimate.training.get("auxiliary models", 0) == estimate.generating.get("auxiliary models", 0) == beside
+    assert estimate.micro_batch_tokens >= longest
+    assert estimate.kv_cache < estimate.engine < estimate.device
     larger = plan(SMOLLM2, training, rollouts, (device + 40) * GIB, HOST)
-    assert larger.kv_cache >= found.kv_cache
-    assert (larger.sleep, larger.offload) <= (found.sleep, found.offload)
-    assert dict(found.rows())["device memory"].startswith(f"{device}.0 GiB")
+    assert larger.kv_cache >= estimate.kv_cache
+    assert (larger.sleep, larger.offload) <= (estimate.sleep, estimate.offload)
+    assert dict(estimate.rows())["device memory"].startswith(f"{device}.0 GiB")
 
 
 def test_a_budget_is_as_large_as_fits() -> None:
@@ -375,13 +375,13 @@ def test_a_budget_is_as_large_as_fits() -> None:
 
 
 def test_the_table_of_a_trainer_alone_shows_no_generating() -> None:
-    found = plan(QWEN_1_5B, Training(2, 1024), None, 80 * GIB, HOST)
-    assert [name for name, _ in found.rows()] == ["device memory", "while training"]
+    estimate = plan(QWEN_1_5B, Training(2, 1024), None, 80 * GIB, HOST)
+    assert [name for name, _ in estimate.rows()] == ["device memory", "while training"]
 
 
 def test_the_table_shows_both_phases_of_a_sleeping_engine() -> None:
-    found = plan(QWEN_1_5B, Training(2, 1024, checkpointing=True), Rollouts(2, 1024, 512), 32 * GIB, HOST)
-    names = [name for name, _ in found.rows()]
+    estimate = plan(QWEN_1_5B, Training(2, 1024, checkpointing=True), Rollouts(2, 1024, 512), 32 * GIB, HOST)
+    names = [name for name, _ in estimate.rows()]
     assert names == ["device memory", "while training", "while generating"]
-    assert MOMENTS in found.training
-    assert MOMENTS not in found.generating
+    assert MOMENTS in estimate.training
+    assert MOMENTS not in estimate.generating

@@ -103,12 +103,12 @@ def planned(*overrides: str, recipe: str = "grpo") -> RunPlan:
 
 def test_the_default_recipe_takes_what_was_measured_here() -> None:
     """docs/performance.md: benchmarks/memory.py's parts while it trains, and the peak of a whole run, in GB."""
-    found = planned(*CPU)
-    parts = found.shares[0].memory.training
+    estimate = planned(*CPU)
+    parts = estimate.shares[0].memory.training
     measured = {POLICY: 0.27, MASTERS: 0.54, MOMENTS: 1.08, GRADIENTS: 0.54, ACTIVATIONS: 0.29, RESERVE: 0.5 + 0.3}
     assert {name: parts[name] / 1e9 for name in measured} == pytest.approx(measured, rel=0.15)
     assert (parts[ENGINE_WEIGHTS] + parts[GRAPHS]) / 1e9 == pytest.approx(0.7, rel=0.15)
-    peak = (found.shares[0].memory.device - found.shares[0].memory.left) / 1e9
+    peak = (estimate.shares[0].memory.device - estimate.shares[0].memory.left) / 1e9
     assert peak == pytest.approx(4.3, rel=0.05)
     assert peak == pytest.approx(4.55, rel=0.15)
 
@@ -119,11 +119,11 @@ def test_the_seconds_of_a_step_are_of_the_size_that_was_measured_here() -> None:
     Of its groups those that teach nothing are not trained; the plan counts all.
     """
     lengths = ("plan.prompt_tokens=45", "plan.response_tokens=20")
-    found = planned(*CPU, *lengths)
-    assert found.tokens["computed by training"] == 8 * (45 + 8 * 20)
-    assert found.seconds["training"] == pytest.approx(2.8, rel=0.3)
-    assert found.seconds["rollout"] == pytest.approx(2.2, rel=0.3)
-    assert found.seconds["weight sync"] == pytest.approx(0.12, rel=0.3)
+    estimate = planned(*CPU, *lengths)
+    assert estimate.tokens["computed by training"] == 8 * (45 + 8 * 20)
+    assert estimate.seconds["training"] == pytest.approx(2.8, rel=0.3)
+    assert estimate.seconds["rollout"] == pytest.approx(2.2, rel=0.3)
+    assert estimate.seconds["weight sync"] == pytest.approx(0.12, rel=0.3)
 
 
 @pytest.mark.parametrize(("config", "parameters", "in_layers"), PUBLISHED)
@@ -139,41 +139,46 @@ def test_parameters_are_those_that_were_published(
 
 @pytest.mark.slow
 def test_a_7b_model_on_8_gpus_of_80_gb_is_refused_whole_and_says_what_helps(folder: Any) -> None:
-    given = (f"model.name={folder(QWEN_7B)}", "trainer=ddp", "trainer.devices=8", "plan.device=H100-80GB")
+    overrides = (f"model.name={folder(QWEN_7B)}", "trainer=ddp", "trainer.devices=8", "plan.device=H100-80GB")
     with pytest.raises(ConfigError, match=r"policy 14\.2, masters 28\.4, Adam's moments 56\.7, gradients 28\.4"):
-        planned(*given)
+        planned(*overrides)
     with pytest.raises(ConfigError, match=r"a device of 1\d\d\.\d GiB has room"):
-        planned(*given, "model.gradient_checkpointing=true")
+        planned(*overrides, "model.gradient_checkpointing=true")
 
 
 @pytest.mark.slow
 def test_a_7b_model_fits_if_8_gpus_share_it(folder: Any) -> None:
-    given = (f"model.name={folder(QWEN_7B)}", "trainer.devices=8", "plan.device=H100-80GB", "algorithm.kl.coef=0.01")
+    overrides = (
+        f"model.name={folder(QWEN_7B)}",
+        "trainer.devices=8",
+        "plan.device=H100-80GB",
+        "algorithm.kl.coef=0.01",
+    )
     with pytest.raises(ConfigError, match=r"without a reference \(algorithm\.kl\.coef=0\) 14\.2 GiB less"):
-        planned(*given, "trainer=ddp")
+        planned(*overrides, "trainer=ddp")
     with pytest.raises(ConfigError, match=r"trainer=fsdp2 with trainer\.devices=8 .* takes 113\.6 GiB less"):
-        planned(*given, "trainer=ddp")
-    found = planned(*given, "trainer=fsdp2")
-    parts, parameters = found.shares[1].memory.training, found.parameters
-    shared = (parts[each] for each in (POLICY, MOMENTS, GRADIENTS, REFERENCE))
+        planned(*overrides, "trainer=ddp")
+    estimate = planned(*overrides, "trainer=fsdp2")
+    parts, parameters = estimate.shares[1].memory.training, estimate.parameters
+    shared = (parts[part] for part in (POLICY, MOMENTS, GRADIENTS, REFERENCE))
     assert sum(shared) == pytest.approx((4 + 8 + 4 + 2) * parameters / 8, rel=1e-6)
     assert 2 * parameters / 28 < parts[GATHERED] < 2 * parameters
-    assert found.shares[0].memory.training[ENGINE_WEIGHTS] == 2 * parameters
-    assert min(each.memory.left for each in found.shares) >= 0
-    in_each = planned(*given, "trainer=fsdp2", "engine.per_rank=true")
+    assert estimate.shares[0].memory.training[ENGINE_WEIGHTS] == 2 * parameters
+    assert min(share.memory.left for share in estimate.shares) >= 0
+    in_each = planned(*overrides, "trainer=fsdp2", "engine.per_rank=true")
     assert [share.memory.training[ENGINE_WEIGHTS] for share in in_each.shares] == [2 * parameters] * 2
-    assert in_each.seconds["rollout"] < found.seconds["rollout"]
-    assert in_each.seconds["training"] == found.seconds["training"]
+    assert in_each.seconds["rollout"] < estimate.seconds["rollout"]
+    assert in_each.seconds["training"] == estimate.seconds["training"]
 
 
 @pytest.mark.slow
 def test_a_7b_model_fits_one_gpu_by_adapters(folder: Any) -> None:
     """Rank 4 is sent; vLLM makes room for rank 8."""
-    given = (f"model.name={folder(QWEN_7B)}", "plan.device=H100-80GB")
+    overrides = (f"model.name={folder(QWEN_7B)}", "plan.device=H100-80GB")
     with pytest.raises(ConfigError, match=r"has room"):
-        planned(*given)
-    given = (*given, "model.lora.r=4")
-    merged, alone = (planned(*given, f"synchronizer.lora={way}", recipe="lora") for way in ("merged", "adapter"))
+        planned(*overrides)
+    overrides = (*overrides, "model.lora.r=4")
+    merged, alone = (planned(*overrides, f"synchronizer.lora={way}", recipe="lora") for way in ("merged", "adapter"))
     [share], parameters = merged.shares, merged.parameters
     assert share.memory.left > 0
     widths = {"q": (3584, 3584), "k": (3584, 512), "v": (3584, 512), "o": (3584, 3584)}
@@ -181,28 +186,31 @@ def test_a_7b_model_fits_one_gpu_by_adapters(folder: Any) -> None:
     adapters = 28 * 4 * sum(map(sum, widths.values()))
     parts = {POLICY: 2 * (parameters + adapters), MASTERS: 4 * adapters, MOMENTS: 8 * adapters, GRADIENTS: 4 * adapters}
     assert {name: share.memory.training[name] for name in parts} == parts
-    for found, held, sent in ((merged, parameters, parameters), (alone, parameters + 2 * adapters, adapters)):
-        assert found.shares[0].memory.generating[ENGINE_WEIGHTS] == 2 * held
-        assert found.seconds["weight sync"] == pytest.approx(2 * sent / 10e9)
+    for estimate, held, sent in ((merged, parameters, parameters), (alone, parameters + 2 * adapters, adapters)):
+        assert estimate.shares[0].memory.generating[ENGINE_WEIGHTS] == 2 * held
+        assert estimate.seconds["weight sync"] == pytest.approx(2 * sent / 10e9)
 
 
 def test_a_7b_model_fits_one_gpu_with_its_optimizer_on_the_host(folder: Any) -> None:
-    given = (f"model.name={folder(QWEN_7B)}", "plan.device=H100-80GB", "model.gradient_checkpointing=true")
-    given += ("optimizer.name=adamw_offload",)
-    [share] = (found := planned(*given, "plan.host_gb=135")).shares
-    assert {POLICY: 2 * found.parameters, GRADIENTS: 4 * found.parameters}.items() <= share.memory.training.items()
+    overrides = (f"model.name={folder(QWEN_7B)}", "plan.device=H100-80GB", "model.gradient_checkpointing=true")
+    overrides += ("optimizer.name=adamw_offload",)
+    [share] = (estimate := planned(*overrides, "plan.host_gb=135")).shares
+    assert {
+        POLICY: 2 * estimate.parameters,
+        GRADIENTS: 4 * estimate.parameters,
+    }.items() <= share.memory.training.items()
     assert not {MASTERS, MOMENTS} & share.memory.training.keys()
     assert share.memory.left >= 0
-    text = as_text(found)
+    text = as_text(estimate)
     assert "on the host: 113.5 GiB: masters 28.4, Adam's moments 56.7, copies of gradients 28.4" in text
     assert "the optimizer's steps in the host's memory are not counted (optimizer.name)" in text
-    assert json.loads(as_json(found))["memory"][0]["on_host"] == share.memory.on_host
-    two = planned(*given, "trainer=ddp", "trainer.devices=2", "plan.host_gb=249").shares[0].memory.on_host
+    assert json.loads(as_json(estimate))["memory"][0]["on_host"] == share.memory.on_host
+    two = planned(*overrides, "trainer=ddp", "trainer.devices=2", "plan.host_gb=249").shares[0].memory.on_host
     assert two == {name: 2 * size for name, size in share.memory.on_host.items()}
     with pytest.raises(ConfigError, match=r"the 200\.0 GiB .* of the host's memory: all trainers need 227\.0 GiB"):
-        planned(*given, "trainer=ddp", "trainer.devices=2", "plan.host_gb=200")
+        planned(*overrides, "trainer=ddp", "trainer.devices=2", "plan.host_gb=200")
     with pytest.raises(ConfigError, match=r"optimizer\.name=adamw_offload, .* takes \d\d\.\d GiB less"):
-        planned(*given[:-1])
+        planned(*overrides[:-1])
 
 
 def test_a_70b_model_on_paper(folder: Any) -> None:
@@ -223,72 +231,73 @@ def test_a_70b_model_on_paper(folder: Any) -> None:
 @pytest.mark.slow
 def test_a_run_of_a_70b_model_on_paper(folder: Any) -> None:
     """As docs/scaling.md has it: 8 devices do not hold it, 64 do, which is the advice, and their plan adds up."""
-    given = (f"model.name={folder(LLAMA_70B)}", "plan.device=H100-80GB", "trainer=fsdp2", "engine=vllm_server")
-    given += ("engine.max_model_len=4096", "sampling.max_tokens=2048", "plan.prompt_tokens=500")
-    given += ("explorer.batch_size=64", "model.gradient_checkpointing=true")
-    given += ("algorithm.max_tokens_per_micro_batch=auto",)
+    overrides = (f"model.name={folder(LLAMA_70B)}", "plan.device=H100-80GB", "trainer=fsdp2", "engine=vllm_server")
+    overrides += ("engine.max_model_len=4096", "sampling.max_tokens=2048", "plan.prompt_tokens=500")
+    overrides += ("explorer.batch_size=64", "model.gradient_checkpointing=true")
+    overrides += ("algorithm.max_tokens_per_micro_batch=auto",)
     with pytest.raises(ConfigError, match=r"trainer=fsdp2 with trainer\.devices=64 \(of all machines together\)"):
-        planned(*given, "trainer.devices=8", "engine.urls=[http://node9:8000]")
-    found = planned(*given, "trainer.devices=4", "+trainer.num_nodes=16", "engine.gpus=[4,5,6,7]")
-    shares = [(each.name, each.devices) for each in found.shares]
+        planned(*overrides, "trainer.devices=8", "engine.urls=[http://node9:8000]")
+    estimate = planned(*overrides, "trainer.devices=4", "+trainer.num_nodes=16", "engine.gpus=[4,5,6,7]")
+    shares = [(share.name, share.devices) for share in estimate.shares]
     assert shares == [("rank 0", 1), ("ranks 1 to 63", 63), ("1 server, 4 GPUs each", 4)]
-    first, _, server = (each.memory for each in found.shares)
-    held = sum(first.training[each] for each in (POLICY, MOMENTS, GRADIENTS))
-    assert held == pytest.approx((4 + 8 + 4) * found.parameters / 64, rel=1e-6)
-    assert server.training[ENGINE_WEIGHTS] == 2 * found.parameters // 4
-    assert min(each.memory.left for each in found.shares) > 0
+    first, _, server = (share.memory for share in estimate.shares)
+    held = sum(first.training[part] for part in (POLICY, MOMENTS, GRADIENTS))
+    assert held == pytest.approx((4 + 8 + 4) * estimate.parameters / 64, rel=1e-6)
+    assert server.training[ENGINE_WEIGHTS] == 2 * estimate.parameters // 4
+    assert min(share.memory.left for share in estimate.shares) > 0
     sizes = (sum(first.training.values()), held, first.training[GATHERED])
-    assert [round(each / GIB, 1) for each in sizes] == [62.9, 16.4, 27.5]
-    tokens = found.tokens["computed by training"]
+    assert [round(size / GIB, 1) for size in sizes] == [62.9, 16.4, 27.5]
+    tokens = estimate.tokens["computed by training"]
     assert tokens == 64 * 8 * (500 + 2048)  # a group is more than a micro-batch
     products = 68.5e9 * (2 + 2 + 4) * tokens  # forward, recomputed, backward
-    assert found.seconds["training"] == pytest.approx(products / (64 * 0.4 * 990e12), rel=0.1)
+    assert estimate.seconds["training"] == pytest.approx(products / (64 * 0.4 * 990e12), rel=0.1)
 
 
 def test_servers_on_gpus_of_their_own_and_ranks_are_listed_apart(folder: Any) -> None:
-    given = ("engine=vllm_server", "engine.gpus=[2,3,4,5]", "engine.servers=2", "trainer=ddp", "trainer.devices=2")
+    overrides = ("engine=vllm_server", "engine.gpus=[2,3,4,5]", "engine.servers=2", "trainer=ddp", "trainer.devices=2")
     small = QWEN_7B | {"num_hidden_layers": 4}
-    found = planned(f"model.name={folder(small)}", "plan.device=H100-80GB", *given)
-    assert [(each.name, each.devices) for each in found.shares] == [
+    estimate = planned(f"model.name={folder(small)}", "plan.device=H100-80GB", *overrides)
+    assert [(share.name, share.devices) for share in estimate.shares] == [
         ("rank 0", 1),
         ("rank 1", 1),
         ("2 servers, 2 GPUs each", 4),
     ]
-    trainer, other, server = (each.memory for each in found.shares)
+    trainer, other, server = (share.memory for share in estimate.shares)
     assert trainer.training == other.training
     assert ENGINE_WEIGHTS not in trainer.training
-    assert server.training[ENGINE_WEIGHTS] == 2 * found.parameters // 2
+    assert server.training[ENGINE_WEIGHTS] == 2 * estimate.parameters // 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [CPU, ("plan.device=L4",)])
 def test_a_run_on_stored_experiences_has_its_trainer_alone(device: tuple[str, ...], tmp_path: Path) -> None:
     lengths = ("plan.prompt_tokens=45", "plan.response_tokens=20")
-    given = (f"buffer.path={tmp_path}", "buffer.batch_size=24", *device, *lengths)
-    found = planned(*given, recipe="offline")
-    [share] = found.shares
+    overrides = (f"buffer.path={tmp_path}", "buffer.batch_size=24", *device, *lengths)
+    estimate = planned(*overrides, recipe="offline")
+    [share] = estimate.shares
     assert not {ENGINE_WEIGHTS, CACHE} & {*share.memory.training, *share.memory.generating}
-    assert (found.tokens["computed by training"], "generated" in found.tokens) == (24 * 65, False)
-    assert list(found.seconds) == ["training"]
-    assert not {"plan.rollout_share", "plan.bandwidth_gb", "plan.sync_gb"} & found.assumed.keys()
+    assert (estimate.tokens["computed by training"], "generated" in estimate.tokens) == (24 * 65, False)
+    assert list(estimate.seconds) == ["training"]
+    assert not {"plan.rollout_share", "plan.bandwidth_gb", "plan.sync_gb"} & estimate.assumed.keys()
 
 
 @pytest.mark.slow
 def test_pairs_of_a_dataset_have_two_rows_each_and_a_reference() -> None:
     lengths = ("plan.prompt_tokens=45", "plan.response_tokens=20")
-    given = ("buffer.path=org/name", "buffer.batch_size=12", *CPU, *lengths)
-    found = planned(*given, "algorithm.layout=padded", recipe="dpo")
-    assert REFERENCE in found.shares[0].memory.training
-    assert found.tokens["computed by training"] == 12 * 2 * 65
-    assert "buffer.dataset.max_length" in found.assumed
-    assert "buffer.dataset.max_length" not in planned(*given, "buffer.dataset.max_length=65", recipe="dpo").assumed
+    overrides = ("buffer.path=org/name", "buffer.batch_size=12", *CPU, *lengths)
+    estimate = planned(*overrides, "algorithm.layout=padded", recipe="dpo")
+    assert REFERENCE in estimate.shares[0].memory.training
+    assert estimate.tokens["computed by training"] == 12 * 2 * 65
+    assert "buffer.dataset.max_length" in estimate.assumed
+    assert "buffer.dataset.max_length" not in planned(*overrides, "buffer.dataset.max_length=65", recipe="dpo").assumed
 
 
 @pytest.mark.slow
 def test_processes_of_one_cpu_are_no_faster_than_one() -> None:
     one = planned(*CPU)
     two = planned(
-        *(each.replace("trainer=cpu", "trainer=ddp") for each in CPU), *("trainer.accelerator=cpu", "trainer.devices=2")
+        *(override.replace("trainer=cpu", "trainer=ddp") for override in CPU),
+        *("trainer.accelerator=cpu", "trainer.devices=2"),
     )
     assert two.seconds["training"] == one.seconds["training"]
     assert len(two.shares) == 2
@@ -296,20 +305,20 @@ def test_processes_of_one_cpu_are_no_faster_than_one() -> None:
 
 @pytest.mark.slow
 def test_a_machine_has_its_own_memory_for_its_own_processes() -> None:
-    given = (*(each.replace("trainer=cpu", "trainer=ddp") for each in CPU), "trainer.accelerator=cpu")
-    one = planned(*given, "trainer.devices=2", "algorithm.max_tokens_per_micro_batch=auto").shares
+    overrides = (*(override.replace("trainer=cpu", "trainer=ddp") for override in CPU), "trainer.accelerator=cpu")
+    one = planned(*overrides, "trainer.devices=2", "algorithm.max_tokens_per_micro_batch=auto").shares
     two = planned(
-        *given, "trainer.devices=2", "+trainer.num_nodes=2", "algorithm.max_tokens_per_micro_batch=auto"
+        *overrides, "trainer.devices=2", "+trainer.num_nodes=2", "algorithm.max_tokens_per_micro_batch=auto"
     ).shares
-    assert [each.memory for each in two] == [each.memory for each in one]
-    assert [each.devices for each in two] == [1, 3]
+    assert [share.memory for share in two] == [share.memory for share in one]
+    assert [share.devices for share in two] == [1, 3]
 
 
 @pytest.mark.slow
 def test_servers_on_one_device_share_its_speed() -> None:
-    given = ("plan.device=H100-80GB", "engine=vllm_server")
+    overrides = ("plan.device=H100-80GB", "engine=vllm_server")
     one, two, apart = (
-        planned(*given, *servers).seconds["rollout"]
+        planned(*overrides, *servers).seconds["rollout"]
         for servers in ([], ["engine.servers=2"], ["engine.servers=2", "engine.gpus=[1,2]"])
     )
     assert apart < one <= two
@@ -328,16 +337,16 @@ def test_a_server_spreads_its_model_as_vllm_is_asked_to(sizes: dict[str, int], s
     heads = {"num_attention_heads": 8 if split == 2 else 9, "num_key_value_heads": 1, "hidden_size": 576}
     small = QWEN_7B | {"num_hidden_layers": 4, "intermediate_size": 1536, **heads}
     args = [f"+engine.args.{name}={size}" for name, size in sizes.items()]
-    given = (f"model.name={folder(small)}", "plan.device=H100-80GB", "engine=vllm_server", "engine.gpus=[2,3,4,5]")
-    found = planned(*given, *args)
-    assert found.shares[-1].name == "1 server, 4 GPUs each"
-    assert found.shares[-1].memory.training[ENGINE_WEIGHTS] == 2 * found.parameters // split
+    overrides = (f"model.name={folder(small)}", "plan.device=H100-80GB", "engine=vllm_server", "engine.gpus=[2,3,4,5]")
+    estimate = planned(*overrides, *args)
+    assert estimate.shares[-1].name == "1 server, 4 GPUs each"
+    assert estimate.shares[-1].memory.training[ENGINE_WEIGHTS] == 2 * estimate.parameters // split
 
 
 def test_an_engine_with_the_trainers_weights_is_sent_none() -> None:
-    found = planned("plan.device=L4", "engine=transformers")
-    assert list(found.seconds) == ["rollout", "training"]
-    assert "plan.sync_gb" not in found.assumed
+    estimate = planned("plan.device=L4", "engine=transformers")
+    assert list(estimate.seconds) == ["rollout", "training"]
+    assert "plan.sync_gb" not in estimate.assumed
 
 
 @pytest.mark.parametrize(
@@ -351,9 +360,9 @@ def test_an_engine_with_the_trainers_weights_is_sent_none() -> None:
     ],
 )
 def test_servers_of_auxiliary_models_are_counted_or_named(overrides: tuple[str, ...], counted: bool) -> None:
-    found = planned(*overrides, "workflow=judge", "+auxiliary_models.judge.model=smollm2")
-    assert ("auxiliary models" in found.shares[0].memory.training) is counted
-    assert ("auxiliary_models.judge" in found.assumed) is not counted
+    estimate = planned(*overrides, "workflow=judge", "+auxiliary_models.judge.model=smollm2")
+    assert ("auxiliary models" in estimate.shares[0].memory.training) is counted
+    assert ("auxiliary_models.judge" in estimate.assumed) is not counted
 
 
 @pytest.mark.slow
@@ -385,12 +394,12 @@ def test_a_value_model_costs_a_second_training_without_a_head_and_a_critic_a_for
 
 def test_all_ranks_are_planned_with_the_tokens_that_they_agree_on(folder: Any) -> None:
     small = QWEN_7B | {"num_hidden_layers": 4}
-    given = ("trainer=ddp", "trainer.devices=2", "plan.device=H100-80GB", "engine=vllm_server", "engine.gpus=[2]")
+    overrides = ("trainer=ddp", "trainer.devices=2", "plan.device=H100-80GB", "engine=vllm_server", "engine.gpus=[2]")
     tokens = "algorithm.max_tokens_per_micro_batch=auto"
-    found = planned(f"model.name={folder(small)}", *given, tokens)
-    first, other, _ = (each.memory for each in found.shares)
+    estimate = planned(f"model.name={folder(small)}", *overrides, tokens)
+    first, other, _ = (share.memory for share in estimate.shares)
     assert first.training[ACTIVATIONS] == other.training[ACTIVATIONS]
-    assert found.tokens["of a micro-batch"] == other.micro_batch_tokens
+    assert estimate.tokens["of a micro-batch"] == other.micro_batch_tokens
 
 
 def test_the_table_shows_every_part_and_what_is_assumed() -> None:
@@ -437,12 +446,12 @@ def test_a_model_without_a_config_is_refused(tmp_path: Path, folder: Any) -> Non
 
 
 def test_json_is_one_line_that_adds_up() -> None:
-    line = as_json(found := planned("plan.device=L4"))
+    line = as_json(estimate := planned("plan.device=L4"))
     read = json.loads(line)
     assert "\n" not in line
     [memory] = read["memory"]
     assert memory["free"] - memory["left"] == max(sum(memory[phase].values()) for phase in ("training", "generating"))
-    assert read["seconds"] == found.seconds
+    assert read["seconds"] == estimate.seconds
 
 
 @pytest.mark.slow

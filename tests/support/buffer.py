@@ -26,7 +26,9 @@ def make_group(task, size, batch=1, rewards=None):
 def filled(sizes, batch=1, columns=False):
     """A storage that holds one group of each size."""
     storage = MemoryStorage()
-    storage.ready[batch] = [each for task, size in enumerate(sizes) for each in make_group(task, size, batch)]
+    storage.ready[batch] = [
+        experience for task, size in enumerate(sizes) for experience in make_group(task, size, batch)
+    ]
     storage.advance(batch)
     if columns:
         storage.columns = {

@@ -18,8 +18,8 @@ def composed(*overrides: str, name: str = "train", hydra: bool = False) -> DictC
     """The configuration that a command composes from these overrides; with `hydra`, its own section too."""
     register_once()
     with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        given = overrides if hydra else ("output_dir=x", *overrides)
-        return hydra_compose(name, list(given), return_hydra_config=hydra)
+        settings = overrides if hydra else ("output_dir=x", *overrides)
+        return hydra_compose(name, list(settings), return_hydra_config=hydra)
 
 
 register = compose.register  # which the warm process replaces by what follows

@@ -91,19 +91,19 @@ def write_forever(kind, place, life, acknowledged):
 def read_forever(kind, place, memory, until_end=False):
     """Read from where `memory` says, and keep cursor and findings in it, until killed (or at the end)."""
     memory = Path(memory)
-    kept = json.loads(memory.read_text()) if memory.exists() else {"state": None, "seen": [], "torn": []}
-    generator = random.Random(len(kept["seen"]))
+    remembered = json.loads(memory.read_text()) if memory.exists() else {"state": None, "seen": [], "torn": []}
+    generator = random.Random(len(remembered["seen"]))
     with READERS[kind](place) as reader:
-        if kept["state"] is not None:
-            reader.load_state_dict(kept["state"])
+        if remembered["state"] is not None:
+            reader.load_state_dict(remembered["state"])
         while True:
             got = reader.read(generator.choice([1, 3, 50]), wait=0.0 if until_end else 0.02)
             if until_end and not got:
                 return
-            kept["state"] = reader.state_dict()
-            kept["seen"] += map(name, got)
-            kept["torn"] += [name(experience) for experience in got if not intact(experience)]
-            write_atomically(memory, json.dumps(kept).encode())
+            remembered["state"] = reader.state_dict()
+            remembered["seen"] += map(name, got)
+            remembered["torn"] += [name(experience) for experience in got if not intact(experience)]
+            write_atomically(memory, json.dumps(remembered).encode())
 
 
 def count_up(place, writer, number):

@@ -103,10 +103,10 @@ TOGETHER = [*product(["ddp"], CASES), *product(["fsdp2"], IN_SHARDS)]
 
 def _main(file: str) -> None:
     os.chdir(Path(file).parent)  # the folder of the run, for all ranks
-    found: dict[str, dict[str, Any]] = {kind: {} for kind in STRATEGIES}
+    results: dict[str, dict[str, Any]] = {kind: {} for kind in STRATEGIES}
     for kind, case in TOGETHER:
-        found[kind][case] = CASES[case](**settings(kind))
-    torch.save(found, file)
+        results[kind][case] = CASES[case](**settings(kind))
+    torch.save(results, file)
 
 
 if __name__ == "__main__":

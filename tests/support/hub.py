@@ -29,15 +29,19 @@ def hub_of(repository: str, files: Mapping[str, bytes]) -> Iterator[str]:
                     return self.answer(404, b"", headers | {"X-Error-Code": "EntryNotFound"})
                 return self.answer(200, content, headers | {"ETag": f'"{hashlib.sha1(content).hexdigest()}"'})
             if path.startswith(prefix := f"/api/datasets/{repository}"):
-                tree, found = path.removeprefix(prefix).startswith("/tree/"), {"id": repository, "sha": COMMIT}
-                return self.answer(200, json.dumps(self.tree() if tree else found).encode(), {})
+                is_tree = path.removeprefix(prefix).startswith("/tree/")
+                answer = self.tree() if is_tree else {"id": repository, "sha": COMMIT}
+                return self.answer(200, json.dumps(answer).encode(), {})
             return self.answer(404, b"", {})
 
         def tree(self) -> list[dict[str, Any]]:
             folders = {name.partition("/")[0] for name in files if "/" in name}
-            found = [{"type": "directory", "path": name, "oid": "0"} for name in sorted(folders)]
+            listed = [{"type": "directory", "path": name, "oid": "0"} for name in sorted(folders)]
             sizes = {name: len(content) for name, content in files.items()}
-            return [*found, *({"type": "file", "path": name, "size": size, "oid": "1"} for name, size in sizes.items())]
+            return [
+                *listed,
+                *({"type": "file", "path": name, "size": size, "oid": "1"} for name, size in sizes.items()),
+            ]
 
         def answer(self, code: int, body: bytes, headers: dict[str, str]) -> None:
             self.send_response(code)

@@ -75,8 +75,8 @@ def visible(layout: Segments) -> torch.Tensor:
     row = len(layout.rests) - sum(layout.members)
     for prefix, count in enumerate(layout.members):
         for _ in range(count):
-            own = slice(*layout.starts()[len(layout.prefixes) :][row : row + 2])
-            mask[own, starts[prefix] : starts[prefix + 1]] = True
+            row_tokens = slice(*layout.starts()[len(layout.prefixes) :][row : row + 2])
+            mask[row_tokens, starts[prefix] : starts[prefix + 1]] = True
             row += 1
     return mask
 
@@ -90,6 +90,6 @@ def states(tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 def dense(layout: Segments, inputs: list[torch.Tensor]) -> torch.Tensor:
     query, key, value = inputs
-    key, value = (each.repeat_interleave(HEADS // KEY_HEADS, 1) for each in (key, value))
+    key, value = (heads.repeat_interleave(HEADS // KEY_HEADS, 1) for heads in (key, value))
     scores = (SCALE * query @ key.mT).masked_fill(~visible(layout), -torch.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2)

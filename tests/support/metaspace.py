@@ -19,7 +19,7 @@ def metaspace_model(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<s>"}
-    for each in folder.glob("*token*"):
-        each.unlink()
+    for file in folder.glob("*token*"):
+        file.unlink()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     return folder

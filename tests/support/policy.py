@@ -50,8 +50,8 @@ def groups(**settings) -> list[Experience]:
     rows = make_experiences(**settings)
     for row in rows:
         first = rows[4 * row.eid.task]
-        own = row.tokens[row.prompt_length :]
-        row.tokens = torch.cat([first.tokens[: first.prompt_length], own])
+        response = row.tokens[row.prompt_length :]
+        row.tokens = torch.cat([first.tokens[: first.prompt_length], response])
         row.prompt_length = first.prompt_length
     return rows
 

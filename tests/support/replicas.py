@@ -51,7 +51,7 @@ from trinity_lightning.trainer.policy import PolicyModule
 
 RANKS = 2
 DTYPES = ("fp32", "bf16")
-KINDS: dict[str, dict[str, Any]] = {each: {"dtype": each} for each in DTYPES}
+KINDS: dict[str, dict[str, Any]] = {dtype: {"dtype": dtype} for dtype in DTYPES}
 KINDS["adapters"] = {"dtype": "bf16", "model": {"lora": LoRAConfig(r=2)}}
 STRATEGIES = {"ddp": ReplicaStrategy, "fsdp2": ShardStrategy}
 
@@ -93,10 +93,10 @@ def trained(
     """A fit of fresh weights to these items, of a policy that is changed first; what came of it."""
 
     def case(**trainer: Any) -> dict[str, Any]:
-        batches, seen, metrics = [batch_of(each) for each in items], Gradients(), Metrics()
+        batches, seen, metrics = [batch_of(item) for item in items], Gradients(), Metrics()
         policy = make_policy(**{"optimizer": SMOOTH, **settings})
         change(policy)
-        others = [*([Prepare(batches)] if prepare else []), *(each() for each in callbacks)]
+        others = [*([Prepare(batches)] if prepare else []), *(callback() for callback in callbacks)]
         fit(policy, batches, seen, metrics, *others, **trainer)
         model = policy.policy
         return {
@@ -121,14 +121,14 @@ def assert_same(together: dict[str, Any], one: dict[str, Any]) -> None:
         assert_same_gradients(mine, expected)
     torch.testing.assert_close(together["weights"], one["weights"], rtol=1e-5, atol=1e-5)
     for mine, expected in zip(together["metrics"], one["metrics"], strict=True):
-        kept = {name: value for name, value in expected.items() if not name.startswith((*TIMED, *CUT))}
-        torch.testing.assert_close({name: mine[name] for name in kept}, kept, rtol=1e-5, atol=1e-6)
+        compared = {name: value for name, value in expected.items() if not name.startswith((*TIMED, *CUT))}
+        torch.testing.assert_close({name: mine[name] for name in compared}, compared, rtol=1e-5, atol=1e-6)
         assert mine.keys() == expected.keys()
 
 
 def held(model: nn.Module) -> int:
     """The number of elements of the model in this process."""
-    return sum(local(each).numel() for each in model.parameters())
+    return sum(local(parameter).numel() for parameter in model.parameters())
 
 
 def ragged() -> list[list[Experience]]:
@@ -138,7 +138,7 @@ def ragged() -> list[list[Experience]]:
 def rewarded() -> list[list[Experience]]:
     """With rewards, and without advantages, which a critic makes."""
     items = ragged()
-    for row in (each for item in items for each in item):
+    for row in (row for item in items for row in item):
         row.advantages, row.reward = None, float(row.eid.run)
     return items
 
@@ -151,18 +151,18 @@ def sparse() -> list[list[Experience]]:
 
 def with_experts() -> list[list[Experience]]:
     items = ragged()
-    for each in items:
-        for row in each[::4]:
-            each.append(marked(row, expert=True))
-            each[-1].logprobs = None
+    for item in items:
+        for row in item[::4]:
+            item.append(marked(row, expert=True))
+            item[-1].logprobs = None
     return items
 
 
 def in_streams() -> list[list[Experience]]:
     """With tokens of all streams: an expert's, what a teacher has read, weights of one's own."""
     items = with_experts()
-    for each in items:
-        read(each)
+    for item in items:
+        read(item)
     return items
 
 
@@ -171,10 +171,10 @@ RARE = 1  # a token
 
 def rarely(items: int = 3) -> list[list[Experience]]:
     """RARE is in one row of each of the first items."""
-    found = ragged()
-    for item in found[:items]:
+    batches = ragged()
+    for item in batches[:items]:
         item[1].tokens[0] = RARE
-    return found
+    return batches
 
 
 def add_rare_vectors(policy: PolicyModule) -> None:
@@ -182,12 +182,12 @@ def add_rare_vectors(policy: PolicyModule) -> None:
     policy.configure_model()
     embeddings: Any = policy.policy.get_input_embeddings()
     layer: Any = layers_of(policy.policy)[0].mlp
-    found: dict[str, Tensor] = {}
+    tokens: dict[str, Tensor] = {}
 
     def add(module: Any, arguments: Any, output: Tensor) -> Tensor:
         if module is embeddings:
-            found["rare"] = arguments[0] == RARE
-        return output + found["rare"][..., None] * module.rare if found["rare"].any() else output
+            tokens["rare"] = arguments[0] == RARE
+        return output + tokens["rare"][..., None] * module.rare if tokens["rare"].any() else output
 
     for module in (embeddings, layer):
         module.rare = nn.Parameter(torch.zeros(embeddings.embedding_dim, dtype=policy.policy.dtype))
@@ -222,7 +222,7 @@ def noise(stops: bool, strategy: ReplicaStrategy, **trainer: Any) -> dict[str, A
     for epochs in (1, 2) if stops else (2,):
         policy, before = make_policy(model={"dropout": "keep"}), file if epochs == 2 and stops else None
         trainer |= {"strategy": type(strategy)(timeout=60), "max_epochs": epochs, "plugins": [AtomicCheckpointIO()]}
-        fit(policy, [batch_of(each) for each in ragged()], drawn, ckpt_path=before, **trainer).save_checkpoint(file)
+        fit(policy, [batch_of(item) for item in ragged()], drawn, ckpt_path=before, **trainer).save_checkpoint(file)
         torch.manual_seed(4)  # what the first has left is in its checkpoint
     return {"drawn": drawn.numbers}
 
@@ -362,7 +362,7 @@ def failed(folder: Path, fails: L.Callback, **trainer: Any) -> dict[str, Any]:
     saves = [] if os.environ["RANK"] != "0" else [StopCheckpoint(folder)]
     policy = make_policy(optimizer=SMOOTH)
     try:
-        fit(policy, [batch_of(each) for each in ragged()], fails, *saves, **trainer)
+        fit(policy, [batch_of(item) for item in ragged()], fails, *saves, **trainer)
     except (TrinityError, OSError) as error:
         return {"error": f"{type(error).__name__}: {error}", "held": held(policy.policy)}
     return {"error": None}
@@ -396,22 +396,22 @@ class Asks(L.Callback):
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
+        self.answers: dict[str, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         drills, model = pl_module.adapter is None, pl_module.policy
-        self.found |= faulty(pl_module) if drills else {}
+        self.answers |= faulty(pl_module) if drills else {}
         if trainer.is_global_zero:
             with perturbed(model) if drills else nullcontext(lambda scale: None) as perturb:
                 perturb(0.1)
-                self.found["logprobs"] = pl_module.sequence_logprobs(range(4, 20))
-                self.found["perturbed"] = {name: tensor.clone() for name, tensor in weight_stream(model)}
-            self.found["sent"] = {name: tensor.clone() for name, tensor in weight_stream(model)}
-            self.found["shapes"] = weight_stream(model).shapes
+                self.answers["logprobs"] = pl_module.sequence_logprobs(range(4, 20))
+                self.answers["perturbed"] = {name: tensor.clone() for name, tensor in weight_stream(model)}
+            self.answers["sent"] = {name: tensor.clone() for name, tensor in weight_stream(model)}
+            self.answers["shapes"] = weight_stream(model).shapes
             with tempfile.TemporaryDirectory() as folder:
                 pl_module.save_pretrained(folder)
-                self.found["saved"] = load_file(Path(folder) / "model.safetensors")
-                self.found["config"] = json.loads((Path(folder) / "config.json").read_text())
+                self.answers["saved"] = load_file(Path(folder) / "model.safetensors")
+                self.answers["config"] = json.loads((Path(folder) / "config.json").read_text())
         trainer.strategy.barrier()
 
 
@@ -426,10 +426,10 @@ def faulty(module: Any) -> dict[str, Any]:
             gradient = placement._as_share(placement._rows_here(gradient).clone(), parameter)
         parameter.grad = gradient
     norm = placement.clip(named.values(), 1.0)
-    found = {"norm": norm, "faulty": placement.faulty_gradients(module.policy)}
-    found["clipped"] = not bool((local(named[names[0]].grad) == 1).all())
+    results = {"norm": norm, "faulty": placement.faulty_gradients(module.policy)}
+    results["clipped"] = not bool((local(named[names[0]].grad) == 1).all())
     module.policy.zero_grad()
-    return found
+    return results
 
 
 def asked(kind: str, **trainer: Any) -> dict[str, Any]:
@@ -440,7 +440,7 @@ def asked(kind: str, **trainer: Any) -> dict[str, Any]:
         if kind == "adapters":
             move_adapters(policy)
         fit(policy, [batch_of(make_experiences())], asks, **trainer)
-    return asks.found
+    return asks.answers
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ def settings(way: str) -> dict[str, Any]:
 
 def write(file: Path, way: str, kind: str = "fp32", before: Path | None = None, epochs: int = 1) -> None:
     """Train so many epochs of the same items, those of a checkpoint included, and write another checkpoint."""
-    batches = [batch_of(each) for each in ragged()]
+    batches = [batch_of(item) for item in ragged()]
     policy = make_policy(optimizer=SMOOTH, **KINDS[kind])
     plugins = [AtomicCheckpointIO()]
     fit(policy, batches, ckpt_path=before, max_epochs=epochs, plugins=plugins, **settings(way)).save_checkpoint(file)
@@ -474,7 +474,7 @@ def write_first(folder: Path, way: str) -> None:
 
 def write_again(folder: Path, way: str) -> None:
     """Write what a way to train has after it resumed other ways' checkpoints, at once and after further training."""
-    for before in (each for each, reader in PAIRS if reader == way):
+    for before in (writer for writer, reader in PAIRS if reader == way):
         for kind in KINDS:
             write(folder / f"{before}-{kind}-{way}.ckpt", way, kind, before=folder / f"{before}-{kind}.ckpt")
         write(folder / f"{before}-later-{way}.ckpt", way, before=folder / f"{before}-fp32.ckpt", epochs=2)
@@ -490,8 +490,8 @@ def start(
     processes, files = [], [folder / f"{rank}.pt" for rank in range(ranks)]
     for rank, file in enumerate(files):
         (folder / str(rank)).mkdir()
-        own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(run_train.start(folder / str(rank), str(file), program=program, **own))
+        variables = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(run_train.start(folder / str(rank), str(file), program=program, **variables))
     try:
         for rank, process in enumerate(processes):
             assert process.wait() == 0, (folder / str(rank) / "stdout").read_text()[-4000:]
@@ -507,27 +507,27 @@ def _main(file: str) -> None:
         cases = {name: (SHAPES | CASES)[name] for name in more}
         torch.save({way: {name: case(**settings(way)) for name, case in cases.items()} for way in STRATEGIES}, file)
         return
-    folder, found = Path(file).parent, {}
+    folder, results = Path(file).parent, {}
     cases = CASES | {"SmolLM2": SHAPES["SmolLM2"]} | {f"asked {kind}": partial(asked, kind) for kind in ASKED}
     cases |= {"noise": partial(noise, stops=False), "noise resumed": partial(noise, stops=True)}
     cases |= {"gathers": partial(gathers, False), "gathers, recomputed": partial(gathers, True)}
     for way in STRATEGIES:
         here = {name: case for name, case in cases.items() if way != "fsdp2" or name not in NOT_IN_SHARDS}
-        found[way] = {name: case(**settings(way)) for name, case in here.items()}
+        results[way] = {name: case(**settings(way)) for name, case in here.items()}
         for rank, place in product(range(RANKS), PLACES):
             error = failed(folder / f"{way}-{rank}-{place}", Fails(rank, place), **settings(way))
-            found[way][f"rank {rank} fails {place}"] = error
+            results[way][f"rank {rank} fails {place}"] = error
     for rank in range(RANKS):
         folder_of = folder / f"lacks-{rank}"
-        found["fsdp2"][f"rank {rank} lacks room"] = failed(folder_of, Lacks(folder_of, rank), **settings("fsdp2"))
-    found["folder"] = {"rank 1 fails": failed(folder / "folder-fails", Fails(1, PLACES[0]), **settings("folder"))}
+        results["fsdp2"][f"rank {rank} lacks room"] = failed(folder_of, Lacks(folder_of, rank), **settings("fsdp2"))
+    results["folder"] = {"rank 1 fails": failed(folder / "folder-fails", Fails(1, PLACES[0]), **settings("folder"))}
     for rank, times in FULL:
         name = f"full-{rank}-{times}"
-        found["folder"][name] = failed(folder / name, Fills(folder / name, rank, times), **settings("folder"))
+        results["folder"][name] = failed(folder / name, Fills(folder / name, rank, times), **settings("folder"))
     for work in (write_first, write_again):
         for way in WAYS:
             work(folder, way)
-    torch.save(found, file)
+    torch.save(results, file)
 
 
 if __name__ == "__main__":

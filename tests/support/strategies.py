@@ -29,9 +29,9 @@ def make(task, run, reward, step=0, **fields):
 def runs_of(task, *runs):
     """A task's runs, each a list of its steps: a reward, or a reward and the state before it."""
     steps = [
-        (run, step, each if isinstance(each, tuple) else (each, f"s{step}"))
+        (run, step, entry if isinstance(entry, tuple) else (entry, f"s{step}"))
         for run, of_run in enumerate(runs)
-        for step, each in enumerate(of_run)
+        for step, entry in enumerate(of_run)
     ]
     return [make(task, run, reward, step, info={"state": state}) for run, step, (reward, state) in steps]
 

@@ -20,13 +20,13 @@ STREAMS: dict[str, Any] = {"policy_loss": {"name": "streams", "args": {"streams"
 
 def read(experiences: Sequence[Experience], k: int = 3, vocabulary: int = 90) -> None:
     """Let a teacher of random opinions read the rollouts, once, and give some tokens of all experiences a weight."""
-    unread = [each for each in experiences if "token_weights" not in each.info]
-    for number, each in enumerate(unread):
+    unread = [experience for experience in experiences if "token_weights" not in experience.info]
+    for number, experience in enumerate(unread):
         generator = torch.Generator().manual_seed(number)
-        opinions = 2 * torch.randn(each.response_length, vocabulary, generator=generator)
+        opinions = 2 * torch.randn(experience.response_length, vocabulary, generator=generator)
         likeliest = opinions.log_softmax(-1).topk(k)
-        praise = torch.rand(each.response_length, generator=generator)
-        info: dict[str, Any] = {"token_weights": {"praised": praise * (praise > 0.6) * predicted_mask(each)}}
-        if not is_expert(each):
+        praise = torch.rand(experience.response_length, generator=generator)
+        info: dict[str, Any] = {"token_weights": {"praised": praise * (praise > 0.6) * predicted_mask(experience)}}
+        if not is_expert(experience):
             info["teacher_top_k"] = {"ids": likeliest.indices.int(), "logprobs": likeliest.values}
-        each.info = each.info | info
+        experience.info = experience.info | info

@@ -73,5 +73,5 @@ class Guard:
             return
         starts = event in STARTS_A_PROCESS and not any(name in str(arguments[:2]) for name in HARMLESS)
         if starts or (event == "import" and arguments[0] == "vllm"):
-            what = f"{event} {arguments[:2]}"
-            pytest.fail(f"a test of the fast tier must not do this ({what}): mark it, see tests/support/tiers.py")
+            action = f"{event} {arguments[:2]}"
+            pytest.fail(f"a test of the fast tier must not do this ({action}): mark it, see tests/support/tiers.py")

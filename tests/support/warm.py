@@ -59,8 +59,8 @@ OF_SERVERS = (
 def import_early() -> None:
     """Import what commands import, and prepare what is the same in each."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # as an engine sets it: before vLLM is imported
-    own = (each.name for each in pkgutil.walk_packages(trinity_lightning.__path__, "trinity_lightning."))
-    for name in (*OF_RUNS, *own):
+    modules = (module.name for module in pkgutil.walk_packages(trinity_lightning.__path__, "trinity_lightning."))
+    for name in (*OF_RUNS, *modules):
         if name != NOT_BEFORE:
             importlib.import_module(name)
     Plugins.instance()  # of Hydra, which looks for them

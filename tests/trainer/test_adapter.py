@@ -66,8 +66,8 @@ def items() -> list[Any]:
 
 
 def assert_same_model(model: Any, policy: PolicyModule) -> None:
-    found, expected = torch.tensor(logprobs(model, TEXT)), torch.tensor(policy.sequence_logprobs(TEXT))
-    assert float((found - expected).abs().max()) < 1e-4
+    computed, expected = torch.tensor(logprobs(model, TEXT)), torch.tensor(policy.sequence_logprobs(TEXT))
+    assert float((computed - expected).abs().max()) < 1e-4
 
 
 def of_stream(stream: WeightStream) -> Any:
@@ -101,17 +101,17 @@ def test_transposed_weights_are_merged() -> None:
     plain = copy.deepcopy(model)
     adapter = Adapter(model, LORA, "gpt2")
     train_a_little(model)
-    found = logprobs(model.eval(), TEXT)
-    assert found != pytest.approx(logprobs(plain, TEXT), abs=1e-2)
+    adapted = logprobs(model.eval(), TEXT)
+    assert adapted != pytest.approx(logprobs(plain, TEXT), abs=1e-2)
     plain.load_state_dict(adapter.merged(), strict=False)
-    assert found == pytest.approx(logprobs(plain, TEXT), abs=1e-4)
+    assert adapted == pytest.approx(logprobs(plain, TEXT), abs=1e-4)
 
 
 def test_bfloat16_is_rounded_once() -> None:
     """However often it is merged: W itself stays as it is."""
     policy = trained(dtype="bf16")
     name, projection = "model.layers.0.mlp.up_proj.weight", policy.policy.model.layers[0].mlp.up_proj
-    a, b = (each["default"].weight.double() for each in (projection.lora_A, projection.lora_B))
+    a, b = (factor["default"].weight.double() for factor in (projection.lora_A, projection.lora_B))
     w = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16).get_parameter(name)
     exact = w.double() + 2 * b @ a
     merged = w
@@ -135,17 +135,17 @@ def test_loss_and_gradient_in_any_layout_and_split(layout: str, tokens: int, rec
     move_adapters(policy)
     expected = naive_grpo(policy.policy, experiences)
     expected.backward()
-    own = {name: p.grad.clone() for name, p in policy.policy.named_parameters() if p.grad is not None}
-    assert len(own) == 2 * 7 * 2  # A and B of seven layers in each of two blocks, and nothing else
+    gradients = {name: p.grad.clone() for name, p in policy.policy.named_parameters() if p.grad is not None}
+    assert len(gradients) == 2 * 7 * 2  # A and B of seven layers in each of two blocks, and nothing else
     policy.zero_grad()
     fit(policy, [batch_of(experiences)], seen)
     assert seen.losses[0] == pytest.approx(expected.item(), rel=1e-5)
-    assert_same_gradients(seen.steps[0], own)
+    assert_same_gradients(seen.steps[0], gradients)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_reference_is_the_model_without_adapters(dtype: str) -> None:
-    found: list[list[Tensor]] = []
+    references: list[list[Tensor]] = []
     starts: list[list[float]] = []
     for lora in (LoRAConfig(), LORA):
         policy = with_adapters(lora, dtype, kl=KLConfig("k3", 0.5))
@@ -153,11 +153,11 @@ def test_the_reference_is_the_model_without_adapters(dtype: str) -> None:
         batches, before = [batch_of(make_experiences())], policy.sequence_logprobs(TEXT)
         fit(policy, batches, Prepare(batches), asks := Asks())
         assert asks.logprobs == before  # the adapters are there again
-        found.append(batches[0].columns["ref_logprobs"])
+        references.append(batches[0].columns["ref_logprobs"])
         starts.append(before)
     assert starts[0] != pytest.approx(starts[1], abs=0.05)
     assert policy.reference is None
-    for with_them, without in zip(*found, strict=True):
+    for with_them, without in zip(*references, strict=True):
         assert torch.equal(with_them, without)
 
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_has_adapters_alone(tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16)
     assert policy.adapter is not None
     frozen = policy.adapter.parameters()
-    assert all(torch.equal(frozen[name], own) for name, own in plain.named_parameters())
+    assert all(torch.equal(frozen[name], weight) for name, weight in plain.named_parameters())
     again = PolicyModule.load_from_checkpoint(tmp_path / "it.ckpt", weights_only=True)
     torch.testing.assert_close(dict(again.state_dict()), dict(policy.state_dict()), rtol=0, atol=0)
 
@@ -244,18 +244,22 @@ def test_the_drill_moves_weights_and_adapters_alike() -> None:
     policy = trained()
     model, adapter = policy.policy, policy.adapter
     assert adapter is not None
-    frozen, own = adapter.parameters(), copy.deepcopy(model.state_dict())
+    frozen, weights_before = adapter.parameters(), copy.deepcopy(model.state_dict())
     before = {name: merged - frozen[name] for name, merged in weight_stream(model)}
     with perturbed(model) as perturb:
         for scale in (0.1, 0.5):
             perturb(scale)
-            assert not any(torch.equal(each, own.get(name)) for name, each in frozen.items() if name in own)
+            assert not any(
+                torch.equal(weight, weights_before.get(name))
+                for name, weight in frozen.items()
+                if name in weights_before
+            )
             moved = {n: _size(new - frozen[n] - before[n]) / _size(frozen[n]) for n, new in weight_stream(model)}
             adapted = [size for name, size in moved.items() if "_proj" in name]
             assert len(adapted) == 14
             assert all(0.5 * scale < size < 2 * scale for size in adapted)
             assert sum(size > 0 for size in moved.values()) == 14
-    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, weights_before[name]) for name, value in model.state_dict().items())
 
 
 def _size(weight: Tensor) -> float:

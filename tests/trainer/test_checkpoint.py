@@ -72,10 +72,10 @@ def test_an_address_for_checkpoints_is_refused_before_the_model_is_loaded(strate
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path):
     before, path = tmp_path / "epoch=00009.ckpt", tmp_path / "epoch=00019.ckpt"
-    for age, each in ((10, before), (0, path)):
-        AtomicCheckpointIO().save_checkpoint({"weight": torch.randn(5000), "step": 4}, each)
-        os.utime(each, (1000 - age, 1000 - age))
-        check_whole(each)
+    for age, file in ((10, before), (0, path)):
+        AtomicCheckpointIO().save_checkpoint({"weight": torch.randn(5000), "step": 4}, file)
+        os.utime(file, (1000 - age, 1000 - age))
+        check_whole(file)
     written = path.read_bytes()
     middle = bytearray(written)
     middle[len(written) // 2] ^= 1
@@ -91,10 +91,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_named(tmp_path):
 
 def test_a_damaged_checkpoint_is_not_replaced_by_another_damaged_one(tmp_path):
     first, second, last = (tmp_path / f"{number}.ckpt" for number in range(3))
-    for age, each in ((20, first), (10, second), (0, last)):
-        torch.save({"step": age}, each)
-        each.write_bytes(each.read_bytes() if each == first else b"damaged")
-        os.utime(each, (1000 - age, 1000 - age))
+    for age, file in ((20, first), (10, second), (0, last)):
+        torch.save({"step": age}, file)
+        file.write_bytes(file.read_bytes() if file == first else b"damaged")
+        os.utime(file, (1000 - age, 1000 - age))
     with pytest.raises(ConfigError, match=f"give the one before it, ckpt_path='{first}'"):
         check_whole(last)
     first.write_bytes(b"damaged")
@@ -130,7 +130,7 @@ def test_a_resumed_runs_folder_of_checkpoints_is_nothing_to_warn_of(tmp_path, re
         checkpoints.setup(trainer, L.LightningModule(), "fit")
     quiet_libraries()
     checkpoints.setup(trainer, L.LightningModule(), "fit")
-    assert not [each for each in recwarn if "not empty" in str(each.message)]
+    assert not [warning for warning in recwarn if "not empty" in str(warning.message)]
 
 
 def test_a_checkpoint_with_none_before_it(tmp_path):
@@ -142,8 +142,8 @@ def test_a_checkpoint_with_none_before_it(tmp_path):
 def test_a_checkpoint_has_the_number_of_the_explore_step_that_is_done(tmp_path):
     callback = StepCheckpoint(tmp_path, filename="step_{explore_step:05d}", auto_insert_metric_name=False)
     assert callback.format_checkpoint_name({"epoch": torch.tensor(0)}) == f"{tmp_path}/step_00001.ckpt"
-    own = StepCheckpoint(tmp_path, filename="{epoch}-{loss:.2f}")
-    assert own.format_checkpoint_name({"epoch": 9, "loss": 0.5}) == f"{tmp_path}/epoch=9-loss=0.50.ckpt"
+    checkpoint = StepCheckpoint(tmp_path, filename="{epoch}-{loss:.2f}")
+    assert checkpoint.format_checkpoint_name({"epoch": 9, "loss": 0.5}) == f"{tmp_path}/epoch=9-loss=0.50.ckpt"
 
 
 def test_lightnings_own_callback_and_ours_have_the_same_state(tmp_path):
@@ -160,12 +160,12 @@ def scheduled(lr: float) -> torch.optim.SGD:
 
 
 def rates(schedule: Any) -> list[float]:
-    found = []
+    rates_used = []
     for _ in range(6):
-        found.append(schedule.get_last_lr()[0])
+        rates_used.append(schedule.get_last_lr()[0])
         schedule.optimizer.step()
         schedule.step()
-    return found
+    return rates_used
 
 
 def of_torch(name: str, **args: Any) -> dict[str, Any]:
@@ -194,7 +194,7 @@ RESUMED = {
 
 @pytest.mark.parametrize("case", RESUMED)
 def test_a_resumed_run_has_the_learning_rates_of_its_schedule_as_configured_now(case: str, tmp_path: Path) -> None:
-    before, after = ({"lr": LR} | each for each in RESUMED[case])
+    before, after = ({"lr": LR} | schedule_settings for schedule_settings in RESUMED[case])
     batches = [batch_of(make_experiences(seed=seed)) for seed in range(3)]
     fit(make_policy(OptimizerConfig(**before)), batches[:2]).save_checkpoint(file := tmp_path / "it.ckpt")
     policy = make_policy(OptimizerConfig(**after))
@@ -244,9 +244,9 @@ def test_a_checkpoint_of_a_version_without_settings_is_refused_as_that() -> None
 
 
 def test_a_schedule_keeps_its_state_unless_something_that_it_takes_has_changed() -> None:
-    own = OptimizerConfig(lr_scheduler=of_torch("StepLR", step_size=2), total_steps=2)
-    assert not schedule_changed(own, replace(own, total_steps=4))
-    assert schedule_changed(own, replace(own, lr_scheduler=of_torch("StepLR", step_size=3)))
+    config = OptimizerConfig(lr_scheduler=of_torch("StepLR", step_size=2), total_steps=2)
+    assert not schedule_changed(config, replace(config, total_steps=4))
+    assert schedule_changed(config, replace(config, lr_scheduler=of_torch("StepLR", step_size=3)))
 
 
 # -- resuming: what cannot go on is refused ----------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, run_train: Commands) -> Found:
+def results(folder: Path, run_train: Commands) -> Found:
     """Results of two processes; a checkpoint of one process is there for them to read."""
     write_first(folder, "one")
     return start(folder, run_train)
@@ -94,16 +94,16 @@ def more(tmp_path_factory: pytest.TempPathFactory, run_train: Commands) -> Calla
 
 
 @pytest.fixture(scope="module")
-def checkpoints(found: Found, folder: Path) -> Callable[[str], dict[str, Any]]:
+def checkpoints(results: Found, folder: Path) -> Callable[[str], dict[str, Any]]:
     """Checkpoints by name; one process has read the checkpoints of two, and written some again."""
     write_again(folder, "one")
     write(folder / "later.ckpt", "one", epochs=2)
     return lambda name: AtomicCheckpointIO().load_checkpoint(folder / f"{name}.ckpt", weights_only=True)
 
 
-@pytest.mark.parametrize(("kind", "case"), [each for each in ALL if each[1] != "bfloat16"])
-def test_two_processes_train_as_one(found: Found, alone: Alone, case: str, kind: str) -> None:
-    assert_same(found[0][kind][case], alone(case))
+@pytest.mark.parametrize(("kind", "case"), [pair for pair in ALL if pair[1] != "bfloat16"])
+def test_two_processes_train_as_one(results: Found, alone: Alone, case: str, kind: str) -> None:
+    assert_same(results[0][kind][case], alone(case))
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
@@ -111,23 +111,23 @@ def test_two_processes_train_as_one(found: Found, alone: Alone, case: str, kind:
 def test_more_processes_train_as_one(
     more: Callable[[int], Found], alone: Alone, ranks: int, case: str, kind: str
 ) -> None:
-    for each in more(ranks):
-        assert_same(each[kind][case], alone(case))
+    for result in more(ranks):
+        assert_same(result[kind][case], alone(case))
 
 
 @pytest.mark.parametrize(("kind", "case"), ALL)
-def test_all_ranks_have_the_same_bits(found: Found, case: str, kind: str) -> None:
-    first, *others = (each[kind][case] for each in found)
+def test_all_ranks_have_the_same_bits(results: Found, case: str, kind: str) -> None:
+    first, *others = (result[kind][case] for result in results)
     for other in others:
-        for kept in ("weights", "losses"):
-            torch.testing.assert_close(other[kept], first[kept], rtol=0, atol=0, equal_nan=True)
+        for part in ("weights", "losses"):
+            torch.testing.assert_close(other[part], first[part], rtol=0, atol=0, equal_nan=True)
         for mine, expected in zip(other["metrics"], first["metrics"], strict=True):
             assert [mine.get(name) for name in STEP] == [expected.get(name) for name in STEP]
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_masters_of_bfloat16_weights_follow_the_sum(found: Found, alone: Alone, kind: str) -> None:
-    one, together = alone("bfloat16"), found[0][kind]["bfloat16"]
+def test_masters_of_bfloat16_weights_follow_the_sum(results: Found, alone: Alone, kind: str) -> None:
+    one, together = alone("bfloat16"), results[0][kind]["bfloat16"]
     for mine, expected in zip(together["gradients"], one["gradients"], strict=True):
         assert {value.dtype for value in mine.values()} == {torch.float32}
         assert_same_gradients(mine, expected, tolerance=0.05)
@@ -140,9 +140,9 @@ def test_masters_in_shards_follow_sums_in_float32(checkpoints: Callable[[str], d
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_dropout_draws_something_else_on_each_rank_and_the_same_if_a_run_is_resumed(found: Found, kind: str) -> None:
+def test_dropout_draws_something_else_on_each_rank_and_the_same_if_a_run_is_resumed(results: Found, kind: str) -> None:
     (first, resumed), (other, other_resumed) = (
-        (each[kind]["noise"]["drawn"], each[kind]["noise resumed"]["drawn"]) for each in found
+        (result[kind]["noise"]["drawn"], result[kind]["noise resumed"]["drawn"]) for result in results
     )
     assert (first, other) == (resumed, other_resumed)
     assert len({*first, *other}) == 2 * 2 * len(ragged())
@@ -150,30 +150,30 @@ def test_dropout_draws_something_else_on_each_rank_and_the_same_if_a_run_is_resu
 
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("policy", ASKED)
-def test_what_rank_0_asks_for_alone_is_that_of_one_process(found: Found, policy: str, kind: str) -> None:
-    one, together = asked(policy), found[0][kind][f"asked {policy}"]
+def test_what_rank_0_asks_for_alone_is_that_of_one_process(results: Found, policy: str, kind: str) -> None:
+    one, together = asked(policy), results[0][kind][f"asked {policy}"]
     rounding = 1e-5 if policy in ("fp32", "mixture of experts") else 0.02
-    for each in ("perturbed", "logprobs"):
-        torch.testing.assert_close(together.pop(each), one.pop(each), rtol=rounding, atol=rounding)
-    for each in ("sent", "saved"):
-        torch.testing.assert_close(together.pop(each), one.pop(each), rtol=0, atol=0)
+    for name in ("perturbed", "logprobs"):
+        torch.testing.assert_close(together.pop(name), one.pop(name), rtol=rounding, atol=rounding)
+    for name in ("sent", "saved"):
+        torch.testing.assert_close(together.pop(name), one.pop(name), rtol=0, atol=0)
     assert together == one
 
 
 @pytest.mark.parametrize("model", ["held", "reference"])
-def test_each_of_two_processes_holds_half(found: Found, model: str) -> None:
+def test_each_of_two_processes_holds_half(results: Found, model: str) -> None:
     """Half of the policy, and half of the reference."""
     case = "reference and several steps"
-    halves = [each["fsdp2"][case][model] for each in found]
-    assert sum(halves) == found[0]["ddp"][case][model] > 0
+    halves = [result["fsdp2"][case][model] for result in results]
+    assert sum(halves) == results[0]["ddp"][case][model] > 0
     assert max(halves) < 0.51 * sum(halves)
 
 
 @pytest.mark.parametrize("case", ["gathers", "gathers, recomputed"])
-def test_a_layer_is_put_together_once_in_each_direction_recomputed_or_not(found: Found, case: str) -> None:
+def test_a_layer_is_put_together_once_in_each_direction_recomputed_or_not(results: Found, case: str) -> None:
     """transformers recomputes a layer with the hooks of `fully_shard`, which then find it whole already."""
-    for each in found:
-        counted = each["fsdp2"][case]
+    for result in results:
+        counted = result["fsdp2"][case]
         assert counted["gathers"] == 2 * counted["layers"] + 1
 
 
@@ -181,34 +181,34 @@ def test_a_layer_is_put_together_once_in_each_direction_recomputed_or_not(found:
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_that_fails_ends_all_with_its_message_and_a_checkpoint(
-    found: Found, folder: Path, rank: int, kind: str, place: str
+    results: Found, folder: Path, rank: int, kind: str, place: str
 ) -> None:
-    for each in range(RANKS):
-        error = "TrinityError" if each == rank else f"RankError: rank {rank}: TrinityError"
-        failed = found[each][kind][f"rank {rank} fails {place}"]
+    for other in range(RANKS):
+        error = "TrinityError" if other == rank else f"RankError: rank {rank}: TrinityError"
+        failed = results[other][kind][f"rank {rank} fails {place}"]
         assert failed["error"] == f"{error}: broken on purpose on {rank}"
-        assert failed["held"] == found[each][kind]["padded"]["held"]
+        assert failed["held"] == results[other][kind]["padded"]["held"]
     saved = torch.load(folder / f"{kind}-{rank}-{place}" / "interrupted.ckpt", weights_only=True)
     seen = Weights()
-    fit(make_policy(optimizer=SMOOTH), [batch_of(each) for each in ragged()], seen)
+    fit(make_policy(optimizer=SMOOTH), [batch_of(item) for item in ragged()], seen)
     torch.testing.assert_close(saved["state_dict"], seen.after_first, rtol=1e-5, atol=1e-5)
     assert saved["global_step"] == 1
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_that_fails_when_a_weight_is_gathered_ends_all_with_both_names_and_a_checkpoint(
-    found: Found, folder: Path, rank: int
+    results: Found, folder: Path, rank: int
 ) -> None:
     reason = f"TrinityError: MemoryError when {LACKED} was gathered: no room"
-    for each in range(RANKS):
-        error = found[each]["fsdp2"][f"rank {rank} lacks room"]["error"]
-        assert error == (reason if each == rank else f"RankError: rank {rank}: {reason}")
+    for other in range(RANKS):
+        error = results[other]["fsdp2"][f"rank {rank} lacks room"]["error"]
+        assert error == (reason if other == rank else f"RankError: rank {rank}: {reason}")
     saved = torch.load(folder / f"lacks-{rank}" / "interrupted.ckpt", weights_only=True)
     assert saved["global_step"] == 1
 
 
-def test_a_rank_that_fails_leaves_a_checkpoint_in_shards(found: Found, folder: Path) -> None:
-    assert found[0]["folder"]["rank 1 fails"]["error"] == "RankError: rank 1: TrinityError: broken on purpose on 1"
+def test_a_rank_that_fails_leaves_a_checkpoint_in_shards(results: Found, folder: Path) -> None:
+    assert results[0]["folder"]["rank 1 fails"]["error"] == "RankError: rank 1: TrinityError: broken on purpose on 1"
     saved = AtomicCheckpointIO().load_checkpoint(folder / "folder-fails" / "interrupted.ckpt", weights_only=True)
     in_one_file = torch.load(folder / f"fsdp2-1-{PLACES[0]}" / "interrupted.ckpt", weights_only=True)
     for part in ("state_dict", "optimizer_states", "global_step"):
@@ -217,15 +217,15 @@ def test_a_rank_that_fails_leaves_a_checkpoint_in_shards(found: Found, folder: P
 
 @pytest.mark.parametrize(("rank", "times"), FULL)
 def test_a_full_disk_ends_all_with_its_message_and_the_checkpoints_that_there_was_room_for(
-    found: Found, folder: Path, rank: int, times: int
+    results: Found, folder: Path, rank: int, times: int
 ) -> None:
     name = f"full-{rank}-{times}"
-    errors = [each["folder"][name]["error"] for each in found]
+    errors = [result["folder"][name]["error"] for result in results]
     assert errors.pop(rank) == "OSError: disk full"
     assert errors == [f"RankError: rank {rank}: OSError: disk full"]
     steps = {"last.ckpt": 1} | ({"interrupted.ckpt": 2} if times == 1 else {})
     read = AtomicCheckpointIO().load_checkpoint
-    there = {each.name: read(each, weights_only=True)["global_step"] for each in (folder / name).iterdir()}
+    there = {file.name: read(file, weights_only=True)["global_step"] for file in (folder / name).iterdir()}
     assert there == steps
 
 
@@ -236,7 +236,7 @@ def test_an_evaluation_reads_weights_in_shards(
     step, weights = checkpoint_weights(folder / f"one-{dtype}-folder.ckpt")
     expected = checkpoints(f"one-{dtype}")["state_dict"]
     assert step == checkpoint_weights(folder / f"one-{dtype}.ckpt")[0]
-    torch.testing.assert_close({f"model.{name}": each for name, each in weights}, expected, rtol=0, atol=0)
+    torch.testing.assert_close({f"model.{name}": weight for name, weight in weights}, expected, rtol=0, atol=0)
     with pytest.raises(ConfigError, match=f"one-{dtype}-folder"):
         PolicyModule.load_from_checkpoint(folder / f"one-{dtype}-folder.ckpt")
 
@@ -263,9 +263,9 @@ def test_a_checkpoint_is_the_same_however_it_was_trained_and_read(
 def test_any_way_of_training_goes_on_from_any(
     checkpoints: Callable[[str], dict[str, Any]], before: str, way: str
 ) -> None:
-    expected, found = checkpoints("later"), checkpoints(f"{before}-later-{way}")
-    torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=1e-5, atol=1e-5)
-    assert found["global_step"] == expected["global_step"]
+    expected, resumed = checkpoints("later"), checkpoints(f"{before}-later-{way}")
+    torch.testing.assert_close(resumed["state_dict"], expected["state_dict"], rtol=1e-5, atol=1e-5)
+    assert resumed["global_step"] == expected["global_step"]
 
 
 SLURM = {
@@ -375,7 +375,7 @@ def test_a_rank_that_does_not_see_the_folder_of_rank_0_is_refused(tmp_path: Path
 
     with refuses("output_dir") as refused:
         check_folder(folders[0], Of(0, RANKS))
-    assert all(str(each) in str(refused.value) for each in folders)
+    assert all(str(folder) in str(refused.value) for folder in folders)
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
@@ -392,16 +392,16 @@ def test_all_ranks_begin_with_the_weights_and_the_reference_of_rank_0() -> None:
     class Of(Ranks):
         def add_up(self, tensors: Sequence[torch.Tensor], at: str = "") -> None:
             if self.rank == 0:
-                sent.append([each.clone() for each in tensors])
+                sent.append([tensor.clone() for tensor in tensors])
             else:
-                for each, first in zip(tensors, sent.pop(0), strict=True):
-                    each.add_(first)
+                for tensor, first in zip(tensors, sent.pop(0), strict=True):
+                    tensor.add_(first)
 
     for rank, policy in enumerate(policies):
         policy.configure_model()
         torch.manual_seed(rank)
-        for each in (*policy.policy.parameters(), *policy.reference.parameters()):
-            nn.init.normal_(each)
+        for parameter in (*policy.policy.parameters(), *policy.reference.parameters()):
+            nn.init.normal_(parameter)
     assert not torch.equal(policies[0].reference.lm_head.weight, policies[0].policy.lm_head.weight)
     for rank, policy in enumerate(policies):
         strategy: Any = ddp.ReplicaStrategy(cluster_environment=SimpleNamespace(global_rank=lambda rank=rank: rank))

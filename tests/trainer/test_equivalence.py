@@ -20,7 +20,7 @@ alone_on_dataset = cache(lambda loss: on_dataset(loss, Way()))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, run_train: Commands) -> list[dict[str, dict[str, Any]]]:
+def results(tmp_path_factory: pytest.TempPathFactory, run_train: Commands) -> list[dict[str, dict[str, Any]]]:
     """Results of two processes for all cases, by rank and strategy."""
     folder: Path = tmp_path_factory.mktemp("equivalence")
     return start(folder, run_train, program="support.equivalence")
@@ -32,25 +32,25 @@ def test_layout_cut_and_order_change_no_step(policy: str, way: Way) -> None:
     assert_same(trajectory(policy, way), alone(policy))
 
 
-@pytest.mark.parametrize(("kind", "case"), [each for each in TOGETHER if each[1] in ROLLOUTS])
-def test_two_processes_take_the_same_steps(found: list[dict[str, dict[str, Any]]], kind: str, case: str) -> None:
+@pytest.mark.parametrize(("kind", "case"), [pair for pair in TOGETHER if pair[1] in ROLLOUTS])
+def test_two_processes_take_the_same_steps(results: list[dict[str, dict[str, Any]]], kind: str, case: str) -> None:
     policy, _ = ROLLOUTS[case]
-    for each in found:
-        assert_same(each[kind][case], alone(policy))
+    for result in results:
+        assert_same(result[kind][case], alone(policy))
 
 
-@pytest.mark.parametrize(("kind", "case"), [each for each in TOGETHER if each[1] in OFFLINE])
+@pytest.mark.parametrize(("kind", "case"), [pair for pair in TOGETHER if pair[1] in OFFLINE])
 def test_two_processes_learn_from_a_dataset_as_one(
-    found: list[dict[str, dict[str, Any]]], kind: str, case: str
+    results: list[dict[str, dict[str, Any]]], kind: str, case: str
 ) -> None:
     loss, _ = OFFLINE[case]
     one = alone_on_dataset(loss)
-    for each in found:
-        assert_same(each[kind][case], one)
-    shares = [each[kind][case]["rows"] for each in found]
+    for result in results:
+        assert_same(result[kind][case], one)
+    shares = [result[kind][case]["rows"] for result in results]
     assert shares[1][0] == []  # one row, or one pair, is of one process
-    for every, *own in zip(one["rows"], *shares, strict=True):
-        micro_batches = [rows for share in own for rows in share]
+    for every, *shared in zip(one["rows"], *shares, strict=True):
+        micro_batches = [rows for share in shared for rows in share]
         assert sorted(row for rows in micro_batches for row in rows) == sorted(row for rows in every for row in rows)
         if loss == "dpo":
             assert all({row ^ 1 for row in rows} == set(rows) for rows in micro_batches)

@@ -36,9 +36,9 @@ def test_a_checkpoint_is_mapped_where_each_process_needs_a_share_of_it(tmp_path:
     torch.save({"moment": torch.ones(3)}, tmp_path / "it.ckpt")
     strategy = ShardStrategy()
     strategy.ranks = Ranks(rank=1, size=2)
-    found = strategy.load_checkpoint(tmp_path / "it.ckpt", weights_only=True)
+    loaded = strategy.load_checkpoint(tmp_path / "it.ckpt", weights_only=True)
     assert str(tmp_path / "it.ckpt") in Path("/proc/self/maps").read_text()
-    assert torch.equal(found["moment"], torch.ones(3))
+    assert torch.equal(loaded["moment"], torch.ones(3))
 
 
 def test_large_checkpoints_are_in_shards() -> None:
@@ -75,9 +75,9 @@ def test_moments_on_the_host_are_gathered_where_the_policy_is() -> None:
     shards._parameters = {"weight": SimpleNamespace(to_local=lambda: policy)}
     held = DTensor.from_local(moment, mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 3)), stride=(3, 1))
     assert shards.gathered(held, at="it").shape == (3, 3)
-    [(collective, received, own, _, at)] = ranks.sent
+    [(collective, received, sent, _, at)] = ranks.sent
     assert (collective, at) == ("_allgather_base", "it")
-    assert (received.shape, received.device.type, own.shape, own.device.type) == ((4, 3), "meta", (2, 3), "meta")
+    assert (received.shape, received.device.type, sent.shape, sent.device.type) == ((4, 3), "meta", (2, 3), "meta")
 
 
 def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +86,8 @@ def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch:
     class Alike(Sends):
         def add_up(self, tensors: Sequence[Tensor], at: str = "a sum") -> None:
             sums.append(at)
-            for each in tensors:
-                each.mul_(self.size)
+            for tensor in tensors:
+                tensor.mul_(self.size)
 
     class OnBoth(Scatter):
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *arguments: Any, **named: Any) -> None:
@@ -105,10 +105,10 @@ def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch:
     shards.ranks, shards.dtype, shards._mesh = ranks, torch.float32, Mesh(ranks, torch.device("cpu"))
     shards._shard(layer, trained=False)
     (layer(rows) * factors).sum().backward()
-    *_, (collective, received, own, options, at) = ranks.sent  # behind the weights
+    *_, (collective, received, sent, options, at) = ranks.sent  # behind the weights
     assert (collective, at) == ("_reduce_scatter_base", "a layer's gradient")
     assert sums == [at]
-    assert (received.device.type, received.shape, own.shape) == ("meta", (6,), (12,))  # two of four rows, of all four
+    assert (received.device.type, received.shape, sent.shape) == ("meta", (6,), (12,))  # two of four rows, of all four
     assert [options.reduceOp, *asked] == [ReduceOp.SUM] * 2  # not the mean, nor any other factor
     torch.testing.assert_close(layer.weight.grad.to_local(), 2 * len(rows) * factors[:2, None] * rows.mean(0))
 

@@ -53,9 +53,9 @@ def gradients(model: Any, lean: bool) -> dict[str, Tensor]:
 def test_gradients_are_those_of_autograd(tied: bool) -> None:
     model = make_model(tied)
     expected = gradients(copy.deepcopy(model).double(), lean=False)
-    found = gradients(model, lean=True)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    lean = gradients(model, lean=True)
+    assert lean.keys() == expected.keys()
+    for name, gradient in lean.items():
         torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-4, atol=1e-5)
 
 
@@ -64,18 +64,18 @@ def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
     model = make_model(tied=False)
     model.get_parameter(frozen).requires_grad_(False)
     expected = gradients(copy.deepcopy(model), lean=False)
-    found = gradients(model, lean=True)
-    assert found.keys() == expected.keys() == dict(model.named_parameters()).keys() - {frozen}
-    for name, gradient in found.items():
+    lean = gradients(model, lean=True)
+    assert lean.keys() == expected.keys() == dict(model.named_parameters()).keys() - {frozen}
+    for name, gradient in lean.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kept", ["computed again", "saved elsewhere"])
-def test_embeddings_get_their_gradient_however_tensors_are_kept_for_the_backward_pass(kept: str) -> None:
+@pytest.mark.parametrize("hooks", ["computed again", "saved elsewhere"])
+def test_embeddings_get_their_gradient_however_tensors_are_kept_for_the_backward_pass(hooks: str) -> None:
     torch.manual_seed(0)
     embeddings = LeanEmbedding(50, 16)
     ids = torch.randint(0, 50, (3, 9))
-    if kept == "computed again":
+    if hooks == "computed again":
         vectors = checkpoint(embeddings, ids, use_reentrant=False)
     else:
         with save_on_cpu():
@@ -91,14 +91,14 @@ def test_bfloat16_weights_have_float32_gradients_nearer_to_the_truth() -> None:
         parameter.grad_dtype = torch.float32
     truth = gradients(copy.deepcopy(model).double(), lean=False)
     usual = gradients(copy.deepcopy(model), lean=False)
-    found = gradients(model, lean=True)
+    lean = gradients(model, lean=True)
 
-    def error(found: dict[str, Tensor]) -> float:
+    def error(computed: dict[str, Tensor]) -> float:
         name = "model.embed_tokens.weight"
-        return float((found[name].double() - truth[name]).norm())
+        return float((computed[name].double() - truth[name]).norm())
 
-    assert all(gradient.dtype == torch.float32 for gradient in found.values())
-    assert error(found) < error(usual)
+    assert all(gradient.dtype == torch.float32 for gradient in lean.values())
+    assert error(lean) < error(usual)
 
 
 def test_embeddings_that_do_more_are_left_alone() -> None:

@@ -34,7 +34,7 @@ def made(name: str, dtypes: Sequence[torch.dtype]) -> tuple[list[nn.Parameter], 
     generator = torch.Generator().manual_seed(0)
     shapes, dtypes = ((33, 17), (1001,), (5,)), (*dtypes, dtypes[0])
     matrix, vector, idle = (torch.randn(*s, generator=generator).to(d) for s, d in zip(shapes, dtypes, strict=True))
-    parameters = [nn.Parameter(each) for each in (matrix.t(), vector, idle)]
+    parameters = [nn.Parameter(tensor) for tensor in (matrix.t(), vector, idle)]
     groups = [{"params": [parameters[0], parameters[2]]}, {"params": parameters[1:2], "lr": LR / 3, "weight_decay": 0}]
     factory = optimizer_factory(OptimizerConfig(name=name, lr=LR, weight_decay=0.1, betas=[0.8, 0.95]))
     return parameters, make_optimizer(groups, factory, name)
@@ -82,8 +82,8 @@ def test_a_state_goes_on_by_either(names: tuple[str, str], dtypes: Sequence[torc
     (first, before), (second, after) = (made(name, dtypes) for name in names)
     train(first, before, schedule := scheduled(before), range(3))
     with torch.no_grad():
-        for own, saved in zip(second, first, strict=True):
-            own.copy_(saved)
+        for weight, saved in zip(second, first, strict=True):
+            weight.copy_(saved)
     resumed = scheduled(after)
     after.load_state_dict(before.state_dict())
     resumed.load_state_dict(schedule.state_dict())
@@ -182,7 +182,7 @@ def test_nothing_is_pinned_without_a_gpu(driver: Driver) -> None:
     memory = HostMemory(MasterWeights(make_parameters(), adamw))
     memory.leave()
     assert (len(parameters), driver.registered) == (3, {})
-    assert sum(each.numel() for each in optimizer._slots) == sum(each.numel() for each in parameters)
+    assert sum(tensor.numel() for tensor in optimizer._slots) == sum(tensor.numel() for tensor in parameters)
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_said(
@@ -202,9 +202,9 @@ def test_what_leaves_lies_in_one_block_and_comes_back_bit_for_bit() -> None:
     memory = HostMemory(optimizer)
     for _ in range(2):
         memory.leave()
-        kept = states_of(optimizer)
-        assert {each.untyped_storage().data_ptr() for each in kept} == {memory._block.bytes.data_ptr()}
-        assert len(memory._block.bytes) == sum(-(-4 * each.numel() // 64) * 64 for each in kept)
+        states = states_of(optimizer)
+        assert {state.untyped_storage().data_ptr() for state in states} == {memory._block.bytes.data_ptr()}
+        assert len(memory._block.bytes) == sum(-(-4 * state.numel() // 64) * 64 for state in states)
         same(optimizer.state_dict(), before)
         memory.come_back()
         same(optimizer.state_dict(), before)
@@ -281,7 +281,7 @@ def test_what_left_is_not_where_it_was_and_a_checkpoint_of_it_is_the_same() -> N
     stayed = [tensor.data for tensor in states_of(optimizer)]  # kept alive: nothing else can come to lie there
     memory = HostMemory(optimizer)
     memory.leave()
-    assert not {each.data_ptr() for each in stayed} & {tensor.data_ptr() for tensor in states_of(optimizer)}
+    assert not {state.data_ptr() for state in stayed} & {tensor.data_ptr() for tensor in states_of(optimizer)}
     torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
 
 
@@ -294,7 +294,7 @@ def test_a_checkpoint_loaded_meanwhile_comes_back_too() -> None:
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     left = [tensor.data for tensor in states_of(other)]  # kept alive: nothing else can come to lie there
     memory.come_back()
-    assert not {each.data_ptr() for each in left} & {tensor.data_ptr() for tensor in states_of(other)}
+    assert not {state.data_ptr() for state in left} & {tensor.data_ptr() for tensor in states_of(other)}
     take_step(weights, optimizer, 1)
     take_step(resumed, other, 1)
     assert all(torch.equal(one, other) for one, other in zip(weights, resumed, strict=True))

@@ -47,10 +47,10 @@ def tensors(length, dtype, queries=None):
 
 
 def run(attention, inputs, mask=None):
-    inputs = [each.detach().clone().requires_grad_() for each in inputs]
+    inputs = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     output, _ = attention(MODULE, *inputs, mask, scaling=0.25)
     output.backward(torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view(output.shape).to(output.dtype))
-    return [output.detach(), *(each.grad for each in inputs)]
+    return [output.detach(), *(tensor.grad for tensor in inputs)]
 
 
 def errors(results, exact):
@@ -60,7 +60,7 @@ def errors(results, exact):
 @pytest.mark.parametrize("length", [1, 7, 69])
 def test_short_sequences_are_computed_in_float32(length):
     inputs = tensors(length, torch.bfloat16)
-    exact = run(sdpa_attention_forward, [each.double() for each in inputs])
+    exact = run(sdpa_attention_forward, [tensor.double() for tensor in inputs])
     mine, theirs = run(attention, inputs), run(sdpa_attention_forward, inputs)
     assert all(result.dtype == torch.bfloat16 for result in mine)
     assert max(errors(mine[:1], exact[:1])) < 0.003
@@ -134,8 +134,8 @@ def with_gradients(result: torch.Tensor, inputs: list[torch.Tensor]) -> list[tor
 def test_attention_and_its_gradients_are_those_of_a_dense_mask(layout):
     inputs = states(layout.starts()[-1], torch.float64)
     mine = with_gradients(attend(layout, inputs), inputs)
-    for found, expected in zip(mine, with_gradients(dense(layout, inputs), inputs), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    for computed, expected in zip(mine, with_gradients(dense(layout, inputs), inputs), strict=True):
+        torch.testing.assert_close(computed, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-9), (torch.bfloat16, 0.004)])
@@ -143,10 +143,10 @@ def test_values_may_be_narrower_than_keys(dtype, limit):
     layout = Segments([20, 9], [3, 2], [5, 20, 3, 8, 11, 2])
     query, key, value = states(layout.starts()[-1], dtype)
     inputs = [query, key, value[..., :3].detach().requires_grad_()]
-    exact = [each.detach().double().requires_grad_() for each in inputs]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     mine = with_gradients(attend(layout, inputs), inputs)
-    for found, truth in zip(mine, with_gradients(dense(layout, exact), exact), strict=True):
-        assert float((found.double() - truth).norm() / truth.norm()) < limit
+    for computed, truth in zip(mine, with_gradients(dense(layout, exact), exact), strict=True):
+        assert float((computed.double() - truth).norm() / truth.norm()) < limit
 
 
 def test_values_may_be_rounded_where_queries_are_not():
@@ -154,8 +154,12 @@ def test_values_may_be_rounded_where_queries_are_not():
     query, key, value = states(layout.starts()[-1], torch.float32)
     rounded = value.detach().bfloat16().requires_grad_()
     exact = rounded.detach().float().requires_grad_()
-    mine, truth = (with_gradients(attend(layout, each), each) for each in ([query, key, rounded], [query, key, exact]))
-    assert all(torch.equal(found, expected.to(found.dtype)) for found, expected in zip(mine, truth, strict=True))
+    mine, truth = (
+        with_gradients(attend(layout, inputs), inputs) for inputs in ([query, key, rounded], [query, key, exact])
+    )
+    assert all(
+        torch.equal(computed, expected.to(computed.dtype)) for computed, expected in zip(mine, truth, strict=True)
+    )
 
 
 def test_one_layout_serves_models_with_other_numbers_of_key_heads():
@@ -165,17 +169,17 @@ def test_one_layout_serves_models_with_other_numbers_of_key_heads():
     for times in (1, HEADS // KEY_HEADS, 1):
         query, key, value = inputs
         result = attention(query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), SCALE)
-        for found, expected in zip(with_gradients(result, inputs), truth, strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        for computed, expected in zip(with_gradients(result, inputs), truth, strict=True):
+            torch.testing.assert_close(computed, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("length", [20, SHORT_TOKENS + 40])
 def test_bfloat16_is_as_exact_as_its_rounding(length):
     layout = Segments([length, 9], [3, 2], [5, length, 3, 8, 11, 2])
     inputs = states(layout.starts()[-1], torch.bfloat16)
-    exact = [each.detach().double().requires_grad_() for each in inputs]
-    found = with_gradients(attend(layout, inputs), inputs)
-    for mine, truth in zip(found, with_gradients(dense(layout, exact), exact), strict=True):
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    computed = with_gradients(attend(layout, inputs), inputs)
+    for mine, truth in zip(computed, with_gradients(dense(layout, exact), exact), strict=True):
         assert mine.dtype == torch.bfloat16
         assert float((mine.double() - truth).norm() / truth.norm()) < (0.004 if length < SHORT_TOKENS else 0.012)
 
@@ -194,7 +198,7 @@ def test_padding_among_queries_cannot_overflow():
     inputs = states(90, torch.float32)
     with torch.no_grad():
         inputs[0][:, :, 50], inputs[1][:, :, 50] = -90.0, 90.0  # the token that pads; its score is far below any other
-    assert all(each.isfinite().all() for each in with_gradients(attend(layout, inputs), inputs))
+    assert all(tensor.isfinite().all() for tensor in with_gradients(attend(layout, inputs), inputs))
 
 
 # -- layers that keep less for the backward pass -----------------------------------------------------------------------
@@ -206,7 +210,7 @@ TOKENS = torch.arange(40).view(2, 20)
 
 def lean_parts(model: nn.Module) -> list[int]:
     """Numbers of lean norms and lean feed-forward parts."""
-    return [sum(isinstance(each, kind) for each in model.modules()) for kind in (LeanNorm, LeanFeedForward)]
+    return [sum(isinstance(module, kind) for module in model.modules()) for kind in (LeanNorm, LeanFeedForward)]
 
 
 def trained(model: Any) -> dict[str, torch.Tensor]:
@@ -227,11 +231,11 @@ def test_results_are_the_same_to_the_bit_and_gradients_as_exact(kind: Any, confi
     lean, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
     lean_layers(lean)
     assert lean_parts(lean) == [norms, 2]
-    truth, found, expected = trained(exact), trained(lean), trained(plain)
-    assert torch.equal(found.pop(""), expected.pop(""))
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        errors = [float((each - truth[name]).norm() / truth[name].norm()) for each in (gradient, expected[name])]
+    truth, computed, expected = trained(exact), trained(lean), trained(plain)
+    assert torch.equal(computed.pop(""), expected.pop(""))
+    assert computed.keys() == expected.keys()
+    for name, gradient in computed.items():
+        errors = [float((result - truth[name]).norm() / truth[name].norm()) for result in (gradient, expected[name])]
         assert errors[0] < 1.2 * errors[1] + 1e-3
 
 
@@ -254,5 +258,5 @@ def test_other_dtypes_are_left_to_transformers() -> None:
     plain = LlamaForCausalLM(LlamaConfig(**SMALL)).bfloat16()
     lean = copy.deepcopy(plain)
     lean_layers(lean)
-    found, expected = trained(lean.float()), trained(plain.float())
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    computed, expected = trained(lean.float()), trained(plain.float())
+    assert all(torch.equal(computed[name], expected[name]) for name in expected)

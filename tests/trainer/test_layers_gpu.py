@@ -65,6 +65,6 @@ def test_a_forward_pass_is_that_of_a_dense_mask(monkeypatch: pytest.MonkeyPatch)
     flex = FlexSharedPrefix.of(LONG, CPU)
     inputs = states(LONG.starts()[-1], torch.float64)
     with torch.no_grad():
-        query, key, value = (torch.nn.functional.pad(each, (0, 0, 0, flex.padding)) for each in inputs)
-        found = flex(query, key, value, SCALE)[:, : LONG.starts()[-1]]
-        torch.testing.assert_close(found, dense(LONG, inputs))
+        query, key, value = (torch.nn.functional.pad(tensor, (0, 0, 0, flex.padding)) for tensor in inputs)
+        attended = flex(query, key, value, SCALE)[:, : LONG.starts()[-1]]
+        torch.testing.assert_close(attended, dense(LONG, inputs))

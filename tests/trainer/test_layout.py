@@ -86,9 +86,9 @@ def test_shared_parts_deal_every_row_once_within_the_budget(batch, budget, data)
             members = [batch.experiences[row] for row in group.rows]
             assert group.tokens == group.prefix + sum(len(e.tokens) - group.prefix for e in members)
             assert (group.prefix == 0) == (len(members) == 1)
-            for each in members:
-                assert group.prefix <= each.prompt_length
-                assert torch.equal(each.tokens[: group.prefix], members[0].tokens[: group.prefix])
+            for member in members:
+                assert group.prefix <= member.prompt_length
+                assert torch.equal(member.tokens[: group.prefix], members[0].tokens[: group.prefix])
 
 
 def runs(rows):
@@ -109,7 +109,7 @@ def test_no_other_runs_of_sorted_prompts_compute_fewer_tokens(rows):
         common = next((at for at, column in enumerate(zip(*run, strict=False)) if len(set(column)) > 1), None)
         return (min(map(len, run)) if common is None else common) * (len(run) - 1)
 
-    most = max(sum(map(saved, each)) for each in runs(prompts))
+    most = max(sum(map(saved, split)) for split in runs(prompts))
     total = sum(len(row.tokens) for row in rows)
     assert total - sum(group.tokens for group in prefix_groups(rows, range(len(rows)), 10_000)) == most
 
@@ -160,7 +160,9 @@ def test_small_groups_fill_a_micro_batch():
 def test_auto_shares_if_that_saves_a_fifth(batch, budget):
     rows = range(len(batch.experiences))
     chosen = better_layout(batch, rows, budget)
-    padded, shared, chosen = (cut(batch, rows, budget, it) for it in (Layout.padded, Layout.shared_prefix, chosen))
+    padded, shared, chosen = (
+        cut(batch, rows, budget, layout) for layout in (Layout.padded, Layout.shared_prefix, chosen)
+    )
     assert chosen == (shared if 5 * computed_tokens(shared) <= 4 * computed_tokens(padded) else padded)
     lengths = [len(e.tokens) for e in batch.experiences]
     assert computed_tokens(shared) <= sum(lengths) <= computed_tokens(padded)
@@ -230,8 +232,8 @@ def test_each_trained_token_is_predicted_by_the_state_before_it(layout, batch):
             at = experience.prompt_length + offset
             expected.append((order, int(experience.tokens[at]), int(experience.tokens[at - 1]), at - 1))
     before, where = tokens.flatten()[micro.states], positions[micro.states]
-    found = zip(*(each.tolist() for each in (micro.rows, micro.targets, before, where)), strict=True)
-    assert list(found) == expected
+    predicted = zip(*(tensor.tolist() for tensor in (micro.rows, micro.targets, before, where)), strict=True)
+    assert list(predicted) == expected
     assert tokens.numel() == part.tokens
 
 
@@ -303,8 +305,8 @@ def test_one_copy_brings_all_of_it(layout, batch):
     assert copied.inputs.keys() == micro.inputs.keys()
     pairs = [(getattr(micro, name), getattr(copied, name)) for name in ("states", "targets", "rows", "action_mask")]
     pairs += [(getattr(micro, name), getattr(copied, name)) for name in ("sampled", "temperature", "expert")]
-    pairs += [(micro.columns[name], each) for name, each in copied.columns.items()]
-    pairs += [(micro.inputs[name], each) for name, each in copied.inputs.items()]
+    pairs += [(micro.columns[name], copy) for name, copy in copied.columns.items()]
+    pairs += [(micro.inputs[name], copy) for name, copy in copied.inputs.items()]
     for before, after in pairs:
         assert not isinstance(before, torch.Tensor) or (before.dtype == after.dtype and torch.equal(before, after))
     assert len(pairs) == 7 + len(micro.columns) + len(micro.inputs)

@@ -19,15 +19,15 @@ def through_a_file(state):
 
 
 def test_updates_that_bfloat16_would_lose_survive():
-    lost, kept = nn.Parameter(torch.ones(1).bfloat16()), nn.Parameter(torch.ones(1).bfloat16())
+    lost, mastered = nn.Parameter(torch.ones(1).bfloat16()), nn.Parameter(torch.ones(1).bfloat16())
     plain = torch.optim.SGD([lost], lr=1.0)
-    optimizer = MasterWeights([kept], lambda groups: torch.optim.SGD(groups, lr=1.0))
+    optimizer = MasterWeights([mastered], lambda groups: torch.optim.SGD(groups, lr=1.0))
     for _ in range(100):
-        lost.grad, kept.grad = torch.full((1,), 1e-3).bfloat16(), torch.full((1,), 1e-3)
+        lost.grad, mastered.grad = torch.full((1,), 1e-3).bfloat16(), torch.full((1,), 1e-3)
         plain.step()
         optimizer.step()
     assert lost.item() == 1.0
-    assert kept.item() == pytest.approx(0.9, abs=2**-9)
+    assert mastered.item() == pytest.approx(0.9, abs=2**-9)
 
 
 def test_equals_float32_adamw_rounded_at_the_end_of_each_step():

@@ -184,9 +184,9 @@ def test_log_probabilities_are_those_of_the_models_own_logits(name: str, dtype: 
     torch.testing.assert_close(entropies, distribution.entropy(), **tolerance)
     if dtype == torch.float32:
         weight = model.get_input_embeddings().weight
-        (own,) = torch.autograd.grad(distribution.log_prob(targets).sum(), weight)
+        (gradient,) = torch.autograd.grad(distribution.log_prob(targets).sum(), weight)
         logprobs.sum().backward()  # a tied head adds to `weight.grad` in place, which `autograd.grad` would not see
-        torch.testing.assert_close(weight.grad, own, rtol=1e-3, atol=1e-4 * float(own.abs().max()))
+        torch.testing.assert_close(weight.grad, gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
 
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -324,8 +324,10 @@ def test_a_model_that_looks_ahead_is_refused_by_name() -> None:
 
 def test_a_model_whose_logits_cannot_be_had_for_some_positions_is_refused_by_name() -> None:
     model = build("LlamaForCausalLM", {})
-    own = model.forward
-    model.forward = lambda input_ids, use_cache: SimpleNamespace(logits=2 * own(input_ids, use_cache=use_cache).logits)
+    forward = model.forward
+    model.forward = lambda input_ids, use_cache: SimpleNamespace(
+        logits=2 * forward(input_ids, use_cache=use_cache).logits
+    )
     with pytest.raises(ModelLoadError, match="LlamaForCausalLM"):
         logprob_function(model)
 
@@ -357,8 +359,8 @@ def test_a_policy_of_such_a_model_trains_on_its_own_log_probabilities(tmp_path: 
     policy = PolicyModule(str(tmp_path), algorithm, OptimizerConfig(lr=1e-3), dtype="fp32")
     policy.configure_model()
     tokens = [5, 17, 4, 60, 33]
-    own = model(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
-    expected = own.gather(-1, torch.tensor(tokens[1:])[:, None]).squeeze(-1).tolist()
+    distribution = model(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    expected = distribution.gather(-1, torch.tensor(tokens[1:])[:, None]).squeeze(-1).tolist()
     assert policy.sequence_logprobs(tokens) == pytest.approx(expected, abs=1e-5)
     trainer = fit(policy, batches, Prepare(batches))
     assert trainer.global_step == 1

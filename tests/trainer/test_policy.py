@@ -99,11 +99,11 @@ def test_a_loss_that_ignores_advantages_trains_rows_without_any(tiny):
 def test_rows_that_no_engine_made_are_not_corrected_however_the_batch_is_cut(tiny):
     experiences = make_experiences()
     with torch.no_grad():
-        own = naive_logprobs(tiny, experiences)
+        naive = naive_logprobs(tiny, experiences)
     as_if_sampled = [copy.copy(e) for e in experiences]
     for row in (0, 3):
         experiences[row].logprobs = None
-        as_if_sampled[row].logprobs = own[row, : experiences[row].response_length]
+        as_if_sampled[row].logprobs = naive[row, : experiences[row].response_length]
     expected = naive_grpo(tiny, as_if_sampled)
     gradients = naive_gradients(tiny, expected)
     for budget in (1, 10_000):

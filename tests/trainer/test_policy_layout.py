@@ -93,8 +93,8 @@ def cancelling() -> OptimizerBatch:
     likelier = {"advantages": [2.0], "action_mask": [True], "info": {"temperature": 1.0}}
     unlikelier = {"advantages": [-1.0, -1.0], "action_mask": [False, True], "info": {"temperature": 0.5}}
     rows = [
-        Experience(eid=EID(batch=1, run=run), tokens=[1, 1], prompt_length=1 - run, **each)
-        for run, each in enumerate((likelier, unlikelier))
+        Experience(eid=EID(batch=1, run=run), tokens=[1, 1], prompt_length=1 - run, **fields)
+        for run, fields in enumerate((likelier, unlikelier))
     ]
     return OptimizerBatch.of(rows, explore_step=1)
 
@@ -105,8 +105,8 @@ def cancelling() -> OptimizerBatch:
 def test_every_layout_budget_and_order_has_the_same_loss_and_gradient(policy, batch, budget, random):
     loss, gradient = step(policy, batch, Layout.padded, 10_000)
     shuffled = OptimizerBatch.of(random.sample(batch.experiences, len(batch.experiences)), explore_step=1)
-    for each in (batch, shuffled):
-        other_loss, other = step(policy, each, Layout.shared_prefix, budget)
+    for ordered in (batch, shuffled):
+        other_loss, other = step(policy, ordered, Layout.shared_prefix, budget)
         assert other_loss == pytest.approx(loss, rel=1e-6, abs=1e-6)
         # Float32 rounds each row's gradient relative to that gradient, and no order of adding them can do better. Where
         # they nearly cancel, the sum is far smaller than its terms, and so are the digits that are left of it: hence an
@@ -184,8 +184,8 @@ def test_columns_of_policy_and_reference_are_computed_alike():
     padded, settings["layout"] = [batch_of(experiences)], Layout.padded
     fit(make_policy(**settings), padded, Prepare(padded))
     for name, column in padded[0].columns.items():
-        for mine, own in zip(batches[0].columns[name], column, strict=True):
-            torch.testing.assert_close(mine, own, rtol=1e-5, atol=1e-5)
+        for mine, expected in zip(batches[0].columns[name], column, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_all_batches_of_a_step_have_the_layout_that_its_columns_were_computed_in():

@@ -76,8 +76,8 @@ def by_text(scores):
 def test_scores_are_kept_and_added_with_their_weight():
     with judge_server(lambda body: (200, '{"score": 0.5}')) as server:
         exps = answered("four", "five")
-        kept, metrics = ask([server.url], exps, weight=2.0)
-    assert kept == exps
+        passed, metrics = ask([server.url], exps, weight=2.0)
+    assert passed == exps
     assert rewards(exps) == [2.0, 2.0]
     assert [exp.info["judge_score"] for exp in exps] == [0.5, 0.5]
     assert metrics == {"score/mean": 0.5, "failed_count": 0}
@@ -124,8 +124,8 @@ def test_scores_are_found_within_text(text, score):
 def test_failed_items_keep_their_reward_and_are_counted_and_logged(answer, reason, caplog):
     with judge_server(lambda body: answer) as server, caplog.at_level(logging.WARNING):
         exps = answered("four", "five")
-        kept, metrics = ask([server.url], exps, max_retries=1)
-    assert kept == exps
+        passed, metrics = ask([server.url], exps, max_retries=1)
+    assert passed == exps
     assert rewards(exps) == [1.0, 1.0]
     assert all("judge_score" not in exp.info for exp in exps)
     assert metrics == {"failed_count": 2}
@@ -366,12 +366,12 @@ def test_what_cannot_work_is_refused() -> None:
         TeacherTopK(max_retries=-1)
 
 
-@pytest.mark.parametrize(("status", "said"), [(200, "log-probabilities of the 2 tokens"), (400, "too many logprobs")])
-def test_an_endpoint_is_asked_before_any_rollout(status: int, said: str) -> None:
+@pytest.mark.parametrize(("status", "reason"), [(200, "log-probabilities of the 2 tokens"), (400, "too many logprobs")])
+def test_an_endpoint_is_asked_before_any_rollout(status: int, reason: str) -> None:
     with judge_server(lambda _: (status, "too many logprobs"), ["some-model"]) as server:
         operator = TeacherTopK(k=30)
         operator.set_auxiliary_model({"teacher": [OpenAIModel(server.url, "some-model").get_openai_async_client()]})
         with refuses("auxiliary_models.teacher.url") as refused:
             asyncio.run(operator.prepare())
-    assert said in str(refused.value)
+    assert reason in str(refused.value)
     assert server.requests[0]["prompt_logprobs"] == 30

@@ -47,8 +47,8 @@ def test_built_in_operators_need_no_experiences(name):
     args = {"overlong_penalty": {"max_length": 4, "cache_length": 2}, "judge": {"model": "m", "prompt": "{response}"}}
     (operator,) = create_operators([OperatorConfig(name, args.get(name, {}))])
     if name not in ("judge", "teacher_top_k"):  # they look for their models first
-        kept, metrics = asyncio.run(operator.process([]))
-        assert kept == []
+        passed, metrics = asyncio.run(operator.process([]))
+        assert passed == []
         assert all(value in (0, {}) for value in metrics.values())
     asyncio.run(operator.close())
 

@@ -19,26 +19,26 @@ STEPS = st.lists(
 
 def test_reward_filter_keeps_what_reaches_the_threshold():
     exps = step_of([0.5, None, NAN, 0.49, 1.0, INF, -INF])
-    kept, metrics = run("reward_filter", exps, threshold=0.5)
-    assert rewards(kept) == [0.5, 1.0, INF]
+    passed, metrics = run("reward_filter", exps, threshold=0.5)
+    assert rewards(passed) == [0.5, 1.0, INF]
     assert metrics == {"filtered_count": 4}
     assert rewards(run("reward_filter", step_of([-1, 0, 1]))[0]) == [0, 1]
 
 
 def test_invalid_reward_filter():
     exps = step_of([0.5, None, NAN, INF, -INF, -2.0])
-    kept, metrics = run("invalid_reward_filter", exps)
-    assert rewards(kept) == [0.5, -2.0]
+    passed, metrics = run("invalid_reward_filter", exps)
+    assert rewards(passed) == [0.5, -2.0]
     assert metrics == {"filtered_count": 4}
 
 
 def test_reward_std_filter_drops_what_does_not_differ():
     exps = step_of([0, 1], [1, 1, 1], [5], [0.1 + 0.2, 0.3], [None, 1], [0, NAN], [0, 2])
-    kept, metrics = run("reward_std_filter", exps)
-    assert list(group_by(kept, "task")) == ["1/0", "1/6"]
+    passed, metrics = run("reward_std_filter", exps)
+    assert list(group_by(passed, "task")) == ["1/0", "1/6"]
     assert metrics == {"filtered_count": 10}
-    kept, _ = run("reward_std_filter", step_of([0, 1], [0, 2]), threshold=0.5)
-    assert list(group_by(kept, "task")) == ["1/1"]
+    passed, _ = run("reward_std_filter", step_of([0, 1], [0, 2]), threshold=0.5)
+    assert list(group_by(passed, "task")) == ["1/1"]
 
 
 @settings(deadline=None)
@@ -46,7 +46,7 @@ def test_reward_std_filter_drops_what_does_not_differ():
 def test_reward_std_filter_equals_the_definition_whatever_the_order(groups, threshold, random):
     exps = step_of(*groups)
     random.shuffle(exps)
-    kept, metrics = run("reward_std_filter", exps, threshold=threshold)
+    passed, metrics = run("reward_std_filter", exps, threshold=threshold)
     good = {
         task
         for task, values in enumerate(groups)
@@ -54,8 +54,8 @@ def test_reward_std_filter_equals_the_definition_whatever_the_order(groups, thre
         and all(v is not None and v == v for v in values)
         and statistics.pstdev([v for v in values if v is not None]) > max(threshold, 1e-9)
     }
-    assert kept == [exp for exp in exps if exp.eid.task in good]
-    assert metrics == {"filtered_count": len(exps) - len(kept)}
+    assert passed == [exp for exp in exps if exp.eid.task in good]
+    assert metrics == {"filtered_count": len(exps) - len(passed)}
 
 
 def graded(*groups, key="accuracy"):
@@ -69,15 +69,15 @@ def graded(*groups, key="accuracy"):
 
 def test_dynamic_sampling_keeps_groups_that_are_neither_right_nor_wrong():
     exps = graded([0.0, 1.0], [1.0, 1.0, 0.5], [0.0, 0.0], [0.0, None], [1.0])
-    kept, metrics = run("dapo_dynamic_sampling", exps)
-    assert list(group_by(kept, "task")) == ["1/0", "1/3"]
+    passed, metrics = run("dapo_dynamic_sampling", exps)
+    assert list(group_by(passed, "task")) == ["1/0", "1/3"]
     assert metrics == {"filtered_count": 6, "dropped_all_correct": 4, "dropped_all_wrong": 2}
 
 
 def test_dynamic_sampling_takes_another_metric_and_threshold():
     exps = graded([0.4, 0.6], [0.6, 0.7], key="f1")
-    kept, metrics = run("dapo_dynamic_sampling", exps, metric_key="f1", correct_threshold=0.5)
-    assert list(group_by(kept, "task")) == ["1/0"]
+    passed, metrics = run("dapo_dynamic_sampling", exps, metric_key="f1", correct_threshold=0.5)
+    assert list(group_by(passed, "task")) == ["1/0"]
     assert metrics["dropped_all_correct"] == 2
     with refuses("operators.dapo_dynamic_sampling.args.correct_threshold"):
         run("dapo_dynamic_sampling", exps, correct_threshold=NAN)
@@ -92,7 +92,7 @@ def test_dynamic_sampling_without_anything_to_tell_by_is_an_error():
 def test_dynamic_sampling_leaves_out_values_that_are_no_finite_numbers(caplog):
     exps = step_of([0, NAN], [0, 1], [INF, 0])
     with caplog.at_level(logging.WARNING):
-        kept, metrics = run("dapo_dynamic_sampling", exps)
-    assert list(group_by(kept, "task")) == ["1/1"]
+        passed, metrics = run("dapo_dynamic_sampling", exps)
+    assert list(group_by(passed, "task")) == ["1/1"]
     assert metrics == {"filtered_count": 4, "dropped_all_correct": 0, "dropped_all_wrong": 0}
     assert "1/0, 1/2" in caplog.text

@@ -19,8 +19,8 @@ def test_truncated_responses_are_not_trained_on():
     exps += [make(run=2, truncate_status="prompt_truncated", logprobs=[0.0])]
     for exp in exps[:2]:
         exp.action_mask = shared
-    kept, metrics = run("mask_response_truncated", exps)
-    assert kept == exps
+    mapped, metrics = run("mask_response_truncated", exps)
+    assert mapped == exps
     assert exps[1].action_mask is not None
     assert exps[1].action_mask.tolist() == [False, False]
     assert exps[1].action_mask.dtype == torch.bool
@@ -34,8 +34,8 @@ def test_truncated_responses_are_not_trained_on():
 )
 def test_overlong_penalty_is_linear_over_the_cache(length, penalty):
     exps = [make(response=length, reward=2.0), make(response=1, reward=None)]
-    kept, metrics = run("overlong_penalty", exps, max_length=10, cache_length=4)
-    assert kept == exps
+    mapped, metrics = run("overlong_penalty", exps, max_length=10, cache_length=4)
+    assert mapped == exps
     assert rewards(exps) == [2.0 + penalty, None]
     assert metrics == {"overlong_penalty/mean": penalty / 2}
 
@@ -55,13 +55,13 @@ def test_what_the_environment_wrote_is_no_length_of_the_response():
     mask = [1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1]
     exps = [Experience(tokens=list(range(15)), prompt_length=3, action_mask=mask, reward=1.0) for _ in range(2)]
     exps[1].truncate_status = "response_truncated"
-    kept, metrics = run("overlong_penalty", exps, max_length=12, cache_length=4)
+    mapped, metrics = run("overlong_penalty", exps, max_length=12, cache_length=4)
     assert metrics == {"overlong_penalty/mean": 0.0}
-    kept, _ = run("mask_response_truncated", kept)
-    assert kept[1].action_mask is not None
-    assert not kept[1].action_mask.any()
-    kept, metrics = run("overlong_penalty", kept, max_length=9, cache_length=4)
-    assert [exp.reward for exp in kept] == [0.5, 0.5]
+    mapped, _ = run("mask_response_truncated", mapped)
+    assert mapped[1].action_mask is not None
+    assert not mapped[1].action_mask.any()
+    mapped, metrics = run("overlong_penalty", mapped, max_length=9, cache_length=4)
+    assert [exp.reward for exp in mapped] == [0.5, 0.5]
     assert metrics == {"overlong_penalty/mean": -0.5}
 
 
@@ -86,8 +86,8 @@ def shape(exps, *rules):
 def test_shaping_operations_in_any_case(op_type, expected):
     exp = make(reward=3.0, info={"quality": 2})
     rule = {"stats_key": "quality", "weight": 0.5} | ({} if op_type is None else {"op_type": op_type})
-    kept, metrics = shape([exp], rule)
-    assert kept == [exp]
+    mapped, metrics = shape([exp], rule)
+    assert mapped == [exp]
     assert exp.reward == expected
     assert metrics == {
         "skipped_count": 0,
@@ -115,8 +115,8 @@ def test_what_a_rule_does_not_apply_to_stays_as_it_was():
         make(run=3, reward=1.0, info={"quality": None}),
         make(run=4, reward=1.0, info={"quality": 4}),
     ]
-    kept, metrics = shape(exps, {"stats_key": "quality", "op_type": "DIV"})
-    assert kept == exps
+    mapped, metrics = shape(exps, {"stats_key": "quality", "op_type": "DIV"})
+    assert mapped == exps
     assert rewards(exps) == [1.0, None, 1.0, 1.0, 0.25]
     assert metrics["skipped_count"] == 4
 
@@ -130,8 +130,8 @@ def test_a_rule_that_does_not_apply_leaves_the_others():
 
 def test_no_rules_change_nothing():
     exps = step_of([1, None])
-    kept, metrics = run("reward_shaping_mapper", exps)
-    assert rewards(kept) == [1, None]
+    mapped, metrics = run("reward_shaping_mapper", exps)
+    assert rewards(mapped) == [1, None]
     assert metrics == {"skipped_count": 0, "reward_diff/mean": 0, "reward_diff/min": 0, "reward_diff/max": 0}
 
 
@@ -166,8 +166,8 @@ def indexed(taskset, index, reward, **fields):
 
 def test_pass_rates_go_to_the_task_selector():
     exps = [indexed("sums", 3, 1.0), indexed("sums", 7, 0.0), indexed("sums", 3, 0.0), indexed(1, 3, 0.5)]
-    kept, metrics = run("pass_rate_calculator", exps)
-    assert kept == exps
+    mapped, metrics = run("pass_rate_calculator", exps)
+    assert mapped == exps
     assert metrics == {
         "selector_metric": {
             "sums": {"indices": [3, 7], "values": [0.5, 0.0]},

@@ -35,12 +35,12 @@ def process(pipeline, exps, step=1):
     return asyncio.run(pipeline.process(exps, step))
 
 
-def own(name, on_error: Any = OnError.stop, **args):
+def configured(name, on_error: Any = OnError.stop, **args):
     return OperatorConfig(f"{HERE}.{name}", args, on_error)
 
 
 def test_operators_run_in_order_before_the_strategy():
-    pipeline = pipeline_of(OperatorConfig("reward_filter", {"threshold": 1.0}), own("AddOne", amount=5.0))
+    pipeline = pipeline_of(OperatorConfig("reward_filter", {"threshold": 1.0}), configured("AddOne", amount=5.0))
     written, metrics = process(pipeline, traced([0, 1], [2, 0.5]))
     assert rewards(written) == [6.0, 7.0]
     assert metrics["experience_pipeline/reward_filter/filtered_count"] == 2
@@ -70,7 +70,7 @@ def test_without_operators_nothing_is_timed_or_copied():
 
 
 def test_the_caller_s_list_stays_as_it_is():
-    pipeline = pipeline_of(own("Fails", where="nowhere"))
+    pipeline = pipeline_of(configured("Fails", where="nowhere"))
     exps = step_of([0, 1])
     written, _ = process(pipeline, exps)
     assert len(exps) == 2
@@ -92,14 +92,14 @@ def test_any_real_number_is_a_metric(caplog):
     }
     with_gradient = torch.tensor(3.5, requires_grad=True)
     others = {"text": "a", "complex": 1j, "list": [1], "tensors": torch.ones(2), "arrays": np.ones(0), "nothing": None}
-    pipeline = pipeline_of(own("Numbers", metrics=numbers | others | {"with_gradient": with_gradient}))
+    pipeline = pipeline_of(configured("Numbers", metrics=numbers | others | {"with_gradient": with_gradient}))
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             _, metrics = process(pipeline, step_of([0, 1]), step)
     prefix = f"experience_pipeline/{HERE}.Numbers/"
-    found = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-    assert found == {key: float(value) for key, value in numbers.items()} | {"with_gradient": 3.5}
-    assert {type(value) for value in found.values()} == {float}
+    reported = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+    assert reported == {key: float(value) for key, value in numbers.items()} | {"with_gradient": 3.5}
+    assert {type(value) for value in reported.values()} == {float}
     for name in others:
         assert caplog.text.count(f"metric '{prefix}{name}' is no number") == 1
 
@@ -117,7 +117,7 @@ def test_the_selector_s_metric_is_not_logged(caplog):
 
 
 def test_operators_are_prepared_once_and_closed():
-    pipeline = pipeline_of(own("AddOne"))
+    pipeline = pipeline_of(configured("AddOne"))
     (operator,) = operators_of(pipeline)
     assert isinstance(operator, AddOne)
 
@@ -133,7 +133,7 @@ def test_operators_are_prepared_once_and_closed():
 
 
 def test_a_failed_preparation_closes_the_others_and_names_the_operator():
-    pipeline = pipeline_of(own("AddOne"), own("Fails", where="prepare"))
+    pipeline = pipeline_of(configured("AddOne"), configured("Fails", where="prepare"))
     with pytest.raises(
         OperatorError, match=r"operator 'support.operators.Fails' \(Fails\) could not be prepared: Runtime"
     ):
@@ -142,7 +142,7 @@ def test_a_failed_preparation_closes_the_others_and_names_the_operator():
 
 
 def test_a_failed_close_closes_the_others_and_names_the_operator():
-    pipeline = pipeline_of(own("AddOne"), own("Fails", where="close"), own("AddOne"))
+    pipeline = pipeline_of(configured("AddOne"), configured("Fails", where="close"), configured("AddOne"))
 
     async def live():
         await pipeline.prepare()
@@ -158,7 +158,7 @@ def test_a_failed_close_closes_the_others_and_names_the_operator():
 def test_a_failing_operator_stops_and_leaves_the_step_as_it_came(tmp_path):
     exps = traced([0, 1], [2, 3])
     before = copy.deepcopy(exps)
-    pipeline = pipeline_of(own("AddOne"), own("AddOne", fail_at=2), folder=tmp_path)
+    pipeline = pipeline_of(configured("AddOne"), configured("AddOne", fail_at=2), folder=tmp_path)
     with pytest.raises(
         OperatorError, match=r"operator 'support.operators.AddOne_2' \(AddOne\) failed at explore step 7"
     ) as e:
@@ -172,14 +172,14 @@ def test_a_failing_operator_stops_and_leaves_the_step_as_it_came(tmp_path):
 
 
 def test_without_a_folder_the_error_says_that_nothing_was_saved():
-    pipeline = pipeline_of(own("Fails"))
+    pipeline = pipeline_of(configured("Fails"))
     with pytest.raises(OperatorError, match="no folder was given"):
         process(pipeline, step_of([0]))
 
 
 def test_a_step_that_cannot_be_saved_is_told_with_the_operator_s_error(tmp_path):
     (tmp_path / "rejected").write_text("in the way")
-    pipeline = pipeline_of(own("Fails"), folder=tmp_path)
+    pipeline = pipeline_of(configured("Fails"), folder=tmp_path)
     with pytest.raises(
         OperatorError,
         match=r"no process today \(.*py:\d+ in _at\)\n.*could not be saved: (FileExists|NotADirectory)Error",
@@ -187,13 +187,13 @@ def test_a_step_that_cannot_be_saved_is_told_with_the_operator_s_error(tmp_path)
         process(pipeline, step_of([0]))
     exps = step_of([0])
     exps[0].info["odd"] = {1, 2}
-    pipeline = pipeline_of(own("Fails"), folder=tmp_path / "other")
+    pipeline = pipeline_of(configured("Fails"), folder=tmp_path / "other")
     with pytest.raises(OperatorError, match="could not be saved: ExperienceError"):
         process(pipeline, exps)
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("result", "description"),
     [
         (None, "NoneType"),
         ([], "list"),
@@ -205,16 +205,16 @@ def test_a_step_that_cannot_be_saved_is_told_with_the_operator_s_error(tmp_path)
         (({}, {}), "(dict, dict)"),
     ],
 )
-def test_what_an_operator_returns_is_checked_and_not_quoted(result, said):
-    pipeline = pipeline_of(own("Returns", result=result))
+def test_what_an_operator_returns_is_checked_and_not_quoted(result, description):
+    pipeline = pipeline_of(configured("Returns", result=result))
     with pytest.raises(OperatorError, match=r"\(Returns\) failed .*TypeError: process must return") as failed:
         process(pipeline, step_of([0]))
-    assert f"(list of experiences, dict of metrics), not {said}\n" in str(failed.value)
+    assert f"(list of experiences, dict of metrics), not {description}\n" in str(failed.value)
 
 
 def test_no_metrics_at_all_are_allowed():
     exps = tuple(step_of([0, 1]))
-    pipeline = pipeline_of(own("Returns", result=(exps, None)))
+    pipeline = pipeline_of(configured("Returns", result=(exps, None)))
     written, _ = process(pipeline, step_of([3]))
     assert written == list(exps)
 
@@ -224,7 +224,7 @@ def test_a_skipped_operator_leaves_no_trace(caplog):
     exps = traced([0, 1], [2, 3])
     pipeline = pipeline_of(
         OperatorConfig("reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "bonus"}]}),
-        own("AddOne", OnError.skip, fail_at=2),
+        configured("AddOne", OnError.skip, fail_at=2),
         OperatorConfig("reward_filter", {"threshold": 1.0}),
     )
     for exp in exps:
@@ -246,16 +246,16 @@ def test_a_skipped_operator_leaves_no_trace(caplog):
 
 def test_on_error_may_be_given_by_its_name():
     """In code as in a configuration; it counted as `stop` unless it was the enum's member."""
-    pipeline = pipeline_of(own("AddOne", "skip", fail_at=1))
+    pipeline = pipeline_of(configured("AddOne", "skip", fail_at=1))
     written, metrics = process(pipeline, traced([0, 1]))
     assert metrics["experience_pipeline/support.operators.AddOne/failed"] == 1
     assert rewards(written) == [0, 1]
     with pytest.raises(ConfigError, match=r"unknown operators\..*on_error 'skipp'.*Did you mean 'skip'"):
-        pipeline_of(own("AddOne", "skipp"))
+        pipeline_of(configured("AddOne", "skipp"))
 
 
 def test_a_skippable_operator_that_works_says_so():
-    pipeline = pipeline_of(own("AddOne", OnError.skip))
+    pipeline = pipeline_of(configured("AddOne", OnError.skip))
     written, metrics = process(pipeline, traced([0, 1]))
     assert metrics["experience_pipeline/support.operators.AddOne/failed"] == 0
     assert rewards(written) == [1, 2]
@@ -267,7 +267,7 @@ def test_a_cancelled_step_is_no_failure(tmp_path):
             await asyncio.sleep(60)
             return exps, {}
 
-    pipeline = pipeline_of(own("AddOne", OnError.skip), folder=tmp_path)
+    pipeline = pipeline_of(configured("AddOne", OnError.skip), folder=tmp_path)
     operators_of(pipeline)[0].__class__ = Waits
 
     async def live():
