@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hydra.errors import MissingConfigException
 from support.compose import composed
+from support.errors import refuses
 
 from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.config.engines import EngineConfig
@@ -189,7 +190,7 @@ def test_an_override_that_cannot_be_read(override: str, fix: str) -> None:
 @pytest.mark.parametrize("path", ["3", "null", "[a.b]", "{a: b}", "..x"])
 def test_a_target_that_is_no_dotted_path(path: str) -> None:
     config = composed("+recipe=grpo", "model=tiny", "logger=csv", f"logger.csv._target_={path}")
-    with pytest.raises(ConfigError, match=r"^logger.csv._target_: "):
+    with refuses("logger.csv._target_"):
         check_targets(config)
 
 

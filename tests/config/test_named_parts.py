@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 from support.compose import composed
+from support.errors import refuses
 
 from trinity_lightning.config.run import NAMED_PARTS, TrainConfig, typed_config, validate
-from trinity_lightning.errors import ConfigError
 
 
 def recipe(folder: Path, text: str, *overrides: str) -> tuple[DictConfig, TrainConfig]:
@@ -116,7 +116,7 @@ def test_a_whole_mapping_that_is_null_has_no_entry(tmp_path: Path) -> None:
 
 
 def test_no_strategy_at_all_is_refused_as_before(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^add_strategy is empty"):
+    with refuses("add_strategy"):
         recipe(tmp_path, ON.format("grpo") + "add_strategy: {grpo: null}\n")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.compose import composed
+from support.errors import refuses
 
 from trinity_lightning.config.algorithm import AlgorithmConfig, KLConfig, RolloutCorrectionConfig
 from trinity_lightning.config.buffer import BufferConfig, HeldOutConfig
@@ -75,7 +76,7 @@ RANGES: list[tuple[Callable[..., Any], str, Any]] = [
 
 @pytest.mark.parametrize(("section", "key", "value"), RANGES)
 def test_a_section_knows_its_ranges(section: Callable[..., Any], key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+    with refuses(key):
         section(**{key.rpartition(".")[2]: value})
 
 
@@ -85,16 +86,17 @@ def test_a_section_knows_its_ranges(section: Callable[..., Any], key: str, value
 )
 @pytest.mark.parametrize("value", [-1.0, 0.0, NAN, float("inf")])
 def test_every_refusal_of_a_value_names_the_same_range(section: Callable[..., Any], key: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"{key} is {value}: give a finite number above 0"):
+    with refuses(key) as refused:
         section(**{key.rpartition(".")[2]: value})
+    assert str(refused.value).startswith(f"{key} is {value}: give a finite number above 0")
 
 
 @pytest.mark.parametrize(("section", "key", "value"), REFUSED)
 def test_a_section_refuses_the_value_however_it_is_given(section: Callable[..., Any], key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=key.replace(".", r"\.")) as in_a_script:
+    with refuses(key) as in_a_script:
         section(**{key.rpartition(".")[2]: value})
     config = composed("+recipe=grpo", "model=tiny", f"{key}={value}")
-    with pytest.raises(ConfigError) as from_the_command_line:
+    with refuses(key) as from_the_command_line:
         validate(config)
     assert str(from_the_command_line.value) == str(in_a_script.value)
 
@@ -127,35 +129,34 @@ def test_a_script_that_gives_another_type_is_refused_too(
 
 
 @pytest.mark.parametrize(
-    ("section", "refused"),
+    ("section", "key"),
     [
-        ({"ratio": 1.5}, r"explorer\.over_rollout\.ratio is 1\.5: give a number"),
-        ({"rate": 0.5}, r"unknown key 'explorer\.over_rollout\.rate'"),
-        (3, r"explorer\.over_rollout is 3: give a mapping of ratio, wait_after_min, or leave it out"),
+        ({"ratio": 1.5}, "explorer.over_rollout.ratio"),
+        ({"rate": 0.5}, "explorer.over_rollout.rate"),
+        (3, "explorer.over_rollout"),
     ],
 )
-def test_a_section_within_one_is_checked_if_a_script_gives_it_as_a_mapping(section: Any, refused: str) -> None:
+def test_a_section_within_one_is_checked_if_a_script_gives_it_as_a_mapping(section: Any, key: str) -> None:
     assert ExplorerConfig(over_rollout={"ratio": 0.5}).over_rollout == OverRolloutConfig(0.5)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=refused):
+    with refuses(key):
         ExplorerConfig(over_rollout=section)
 
 
 def test_a_section_changed_after_it_was_made_is_refused_by_the_policy() -> None:
     algorithm, optimizer = AlgorithmConfig(), OptimizerConfig()
     algorithm.max_grad_norm = -1.0
-    with pytest.raises(ConfigError, match="max_grad_norm"):
+    with refuses("algorithm.max_grad_norm"):
         PolicyModule("tiny", algorithm)
     optimizer.lr = -1.0
-    with pytest.raises(ConfigError, match="lr"):
+    with refuses("optimizer.lr"):
         PolicyModule("tiny", optimizer=optimizer)
 
 
 def test_a_misspelt_key_is_refused_by_the_policy() -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown key 'algorithm.max_gradnorm'. Did you mean 'algorithm.max_grad_norm'"
-    ):
+    with refuses("algorithm.max_gradnorm") as refused:
         PolicyModule("tiny", {"max_gradnorm": 1.0})
-    with pytest.raises(ConfigError, match=r"optimizer.lr is 'fast': give a number"):
+    assert "'algorithm.max_grad_norm'" in str(refused.value)
+    with refuses("optimizer.lr"):
         PolicyModule("tiny", optimizer={"lr": "fast"})
 
 
@@ -169,6 +170,8 @@ def test_a_name_on_the_hub_may_have_dots_and_a_file_has_a_known_suffix(section: 
     kind = {"storage": "dataset"} if section is BufferConfig else {"name": "it", "source": "dataset"}
     for name in ("allenai/llama-3.1-tulu-3-8b-preference-mixture", "gsm8k", "org/v1.5"):
         assert section(**kind, path=name).path == name
+    key = "buffer.path" if section is BufferConfig else "taskset.path"
     for path in ("no.jsonl", "org/no.parquet", "./org/v1.5", "~/v1.5", "/no/where", "data/org/v1.5"):
-        with pytest.raises(ConfigError, match=f"path: there is no file or folder '{re.escape(path)}'"):
+        with refuses(key) as refused:
             section(**kind, path=path)
+        assert f"'{path}'" in str(refused.value)

@@ -62,10 +62,11 @@ def test_an_operator_with_one_argument_works_however_it_is_written(cls: Any) -> 
     name = f"{HERE}.{cls.__name__}"
     [operator] = create_operators([OperatorConfig(name, {"most": 3})])
     assert operator.most == 3  # type: ignore[attr-defined]
-    with pytest.raises(ArgumentError, match=r"'mist'.*Did you mean 'most'"):
+    with refuses("args.mist", ArgumentError) as refused:
         create_operators([OperatorConfig(name, {"mist": 3})])
+    assert "'most'" in str(refused.value)
     run = typed_config(composed("+recipe=grpo", f"+operators.mine={{name: {name}, args: {{mist: 3}}}}"))
-    with pytest.raises(ArgumentError, match=r"operators\.mine\.args\.mist"):
+    with refuses("operators.mine.args.mist", ArgumentError):
         check_weighing(run)
 
 
@@ -76,8 +77,9 @@ def test_an_operator_that_is_called_otherwise_is_refused() -> None:
 
 def test_a_strategy_s_wrong_argument_is_refused_by_its_key_before_anything_is_built() -> None:
     strategy = "add_strategy.mine={name: grpo, args: {epsilom: 1}}"
-    with pytest.raises(ArgumentError, match=r"add_strategy\.mine\.args\.epsilom.*Did you mean 'epsilon'"):
+    with refuses("add_strategy.mine.args.epsilom", ArgumentError) as refused:
         check_weighing(typed_config(composed("+recipe=grpo", "~add_strategy.grpo", f"+{strategy}")))
+    assert "'epsilon'" in str(refused.value)
 
 
 # -- workflows ---------------------------------------------------------------------------------------------------------
@@ -137,10 +139,11 @@ def test_a_workflow_with_one_argument_works_however_it_is_written(cls: Any) -> N
 
 @pytest.mark.parametrize("cls", WORKFLOWS_OF_ONES_OWN)
 def test_a_wrong_argument_of_a_workflow_is_refused_by_its_key(cls: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"workflow\.args\.hunt.*Did you mean 'hint'"):
+    with refuses("workflow.args.hunt", ArgumentError) as refused:
         check_workflow(cls, {"hunt": "?"})
+    assert "'hint'" in str(refused.value)
     if cls is KeywordWorkflow:
-        with pytest.raises(ArgumentError, match=r"workflow\.args\.hint is missing"):
+        with refuses("workflow.args.hint", ArgumentError):
             check_workflow(cls, {})
     else:
         check_workflow(cls, {})
@@ -157,7 +160,7 @@ def test_a_constructor_that_takes_the_task_may_read_arguments_there() -> None:
     check_workflow(ReadsTheTask, args)
     workflow: Any = workflow_of(Task(ReadsTheTask, {"prompt": "hi"}, workflow_args=args), FakeModel(), [])
     assert (workflow.hint, workflow.debug) == ("Say: ", True)
-    with pytest.raises(ArgumentError, match=r"workflow\.args\.debugg"):
+    with refuses("workflow.args.debugg", ArgumentError):
         check_workflow(ReadsTheTask, {"debugg": True})
 
 
@@ -232,10 +235,11 @@ def environment(cls: type, **args: Any) -> MultiTurnArguments:
 @pytest.mark.parametrize("cls", [DataEnvironment, KeywordEnvironment, HandsOnToAnother, WithoutSelf])
 def test_an_environment_with_one_argument_works_however_it_is_written(cls: Any) -> None:
     assert environment(cls, digit=3).make().digit == 3  # type: ignore[attr-defined]
-    with pytest.raises(ArgumentError, match=r"workflow\.args\.environment\.args\.digits.*Did you mean 'digit'"):
+    with refuses("workflow.args.environment.args.digits", ArgumentError) as refused:
         environment(cls, digits=3)
+    assert "'digit'" in str(refused.value)
     if cls is KeywordEnvironment:
-        with pytest.raises(ArgumentError, match=r"workflow\.args\.environment\.args\.digit is missing"):
+        with refuses("workflow.args.environment.args.digit", ArgumentError):
             environment(cls)
 
 
@@ -300,16 +304,19 @@ def test_an_engine_with_one_argument_works_however_it_is_written(name: str, engi
     run = validate(composed(*choices, "+engine.args.top=5"))
     [engine] = getattr(import_module(engines), name).of_run(run, tmp_path)
     assert (engine.top, engine.max_model_len, engine.model_version) == (5, run.engine.max_model_len, 0)
-    with pytest.raises(ArgumentError, match=r"engine\.args\.tip.*Did you mean 'top'"):
+    with refuses("engine.args.tip", ArgumentError) as refused:
         validate(composed(*choices, "+engine.args.tip=5"))
+    assert "'top'" in str(refused.value)
     if name == "Other":
-        with pytest.raises(ArgumentError, match=r"engine\.args\.top is missing"):
+        with refuses("engine.args.top", ArgumentError):
             validate(composed(*choices))
 
 
 def test_an_engine_that_does_not_take_the_model_is_refused(engines: str) -> None:
-    with pytest.raises(ConfigError, match=r"is made as Nothing\(model, config\), and takes \(top\)"):
+    with refuses("engine.name") as refused:
         validate(composed("+recipe=grpo", "model=tiny", f"engine.name={engines}.Nothing"))
+    assert "Nothing(model, config)" in str(refused.value)
+    assert "(top)" in str(refused.value)
 
 
 def test_an_engine_without_arguments_of_its_own_reads_them_in_its_section(engines: str, tmp_path: Any) -> None:

@@ -26,7 +26,7 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.run import validate
-from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutError
+from trinity_lightning.errors import PromptTooLongError, RolloutError
 from trinity_lightning.explorer import Scheduler, Status
 from trinity_lightning.explorer import ray as ray_runner_module
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
@@ -339,13 +339,15 @@ def test_the_scheduler_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch)
     config = ExplorerConfig(runner="ray")
     engine = TransformersEngine("tiny")
     for rollout_model, auxiliary_models in (([engine], []), ([FakeModel()], [[engine]])):
-        with pytest.raises(ConfigError, match="TransformersEngine"):
+        with refuses("explorer.runner") as refused:
             Scheduler(config, rollout_model, auxiliary_models)
+        assert "TransformersEngine" in str(refused.value)
     with refuses("explorer.ray_address"):
         Scheduler(ExplorerConfig(runner="ray", ray_address="ray://here:1"), [FakeModel()])
     without_ray(monkeypatch)
-    with pytest.raises(ConfigError, match=r"pip install 'trinity-lightning\[ray\]'"):
+    with refuses("explorer.runner") as refused:
         Scheduler(config, [FakeModel()])
+    assert "pip install 'trinity-lightning[ray]'" in str(refused.value)
 
 
 def test_a_run_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,8 +355,9 @@ def test_a_run_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPa
     with refuses("explorer.runner"):
         validate(config)
     without_ray(monkeypatch)
-    with pytest.raises(ConfigError, match=r"pip install 'trinity-lightning\[ray\]'"):
+    with refuses("explorer.runner") as refused:
         validate(composed("+recipe=one_step_off_policy", "model=tiny", "explorer.runner=ray"))
+    assert "pip install 'trinity-lightning[ray]'" in str(refused.value)
 
 
 def test_a_runner_needs_ray_to_run_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,8 +154,9 @@ def test_a_bad_request_is_its_callers_alone(engine: TransformersEngine, driver: 
 
 
 def test_without_a_model_it_says_what_to_do() -> None:
-    with pytest.raises(ConfigError):
+    with refuses(None) as refused:
         asyncio.run(TransformersEngine("tiny").generate(PROMPT))
+    assert "bind(model)" in str(refused.value)
 
 
 def test_the_text_of_a_sentencepiece_tokenizer_begins_with_its_space(tmp_path: Path, model: Any) -> None:

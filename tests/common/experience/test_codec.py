@@ -296,5 +296,5 @@ def test_serializing_leaves_the_experience_alone():
 def test_an_array_in_a_place_of_none_is_refused(value: np.ndarray, first: bool) -> None:
     good, bad = (Experience(tokens=[1, 2, 3]) for _ in range(2))
     bad.messages = value  # type: ignore[assignment]
-    with pytest.raises(ExperienceError):
+    with pytest.raises(ExperienceError, match="messages"):
         Experience.serialize_many([bad, good] if first else [good, bad])
