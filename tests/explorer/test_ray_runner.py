@@ -192,7 +192,7 @@ def test_a_task_that_hangs_is_timed_out_and_its_runner_is_free(
     with monkeypatch.context() as patch:
         patch.setattr(cluster.scheduler.config, "max_timeout", 1.0)
         (status,), _ = cluster.results([scripted(hang)])
-    assert status.message == "1 of 1 runs failed: TimeoutError: not done within 1 s"
+    assert str(status.message).startswith("1 of 1 runs failed: TimeoutError: not done within 1 s: workflow 'Scripted' ")
     cluster.assert_all_runners_work()
 
 

@@ -1,7 +1,9 @@
 import asyncio
 import copy
+import inspect
 import re
 import threading
+from collections.abc import Generator
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.common.runs import UNTRAINED, Untrained
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.own_code import waits_at
 from trinity_lightning.errors import ReadOnlyError
 from trinity_lightning.explorer import Status, WorkflowRunner
 from trinity_lightning.explorer.models.engine import Engine
@@ -397,6 +400,49 @@ def test_a_plain_run_that_is_cut_off_aborts_its_request_and_gets_no_more() -> No
     asyncio.run(main())
     assert [type(error).__name__ for error in seen] == ["CancelledError", "RolloutError"]
     assert "the run is over" in str(seen[1])
+
+
+class Hanging(Workflow):
+    """Awaits what never comes, in a method of its own."""
+
+    async def run(self) -> list[Experience]:
+        async with asyncio.timeout(1000):
+            await self.ask()
+        return []
+
+    async def ask(self) -> None:
+        await asyncio.Event().wait()
+
+
+class HangingAwaitable(Workflow):
+    """Awaits an object of the user's that never ends."""
+
+    async def run(self) -> list[Experience]:
+        await self
+        return []
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from asyncio.Event().wait().__await__()
+
+
+@pytest.mark.parametrize(("workflow", "method"), [(Hanging, "ask"), (HangingAwaitable, "__await__")])
+def test_a_workflow_that_hangs_is_named_with_the_line_where_it_waits(workflow: type[Workflow], method: str) -> None:
+    """The innermost line of the user's, not the one of asyncio below it."""
+    runner = WorkflowRunner(ExplorerConfig(), FakeModel())
+    attempt = asyncio.run(runner.attempt(Task(workflow), [0, 1], 0.1))
+    line = inspect.getsourcelines(getattr(workflow, method))[1] + 1
+    place = f"tests/explorer/test_workflow_runner.py:{line} in {method}"
+    expected = f"not done within 0.1 s: workflow '{workflow.__name__}' was waiting at {place}"
+    assert [str(error) for error in attempt.errors.values()] == [expected] * 2
+
+
+def test_where_none_of_the_users_code_waits_no_line_is_named() -> None:
+    async def main() -> None:
+        task = asyncio.create_task(asyncio.sleep(1000))
+        await asyncio.sleep(0)
+        assert waits_at(task.get_coro()) is None
+
+    asyncio.run(main())
 
 
 def test_a_plain_run_that_hangs_holds_nothing_up() -> None:

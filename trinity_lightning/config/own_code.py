@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import dropwhile
 from pathlib import Path
+from typing import Any
 
 from trinity_lightning.errors import PartError, TrinityError
 
 LIBRARIES = [Path(__file__).parents[1], *(Path(sysconfig.get_path(key)) for key in ("stdlib", "purelib", "platlib"))]
+_FRAMES, _AWAITED = ("cr_frame", "gi_frame"), ("cr_await", "gi_yieldfrom")  # of coroutines, and of generators
 _PLACE = "raised_at"  # attribute of an error that came from another process without its traceback
 
 
@@ -32,6 +34,20 @@ def place_of(error: BaseException) -> str | None:
     """The user's innermost line in a traceback, as "my_loss.py:12 in tempered"; None if no line is the user's."""
     frames = [frame for frame in own_frames(error) if _is_own(frame)]
     return place(frames[-1].filename, frames[-1].lineno, frames[-1].name) if frames else getattr(error, _PLACE, None)
+
+
+def waits_at(coroutine: Any) -> str | None:
+    """The user's innermost line in a suspended coroutine and those that it awaits, as by `place_of`, or None.
+
+    A task or an asynchronous generator that the coroutine awaits is not looked into: the line awaits it.
+    """
+    line = None
+    while coroutine is not None:
+        frame = next((frame for name in _FRAMES if (frame := getattr(coroutine, name, None))), None)
+        if frame is not None and not of_a_library(frame.f_code.co_filename):
+            line = place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        coroutine = next((inner for name in _AWAITED if (inner := getattr(coroutine, name, None))), None)
+    return line
 
 
 def place(file: str, line: int | None, function: str) -> str:

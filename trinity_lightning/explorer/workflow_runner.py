@@ -14,7 +14,7 @@ from trinity_lightning.common.experience.experience import check_assigned
 from trinity_lightning.common.inference import InferenceModel
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.config.explorer import ExplorerConfig
-from trinity_lightning.config.own_code import described, keep_place
+from trinity_lightning.config.own_code import described, keep_place, waits_at
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import as_float
 from trinity_lightning.errors import RewardError, RolloutError
@@ -127,12 +127,13 @@ class WorkflowRunner:
             return Attempt([], dict.fromkeys(runs, error), clock() - start)
         try:
             done, _ = await asyncio.wait(instances, timeout=limit)
+            late = {instance: _too_late(task, instance, limit) for instance in instances.keys() - done}
         finally:
             await _end([instance for instance in instances if not instance.done()])
         attempt = Attempt([], {})
         for instance, its_runs in instances.items():
-            if instance not in done:
-                attempt.errors |= dict.fromkeys(its_runs, TimeoutError(f"not done within {limit:g} s"))
+            if instance in late:
+                attempt.errors |= dict.fromkeys(its_runs, late[instance])
             elif instance.cancelled():
                 attempt.errors |= dict.fromkeys(its_runs, RolloutError("cancelled from within the workflow"))
             else:
@@ -284,6 +285,13 @@ def _consecutive(runs: Sequence[int]) -> list[list[int]]:
     """The runs, ascending, cut into stretches without a gap: [0, 1, 4] -> [[0, 1], [4]]."""
     stretches = itertools.groupby(enumerate(runs), lambda placed: placed[1] - placed[0])  # the same within a stretch
     return [[run for _, run in stretch] for _, stretch in stretches]
+
+
+def _too_late(task: Task, instance: asyncio.Task[Attempt], limit: float | None) -> TimeoutError:
+    """The error of an instance that is not done within the limit, with the user's line at which it waits."""
+    line = waits_at(instance.get_coro())
+    waiting = f": workflow '{resolve_workflow(task.workflow).__name__}' was waiting at {line}" if line else ""
+    return TimeoutError(f"not done within {limit:g} s{waiting}")
 
 
 async def _end(instances: list[asyncio.Task[Attempt]]) -> None:
