@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -33,6 +33,7 @@ from trinity_lightning.config.explain import (
     exit_code,
     log_end,
 )
+from trinity_lightning.config.flags import check_flags
 from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.config.output import end_unread, only_shows, outlive_readers
 from trinity_lightning.config.registry import PARTS, config_dir, groups, options
@@ -307,10 +308,10 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
         raise
 
 
-def run_command(command: Callable[[], None], within: str | None = "") -> None:
+def run_command(command: Callable[[], None], within: str | None = "", keys: Collection[str] = ()) -> None:
     """Run Hydra's main function. A wrong configuration ends it by one message and exit code 2.
 
-    `within`: see `register`.
+    `within`: see `register`; `keys`: see `check_flags`.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises errors instead of printing them
     sys.path.insert(0, str(Path.cwd()))  # users' own parts lie in the folder from which they start a command
@@ -320,6 +321,7 @@ def run_command(command: Callable[[], None], within: str | None = "") -> None:
         outlive_readers()
     try:
         register(within)
+        check_flags(sys.argv[1:], keys)
         command()
     except (*CONFIG_ERRORS, ValueError, TypeError, OSError, RecursionError) as error:
         end_command(error)

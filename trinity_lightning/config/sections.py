@@ -229,13 +229,13 @@ def unknown_key(key: str, siblings: Iterable[str]) -> str:
     if name == "name" and prefix in groups():
         return f"unknown key '{key}'. Choose by {prefix}=NAME or, in a recipe's defaults, '- override /{prefix}: NAME'."
     names = sorted(siblings)
-    meant = [other if other == _RECIPE else f"'{other}'" for other in _keys_meant(prefix, name, names)]
+    meant = [other if other == RECIPE else f"'{other}'" for other in _keys_meant(prefix, name, names)]
     hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
     return f"unknown key '{key}'.{hint} Known here: {', '.join(names) or 'none'}."
 
 
 _MOST_SUGGESTED = 3
-_RECIPE = "+recipe=NAME"
+RECIPE = "+recipe=NAME"
 
 
 def _keys_meant(prefix: str, name: str, siblings: Sequence[str]) -> list[str]:
@@ -243,7 +243,7 @@ def _keys_meant(prefix: str, name: str, siblings: Sequence[str]) -> list[str]:
 
     At the top level, a name is compared with the last parts of all keys: `lr` means optimizer.lr.
     """
-    keys_by_last_part = {key: [new] for key, new in RENAMED.items() if "." not in key} | {"recipe": [_RECIPE]}
+    keys_by_last_part = {key: [new] for key, new in RENAMED.items() if "." not in key} | {"recipe": [RECIPE]}
     for key in () if Section._root is None else _dotted_keys(schema_of(Section._root)):
         keys_by_last_part.setdefault(key.rpartition(".")[2], []).append(key)
     meant = keys_by_last_part.get(name, [])
@@ -253,6 +253,15 @@ def _keys_meant(prefix: str, name: str, siblings: Sequence[str]) -> list[str]:
             meant = [f"{prefix}.{match}".removeprefix(".")] if match in siblings else keys_by_last_part[match]
     within = [key for key in meant if prefix and key.startswith(f"{prefix}.")]
     return (within or meant)[:_MOST_SUGGESTED]
+
+
+def keys_like(name: str, kind: type[Any]) -> list[str]:
+    """The keys of a configuration's class that a name may mean: `lr` means optimizer.lr, `recipe` is `RECIPE`."""
+    schema = schema_of(kind)
+    keys = list(_dotted_keys(schema))
+    if "." not in name and name not in keys:
+        return _keys_meant("", name, list(map(str, schema)))
+    return [match] if (match := name if name in keys else nearest(name, keys)) else []
 
 
 def _dotted_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
