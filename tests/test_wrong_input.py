@@ -955,12 +955,12 @@ def test_what_a_callback_refuses_keeps_its_sentence() -> None:
 
 @pytest.mark.slow
 def test_an_argument_of_the_loss_is_refused_by_the_command(tmp_path: Path) -> None:
-    """Signatures need torch, and nothing else."""
+    """At once: the signature is read from the source."""
     arguments = ["+recipe=grpo", "model=tiny", f"{ARGUMENTS}.clip_range_low=abc"]
     done = subprocess.run(
         [sys.executable, "-c", DOOR, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True
     )
-    assert done.stdout == "exit 2 ['torch']\n", done.stdout + done.stderr
+    assert done.stdout == "exit 2 []\n", done.stdout + done.stderr
     assert "is 'abc': give a number." in done.stderr
     assert not list(tmp_path.glob("outputs/*/*"))
 

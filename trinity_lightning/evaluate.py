@@ -11,6 +11,7 @@ from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import check_whole, checkpoints_in, is_checkpoint, last_checkpoint
 from trinity_lightning.config.engines import SENT
 from trinity_lightning.config.lightning_objects import check_loggers, check_targets
+from trinity_lightning.config.own_parts import check_own_parts
 from trinity_lightning.config.registry import config_dir
 from trinity_lightning.config.run import validate
 from trinity_lightning.errors import ConfigError
@@ -30,6 +31,7 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
             key="eval_tasksets",
             fix="give eval_tasksets, or a recipe that has some (+recipe=NAME)",
         )
+    check_own_parts(run, trains=False)
     checkpoints = find_checkpoints(config)
     for checkpoint in checkpoints:
         check_whole(checkpoint)

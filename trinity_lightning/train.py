@@ -24,6 +24,7 @@ from trinity_lightning.config import explain
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import check_checkpoint, settle_auto
 from trinity_lightning.config.lightning_objects import check_loggers, check_targets
+from trinity_lightning.config.own_parts import check_own_parts
 from trinity_lightning.config.registry import config_dir
 from trinity_lightning.config.run import TrainConfig, check_there, typed_config, validate, workflow_arguments
 from trinity_lightning.config.signatures import check_arguments
@@ -75,6 +76,7 @@ def check(config: DictConfig, here: bool = True) -> None:
         ConfigError: something cannot work.
     """
     run = validate(config, here=here)
+    check_own_parts(run)
     if here and config.ckpt_path is not None:
         check_checkpoint(config)
     reads_tasks = here and run.buffer.has_rollouts

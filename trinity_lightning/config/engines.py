@@ -1,11 +1,14 @@
 """The engine that generates rollouts, and the synchronizer that sends it the trainer's weights."""
 
+import ctypes
 import importlib.util
 import inspect
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any, cast
 
 from trinity_lightning.config.model import WeightDtype
@@ -314,6 +317,19 @@ def reason_of(error: Exception) -> str:
 
 def gpu_count() -> int:
     """The number of GPUs that this process sees."""
+    if "torch" not in sys.modules and not _has_driver():
+        return 0
     import torch  # late: few configurations need it
 
     return torch.cuda.device_count()
+
+
+def _has_driver() -> bool:
+    """True if this machine may have a driver of GPUs, NVIDIA's or AMD's; without one, torch would see no GPU."""
+    if Path("/dev/kfd").exists():
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

@@ -4,6 +4,9 @@ A new built-in part needs a file and a line here. A user's own part needs no lin
 """
 
 import importlib
+import os
+import pkgutil
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.config.own_code import of_a_library
 from trinity_lightning.config.signatures import check_methods, is_of_the_library
-from trinity_lightning.config.values import unknown_name
+from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, UnfinishedClassError
 
 T = TypeVar("T")
@@ -220,11 +223,12 @@ def _import_refusal(path: str, error: ImportError | SyntaxError) -> ConfigError 
 
     None if an import in an installed package fails: the traceback then says more.
     """
-    module, missing = path.rpartition(".")[0], getattr(error, "name", None)
-    not_found = isinstance(error, ModuleNotFoundError) and missing is not None
-    if not_found and (module == missing or module.startswith(f"{missing}.")):
+    module, missing = path.rpartition(".")[0], str(getattr(error, "name", None) or "")
+    if isinstance(error, ModuleNotFoundError) and missing and (module == missing or module.startswith(f"{missing}.")):
+        match = nearest(missing, _modules_beside(missing))
+        hint = f" Did you mean '{match}'?" if match else ""
         return ConfigError(
-            f"cannot import '{path}': there is no module '{missing}'. "
+            f"cannot import '{path}': there is no module '{missing}'.{hint} "
             "A module of your own must lie in the current folder or on PYTHONPATH."
         )
     if isinstance(error, SyntaxError):
@@ -236,6 +240,14 @@ def _import_refusal(path: str, error: ImportError | SyntaxError) -> ConfigError 
     if not file or of_a_library(file):
         return None
     return ConfigError(f"cannot import '{path}': {file}, line {line}: {type(error).__name__}: {message}.")
+
+
+def _modules_beside(name: str) -> list[str]:
+    """The modules where this one would lie: in its package, or else in the current folder and on PYTHONPATH."""
+    package = name.rpartition(".")[0]
+    own_folders = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    folders = list(getattr(sys.modules.get(package), "__path__", [])) if package else own_folders
+    return [f"{package}.{module.name}".removeprefix(".") for module in pkgutil.iter_modules(folders)]
 
 
 def _unknown_attribute(module: ModuleType, attribute: str) -> str:

@@ -50,6 +50,7 @@ from trinity_lightning.config.explorer import (
     check_vocabularies,
 )
 from trinity_lightning.config.lightning_objects import FREE, lightning_objects
+from trinity_lightning.config.loss_arguments import check_loss
 from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.config.model import ModelConfig, OptimizerConfig
 from trinity_lightning.config.models import check_model_name, check_on_hub, check_trainable
@@ -347,6 +348,7 @@ def _restore_left_out(config: DictConfig) -> None:
 def _check_training(run: TrainConfig) -> None:
     """Refuse an objective that does not fit its experiences, the model or the optimizer; a ConfigError."""
     algorithm, optimizer = run.algorithm, run.optimizer
+    check_loss(algorithm)
     if run.explorer.samples_older_weights or not run.buffer.has_rollouts:
         check_corrected(algorithm, why_older(run))
     loss = algorithm.policy_loss.name

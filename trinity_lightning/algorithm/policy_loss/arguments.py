@@ -2,30 +2,27 @@
 
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from types import NoneType, UnionType
-from typing import Any, Union, cast, get_args, get_origin
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import PolicyLossFn
+from trinity_lightning.config.loss_arguments import (
+    ARGS,
+    EXTRAS,
+    KEY,
+    TENSORS,
+    TOTALS,
+    check_arguments,
+    loss_arguments,
+    signature_of,
+)
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.signatures import POSITIONAL, has_method, made_at_start
-from trinity_lightning.config.values import unknown_name
-from trinity_lightning.errors import ArgumentError, ConfigError
+from trinity_lightning.errors import ConfigError
 
-KEY = "algorithm.policy_loss"
-ARGS = f"{KEY}.args"
-
-# Arguments that the trainer gives, not the configuration: tensors by position, the others by keyword.
-TENSORS = ("logprobs", "old_logprobs", "action_mask", "advantages")
-TOTALS = ("num_tokens", "num_sequences", "max_response_length")
-EXTRAS = (
-    *("ref_logprobs", "num_computed_tokens", "expert_mask", "num_expert_tokens", "num_expert_sequences", "pairs"),
-    *("stream_weights", "stream_totals", "terms", "top_k_logprobs", "teacher_top_k_logprobs"),
-)
 LOSS = f"loss({', '.join(TENSORS)}, **totals)"  # how a loss is called, for messages
 
 
@@ -45,7 +42,7 @@ def with_arguments(name: str, loss: Any, args: Mapping[str, Any]) -> PolicyLossF
     if not callable(loss):
         raise ConfigError(f"policy loss '{name}' cannot be called", key=KEY, fix=f"give a function, called as {LOSS}")
     fn = cast("PolicyLossFn", loss) if name in PARTS["policy loss"] else in_our_terms(name, loss, args)
-    check_arguments(name, fn, args)
+    check_arguments(name, loss_arguments(signature_of(fn)), args)
     return functools.partial(fn, **args)
 
 
@@ -65,79 +62,6 @@ def instance_of(name: str, kind: type[Any], args: Mapping[str, Any]) -> tuple[Ca
     of_constructor = {arg: value for arg, value in args.items() if arg not in of_call}
     instance: Any = made_at_start(f"policy loss '{name}'", kind, of_constructor, ARGS)
     return getattr(instance, method), {arg: args[arg] for arg in of_call}
-
-
-# -- The arguments of the configuration --------------------------------------------------------------------------------
-
-# Plain types of arguments: the Python types that fit them, and the words for them in messages.
-_PLAIN: dict[object, tuple[tuple[type, ...], str]] = {
-    bool: ((bool,), "true or false"),
-    int: ((int,), "a whole number"),
-    float: ((int, float), "a number"),
-    str: ((str,), "a name"),
-    Mapping: ((Mapping,), "{name: value}"),
-    NoneType: ((NoneType,), "null"),
-}
-
-
-def check_arguments(name: str, fn: PolicyLossFn, args: Mapping[str, Any]) -> None:
-    """Refuse arguments that the policy loss of that name does not have, and values of the wrong type.
-
-    Raises:
-        ConfigError: `loss_agg_mode` for a loss with an average of its own; or a value that is NaN.
-        ArgumentError: an unknown argument, the message lists the valid ones; one that is missing, or of the wrong type.
-    """
-    valid = loss_arguments(fn)
-    for arg, value in args.items():
-        if arg == "loss_agg_mode" and arg not in valid:
-            raise ConfigError(
-                f"algorithm.loss_agg_mode: policy loss '{name}' has an average of its own",
-                key="algorithm.loss_agg_mode",
-                fix="leave it out",
-            )
-        if arg not in valid:
-            known = valid.keys() - {"loss_agg_mode"}  # a key of its own in the configuration
-            unknown = unknown_name(f"argument of policy loss '{name}'", arg, known)
-            raise ArgumentError(f"{ARGS}.{arg}: {unknown}", key=f"{ARGS}.{arg}")
-        _check_type(f"argument '{arg}' of policy loss '{name}'", f"{ARGS}.{arg}", value, valid[arg].annotation)
-    for arg, parameter in valid.items():
-        if arg not in args and parameter.default is parameter.empty:
-            raise ArgumentError(
-                f"{ARGS}.{arg} is missing: policy loss '{name}' has no default for it, nor has the trainer.",
-                key=f"{ARGS}.{arg}",
-            )
-
-
-def loss_arguments(fn: PolicyLossFn) -> dict[str, inspect.Parameter]:
-    """The arguments of a policy loss that the configuration may set, by name."""
-    parameters = _signature(fn).parameters.values()
-    tensors = [p.name for p in parameters if p.kind in POSITIONAL][: len(TENSORS)]
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return {p.name: p for p in named if p.name not in (*tensors, *TENSORS, *TOTALS, *EXTRAS)}
-
-
-def _signature(fn: Callable[..., Any]) -> inspect.Signature:
-    """The signature with annotations as types; or as text, which is not checked, if a name in them is not found."""
-    try:
-        return inspect.signature(fn, eval_str=True)
-    except (NameError, AttributeError, TypeError, SyntaxError):
-        return inspect.signature(fn)
-
-
-def _check_type(argument: str, key: str, value: object, annotation: Any) -> None:
-    """Refuse NaN (a ConfigError), and a value that fits none of an annotation's plain types (an ArgumentError).
-
-    An annotation that has other types too is not checked.
-    """
-    if isinstance(value, float) and math.isnan(value):
-        raise ConfigError(f"{argument} is nan", key=key, fix="give a number")
-    choices = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    plain = [_PLAIN[kind] for choice in choices if (kind := get_origin(choice) or choice) in _PLAIN]
-    types = [fitting_type for fitting, _ in plain for fitting_type in fitting]
-    fits = bool in types if isinstance(value, bool) else isinstance(value, tuple(types))  # True is an int to Python
-    if fits or len(plain) < len(choices):
-        return
-    raise ArgumentError(f"{argument} is {value!r}", key=key, fix=f"give {' or '.join(words for _, words in plain)}")
 
 
 # -- The tensors of a user's loss: TRL, verl and OpenRLHF have other names for them, and another order -----------------
@@ -170,7 +94,7 @@ def in_our_terms(name: str, loss: Callable[..., Any], args: Mapping[str, Any]) -
         ConfigError: some parameters have known names, and others are not known; two parameters are for one tensor; or
             one is for something that the trainer does not give.
     """
-    parameters = list(_signature(loss).parameters.values())
+    parameters = list(signature_of(loss).parameters.values())
     leading = [p for p in parameters if p.kind in POSITIONAL][: len(TENSORS)]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     # Our name of the tensor by the user's name of the parameter.
