@@ -23,6 +23,7 @@ from trinity_lightning.common.model_memory import CPU_TOKENS
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.algorithm import KLConfig
 from trinity_lightning.config.critic import CriticConfig
+from trinity_lightning.config.engines import has_driver
 from trinity_lightning.config.explain import CONFIG_ERRORS, explain
 from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.run import typed_config, validate
@@ -212,7 +213,7 @@ REFUSED = {
         ["+recipe=grpo", "buffer.keep=true", "buffer.path=/x"],
         "buffer.path",
     ),
-    "a dataset without a path": (["+recipe=dpo"], "buffer"),
+    "a dataset without a path": (["+recipe=dpo"], "buffer.path"),
     "a dataset that is not there": (["+recipe=dpo", "buffer.path=pairs.jsonl"], "buffer.path"),
     "a dataset of an empty path": (["+recipe=dpo", "buffer.path="], "buffer.path"),
     "a taskset of an empty path": (
@@ -698,6 +699,16 @@ REFUSED = {
         "algorithm.policy_loss.args.usual",
     ),
     "missing checkpoint": (["+recipe=grpo", "ckpt_path=missing.ckpt"], "ckpt_path"),
+    "several values without a sweep": (["+recipe=grpo", "seed=1,2"], ["seed has", "--multirun", "seed=[1,2]"]),
+    "a recipe without its plus sign": (["recipe=grpo"], ["recipe is not chosen yet", "+recipe=grpo."]),
+    "spaces around the equals sign": (["+recipe=grpo", "seed", "=", "3"], ["give seed=VALUE, without spaces"]),
+    "a taskset added as one of several": (
+        ["+recipe=grpo", "+eval_tasksets.mine={source: addition}"],
+        ["'+eval_tasksets={mine: {source: addition}}'"],
+    ),
+    "examples in a file of code": (["+recipe=sft", f"buffer.path={__file__}"], "buffer.path"),
+    "tasks in a file of code": (["+recipe=grpo", "taskset=dataset", f"taskset.path={__file__}"], "taskset.path"),
+    "a callback that is not there": (["+recipe=grpo", "+callbacks.a._target_=my_calls.C"], "callbacks.a._target_"),
 }
 
 
@@ -728,6 +739,37 @@ def test_refused_at_once_with_one_sentence(case: str, tmp_path: Path) -> None:
     assert "Error executing job" not in done.stderr
     assert "while resolving" not in done.stderr
     assert not (tmp_path / "outputs").exists()  # nothing is left of it
+
+
+SMALL_GRPO = ["+recipe=grpo", "model=tiny", "engine=transformers"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["trainer=gpu"], "trainer.accelerator"),
+        (["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=999"], "trainer.devices"),
+        (["workflow=my_flow_nearby.Flow"], "workflow.name"),
+        (["reward=my_rewards_nearby.count"], "my_rewards_nearby"),
+        (["+callbacks.mine._target_=my_calls_nearby.Count"], "callbacks.mine._target_"),
+        (["--lr", "1e-5"], "optimizer.lr=1e-5"),
+    ],
+)
+def test_wrong_parts_and_devices_are_refused_at_once(arguments: list[str], key: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DOOR, *SMALL_GRPO, *arguments],
+        cwd=tmp_path,
+        env=environment() | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    if "trainer=gpu" in arguments and has_driver():
+        assert "exit 2" in done.stdout  # torch has to be asked
+    else:
+        assert done.stdout == "exit 2 []\n", done.stdout + done.stderr
+    assert key in done.stderr
+    assert not list(tmp_path.glob("outputs/*/*"))
 
 
 @pytest.mark.slow

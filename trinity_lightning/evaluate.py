@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import check_whole, checkpoints_in, is_checkpoint, last_checkpoint
 from trinity_lightning.config.engines import SENT
-from trinity_lightning.config.lightning_objects import check_loggers, check_targets
+from trinity_lightning.config.lightning_objects import check_loggers, check_modules, check_targets
 from trinity_lightning.config.own_parts import check_own_parts
 from trinity_lightning.config.registry import config_dir
 from trinity_lightning.config.run import validate
@@ -32,6 +32,8 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
             fix="give eval_tasksets, or a recipe that has some (+recipe=NAME)",
         )
     check_own_parts(run, trains=False)
+    check_modules(config)
+    check_loggers(config)
     checkpoints = find_checkpoints(config)
     for checkpoint in checkpoints:
         check_whole(checkpoint)
@@ -40,7 +42,6 @@ def evaluate(config: DictConfig) -> dict[int, dict[str, float]]:
     check_tasksets({f"eval_tasksets.{name}": taskset for name, taskset in run.eval_tasksets.items()})
     check_models(run)
     check_targets(config)
-    check_loggers(config)
     from trinity_lightning.build import logging_to
     from trinity_lightning.evaluation import build_evaluation
 

@@ -23,13 +23,13 @@ from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.config import explain
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import check_checkpoint, settle_auto
-from trinity_lightning.config.lightning_objects import check_loggers, check_targets
+from trinity_lightning.config.lightning_objects import check_loggers, check_modules, check_targets
 from trinity_lightning.config.own_parts import check_own_parts
 from trinity_lightning.config.registry import config_dir
 from trinity_lightning.config.run import TrainConfig, check_there, typed_config, validate, workflow_arguments
 from trinity_lightning.config.signatures import check_arguments
 from trinity_lightning.config.taskset import tasksets_of
-from trinity_lightning.config.trainer import STARTED_BY, trains_together
+from trinity_lightning.config.trainer import RANKED, STARTED_BY, trains_together
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, causes, configured_at
 
@@ -77,6 +77,9 @@ def check(config: DictConfig, here: bool = True) -> None:
     """
     run = validate(config, here=here)
     check_own_parts(run)
+    check_modules(config)
+    if here:
+        check_loggers(config)
     if here and config.ckpt_path is not None:
         check_checkpoint(config)
     reads_tasks = here and run.buffer.has_rollouts
@@ -90,10 +93,6 @@ def check(config: DictConfig, here: bool = True) -> None:
 
     with refusals_of_parts():
         Objective(run.algorithm)
-    check_metric(run.sweep.metric)
-    check_targets(config)
-    if here:
-        check_loggers(config)
     if run.buffer.has_rollouts:
         arguments = workflow_arguments(run.workflow.name, run.workflow.args, list(run.auxiliary_models))
         with configured_at("workflow"):
@@ -102,6 +101,8 @@ def check(config: DictConfig, here: bool = True) -> None:
             with configured_at("eval_workflow"):
                 check_workflow(run.eval_workflow, {})
         check_weighing(run)
+    check_metric(run.sweep.metric)  # imports Lightning, as the next line does, which takes longest
+    check_targets(config)
 
 
 def check_metric(name: str | None) -> None:
@@ -138,7 +139,7 @@ def check_models(run: TrainConfig) -> None:
 
 def _follows(config: DictConfig) -> bool:
     """True if this process is a rank other than 0 of a run on several devices."""
-    if not trains_together(config.trainer):
+    if not trains_together(config.trainer) or not any(name in os.environ for name in RANKED):
         return False
     from trinity_lightning.trainer.ddp import follows  # imports torch
 

@@ -178,7 +178,7 @@ def test_a_recipe_that_is_not_there(name: str) -> None:
         ('name="x', "close every bracket and quote"),
         ("ckpt_path=a/epoch=2.ckpt", "mean something to Hydra: 'ckpt_path=\"a/epoch=2.ckpt\"'."),
         ("name=a=b", "quote a value with other characters that mean something to Hydra: 'name=\"a=b\"'."),
-        ("seed", "give KEY=VALUE."),
+        ("seed", "give seed=VALUE, without spaces."),
         ("buffer.keep=1", "buffer.keep is '1': give true, false or a name."),
         ("algorithm.max_tokens_per_micro_batch=1.5", "is '1.5': give a whole number or a name."),
     ],

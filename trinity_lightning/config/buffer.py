@@ -270,9 +270,15 @@ def check_steps(buffer: BufferConfig) -> None:
 
 def _check_examples(buffer: BufferConfig) -> None:
     """Refuse missing examples, and held-out examples that are missing or are trained on; a ConfigError."""
-    if buffer.path is None or buffer.url is not None:
+    if buffer.url is not None:
         raise ConfigError(
-            "buffer=dataset reads buffer.path=FILE, a folder or a hub name, and no buffer.url.", key="buffer"
+            "buffer=dataset reads buffer.path, and no buffer.url", key="buffer.url", fix="leave buffer.url out"
+        )
+    if buffer.path is None:
+        raise ConfigError(
+            "buffer=dataset needs examples",
+            key="buffer.path",
+            fix="give buffer.path=FILE, a folder, or the name of a dataset on the hub",
         )
     check_dataset_path("buffer.path", buffer.path)
     dataset, held_out, key = buffer.dataset, buffer.dataset.held_out, "buffer.dataset.held_out"

@@ -317,14 +317,14 @@ def reason_of(error: Exception) -> str:
 
 def gpu_count() -> int:
     """The number of GPUs that this process sees."""
-    if "torch" not in sys.modules and not _has_driver():
+    if "torch" not in sys.modules and not has_driver():
         return 0
     import torch  # late: few configurations need it
 
     return torch.cuda.device_count()
 
 
-def _has_driver() -> bool:
+def has_driver() -> bool:
     """True if this machine may have a driver of GPUs, NVIDIA's or AMD's; without one, torch would see no GPU."""
     if Path("/dev/kfd").exists():
         return True

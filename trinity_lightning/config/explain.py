@@ -23,7 +23,7 @@ from yaml import YAMLError
 from trinity_lightning.config.own_code import described, place_of
 from trinity_lightning.config.registry import config_dir, groups, options
 from trinity_lightning.config.run import TrainConfig
-from trinity_lightning.config.sections import choice_of, sentence_of
+from trinity_lightning.config.sections import choice_of, keys_like, sentence_of
 from trinity_lightning.config.trainer import NOT_OF_A_RUN, SET_INSTEAD
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TakenFolderError, TrinityError
@@ -43,6 +43,9 @@ _IN_A_FILE = re.compile(r"In '(\w+)/(.*)': ")
 _SET_ALREADY = re.compile(r"Could not append to config\. An item is already at '([^']+)'")
 _NOT_TO_DELETE = re.compile(r"Could not delete from config\. '(\w+)\.[^']+' does not exist")
 _TWICE = re.compile(r"Multiple values for ([\w/]+)\.")
+_SEVERAL = re.compile(r"Ambiguous value for argument '([^=]+)=(.*)'\n")
+_NOT_CHOSEN = re.compile(r"Could not override '.*'\. No match in the defaults list\.\n.* use (\+(\S+)=\S+)")
+_NEW_MAPPING = re.compile(r"Error merging override \+{1,2}(\w+)\.(\w+)=(\{.*\})$")
 _NAME_FOR_KEYS = re.compile(r"Merge error: str is not a subclass of (\w+)|Cannot assign str to Dict")
 
 
@@ -61,6 +64,14 @@ def explain(error: BaseException) -> str:
         group, name, key, value = entry.groups()
         whole = f"{{{name}: {{name: {name}, {key}: {value}}}}}"
         return f"'{group}.{name}' is not there yet: add it as a whole, with all of its keys, '+{group}={whole}'."
+    if (entry := _NEW_MAPPING.match(str(error))) and "is not a subclass of" in str(root):
+        group, name, values = entry.groups()
+        return f"'{group}.{name}' is not there yet: add it as a whole, '+{group}={{{name}: {values}}}'."
+    if several := _SEVERAL.match(str(error)):
+        key, values = several.groups()
+        return f"{key} has several values: put --multirun first for a run of each, or give a list, {key}=[{values}]."
+    if not_chosen := _NOT_CHOSEN.match(str(error)):
+        return f"{not_chosen[2]} is not chosen yet: add it with a plus sign, {not_chosen[1]}."
     if already := _SET_ALREADY.match(str(root)):
         return f"'{already[1]}' is set already: leave out the plus sign, {already[1]}=VALUE."
     if missing := _NOT_TO_DELETE.match(str(root)):
@@ -138,6 +149,8 @@ def _explain_yaml(error: yaml.MarkedYAMLError) -> str:
 
 def _explain_grammar(override: str) -> str:
     key, equals, value = override.partition("=")
+    if override in keys_like(override, TrainConfig):  # KEY = VALUE, or KEY VALUE
+        return f"cannot read the override '{override}': give {override}=VALUE, without spaces."
     if not (key and equals):
         names = {program: program for program in PROGRAMS}
         names |= {recipe: f"+recipe={recipe}" for recipe in options("recipe")}

@@ -1,7 +1,7 @@
 """Refuses flags that Hydra does not have, in a sentence: settings are written `key=value`."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -13,12 +13,11 @@ from trinity_lightning.errors import ConfigError
 _GLUED = re.compile(r"ignored explicit argument '(.*)'")  # argparse on `-model=tiny`, which it reads as -m
 
 
-def check_flags(arguments: Sequence[str], keys: Collection[str] = ()) -> None:
+def check_flags(arguments: Sequence[str]) -> None:
     """Refuse arguments that Hydra's parser cannot read; it would print its usage, which has none of our keys.
 
     Args:
         arguments: the command line without the program.
-        keys: dotted keys that this command has beside those of a run.
 
     Raises:
         ConfigError: names the flag, and the setting that was probably meant.
@@ -28,7 +27,7 @@ def check_flags(arguments: Sequence[str], keys: Collection[str] = ()) -> None:
         glued = _GLUED.search(message)
         for position, argument in enumerate(arguments):
             if glued and argument.startswith("-") and argument.endswith(glued[1]):
-                raise _unknown_flag(arguments[position:], keys)
+                raise _unknown_flag(arguments[position:])
         raise ConfigError(f"{message}; --hydra-help explains Hydra's flags.")
 
     parser = get_args_parser()
@@ -36,19 +35,18 @@ def check_flags(arguments: Sequence[str], keys: Collection[str] = ()) -> None:
     _, unread = parser.parse_known_args(arguments)
     for argument in unread:
         if argument.startswith("-"):
-            raise _unknown_flag(arguments[arguments.index(argument) :], keys)
+            raise _unknown_flag(arguments[arguments.index(argument) :])
     if unread:
         raise ConfigError(f"a flag parts '{unread[0]}' from the other settings: put flags before all settings.")
 
 
-def _unknown_flag(arguments: Sequence[str], keys: Collection[str]) -> ConfigError:
+def _unknown_flag(arguments: Sequence[str]) -> ConfigError:
     """The refusal of a flag, the first of the arguments; its value may be the second."""
     flag, equals, value = arguments[0].partition("=")
     follower = next(iter(arguments[1:2]), "-")
     if not equals:
         value = "VALUE" if follower.startswith("-") or "=" in follower else follower
-    name = flag.lstrip("-").replace("-", "_")
-    meant = [key for key in keys if name in (key, key.rpartition(".")[2])] or keys_like(name, TrainConfig)
+    meant = keys_like(flag.lstrip("-").replace("-", "_"), TrainConfig)
     settings = [f"+recipe={value}" if key == RECIPE else f"{key}={value}" for key in meant]
     advice = f", such as {' or '.join(settings)}." if settings else " (--cfg job shows them)."
     return ConfigError(

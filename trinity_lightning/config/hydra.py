@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import partial
@@ -308,10 +308,10 @@ def errors_as_sentences(folder: str | Path) -> Iterator[None]:
         raise
 
 
-def run_command(command: Callable[[], None], within: str | None = "", keys: Collection[str] = ()) -> None:
+def run_command(command: Callable[[], None], within: str | None = "") -> None:
     """Run Hydra's main function. A wrong configuration ends it by one message and exit code 2.
 
-    `within`: see `register`; `keys`: see `check_flags`.
+    `within`: see `register`.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises errors instead of printing them
     sys.path.insert(0, str(Path.cwd()))  # users' own parts lie in the folder from which they start a command
@@ -321,7 +321,7 @@ def run_command(command: Callable[[], None], within: str | None = "", keys: Coll
         outlive_readers()
     try:
         register(within)
-        check_flags(sys.argv[1:], keys)
+        check_flags(sys.argv[1:])
         command()
     except (*CONFIG_ERRORS, ValueError, TypeError, OSError, RecursionError) as error:
         end_command(error)

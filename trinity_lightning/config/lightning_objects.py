@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,14 @@ from trinity_lightning.errors import ConfigError
 
 FREE = ("trainer", "logger", "callbacks")  # sections without a schema
 HANDED_ON = {"WandbLogger": "wandb.init"}  # classes, and the functions that get their further keywords
+
+
+def check_modules(config: DictConfig) -> None:
+    """Refuse a `_target_` in a module that is nowhere, before Lightning is imported for others; a ConfigError."""
+    for key, entry in lightning_objects(config).items():
+        package = str(entry["_target_"]).partition(".")[0]
+        if package and package not in sys.modules and importlib.util.find_spec(package) is None:
+            _import(key, entry)
 
 
 def check_targets(config: DictConfig) -> None:
@@ -77,14 +86,18 @@ def lightning_objects(config: DictConfig) -> dict[str, Mapping[str, Any]]:
 
 def _check_arguments(key: str, node: Mapping[str, Any]) -> None:
     if "_target_" in node:
-        try:
-            part = import_object(node["_target_"])
-        except ConfigError as error:
-            raise ConfigError(f"{key}._target_: {error}", key=f"{key}._target_") from error
+        part = _import(key, node)
         check_arguments(key, part, [name for name in node if not name.startswith("_")])
     for name, value in node.items():
         if isinstance(value, Mapping):
             _check_arguments(f"{key}.{name}", value)
+
+
+def _import(key: str, node: Mapping[str, Any]) -> Any:
+    try:
+        return import_object(node["_target_"])
+    except ConfigError as error:
+        raise ConfigError(f"{key}._target_: {error}", key=f"{key}._target_") from error
 
 
 def check_arguments(key: str, part: Any, names: Iterable[str]) -> None:

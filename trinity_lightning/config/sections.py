@@ -244,7 +244,7 @@ def _keys_meant(prefix: str, name: str, siblings: Sequence[str]) -> list[str]:
     At the top level, a name is compared with the last parts of all keys: `lr` means optimizer.lr.
     """
     keys_by_last_part = {key: [new] for key, new in RENAMED.items() if "." not in key} | {"recipe": [RECIPE]}
-    for key in () if Section._root is None else _dotted_keys(schema_of(Section._root)):
+    for key in () if Section._root is None else _known_keys(Section._root):
         keys_by_last_part.setdefault(key.rpartition(".")[2], []).append(key)
     meant = keys_by_last_part.get(name, [])
     if not meant:
@@ -257,11 +257,20 @@ def _keys_meant(prefix: str, name: str, siblings: Sequence[str]) -> list[str]:
 
 def keys_like(name: str, kind: type[Any]) -> list[str]:
     """The keys of a configuration's class that a name may mean: `lr` means optimizer.lr, `recipe` is `RECIPE`."""
-    schema = schema_of(kind)
-    keys = list(_dotted_keys(schema))
+    keys = list(_known_keys(kind))
     if "." not in name and name not in keys:
-        return _keys_meant("", name, list(map(str, schema)))
+        return _keys_meant("", name, [key for key in keys if "." not in key])
     return [match] if (match := name if name in keys else nearest(name, keys)) else []
+
+
+def _known_keys(kind: type[Any]) -> Iterator[str]:
+    """The dotted keys of a configuration's class, and those of the section that only this command has (`plan`)."""
+    schema = schema_of(kind)
+    for section in Section.__subclasses__():
+        name = section._key.removesuffix(".")
+        if name and "." not in name and name not in schema:
+            yield from (f"{name}.{option.name}" for option in fields(section))  # type: ignore[arg-type]
+    yield from _dotted_keys(schema)
 
 
 def _dotted_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:

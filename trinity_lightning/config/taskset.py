@@ -75,7 +75,10 @@ def is_local(path: str) -> bool:
 
 
 def check_dataset_path(key: str | None, path: str | None, label: str = "") -> None:
-    """Refuse a local file or folder that does not exist; a ConfigError. A `label` stands for the key in messages."""
+    """Refuse a missing local file or folder, and a file of an unknown format; a ConfigError.
+
+    A `label` stands for the key in messages.
+    """
     title = label or key
     if path == "":
         raise ConfigError(
@@ -85,6 +88,10 @@ def check_dataset_path(key: str | None, path: str | None, label: str = "") -> No
         match = nearest(place.name, [path.name for path in place.parent.iterdir()] if place.parent.is_dir() else [])
         hint = f": did you mean '{place.parent / match}'?" if match else "."
         raise ConfigError(f"{title}: there is no file or folder '{path}'{hint}", key=key)
+    if path and (file := Path(path).expanduser()).is_file() and file.suffix not in FILE_FORMATS:
+        raise ConfigError(
+            f"{title}: '{path}' is of no known format", key=key, fix=f"give a file of {', '.join(FILE_FORMATS)}"
+        )
 
 
 def check_taskset(taskset: TasksetConfig) -> None:

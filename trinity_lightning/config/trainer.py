@@ -156,6 +156,8 @@ def check_trainer(run: "TrainConfig", settings: Mapping[str, Any], here: bool) -
 
 # Environment variables. A process that torchrun, srun or a cluster's own launcher started has one of them.
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "MASTER_ADDR")
+# Without any of these, a process has rank 0: Lightning finds ranks by no others.
+RANKED = (*LAUNCHED, "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
 ALWAYS = 2  # processes that are allowed on any machine, to try training on several devices
 
 

@@ -6,7 +6,7 @@ config are enough: no weights are loaded.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import hydra
@@ -167,4 +167,4 @@ def register() -> None:
 def main() -> None:
     """Console entry point. A configuration error is one message and exit code 2."""
     register()
-    compose.run_command(_main, within=None, keys=[f"plan.{option.name}" for option in fields(PlanConfig)])
+    compose.run_command(_main, within=None)
