@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from trinity_lightning.algorithm.policy_loss import POLICY_LOSS_FN, PolicyLossFn
-from trinity_lightning.algorithm.policy_loss.arguments import loss_arguments
 from trinity_lightning.config import run
 from trinity_lightning.config.critic import CriticConfig
+from trinity_lightning.config.loss_arguments import loss_arguments, signature_of
 from trinity_lightning.config.registry import config_dir
 from trinity_lightning.explorer.rewards import REWARDS, equality
 
@@ -273,7 +273,7 @@ def _losses() -> str:
 
 def _loss(loss: PolicyLossFn, names: list[str]) -> str:
     """A row of the table: the docstring's first sentence, and the arguments with their defaults."""
-    defaults = {name: _default(parameter.default) for name, parameter in loss_arguments(loss).items()}
+    defaults = {name: _default(parameter.default) for name, parameter in loss_arguments(signature_of(loss)).items()}
     average = defaults.pop("loss_agg_mode", "its own")
     summary = re.split(r"\.(?:\s|$)", inspect.getdoc(loss) or "")[0]
     arguments = ", ".join(f"{name} {default}" for name, default in defaults.items()) or "none"

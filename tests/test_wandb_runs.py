@@ -1,9 +1,12 @@
 """Whole runs that log to W&B: offline, their files are read back."""
 
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import wandb
 from support.runs import SMALL, Commands, only, rows, wait_for
 from support.wandb_reader import WandbRun, read_wandb_run
 
@@ -52,6 +55,25 @@ def test_a_run_is_named_by_what_the_command_set(parts: list[WandbRun]) -> None:
     for part in parts:
         assert part.name.startswith(f"grpo tiny transformers lr=1e-4 steps={STEPS} reward=contains_digits ")
         assert sorted(part.tags) == ["addition", "contains_digits", "grpo", "tiny"]
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a W&B service that works in another folder than the runs."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    wandb.teardown()  # another test's
+    wandb.setup(wandb.Settings(mode="offline")).ensure_service()
+    yield os.environ["WANDB_SERVICE"]
+    wandb.teardown()
+
+
+def test_a_run_that_is_started_by_a_program_with_a_service_writes_into_its_own_folder(
+    service: str, run_train: Commands, tmp_path: Path
+) -> None:
+    process = run_train.start(tmp_path, *RUN, "steps=1", WANDB_SERVICE=service)
+    assert process.wait(120) == 0, (tmp_path / "stdout").read_text()[-4000:]
+    assert len(read_wandb_run(only(tmp_path, "run/wandb/offline-run-*")).history) == 1
 
 
 def test_wandb_says_nothing_at_the_start_of_an_offline_run(run_train: Commands, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_an_operator_with_one_argument_works_however_it_is_written(cls: Any) -> 
     name = f"{HERE}.{cls.__name__}"
     [operator] = create_operators([OperatorConfig(name, {"most": 3})])
     assert operator.most == 3  # type: ignore[attr-defined]
-    with refuses("args.mist", ArgumentError) as refused:
+    with refuses(f"operators.{name}.args.mist", ArgumentError) as refused:
         create_operators([OperatorConfig(name, {"mist": 3})])
     assert "'most'" in str(refused.value)
     run = typed_config(composed("+recipe=grpo", f"+operators.mine={{name: {name}, args: {{mist: 3}}}}"))

@@ -42,9 +42,13 @@ RunTrain = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def environment() -> dict[str, str]:
-    """The environment of a command: the checkout is importable, W&B stays offline and quiet."""
+    """The environment of a command: the checkout is importable, W&B stays offline and quiet.
+
+    A W&B service of this process is not the command's: this process may have ended it.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.getenv("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    return inherited | {"PYTHONPATH": path, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
 
 class Commands:

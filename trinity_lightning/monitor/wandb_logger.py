@@ -31,7 +31,8 @@ class RunLogger(WandbLogger):
     """
 
     def __init__(self, save_dir: str | Path = ".", tags: Sequence[str] = (), **settings: Any) -> None:
-        super().__init__(save_dir=save_dir, tags=tuple(tags), **settings)
+        # W&B's service may be that of the program that started this one (WANDB_SERVICE), and have another folder.
+        super().__init__(save_dir=Path(save_dir).absolute(), tags=tuple(tags), **settings)
         self._wandb_init.pop("anonymous")  # W&B warns of it, and it has no effect any more
         if "weave" not in sys.modules:  # W&B would advise to install it if it finds, say, the package openai
             os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
