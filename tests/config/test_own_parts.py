@@ -53,6 +53,7 @@ def test_an_evaluation_imports_no_part_of_the_training() -> None:
     check("algorithm.policy_loss=my_prts_nearby.Part", trains=False)
     with refuses("workflow.name"):
         check("workflow=my_prts_nearby.Part", trains=False)
+    check("workflow=my_prts_nearby.Part", "eval_workflow=math", trains=False)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from trinity_lightning.errors import ConfigError
 if TYPE_CHECKING:
     from trinity_lightning.config.run import TrainConfig
 
-ENVIRONMENT = "workflow.args.environment"
+ENVIRONMENT = "workflow.args.environment"  # the key of the environment that the workflow multi_turn plays with
 
 
 def check_own_parts(run: "TrainConfig", trains: bool = True) -> None:
@@ -27,9 +27,9 @@ def check_own_parts(run: "TrainConfig", trains: bool = True) -> None:
     """
     parts = dict(_parts_of_training(run)) if trains else {}
     if run.buffer.has_rollouts or not trains:
-        parts |= {"workflow.name": run.workflow.name, "eval_workflow": run.eval_workflow}
-        if run.workflow.name == "multi_turn" and (environment := _environment(run.workflow.args)) is not None:
-            parts[ENVIRONMENT] = one_of(ENVIRONMENT, environment, PARTS["environment"], with_paths=True)
+        parts["eval_workflow"] = run.eval_workflow
+        if trains or run.eval_workflow is None:  # an evaluation has one workflow
+            parts |= _parts_of_workflow(run)
     for key, path in parts.items():
         if isinstance(path, str) and "." in path:
             try:
@@ -46,6 +46,12 @@ def _parts_of_training(run: "TrainConfig") -> Iterator[tuple[str, Any]]:
         for group, parts in {"operators": run.operators, "add_strategy": run.add_strategy}.items():
             for label, part in parts.items():
                 yield f"{group}.{label}", part.name
+
+
+def _parts_of_workflow(run: "TrainConfig") -> Iterator[tuple[str, Any]]:
+    yield "workflow.name", run.workflow.name
+    if run.workflow.name == "multi_turn" and (environment := _environment(run.workflow.args)) is not None:
+        yield ENVIRONMENT, one_of(ENVIRONMENT, environment, PARTS["environment"], with_paths=True)
 
 
 def _environment(args: Mapping[str, Any]) -> Any:

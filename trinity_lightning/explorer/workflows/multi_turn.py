@@ -14,6 +14,7 @@ from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.common.threads import call
+from trinity_lightning.config.own_parts import ENVIRONMENT
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.sections import part_config
 from trinity_lightning.config.signatures import check_arguments, check_call, has_method
@@ -281,7 +282,6 @@ def _truncation(episode: Episode, step: int) -> str | None:
 # -- the workflows -----------------------------------------------------------------------------------------------------
 
 
-ENVIRONMENT = f"{ARGS}.environment"  # a key
 MODES = ("single", "step_wise")
 STEP_REWARDS = ("return", "own")
 
