@@ -120,12 +120,12 @@ def check_weighing(run: TrainConfig) -> None:
     from trinity_lightning.algorithm.add_strategy.compose import check_strategy
     from trinity_lightning.buffer.operators.experience_operator import operator_class
 
-    with refusals_of_parts():
-        for label, strategy in run.add_strategy.items():
+    for label, strategy in run.add_strategy.items():
+        with configured_at(f"add_strategy.{label}"), refusals_of_parts():
             check_strategy(strategy.name, strategy.args, f"add_strategy.{label}.args")
-        for label, operator in run.operators.items():
-            with configured_at(f"operators.{label}"):
-                kind = operator_class(operator.name)
+    for label, operator in run.operators.items():
+        with configured_at(f"operators.{label}"), refusals_of_parts():
+            kind = operator_class(operator.name)
             check_arguments(f"operator '{label}'", kind, operator.args, f"operators.{label}.args")
 
 

@@ -82,6 +82,12 @@ def test_a_strategy_s_wrong_argument_is_refused_by_its_key_before_anything_is_bu
     assert "'epsilon'" in str(refused.value)
 
 
+@pytest.mark.parametrize("group", ["operators", "add_strategy"])
+def test_a_path_to_a_part_of_another_kind_is_refused_by_its_key(group: str) -> None:
+    with refuses(f"{group}.mine"):
+        check_weighing(typed_config(composed("+recipe=grpo", f"+{group}.mine={{name: collections.Counter}}")))
+
+
 # -- workflows ---------------------------------------------------------------------------------------------------------
 
 

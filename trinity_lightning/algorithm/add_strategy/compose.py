@@ -114,8 +114,7 @@ def check_strategy(name: str, args: Mapping[str, Any], key: str = "args") -> typ
     Raises:
         ConfigError: as `create_add_strategy`, but for values that are out of range.
     """
-    with configured_at(key.rpartition(".")[0] or None):
-        strategy = ADD_STRATEGY.resolve(name)
+    strategy = ADD_STRATEGY.resolve(name)
     if not (isinstance(strategy, type) and issubclass(strategy, AddStrategy)):
         raise TypeError(f"'{name}' is no AddStrategy class, but {strategy!r}.")
     if not isinstance(args, Mapping):
