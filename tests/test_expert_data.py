@@ -116,6 +116,12 @@ def test_what_another_run_kept(tmp_path: Path) -> None:
     assert all(is_expert(e) and e.logprobs is None for e in got)
 
 
+def test_a_database_that_cannot_be_read_is_refused_by_its_own_key() -> None:
+    database = ("buffer.expert.storage=sql", "buffer.expert.url=nonsense://host/name", "buffer.expert.per_step=4")
+    with refuses("buffer.expert.url"):
+        expert_data(config_of(*database))
+
+
 def test_the_place_among_expert_data_is_kept_under_another_system_prompt(tokenizer: Any) -> None:
     entries = [{"prompt": f"{i}", "answer": "y"} for i in range(3)]
     first, second = (AnswerReader(Taskset(entries), tokenizer, {"system_prompt": prompt}) for prompt in ("a", "b"))

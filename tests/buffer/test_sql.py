@@ -332,7 +332,7 @@ def test_a_damaged_row_is_an_error_that_names_it(tmp_path):
 
 @pytest.mark.parametrize("url", ["sqlite://", "://", "nonsense://host/name"])
 def test_urls_that_cannot_work_are_refused(url):
-    with refuses("buffer.url"):
+    with refuses(".url"):
         SqlStorage(url)
 
 

@@ -35,7 +35,7 @@ def step_keeper(buffer: BufferConfig, folder: Path) -> StepKeeper:
         ConfigError: the database's URL is none, or a package for it is missing.
         StorageError: there is no such database, or it is of something else.
     """
-    with configured_at("buffer.keep"):
+    with configured_at("buffer.keep", section="buffer"):
         return KEEPERS.get("sql" if buffer.keep == "sql" else "file")(buffer, folder)
 
 

@@ -223,7 +223,7 @@ def offline_data_module(
             examples, held_out = held_out_of_run(config, examples, pairs)
         reader = ExampleReader.of_run(config, examples)
     else:
-        with configured_at("buffer.storage"):
+        with configured_at("buffer.storage", section="buffer"):
             reader = create_reader(config.buffer, config.seed)
         if config.buffer.order == "fifo":  # other orders log each read
             _check_first(reader, pairs)
@@ -384,7 +384,7 @@ def expert_data(config: TrainConfig) -> ExpertData:
             config.model.chat_template_kwargs,
         )
     else:
-        with configured_at("buffer.expert.storage"):
+        with configured_at("buffer.expert.storage", section="buffer.expert"):
             reader = create_reader(BufferConfig(storage=expert.storage, path=expert.path, url=expert.url))
     return ExpertData(reader, expert.per_step)
 

@@ -122,16 +122,16 @@ def database_url(place: str | Path) -> sa.URL:
         url = sa.make_url(place)
     except ArgumentError as error:
         raise ConfigError(
-            f"buffer.url is {place!r}",
-            key="buffer.url",
+            f"url is {place!r}",
+            key=".url",
             fix="give one such as sqlite:///FILE or postgresql://USER@HOST/NAME",
         ) from error
     if url.drivername == "postgresql":
         url = url.set(drivername="postgresql+psycopg")
     if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
         raise ConfigError(
-            "buffer.url names a database in memory",
-            key="buffer.url",
+            "url names a database in memory",
+            key=".url",
             fix="give a file, sqlite:///FILE, or buffer.storage=memory",
         )
     return url
@@ -255,12 +255,12 @@ def _make_engine(url: sa.URL, create: bool) -> sa.Engine:
         engine = sa.create_engine(url, pool_pre_ping=url.get_backend_name() != "sqlite")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"buffer.url needs the driver '{error.name}'. Install it: `pip install 'trinity-lightning[sql]'` brings "
+            f"url needs the driver '{error.name}'. Install it: `pip install 'trinity-lightning[sql]'` brings "
             "that of PostgreSQL.",
-            key="buffer.url",
+            key=".url",
         ) from error
     except NoSuchModuleError as error:
-        raise ConfigError(f"buffer.url: SQLAlchemy knows no database '{url.drivername}'.", key="buffer.url") from error
+        raise ConfigError(f"url: SQLAlchemy knows no database '{url.drivername}'.", key=".url") from error
     if engine.dialect.name != "sqlite":
         return engine
 
