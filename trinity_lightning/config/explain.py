@@ -114,7 +114,7 @@ def explain_composition(error: Exception) -> str | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [frame.f_globals["__name__"].partition(".")[0] for frame in frames]
     libraries = [name for name in packages if name not in sys.stdlib_module_names]
-    # Where a recursion reaches its limit is chance: what recurs is what has most frames.
+    # A recursion reaches its limit in any library that it calls: the one with most frames is the one that recurs.
     raised_in = Counter(libraries).most_common(1)[0][0] if isinstance(error, RecursionError) else libraries[-1]
     if raised_in not in _COMPOSING:
         return None

@@ -84,7 +84,7 @@ class ExperienceOperatorV1(ABC):
         self.auxiliary_models = {} if auxiliary_models is None else auxiliary_models
 
 
-# In order; a mapping has their names in the configuration (`operators.NAME`), which the keys of errors begin with.
+# Operators in order. The keys of a mapping are their names in the configuration: errors have the key `operators.NAME`.
 Operators = Sequence[OperatorConfig] | Mapping[str, OperatorConfig]
 OperatorClass = type[ExperienceOperator] | type[ExperienceOperatorV1]
 EXPERIENCE_OPERATORS: Registry[OperatorClass] = Registry("experience operator")
