@@ -113,8 +113,9 @@ def test_a_loss_of_pairs_of_ones_own_is_given_pairs(tmp_path: Path) -> None:
 
 def test_ranks_that_follow_read_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "sums.jsonl", sums())
-    with refuses("algorithm.policy_loss"):
+    with refuses("algorithm.policy_loss") as refused:
         data_of(path, "dpo")
+    assert "line 1" in str(refused.value)
     data = data_of(path, "dpo", follower=True)
     data.load_state_dict({"reader": {"source": "of rank 0", "cursor": [3]}})
     assert data.reader.read(8) == []

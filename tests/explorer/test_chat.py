@@ -133,8 +133,9 @@ def test_a_template_that_refuses_says_why(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="roles must alternate"):
         render_chat(other, [user("hi")])
     other.chat_template = "{{ messages[-1].content }}"
-    with refuses("model.name"):
+    with refuses("model.name") as refused:
         render_chat(other, [user("hi")], so_far=[5])
+    assert "earlier responses" in str(refused.value)
     other.chat_template = None
     with pytest.raises(ConfigError, match="chat template"):
         render_chat(other, [user("hi")])

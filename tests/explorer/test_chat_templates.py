@@ -77,10 +77,11 @@ def test_results_that_a_template_leaves_out_are_refused(name):
     tokenizer, generation_config = tokenizer_of(name)
     messages = KINDS["call and result"]
     so_far = [*render_chat(tokenizer, messages[:1]), tokenizer.eos_token_id]
-    with refuses("model.name"):
+    with refuses("model.name") as of_rollouts:
         render_chat(tokenizer, messages[2:3], [TOOL], so_far, generation_config)
-    with refuses("model.name"):
+    with refuses("model.name") as of_examples:
         trained(tokenizer, generation_config, messages)
+    assert all("'tool'" in str(refused.value) for refused in (of_rollouts, of_examples))
 
 
 def test_the_page_is_up_to_date():

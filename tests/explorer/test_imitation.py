@@ -185,8 +185,9 @@ def test_calls_that_the_template_leaves_out_are_refused_and_text_beside_them_is_
     message = assistant("Let me see.") | {"tool_calls": [call]}
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
     shown = "{{ tools | tojson if tools else '' }}" + CHAT + ASKED
-    with refuses("model.name"):
+    with refuses("model.name") as refused:
         Example(tokenizer_of(shown), {"messages": [user("a"), message], "tools": [tool]}).response()
+    assert "'tool_calls'" in str(refused.value)
     calling = shown.replace("m.content", "(m.tool_calls[0].function | tojson if m.tool_calls else m.content)")
     turns, habits = trained(tokenizer_of(calling), messages=[user("a"), message], tools=[tool])
     assert habits == {CUT_BESIDE_CALLS}
