@@ -21,6 +21,8 @@ from trinity_lightning.plan.command import PlanConfig
         (["--multirun", "--model.name=org/name"], "model.name", "model.name=org/name"),
         (["-model=tiny"], "model", "model=tiny"),  # argparse reads -m, --multirun, with a value
         (["-reward", "math"], "reward", "reward=math"),  # and -r, --run
+        (["-plan.device=L4"], "plan.device", "plan.device=L4"),  # and -p, --package, whose value it would be
+        (["-ckpt_path=last"], "ckpt_path", "ckpt_path=last"),  # and -c, --cfg
         (["--recipe", "grpo"], None, "+recipe=grpo"),
         (["--batch-size", "8"], None, "explorer.batch_size=8 or buffer.batch_size=8"),
         (["--zzz"], None, "key=value"),

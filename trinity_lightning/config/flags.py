@@ -10,7 +10,7 @@ from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.sections import RECIPE, keys_like
 from trinity_lightning.errors import ConfigError
 
-_GLUED = re.compile(r"ignored explicit argument '(.*)'")  # argparse on `-model=tiny`, which it reads as -m
+_ONE_DASH = re.compile(r"-[^-=]{2}")  # argparse reads `-model=tiny` as -m, and `-plan.device=L4` as -p with a value
 
 
 def check_flags(arguments: Sequence[str]) -> None:
@@ -24,14 +24,14 @@ def check_flags(arguments: Sequence[str]) -> None:
     """
 
     def refuse(message: str) -> NoReturn:
-        glued = _GLUED.search(message)
-        for position, argument in enumerate(arguments):
-            if glued and argument.startswith("-") and argument.endswith(glued[1]):
-                raise _unknown_flag(arguments[position:])
         raise ConfigError(f"{message}; --hydra-help explains Hydra's flags.")
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    for position, argument in enumerate(arguments):
+        if _ONE_DASH.match(argument) and argument.partition("=")[0] not in known:
+            raise _unknown_flag(arguments[position:])
     _, unread = parser.parse_known_args(arguments)
     for argument in unread:
         if argument.startswith("-"):
