@@ -18,7 +18,7 @@ from typing import Any
 
 PACKAGE = "trinity_lightning"
 IMPORT = "<frozen importlib._bootstrap>"
-NOTE = ast.parse("__note_run__(__file__)").body[0]
+NOTE = ast.parse("__note_run__(__file__)", mode="eval").body
 
 
 class NotingLoader(SourceFileLoader):
@@ -30,7 +30,7 @@ class NotingLoader(SourceFileLoader):
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 place = 1 if ast.get_docstring(node) is not None else 0
-                node.body.insert(place, ast.copy_location(ast.Expr(NOTE.value), node.body[0]))
+                node.body.insert(place, ast.copy_location(ast.Expr(NOTE), node.body[0]))
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
 

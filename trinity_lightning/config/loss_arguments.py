@@ -34,13 +34,13 @@ def check_loss(algorithm: "AlgorithmConfig") -> None:
     """Refuse wrong arguments of a built-in policy loss; those of the user's own are known once it is imported.
 
     Raises:
-        ConfigError: as `check_arguments`.
+        ConfigError: as `check_loss_arguments`.
     """
     name, args = algorithm.policy_loss.name, dict(algorithm.policy_loss.args)
     if algorithm.loss_agg_mode is not None:
         args["loss_agg_mode"] = algorithm.loss_agg_mode
     if name in LOSSES and args:
-        check_arguments(name, loss_arguments(signature_in_source(PARTS["policy loss"][name])), args)
+        check_loss_arguments(name, loss_arguments(signature_in_source(PARTS["policy loss"][name])), args)
 
 
 # Plain types of arguments: the Python types that fit them, and the words for them in messages.
@@ -54,7 +54,7 @@ _PLAIN: dict[object, tuple[tuple[type, ...], str]] = {
 }
 
 
-def check_arguments(name: str, valid: Mapping[str, inspect.Parameter], args: Mapping[str, Any]) -> None:
+def check_loss_arguments(name: str, valid: Mapping[str, inspect.Parameter], args: Mapping[str, Any]) -> None:
     """Refuse arguments that the policy loss of that name does not have, and values of the wrong type.
 
     Raises:
@@ -121,7 +121,7 @@ _TYPES = {"bool": bool, "int": int, "float": float, "str": str, "Mapping": Mappi
 def signature_in_source(path: str) -> inspect.Signature:
     """The signature of a function of this package at a dotted path, read from its source.
 
-    The types of `_PLAIN` are the annotations; `object` stands for any other. A default is its source.
+    The types of `_PLAIN` are the annotations; `object` stands for any other, and `...` for a default.
     """
     module, _, name = path.rpartition(".")
     file = PACKAGE_DIR.joinpath(*module.split(".")[1:]).with_suffix(".py")
@@ -135,7 +135,7 @@ def signature_in_source(path: str) -> inspect.Signature:
             inspect.Parameter(
                 argument.arg,
                 kind,
-                default=inspect.Parameter.empty if default is None else ast.unparse(default),
+                default=inspect.Parameter.empty if default is None else ...,
                 annotation=_type_of(argument.annotation),
             )
             for argument, kind, default in zip([*positional, *named], kinds, defaults, strict=True)

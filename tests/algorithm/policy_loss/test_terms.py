@@ -152,8 +152,11 @@ def test_wrong_streams_are_refused(streams: dict[str, Any], key: str) -> None:
 
 
 def test_an_argument_that_a_streams_loss_lacks_is_refused() -> None:
-    with refuses(f"{ARGS}.clip_range_hi", ArgumentError):
+    with refuses(f"{ARGS}.streams.rl.args.clip_range_hi", ArgumentError) as refused:
         streams(*batch(), streams={"rl": {"args": {"clip_range_hi": 0.3}}})
+    assert str(refused.value).startswith(f"{ARGS}.streams.rl.args.clip_range_hi: ")
+    with refuses(f"{ARGS}.streams.rl.loss"):
+        streams(*batch(), streams={"rl": {"loss": "no_module.loss"}})
 
 
 # -- mix ---------------------------------------------------------------------------------------------------------------
@@ -233,7 +236,9 @@ def test_wrong_arguments_of_mix_are_refused():
     for usual in ("dpo", "mix", "streams", "teacher_kl"):
         with refuses(f"{ARGS}.usual"):
             mix(*batch(), usual=usual)
-    with refuses(f"{ARGS}.clip_range_hi", ArgumentError):
+    with refuses(f"{ARGS}.usual_args.clip_range_hi", ArgumentError):
         mix(*batch(), usual_args={"clip_range_hi": 0.3})
+    with refuses(f"{ARGS}.usual"):
+        mix(*batch(), usual="no_module.loss")
     with refuses(f"{ARGS}.expert_mask", ArgumentError):
         create_policy_loss("mix", expert_mask=None)

@@ -237,13 +237,13 @@ def test_what_is_filled_in_is_not_filled_in_again():
 
 def test_a_judge_that_cannot_be_found_is_told():
     with judge_server(lambda body: (200, ""), ["llama", "judge-7b"]) as server:
-        with refuses("model") as refused:
+        with refuses(".args.model") as refused:
             ask([server.url], [], model="jugde")
         assert "Did you mean 'judge'" in str(refused.value)
-        with refuses("model") as refused:
+        with refuses(".args.model") as refused:
             ask([server.url], [])
         assert "judge-7b, llama" in str(refused.value)
-    with refuses("model"):
+    with refuses(".args.model"):
         asyncio.run(JudgeOperator("judge", PROMPT).process([]))
 
 
@@ -356,7 +356,7 @@ def test_what_is_advised_after_a_teacher_failed_is_what_the_configuration_takes(
 def test_what_cannot_work_is_refused() -> None:
     operator = TeacherTopK("tutor")
     operator.set_auxiliary_model({"teacher": []})
-    with refuses("model"):
+    with refuses(".args.model"):
         asyncio.run(operator.prepare())
     with refuses("k"):
         TeacherTopK(k=0)

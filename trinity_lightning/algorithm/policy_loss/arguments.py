@@ -15,7 +15,7 @@ from trinity_lightning.config.loss_arguments import (
     KEY,
     TENSORS,
     TOTALS,
-    check_arguments,
+    check_loss_arguments,
     loss_arguments,
     signature_of,
 )
@@ -35,14 +35,14 @@ def with_arguments(name: str, loss: Any, args: Mapping[str, Any]) -> PolicyLossF
         args: the arguments of the configuration.
 
     Raises:
-        ConfigError: as `check_arguments` and `in_our_terms`; or a class whose instances cannot be called.
+        ConfigError: as `check_loss_arguments` and `in_our_terms`; or a class whose instances cannot be called.
     """
     if isinstance(loss, type):
         loss, args = instance_of(name, loss, args)
     if not callable(loss):
         raise ConfigError(f"policy loss '{name}' cannot be called", key=KEY, fix=f"give a function, called as {LOSS}")
     fn = cast("PolicyLossFn", loss) if name in PARTS["policy loss"] else in_our_terms(name, loss, args)
-    check_arguments(name, loss_arguments(signature_of(fn)), args)
+    check_loss_arguments(name, loss_arguments(signature_of(fn)), args)
     return functools.partial(fn, **args)
 
 

@@ -2,16 +2,17 @@
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
 from torch import Tensor
 
-from trinity_lightning.algorithm.policy_loss.arguments import KEY
 from trinity_lightning.algorithm.policy_loss.create import accepted, create_policy_loss, needs_of
 from trinity_lightning.algorithm.policy_loss.policy_loss import BatchTotals, PolicyLossFn
-from trinity_lightning.config.algorithm import TERM_LOSSES, StreamConfig, stream_configs
+from trinity_lightning.config.algorithm import STREAMS, TERM_LOSSES, StreamConfig, stream_configs
+from trinity_lightning.config.loss_arguments import ARGS, KEY
 from trinity_lightning.config.losses import LOSSES, Needs
 from trinity_lightning.config.values import number, one_of
 from trinity_lightning.errors import ConfigError
@@ -53,25 +54,40 @@ def with_terms(name: str, loss: PolicyLossFn, needs: Needs) -> tuple[PolicyLossF
     if not needs.terms:
         return loss, {name: Term(name, loss, needs)}
     arguments = {name: parameter.default for name, parameter in inspect.signature(loss).parameters.items()}
-    if "usual" in arguments:
+    if is_mix := "usual" in arguments:
         configs = _mixed(arguments["mu"], arguments["usual"], arguments["usual_args"])
     else:
         configs = stream_configs(arguments["streams"])
-    terms = _terms(configs, arguments["loss_agg_mode"])
+    terms = _terms(configs, arguments["loss_agg_mode"], is_mix)
     return functools.partial(cast(Any, loss), terms=terms), terms
 
 
-def _terms(configs: Mapping[str, StreamConfig], loss_agg_mode: str | None) -> dict[str, Term]:
+def _terms(configs: Mapping[str, StreamConfig], loss_agg_mode: str | None, is_mix: bool = False) -> dict[str, Term]:
     mode = {} if loss_agg_mode is None else {"loss_agg_mode": loss_agg_mode}
     terms = {}
     for name, stream in configs.items():
-        loss = create_policy_loss(stream.loss, **(mode | stream.args))
-        terms[name] = Term(stream.loss, loss, needs_of(stream.loss, loss), stream.tokens, stream.weight)
-        if terms[name].needs.pairs:
-            raise ConfigError(
-                f"term '{name}': loss {stream.loss} is of preference pairs, which are no stream.", key=KEY
-            )
+        with _in_its_stream(name, is_mix):
+            loss = create_policy_loss(stream.loss, **(mode | stream.args))
+            terms[name] = Term(stream.loss, loss, needs_of(stream.loss, loss), stream.tokens, stream.weight)
+            if terms[name].needs.pairs:
+                raise ConfigError(
+                    f"term '{name}': loss {stream.loss} is of preference pairs, which are no stream.", key=KEY
+                )
     return terms
+
+
+@contextmanager
+def _in_its_stream(name: str, is_mix: bool) -> Iterator[None]:
+    """Let an error of a loss have the key of its stream, instead of the one that it has as the only loss of a run."""
+    whole, args = (f"{STREAMS}.{name}.loss", f"{STREAMS}.{name}.args")
+    if is_mix:  # its arguments make its streams
+        whole, args = (f"{ARGS}.usual", f"{ARGS}.usual_args") if name == "rollouts" else (KEY, ARGS)
+    try:
+        yield
+    except ConfigError as error:
+        key = error.key or KEY
+        key = whole if key == KEY else key.replace(ARGS, args, 1)
+        raise type(error)(str(error).replace(ARGS, args), key=key) from error
 
 
 def _mixed(mu: float, usual: str, usual_args: Mapping[str, Any] | None) -> dict[str, StreamConfig]:
@@ -201,7 +217,7 @@ def mix(
         num_computed_tokens=num_computed_tokens,
         stream_weights={"rollouts": mask & ~expert[:, None], "sft": mask & expert[:, None]},
         stream_totals=dict(zip(("rollouts", "sft"), both, strict=True)),
-        terms=_terms(_mixed(mu, usual, usual_args), loss_agg_mode) if terms is None else terms,
+        terms=_terms(_mixed(mu, usual, usual_args), loss_agg_mode, is_mix=True) if terms is None else terms,
         **totals,
     )
 

@@ -51,7 +51,7 @@ class AskingOperator(ExperienceOperatorV1):
         if clients := self.auxiliary_models.get(self.model):
             return clients
         known = map(str, self.auxiliary_models)
-        raise ConfigError(f"{operator}: {unknown_name('auxiliary model', str(self.model), known)}", key="model")
+        raise ConfigError(f"{operator}: {unknown_name('auxiliary model', str(self.model), known)}", key=".args.model")
 
     async def answer_to(self, ask: Callable[[], Coroutine[Any, Any, T]], slots: asyncio.Semaphore) -> T:
         """The result of `ask`, which is tried again if it fails or takes too long.
@@ -176,7 +176,9 @@ class JudgeOperator(AskingOperator):
         if not names or str(self.model) in names:
             return str(self.model)
         if len(names) > 1:
-            raise ConfigError(f"judge: {unknown_name('model of the server', str(self.model), names)}", key="model")
+            raise ConfigError(
+                f"judge: {unknown_name('model of the server', str(self.model), names)}", key=".args.model"
+            )
         return names[0]
 
     def _question(self, exp: Experience) -> str:
@@ -251,7 +253,7 @@ class TeacherTopK(AskingOperator):
             ) from error
         if likeliest["ids"].shape != (1, self.k):
             raise ConfigError(
-                f"teacher_top_k: {url} knows {likeliest['ids'].shape[1]} tokens, fewer than k={self.k}.", key="k"
+                f"teacher_top_k: {url} knows {likeliest['ids'].shape[1]} tokens, fewer than k={self.k}.", key=".args.k"
             )
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
