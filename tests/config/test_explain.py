@@ -125,6 +125,22 @@ def test_a_recipe_that_is_wrong(text: str, sentence: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["eval_tasksets=null", "eval_tasksets={mine: {source: addition}}"], "eval_tasksets"),
+        (["eval_tasksets=null", "+eval_tasksets={mine: {source: addition}}"], "eval_tasksets"),
+        (["eval_tasksets=null", "eval_tasksets.mine={source: addition}"], "eval_tasksets"),
+        (["tasksets=null", "+tasksets.mine.source=addition"], "tasksets"),
+        (["auxiliary_models=null", "+auxiliary_models.judge.model=tiny"], "auxiliary_models"),
+    ],
+)
+def test_a_mapping_that_is_null_is_not_filled(overrides: list[str], key: str) -> None:
+    with pytest.raises((AssertionError, AttributeError)) as refused:
+        composed("+recipe=grpo", *overrides)
+    assert f"{key} is null" in (explain_composition(refused.value) or "")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("content", "kind", "sentence"),
     [
         (f"{GLOBAL}defaults:\n  - mine\n".encode(), RecursionError, "lead back to the recipe itself"),

@@ -426,8 +426,12 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(dtype, tmp_path)
 def test_a_resume_with_another_number_of_threads_says_that_its_bits_differ(tmp_path, caplog, monkeypatch):
     batches = [batch_of(make_experiences(seed=seed)) for seed in range(2)]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    fit(make_policy(), batches, SaveAfter(1, tmp_path / "it.ckpt"), plugins=[AtomicCheckpointIO()])
-    fit(make_policy(), batches, ckpt_path=tmp_path / "it.ckpt")
+    trainer = fit(make_policy(), batches, SaveAfter(1, tmp_path / "it.ckpt"), plugins=[AtomicCheckpointIO()])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)  # as at the end of a run, which had fewer
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for file in ("it.ckpt", "final.ckpt"):
+        fit(make_policy(), batches, ckpt_path=tmp_path / file, max_epochs=2)
     assert "threads" not in caplog.text
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     fit(make_policy(), batches, ckpt_path=tmp_path / "it.ckpt")

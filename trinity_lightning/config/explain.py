@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import yaml
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -123,6 +124,8 @@ def explain_composition(error: Exception) -> str | None:
     if isinstance(error, TypeError):  # engine=[3]
         override = _no_choice(frames)
         return None if override is None else _explain_group(override)
+    if isinstance(error, AssertionError | AttributeError):
+        return _explain_null(frames)
     files = [f"{frame.f_locals['config_path']}.yaml" for frame in frames if "config_path" in frame.f_locals]
     if files and (sentence := _explain_defaults(files[-1], str(error))) is not None:
         return sentence
@@ -170,6 +173,18 @@ def _no_choice(frames: Sequence[FrameType]) -> Override | None:
         if is_list and not all(isinstance(name, str) for name in value):
             return override
     return None
+
+
+def _explain_null(frames: Sequence[FrameType]) -> str | None:
+    """The sentence about an override that sets something in a mapping that is null; None if there is none."""
+    composing = next((frame for frame in frames if frame.f_code.co_name == "_apply_overrides_to_config"), None)
+    if composing is None:
+        return None
+    override, config = composing.f_locals["override"], composing.f_locals["cfg"]
+    names = override.key_or_group.split(".")
+    keys = [".".join(names[: count + 1]) for count in range(len(names))]
+    null = next((key for key in keys if OmegaConf.select(config, key) is None), None)
+    return null and f"{null} is null, and '{override.input_line}' would set something in it: leave out {null}=null."
 
 
 def _explain_defaults(file: str, problem: str) -> str | None:

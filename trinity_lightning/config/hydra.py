@@ -323,8 +323,8 @@ def run_command(command: Callable[[], None], within: str | None = "") -> None:
         register(within)
         check_flags(sys.argv[1:])
         command()
-    except (*CONFIG_ERRORS, ValueError, TypeError, OSError, RecursionError) as error:
-        end_command(error)
-        raise
     except (KeyboardInterrupt, SystemExit) as stop:
         sys.exit(exit_code(stop))
+    except Exception as error:
+        end_command(error)  # unless it is no error of a configuration
+        raise

@@ -143,6 +143,7 @@ class PolicyModule(L.LightningModule):
         self._optimizer_settings: list[dict[str, Any]] = []  # `settings_of` the optimizer when it was made
         self._peak_rates: list[Any] = []  # configured learning rates of the optimizer's groups
         budget = self.algorithm.max_tokens_per_micro_batch
+        self._threads: int | None = None  # threads of torch when training began
         self._budget = planned_tokens if isinstance(budget, str) else budget  # None: chosen for the device
         self._passes: Passes | None = None
         self._function: LogprobFn | None = None
@@ -231,6 +232,7 @@ class PolicyModule(L.LightningModule):
 
         Engines are loaded by now, and callbacks have not explored yet.
         """
+        self._threads = torch.get_num_threads()
         if self.device.type == "cpu":
             reuse_large_buffers()
         self.check_trainable()
@@ -503,8 +505,8 @@ class PolicyModule(L.LightningModule):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add counters, random states, and the number of threads."""
-        process = {"rng": random_state(), "threads": torch.get_num_threads()}
+        """Add counters, random states, and the number of threads that trained: a run that ends gives threads back."""
+        process = {"rng": random_state(), "threads": self._threads or torch.get_num_threads()}
         checkpoint["policy"] = {name: getattr(self, name) for name in (*COUNTERS, BUDGET)} | process
         if self.adapter is not None:
             self.adapter.leave_base_out(checkpoint)
