@@ -74,6 +74,42 @@ def test_the_text_of_a_sentencepiece_tokenizer_begins_with_the_space_that_vllm_g
     assert decoded.startswith(" word")
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_trainer_keeps_its_threads_where_vllm_wants_one(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's worker for GPUs leaves the process one thread, for which its layers are compiled."""
+    from vllm.usage.usage_lib import is_usage_stats_enabled
+
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
+    build, engine, at_work = VLLMEngine._build, tiny_engine(max_model_len=64), []
+
+    def build_as_on_a_gpu(engine: VLLMEngine, path: str) -> Any:
+        assert not is_usage_stats_enabled()  # which that worker would send
+        built = build(engine, path)
+        torch.set_num_threads(1)
+        step = built.step
+        monkeypatch.setattr(built, "step", lambda: (at_work.append(torch.get_num_threads()), step())[1])
+        return built
+
+    monkeypatch.setattr(VLLMEngine, "_build", build_as_on_a_gpu)
+    driver = Driver([engine])
+    try:
+        driver.run(engine.load())
+        assert torch.get_num_threads() == 2
+        ask(engine, driver, max_tokens=4)
+        assert torch.get_num_threads() == 2
+        driver.run(engine.shutdown())
+    finally:
+        driver.close()
+    assert set(at_work) == {1}
+
+
 def test_a_folder_without_a_model_is_a_load_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     engine = tiny_engine(str(tmp_path))

@@ -21,7 +21,7 @@ from transformers import (
 
 from trinity_lightning.common.model_memory import CPU_TOKENS, useful_tokens
 from trinity_lightning.config.algorithm import AlgorithmConfig, KLConfig, Layout
-from trinity_lightning.config.model import Dropout, OptimizerConfig
+from trinity_lightning.config.model import Dropout, LoRAConfig, OptimizerConfig
 from trinity_lightning.errors import ModelLoadError
 from trinity_lightning.trainer import model as models
 from trinity_lightning.trainer.flops import ModelSize
@@ -341,6 +341,19 @@ def test_whatever_a_models_parts_raise_its_own_forward_pass_is_tried(
 
     monkeypatch.setattr(models, "logprobs_by_head", by_parts)
     assert logprob_function(build("LlamaForCausalLM", {})) is logprobs_by_forward
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": LoRAConfig(r=2)}], ids=["policy, reference and critic", "adapters"])
+def test_models_are_loaded_on_the_cpu_whatever_the_default_device_is(settings: dict[str, Any]) -> None:
+    """`meta` stands in for the GPU that Lightning makes the default: nothing on it has values."""
+    algorithm = {"kl": {"coef": 0.1}, "critic": None if settings else {"lr": 1e-3}}
+    policy = PolicyModule("tiny", algorithm, dtype="fp32", **settings)
+    with torch.device("meta"):
+        policy.configure_model()
+    models = [policy, *([] if policy.reference is None else [policy.reference])]
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+    policy.check_trainable()
 
 
 def test_a_policy_says_what_its_model_lacks() -> None:

@@ -196,9 +196,16 @@ class PolicyModule(L.LightningModule):
         self._dtype = self.placement.ranks.exchange(self._dtype)[0]  # each rank has timed model.dtype=auto
 
     def configure_model(self) -> None:
-        """Load the policy (and the reference, where the objective needs one), once, in training mode."""
-        if self.model is not None:
-            return
+        """Load the policy (and the reference, where the objective needs one) on the CPU, once, in training mode.
+
+        Lightning calls this with the GPU as torch's default device. A policy that is to be sharded may not fit there as
+        a whole, and for that device transformers needs the package accelerate.
+        """
+        if self.model is None:
+            with torch.device("cpu"):
+                self._load_models()
+
+    def _load_models(self) -> None:
         self.model = self._load_model(self.model_name)
         if self.lora.r is not None:
             self.adapter = Adapter(self.model, self.lora, str(resolve_model(self.model_name)))

@@ -113,6 +113,7 @@ class VLLMEngine(InProcessEngine):
         self._engine: Any = None
         self._adapter: Any = None  # the LoRARequest that requests carry, if any (`VLLMAdapterEngine`)
         self._random_states: list[torch.Tensor] = []  # the engine's own state for each of torch's generators
+        self._threads = torch.get_num_threads()  # the engine's own number of threads
         self._sleeps, self._asleep = EngineSleep(self._config.sleep) is EngineSleep.always, False
 
     async def sleep(self) -> None:
@@ -148,10 +149,11 @@ class VLLMEngine(InProcessEngine):
 
     def _load(self) -> None:
         path = str(resolve_model(self._model))
-        # One process, so that a weight sync is a plain call. Both variables must be set before vLLM is imported.
+        # One process, so that a weight sync is a plain call. The variables must be set before vLLM is imported.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        before = random_state()
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # nothing about a run leaves the machine unasked
+        before, threads = random_state(), torch.get_num_threads()
         self._owns_process_group = not torch.distributed.is_initialized()
         try:
             with warnings.catch_warnings():
@@ -168,6 +170,9 @@ class VLLMEngine(InProcessEngine):
             raise ModelLoadError(f"vLLM cannot load '{path}': {reason_of(error)}") from error
         finally:
             restore_random_state(before)  # vLLM seeds the whole process
+            # On a GPU vLLM leaves this process one thread, with which AdamW on the host takes ten times as long.
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(threads)
 
     @property
     def _on_cpu(self) -> bool:
@@ -219,7 +224,7 @@ class VLLMEngine(InProcessEngine):
         return self._engine.has_unfinished_requests()
 
     def _step(self) -> Iterable[tuple[str, Any]]:
-        with self._own_random_states():
+        with self._own_torch_state():
             return [(out.request_id, self._result(out)) for out in self._engine.step() if out.finished]
 
     def _result(self, output: Any) -> list[Completion] | list[float]:
@@ -239,11 +244,11 @@ class VLLMEngine(InProcessEngine):
         ]
 
     @contextmanager
-    def _own_random_states(self) -> Iterator[None]:
-        """Give torch's global generators the engine's states, and afterwards the trainer's states again.
+    def _own_torch_state(self) -> Iterator[None]:
+        """Give torch the engine's random states and number of threads, and afterwards the trainer's again.
 
-        Every step draws from these generators, even for seeded requests. The number of steps depends on timing, and the
-        trainer's random numbers must not.
+        Every step draws from torch's global generators, even for seeded requests. The number of steps depends on
+        timing, and the trainer's random numbers must not. Layers that vLLM compiled hold for its number of threads.
         """
         generators = [torch.default_generator, *torch.cuda.default_generators]
         trainers = [generator.get_state() for generator in generators]
@@ -251,9 +256,12 @@ class VLLMEngine(InProcessEngine):
             fresh = [torch.Generator(generator.device).manual_seed(0) for generator in generators]
             self._random_states = [generator.get_state() for generator in fresh]
         _set_states(generators, self._random_states)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
         try:
             yield
         finally:
+            torch.set_num_threads(threads)
             self._random_states = [generator.get_state() for generator in generators]
             _set_states(generators, trainers)
 
