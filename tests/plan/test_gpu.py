@@ -271,6 +271,17 @@ def test_vllm_is_started_with_what_the_plan_gives_it(sleep: bool) -> None:
     assert arguments.get("enable_sleep_mode", False) is sleep
 
 
+@pytest.mark.parametrize(
+    ("requests", "settings", "graph"), [(512, {}, None), (1024, {}, 1024), (1024, {"speculative": 3}, None)]
+)
+def test_steps_of_more_requests_than_vllms_largest_graph_get_a_larger_one(
+    requests: int, settings: dict[str, Any], graph: int | None
+) -> None:
+    engine = EngineConfig(max_num_seqs=requests, **settings)
+    assert engine_args("model", engine, on_cpu=False).get("max_cudagraph_capture_size") == graph
+    assert "max_cudagraph_capture_size" not in engine_args("model", engine, on_cpu=True)
+
+
 def test_what_is_given_to_vllm_by_hand_holds() -> None:
     estimate = plan(SMOLLM2, Training(2, 512), Rollouts(2, 512, 512), 20 * GIB, 100 * GIB)
     engine = planned_engine(EngineConfig(args={"gpu_memory_utilization": 0.5}), estimate, 24 * GIB)

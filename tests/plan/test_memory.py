@@ -18,8 +18,10 @@ from trinity_lightning.common.model_memory import ModelShape, Training, activati
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import typed_config
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.models.vllm_engine import CPU_BLOCK_TOKENS
 from trinity_lightning.plan.gpu import adapters_of
 from trinity_lightning.plan.memory import (
+    BLOCK_TOKENS,
     CACHE,
     COPIES,
     CUDA_CONTEXT,
@@ -33,6 +35,7 @@ from trinity_lightning.plan.memory import (
     WORKSPACES,
     Rollouts,
     auxiliary_server,
+    cache_bytes,
     engine_weights,
     micro_batch_tokens,
     plan,
@@ -199,6 +202,14 @@ def test_the_cheapest_way_with_room_for_all_rollouts_is_taken(
     assert (estimate.micro_batch_tokens, cache, share, estimate.sleep, estimate.offload) == expected
 
 
+@pytest.mark.parametrize("context", [1, 16, 100, 1024])
+def test_the_smallest_cache_holds_whole_blocks_of_one_request_and_vllms_empty_one(context: int) -> None:
+    rollouts = Rollouts(2, context, 1, max_num_seqs=1)
+    tokens = plan(SMOLLM2, Training(2, context), rollouts, 8 * GIB, HOST).kv_cache // cache_bytes(SMOLLM2, Rollouts(2, BLOCK_TOKENS, 1), 1) * BLOCK_TOKENS
+    assert tokens % CPU_BLOCK_TOKENS == 0
+    assert tokens >= context + CPU_BLOCK_TOKENS
+
+
 def test_masters_and_moments_move_only_to_a_host_with_room_for_them() -> None:
     training, rollouts = Training(2, 1024, checkpointing=True), Rollouts(2, 1024, 512)
     assert plan(QWEN_1_5B, training, rollouts, 32 * GIB, HOST).offload
@@ -298,7 +309,8 @@ def test_the_server_of_an_auxiliary_model_has_room_for_half_of_its_requests(
     cache, size = auxiliary_server(QWEN_1_5B, rollouts)
     assert cache == gigabytes * GIB
     assert size - cache == pytest.approx(6.2 * GIB, rel=0.01)  # weights 2.9, graphs and context 1 each, and to compute
-    assert auxiliary_server(QWEN_1_5B, replace(rollouts, context=1 << 20, max_num_seqs=1, kv_cache=None))[0] == 28 * GIB
+    one = auxiliary_server(QWEN_1_5B, replace(rollouts, context=1 << 20, max_num_seqs=1, kv_cache=None))[0]
+    assert one == pytest.approx(28 * GIB, rel=1e-4)  # and a block
 
 
 @settings(max_examples=50)

@@ -14,6 +14,7 @@ trainer that has its device to itself.
 All functions are pure. Sizes are bytes unless a name says otherwise.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +39,7 @@ FRAGMENTS = 0.04  # share of the device that allocators lose between blocks
 FIRST_SHARDS = 8  # devices that the message of a refusal suggests to a trainer of one device
 MOST_DOUBLED = 8  # numbers of devices that are tried for this message, each twice the one before
 PINNED = 2  # host bytes for each byte of sleeping weights, at most: vLLM pins each tensor as a power of two
+BLOCK_TOKENS = 32  # tokens of a block of vLLM's cache on a CPU, and of two blocks on a GPU
 SERVER_SHARE = 0.92  # share of a GPU that vLLM takes by default
 
 # Memory of a process on a CPU, measured (benchmarks/memory.py): libraries, vLLM's libraries, working memory.
@@ -338,7 +340,7 @@ class _Planner:
             room = (room - _reserve(way.device) + WORKSPACES) / (1 - FRAGMENTS) + CUDA_CONTEXT - WORKSPACES
         request = ""
         if self.rollouts is not None:
-            one = gib(cache_bytes(self.shape, self.rollouts, 1))
+            one = gib(_smallest_cache(self.shape, self.rollouts))
             request = f" (one request of engine.max_model_len={self.rollouts.context} needs {one} of cache)"
         advice = [*self._knobs(way), f"a device of {gib(room)} has room"]
         return (
@@ -414,15 +416,21 @@ def _asleep(shape: ModelShape, rollouts: Rollouts) -> int:
 
 
 def cache_bytes(shape: ModelShape, rollouts: Rollouts, requests: int) -> int:
-    """Bytes of the keys and values of `requests` requests of full length, on each GPU of an engine."""
+    """Bytes of the keys and values of `requests` requests of full length, in whole blocks, on each GPU of an engine."""
     width = max(shape.key_width // rollouts.gpus, shape.query_width // shape.heads)  # a GPU has at least one head
-    return requests * rollouts.context * 2 * shape.layers * width * rollouts.width
+    tokens = requests * BLOCK_TOKENS * math.ceil(rollouts.context / BLOCK_TOKENS)
+    return tokens * 2 * shape.layers * width * rollouts.width
+
+
+def _smallest_cache(shape: ModelShape, rollouts: Rollouts) -> int:
+    """Bytes of a cache for one request, and for the block that vLLM leaves empty."""
+    return cache_bytes(shape, replace(rollouts, context=rollouts.context + BLOCK_TOKENS), 1)
 
 
 def _room(shape: ModelShape, rollouts: Rollouts, free: int) -> int:
     """Bytes of the cache: as configured, otherwise as many as are useful and free. It holds at least one request."""
     useful = min(free, cache_bytes(shape, rollouts, rollouts.at_once))
-    return max(useful if rollouts.kv_cache is None else rollouts.kv_cache, cache_bytes(shape, rollouts, 1))
+    return max(useful if rollouts.kv_cache is None else rollouts.kv_cache, _smallest_cache(shape, rollouts))
 
 
 def _working(shape: ModelShape, rollouts: Rollouts) -> int:
@@ -445,7 +453,7 @@ def auxiliary_server(shape: ModelShape, rollouts: Rollouts) -> tuple[int, int]:
     """
     cache = rollouts.kv_cache
     if cache is None:
-        cache = max(int(ENOUGH * cache_bytes(shape, rollouts, rollouts.at_once)), cache_bytes(shape, rollouts, 1))
+        cache = max(int(ENOUGH * cache_bytes(shape, rollouts, rollouts.at_once)), _smallest_cache(shape, rollouts))
     return cache, _engine(shape, rollouts, cache) + CUDA_CONTEXT
 
 

@@ -37,6 +37,7 @@ from trinity_lightning.sync.stream import WeightStream, parameter_shapes, skelet
 
 VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
 CPU_REQUESTS, GPU_REQUESTS = 64, 256
+LARGEST_GRAPH = 512  # requests; a step of more is launched kernel by kernel unless vLLM is asked for larger graphs
 CPU_CACHE_GB = 0.5
 CPU_BLOCK_TOKENS = 32  # tokens of a cache block: the fewest that vLLM's kernels for AMX take
 
@@ -61,6 +62,8 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
     if config.speculative:
         drafts = {"num_speculative_tokens": config.speculative, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
         arguments["speculative_config"] = {"method": "ngram", **drafts}
+    elif not on_cpu and arguments["max_num_seqs"] > LARGEST_GRAPH:
+        arguments["max_cudagraph_capture_size"] = arguments["max_num_seqs"]
     if EngineSleep(config.sleep) is EngineSleep.always:
         arguments["enable_sleep_mode"] = True
     if on_cpu:
@@ -268,11 +271,11 @@ class VLLMEngine(InProcessEngine):
     def _take_weights(self, stream: WeightStream) -> None:
         try:
             self._load_weights(stream)
+            self._engine.reset_prefix_cache(reset_running_requests=True)
         except Exception as error:
             raise WeightSyncError(
                 f"vLLM failed while it took over the weights ({type(error).__name__}: {error}); build another engine."
             ) from error
-        self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def _load_weights(self, stream: WeightStream) -> None:
         if self._packed is not None:
