@@ -21,6 +21,8 @@ from trinity_lightning.config.engines import EngineSleep
 from trinity_lightning.config.model import LoRAConfig, OptimizerConfig
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.sync.stream import weight_stream
+from trinity_lightning.trainer import fused
+from trinity_lightning.trainer.head import Head, token_logprobs
 from trinity_lightning.trainer.layers import FlexSharedPrefix, Segments
 
 pytestmark = [
@@ -60,6 +62,32 @@ def test_attention_and_its_gradients_are_those_of_a_dense_mask(layout: Segments)
     gradients = torch.autograd.grad((attended * weight.cuda()).sum(), mine)
     for gradient, want in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient.cpu(), want, rtol=1e-4, atol=1e-4)
+
+
+def softmax_of_the_head(device: str) -> tuple[list[torch.Tensor], int]:
+    """Log-probabilities, entropies and the gradient of the logits of 300 tokens; and the bytes that it took at most."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(300, 50_000, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    head = Head(torch.nn.Identity())  # hidden states are logits
+    targets = torch.randint(0, 50_000, (300,), generator=generator).to(device)
+    temperature = torch.linspace(0.5, 1.5, 300).to(device)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    logprobs, entropies = token_logprobs(head, logits, targets, temperature)
+    (logprobs + 0.1 * entropies).sum().backward()
+    assert logits.grad is not None
+    taken = torch.cuda.max_memory_allocated() - before
+    return [logprobs.detach().cpu(), entropies.detach().cpu(), logits.grad.cpu().float()], taken
+
+
+def test_the_softmax_of_the_head_is_two_kernels_without_float32_logits() -> None:
+    expected, _ = softmax_of_the_head("cpu")
+    softmax_of_the_head("cuda")  # compiles
+    mine, taken = softmax_of_the_head("cuda")
+    assert fused.is_usable(torch.device("cuda", 0))
+    for tensor, want in zip(mine, expected, strict=True):
+        torch.testing.assert_close(tensor, want, rtol=1e-2, atol=1e-4)
+    assert taken < 1.5 * 2 * 300 * 50_000 * 2  # the gradient twice, in bfloat16
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

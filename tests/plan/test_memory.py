@@ -205,7 +205,11 @@ def test_the_cheapest_way_with_room_for_all_rollouts_is_taken(
 @pytest.mark.parametrize("context", [1, 16, 100, 1024])
 def test_the_smallest_cache_holds_whole_blocks_of_one_request_and_vllms_empty_one(context: int) -> None:
     rollouts = Rollouts(2, context, 1, max_num_seqs=1)
-    tokens = plan(SMOLLM2, Training(2, context), rollouts, 8 * GIB, HOST).kv_cache // cache_bytes(SMOLLM2, Rollouts(2, BLOCK_TOKENS, 1), 1) * BLOCK_TOKENS
+    tokens = (
+        plan(SMOLLM2, Training(2, context), rollouts, 8 * GIB, HOST).kv_cache
+        // cache_bytes(SMOLLM2, Rollouts(2, BLOCK_TOKENS, 1), 1)
+        * BLOCK_TOKENS
+    )
     assert tokens % CPU_BLOCK_TOKENS == 0
     assert tokens >= context + CPU_BLOCK_TOKENS
 

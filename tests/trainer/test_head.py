@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
-from trinity_lightning.trainer import head
+from trinity_lightning.trainer import fused, head
 from trinity_lightning.trainer.head import Head, token_logprobs
 
 HIDDEN, VOCABULARY = 8, 13
@@ -154,3 +155,32 @@ def test_head_reads_what_the_config_says_of_the_logits(config, softcap, scale):
             return projection
 
     assert Head.of(Model()) == Head(projection, softcap, scale)
+
+
+# -- on a GPU: one kernel a pass ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The kernels that a GPU gets, made for this CPU."""
+    monkeypatch.setattr(fused, "is_usable", lambda device: True)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("bias", [True, False])
+def test_compiled_passes_have_the_values_and_gradients_of_float64_for_any_number_of_rows(bias, compiled):
+    before = counters["stats"]["unique_graphs"]
+    for n in (2, CHUNK, CHUNK + 3, 3 * CHUNK - 1):
+        c = case(n, bias=bias)
+        logprobs, entropies = token_logprobs(Head(c.projection, 1.5, 3.0), c.hidden, c.targets, c.temperature)
+        (c.weights[0] * logprobs + c.weights[1] * entropies).sum().backward()
+        expected_logprobs, expected_entropies, gradients = naive(c, 1.5, 3.0)
+        torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(entropies.double(), expected_entropies, rtol=1e-5, atol=1e-5)
+        for mine, expected in zip(
+            [c.hidden.grad, *(p.grad for p in c.projection.parameters())], gradients, strict=True
+        ):
+            torch.testing.assert_close(mine.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    assert counters["stats"]["unique_graphs"] - before == 2  # one for each pass

@@ -10,6 +10,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from trinity_lightning.common.model_config import BLOCK_BYTES, CHUNK_BYTES, GPU_BLOCK_BYTES, GPU_CHUNK_BYTES
+from trinity_lightning.trainer import fused
 
 # -- gradients of embeddings and head, added up in place ---------------------------------------------------------------
 # Autograd would make the gradient of a whole matrix for every micro-batch, and pass over it four times. These backward
@@ -168,24 +169,17 @@ class _LogSoftmax(Function):
     """log p(target) [n, m] and entropy [n] of p = softmax(logits / temperature), in float32.
 
     Autograd makes five float32 tensors [n, vocabulary] in the backward pass. This makes none: it goes through logits
-    by blocks of a few tokens, and writes the gradient in their place if they are `reusable`. (torch's
-    `linear_cross_entropy` took 20 times as long on a CPU in bfloat16, and has no entropy.)
+    by blocks of a few tokens, or on a GPU in one kernel, and writes the gradient in their place if they are `reusable`.
+    (torch's `linear_cross_entropy` took 20 times as long on a CPU in bfloat16, and has no entropy.)
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, reusable: bool
     ) -> tuple[Tensor, Tensor]:
-        entropy, highest, log_sum = (torch.empty_like(temperature) for _ in range(3))
-        logprobs = temperature.new_empty(targets.shape)
-        for block, scaled in _blocks(logits, temperature):
-            highest[block] = scaled.amax(-1)
-            shifted = scaled.sub_(highest[block, None])
-            exps = shifted.exp()
-            sums = exps.sum(-1)
-            log_sum[block] = sums.log()
-            logprobs[block] = shifted.gather(-1, targets[block]) - log_sum[block, None]
-            entropy[block] = log_sum[block] - exps.mul_(shifted).sum(-1) / sums
+        ctx.fused = targets.shape[1] == 1 and fused.is_usable(logits.device)
+        statistics = fused.statistics if ctx.fused else _statistics
+        logprobs, entropy, highest, log_sum = statistics(logits, targets, temperature)
         ctx.save_for_backward(logits, targets, temperature, entropy, highest, log_sum)
         ctx.set_materialize_grads(False)
         ctx.reusable = reusable
@@ -199,6 +193,10 @@ class _LogSoftmax(Function):
         # With z = logits / temperature: d log p_t / dz = onehot_t - p, and d entropy / dz = -p (log p + entropy).
         target_grad = temperature.new_zeros(targets.shape) if grads[0] is None else grads[0] / temperature[:, None]
         entropy_grad = torch.zeros_like(temperature) if grads[1] is None else grads[1] / temperature
+        if ctx.fused:
+            result = logits if ctx.reusable else logits.clone()
+            fused.write_gradient(result, targets, temperature, entropy, highest, log_sum, target_grad, entropy_grad)
+            return result, None, None, None
         logprob_grad = target_grad.sum(-1)
         result = logits if ctx.reusable else torch.empty_like(logits)
         for block, scaled in _blocks(logits, temperature):
@@ -211,6 +209,21 @@ class _LogSoftmax(Function):
             grad.scatter_add_(-1, targets[block], target_grad[block])
             result[block] = grad.to(result.dtype)
         return result, None, None, None
+
+
+def _statistics(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Same as `fused.statistics`, block by block."""
+    entropy, highest, log_sum = (torch.empty_like(temperature) for _ in range(3))
+    logprobs = temperature.new_empty(targets.shape)
+    for block, scaled in _blocks(logits, temperature):
+        highest[block] = scaled.amax(-1)
+        shifted = scaled.sub_(highest[block, None])
+        exps = shifted.exp()
+        sums = exps.sum(-1)
+        log_sum[block] = sums.log()
+        logprobs[block] = shifted.gather(-1, targets[block]) - log_sum[block, None]
+        entropy[block] = log_sum[block] - exps.mul_(shifted).sum(-1) / sums
+    return logprobs, entropy, highest, log_sum
 
 
 def _blocks(logits: Tensor, temperature: Tensor) -> Iterator[tuple[slice, Tensor]]:
