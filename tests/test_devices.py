@@ -368,6 +368,24 @@ def test_a_rank_that_hangs_in_a_weight_sync_ends_the_run_by_its_time_limit(
     assert re.search(rf"did not answer in time, at {at} \(rank 1 hangs\)", printed), printed[-4000:]
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_rank_that_is_killed_or_hangs_within_a_pass_ends_the_run_which_names_it(
+    killed: bool, run_train: Commands, tmp_path: Path
+) -> None:
+    """There are no rounds within a pass: the other rank waits for a layer."""
+    example = json.dumps({"prompt": "1 + 1 =", "completion": " 2"})
+    (tmp_path / "data.jsonl").write_text(f"{example}\n" * 8)
+    data = ("+recipe=sft", "model=tiny", f"buffer.path={tmp_path}/data.jsonl", "buffer.batch_size=4", "logger=csv")
+    run = stopped(run_train, tmp_path, "1 pass 12", *data, *SHARDS, "trainer.strategy.timeout=60")  # 4 s by stops.py
+    family = run_train.followers(run)
+    if killed:
+        family[0].kill()
+    assert run.wait(60) == 1
+    assert not psutil.wait_procs(family, 60)[1], "a rank outlived the run"
+    message = "the process of rank 1 was ended by signal 9" if killed else "at a layer's weights (rank 1 hangs)"
+    assert message in (printed := (tmp_path / "stdout").read_text()), printed[-4000:]
+
+
 @pytest.mark.parametrize(
     ("place", "arguments", "message"),
     [

@@ -1,10 +1,12 @@
 """Ranks as threads: values reach all of them, and an error, a delay or the death of one ends all."""
 
 import itertools
+import json
 import random
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -39,7 +41,7 @@ def together(work: Callable[[Ranks], Any], timeout: float = 20.0, size: int = SI
     meeting, address = next(MEETINGS), ("127.0.0.1", store().port)
 
     def run(rank: int) -> Any:
-        ranks = join(address, Ranks(rank, size), CPU, timedelta(minutes=1), meeting)
+        ranks = join(address, Ranks(rank, size), CPU, timedelta(minutes=1), meeting, passes_together=True)
         ranks.timeout = timedelta(seconds=timeout)
         try:
             return work(ranks)
@@ -156,7 +158,13 @@ def test_sums_are_the_same_bits_on_all_ranks(bucket: int, monkeypatch: pytest.Mo
 
 
 def gather(ranks: Ranks) -> None:
-    Gather(ranks)(torch.empty(2 * ranks.size), torch.ones(2), ranks.group)
+    """A pass with one collective."""
+    ranks.enter_pass()
+    collect(ranks)
+
+
+def collect(ranks: Ranks) -> None:
+    Gather(ranks)(torch.empty(2 * ranks.size), torch.ones(2), ranks.pass_group)
 
 
 ROUNDS: list[Callable[[Ranks], Any]] = [
@@ -185,6 +193,118 @@ def test_an_error_at_any_round_ends_all_with_its_message(rank: int, before: int)
     assert [f"{type(error).__name__}: {error}" for error in errors] == [
         f"RankError: rank {rank}: KeyError: 'broken'"
     ] * 2
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+@pytest.mark.parametrize("collectives", [0, 2])
+def test_an_error_within_a_pass_ends_all_with_its_message(rank: int, collectives: int) -> None:
+    """The others wait in the pass, where there is no round: one of them perhaps for another that waits."""
+
+    def work(ranks: Ranks) -> None:
+        ranks.exchange(None)
+        ranks.enter_pass()
+        for number in range(3):
+            if (ranks.rank, number) == (rank, collectives):
+                raise KeyError("broken")
+            collect(ranks)
+
+    errors = together(work)
+    assert isinstance(errors.pop(rank), KeyError)
+    assert [f"{type(error).__name__}: {error}" for error in errors] == [
+        f"RankError: rank {rank}: KeyError: 'broken'"
+    ] * 2
+
+
+def test_rank_0_that_fails_within_a_pass_still_calls_the_others_that_waited_in_it() -> None:
+    """To save a checkpoint. In the pass that rank 0 has failed in, nothing more is sent."""
+    served: list[int] = []
+
+    def work(ranks: Ranks) -> None:
+        def serve(name: str, arguments: tuple[Any, ...]) -> None:
+            served.append(ranks.rank)
+            ranks.add_up([torch.ones(2)])
+
+        ranks.serve = serve
+        ranks.enter_pass()
+        if ranks.rank == 0:
+            ranks.call("gather", saving=True)
+            total = torch.ones(2)
+            ranks.add_up([total])
+            assert total.tolist() == [SIZE] * 2
+            with pytest.raises(RankError):
+                collect(ranks)
+            raise KeyError("broken")
+        collect(ranks)
+
+    first, *others = together(work)
+    assert isinstance(first, KeyError)
+    assert sorted(served) == [1, 2]
+    assert [str(error) for error in others] == ["rank 0: KeyError: 'broken'"] * 2
+
+
+def test_connections_that_end_within_a_pass_end_all_though_no_rank_has_failed() -> None:
+    def work(ranks: Ranks) -> None:
+        ranks.enter_pass()
+        if ranks.rank == 1:
+            ranks.end_passes()
+        collect(ranks)
+
+    for error in together(work):
+        assert isinstance(error, RankError)
+
+
+def test_a_round_after_a_pass_is_its_end() -> None:
+    """A rank that fails later, and saves, leaves the connections as they are."""
+
+    def work(ranks: Ranks) -> bool:
+        gather(ranks)
+        ranks.exchange(None)
+        ranks.call("save", saving=True)
+        ranks.exchange(None)
+        return ranks.pass_group is not None
+
+    assert together(work) == [True] * SIZE
+
+
+def test_nccl_is_aborted_once_the_run_has_failed_and_a_rank_is_stuck_within_a_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU may wait for what the rank that failed does not send, and the main thread for the GPU."""
+    monkeypatch.setattr(ranks_module, "STUCK_SECONDS", 0.0)
+    reported = {"rank": 1, "reason": "broken"}
+    states: list[tuple[bool, int, Any]] = [  # within a pass, works begun, what was reported
+        (False, 1, reported),
+        (True, 1, None),
+        (True, 1, reported | {"terminated": True}),
+        (True, 2, reported),
+        (True, 2, reported),
+    ]
+    ranks, looks, failure = Ranks(0, 2), list[str](), None
+
+    def sleep(seconds: float) -> None:
+        nonlocal failure
+        ranks._in_pass, ranks._waits, failure = states[len(looks)]
+        looks.append("looked")
+
+    ranks.store = SimpleNamespace(check=lambda keys: failure is not None, get=lambda key: json.dumps(failure))
+    ranks.pass_group = SimpleNamespace(abort=lambda: looks.append("aborted"))
+    monkeypatch.setattr(ranks_module, "time", SimpleNamespace(sleep=sleep))
+    ranks_module.watch_passes(weakref.ref(ranks))
+    assert looks == [*["looked"] * len(states), "aborted"]
+
+
+@pytest.mark.parametrize("end", ["of rank 0", "of a process"])
+def test_nccl_is_aborted_for_a_rank_that_is_stuck_when_another_process_ends(end: str) -> None:
+    def check(keys: list[str]) -> bool:
+        if end == "of rank 0":  # which has the store
+            raise RuntimeError("connection reset")
+        return False
+
+    store = SimpleNamespace(check=check)
+    ranks = Ranks(1, 2, store=store, lost=lambda: "the process of rank 2 was ended by signal 9.")
+    assert not ranks.is_stuck(ranks._waits)
+    ranks._in_pass = True
+    assert ranks.is_stuck(ranks._waits)
 
 
 def rolling_out(ranks: Ranks, seconds: float = 20.0) -> None:
@@ -407,7 +527,7 @@ def test_of_three_ranks_only_that_which_stops_before_a_collective_is_named(
 
     def work(ranks: Ranks) -> Any:
         if ranks.rank == 1:
-            ranks.group = Stops(ranks.group)
+            ranks.group, ranks.pass_group = Stops(ranks.group), Stops(ranks.pass_group)
         time.sleep(0.1 if ranks.rank == 2 else 0.0)
         try:
             with ranks.within(0.5 if ranks.rank == 0 else 20.0):

@@ -296,12 +296,12 @@ MORE = {3: ("SmolLM2",), 4: ("mixture of experts", "few rows")}  # processes, an
 
 
 LACKED = "model.layers.1.mlp.up_proj.weight"
-PLACES = ("between items", "within one")
+PLACES = ("between items", "within one", "in its backward pass")
 FULL = ((0, 1), (0, 2), (1, 1), (1, 2))  # which rank's disk is full, and for how many checkpoints
 
 
 class Fails(L.Callback):
-    """Fails on one rank when the second item begins, or in the last layer of its first forward pass."""
+    """Fails on one rank when the second item begins, or in its first pass: in the last layer, or on the way back."""
 
     def __init__(self, rank: int, place: str) -> None:
         self.rank = rank
@@ -311,7 +311,11 @@ class Fails(L.Callback):
         if trainer.global_rank == self.rank and trainer.global_step == 1:
             if self.place == "between items":
                 self._fail()
-            layers_of(pl_module.policy)[-1].register_forward_pre_hook(self._fail)
+            first, *_, last = layers_of(pl_module.policy)
+            if self.place == "within one":
+                last.register_forward_pre_hook(self._fail)
+            else:  # when the last layer's gradients have been sent
+                first.register_full_backward_pre_hook(self._fail)
 
     def _fail(self, *arguments: Any) -> Any:
         raise TrinityError(f"broken on purpose on {self.rank}")

@@ -20,6 +20,7 @@ from trinity_lightning.trainer import fsdp
 
 PLACES: dict[str, tuple[Any, str]] = {
     "finish": (checkpoints._Writer, "finish"),  # a checkpoint's shards, and what is where in them
+    "pass": (fsdp.Gather, "__call__"),  # of a layer's weights, within a pass
     "share": (fsdp.Shards, "_share"),  # of a weight that is gathered
     "step": (TransformersEngine, "_step"),  # of an engine that rolls out
     "add": (VLLMEngine, "_add"),  # of a request to generate
@@ -29,6 +30,7 @@ HURRY = 15
 LIMITS: list[tuple[Any, str, str]] = [  # attributes that limit the waits of methods
     (Ranks, "exchange", "timeout"),
     (Ranks, "call", "timeout"),
+    (Ranks, "collect", "timeout"),
     (Ranks, "end", "timeout"),
     (RankEngine, "sleep", "limit"),
 ]

@@ -27,9 +27,13 @@ class Sends(Ranks):
     def __init__(self) -> None:
         super().__init__(rank=0, size=2, group=ProcessGroup(HashStore(), 0, 2))
         self.sent: list[tuple[Any, ...]] = []
+        self.collected: list[tuple[Any, ...]] = []
 
     def send(self, collective: Any, received: Tensor, sent: Tensor, options: Any, at: str) -> None:
         self.sent.append((collective.__name__, received, sent, options, at))
+
+    def collect(self, collective: str, tensors: Sequence[Any], options: Any, at: str, device: torch.device) -> None:
+        self.collected.append((collective, tensors, options, at, device))
 
 
 def test_a_checkpoint_is_mapped_where_each_process_needs_a_share_of_it(tmp_path: Path) -> None:
@@ -80,14 +84,35 @@ def test_moments_on_the_host_are_gathered_where_the_policy_is() -> None:
     assert (received.shape, received.device.type, sent.shape, sent.device.type) == ((4, 3), "meta", (2, 3), "meta")
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_once_a_pass_has_failed_weights_are_gathered_on_the_hosts(failed: bool) -> None:
+    """A pass that fails on GPUs ends what they send by. Rank 0 decides for all ranks; `meta` stands for a GPU."""
+    shards: Any = object.__new__(Shards)
+    shards.ranks = ranks = Sends()
+    ranks.pass_group, ranks._in_pass = ranks.group, failed
+    shards.module, shards._asking = SimpleNamespace(trainer=SimpleNamespace(interrupted=failed)), threading.RLock()
+    shards._thread = threading.get_ident()
+    shards.on_all_ranks = asked = Mock()
+    mesh, rows = Mesh(ranks, torch.device("cpu")), torch.ones(2, 3)
+    share = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 3)), stride=(3, 1))
+    shards._share = lambda name, moment: share
+    shards._parameters = {"weight": SimpleNamespace(to_local=lambda: rows.to("meta"))}
+    shards.gather("weight")
+    place = "cpu" if failed else "meta"
+    assert [tensor.device.type for _, *tensors, _, _ in ranks.sent for tensor in tensors] == [place] * 2
+    asked.assert_called_once_with("gather", "weight", None, None, failed)
+    shards.gather("weight", None, None, True)  # as another rank is asked
+    assert ranks.sent[-1][1].device.type == "cpu"
+
+
 def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks have the same weights and rows; sums go by NCCL, where `meta` stands for a GPU, and by gloo."""
 
     class Alike(Sends):
-        def add_up(self, tensors: Sequence[Tensor], at: str = "a sum") -> None:
-            sums.append(at)
-            for tensor in tensors:
-                tensor.mul_(self.size)
+        def collect(self, collective: str, tensors: Sequence[Any], options: Any, at: str, device: torch.device) -> None:
+            super().collect(collective, tensors, options, at, device)
+            if collective == "allreduce":
+                tensors[0][0].mul_(self.size)
 
     class OnBoth(Scatter):
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *arguments: Any, **named: Any) -> None:
@@ -97,7 +122,6 @@ def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch:
 
     rows, factors, ranks = torch.arange(15.0).view(5, 3), torch.arange(1.0, 5.0), Alike()
     asked: list[Any] = []
-    sums: list[str] = []
     monkeypatch.setattr("trinity_lightning.trainer.fsdp.Scatter", OnBoth)
     layer: Any = torch.nn.Linear(3, 4, bias=False)
     layer.token_logprobs = layer.forward
@@ -105,11 +129,13 @@ def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch:
     shards.ranks, shards.dtype, shards._mesh = ranks, torch.float32, Mesh(ranks, torch.device("cpu"))
     shards._shard(layer, trained=False)
     (layer(rows) * factors).sum().backward()
-    *_, (collective, received, sent, options, at) = ranks.sent  # behind the weights
-    assert (collective, at) == ("_reduce_scatter_base", "a layer's gradient")
-    assert sums == [at]
+    assert not ranks.sent  # no round within the pass
+    weights, *_, (collective, (received, sent), options, at, device), (summed, _, sums, *same) = ranks.collected
+    assert weights[0] == "_allgather_base"
+    assert (collective, summed, device.type) == ("_reduce_scatter_base", "allreduce", "meta")
+    assert (at, same) == ("a layer's gradient", ["a layer's gradient", torch.device("cpu")])
     assert (received.device.type, received.shape, sent.shape) == ("meta", (6,), (12,))  # two of four rows, of all four
-    assert [options.reduceOp, *asked] == [ReduceOp.SUM] * 2  # not the mean, nor any other factor
+    assert [options.reduceOp, sums.reduceOp, *asked] == [ReduceOp.SUM] * 3  # not the mean, nor any other factor
     torch.testing.assert_close(layer.weight.grad.to_local(), 2 * len(rows) * factors[:2, None] * rows.mean(0))
 
 
@@ -123,6 +149,7 @@ def test_only_passes_with_gradients_of_the_policy_are_counted() -> None:
     policy, reference = (SimpleNamespace(token_logprobs=lambda function: ()) for _ in range(2))
     shards: Any = object.__new__(Shards)
     shards.module, shards._passes_left = SimpleNamespace(policy=policy), 1
+    shards.ranks = Mock()
     shards._used = SimpleNamespace(add=lambda model: None)
     shards.logprobs(None, reference)
     with torch.no_grad():

@@ -5,6 +5,8 @@ import json
 import math
 import pickle
 import time
+import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -21,6 +23,7 @@ CPU = torch.device("cpu")
 CALL = "a call"  # the round in which rank 0 calls the others
 PATIENCE = timedelta(days=30)  # wait for rank 0 while it rolls out: should it die, its connections end, and so the wait
 LOOK = timedelta(seconds=0.2)  # a rank that waits for others handles signals this often
+STUCK_SECONDS = 1.0  # after a failure, NCCL's work is aborted if a rank within a pass begins no work for this long
 CAUSE_SECONDS = 1.0  # most time between the end of a process's connection and of the process itself
 LEAST_SECONDS = 3.0  # the least wait in a round, even if it begins just before the limit set by `within`
 LENGTH_BYTES, FIRST_BYTES = 8, 1 << 10  # in a round: the size of the length of an answer; and the bytes sent at first
@@ -98,8 +101,14 @@ class Ranks(Alone):
 
     While the others wait in a round, rank 0 may `call` for work that takes all of them; they `serve` the call first.
 
+    A pass of a model in shards begins with a round and has none within: its collectives only call torch's, so that a
+    GPU sends and computes at once. A rank that fails within a pass ends `pass_group`. That ends the others' waits in
+    the pass, and they learn the reason in a round, for which `group` is still there.
+
     Attributes:
         group, store: the connections between ranks: torch's process group, and its store of keys and values.
+        pass_group: the process group of `collect`: on a CPU another one, on a GPU `group`, which has NCCL for tensors
+            and gloo for rounds. None: there are no passes in shards, or one has failed.
         timeout: longest wait for the others in a round.
         lost: returns the processes of this machine that have died, in words; None: none has.
         terminated: returns True if this process was sent SIGTERM.
@@ -112,6 +121,7 @@ class Ranks(Alone):
     size: int
     group: Any = None
     store: Any = None
+    pass_group: Any = None
     timeout: timedelta = PATIENCE
     lost: Callable[[], str | None] = lambda: None
     terminated: Callable[[], bool] = lambda: False
@@ -120,6 +130,7 @@ class Ranks(Alone):
     hangs: bool = False
     _knows_error: bool = False  # true if nobody needs to be told of an error any more
     _has_ended: bool = False
+    _in_pass: bool = False  # true from the round before a pass to the next round that succeeds
     _broken: Callable[[], RankError] | None = None  # makes the error that ended a wait; no later wait is possible
     _deadline: float = math.inf  # set by `within`
     _waits: int = 0  # number of waits begun: equal on all ranks that have come as far
@@ -149,6 +160,7 @@ class Ranks(Alone):
             self._knows_error = True
             places = "; ".join(f"rank {rank} is at {name}" for rank, (*_, name) in enumerate(answers))
             raise RankError(f"the processes went different ways, such as a callback that only one has: {places}.")
+        self._in_pass = False
         return [value for value, *_ in answers]
 
     def call(self, name: str, *arguments: Any, saving: bool = False) -> None:
@@ -160,11 +172,14 @@ class Ranks(Alone):
         """
         if self.rank > 0:
             return
+        if saving:
+            self.leave_pass()
         at = " for ".join([CALL, *map(str, arguments[:1])])
         failures = _failures(self._round(((name, arguments, saving), None, CALL), self.timeout, at))
         self._knows_error = self._knows_error or bool(failures)
         if failures and not saving:
             raise _error(failures)
+        self._in_pass = False
 
     def broadcast(self, value: T, source: int = 0) -> T:
         """The value that rank `source` hands in, however large and however late."""
@@ -209,6 +224,64 @@ class Ranks(Alone):
         self.exchange(None, at=at)
         self.wait(begin, at, sent.device)
 
+    # -- passes of a model in shards ----------------------------------------------------------------------------------
+
+    def enter_pass(self) -> None:
+        """Meet before a pass. Until the next round, this rank is taken to be within it."""
+        self.exchange(None, at="a pass")
+        self._in_pass = True
+
+    def collect(self, collective: str, tensors: Sequence[Any], options: Any, at: str, device: torch.device) -> None:
+        """Begin a collective of `pass_group` without a round; only a CPU waits until it has ended.
+
+        Args:
+            collective: the name of the group's method.
+            tensors, options: its arguments.
+            at: the collective's name in errors.
+            device: the device that sends.
+        """
+        if self.pass_group is None:
+            raise RankError("no pass is possible after one that failed.")
+
+        def begin(limit: timedelta) -> Any:
+            options.timeout, options.asyncOp = limit, False  # NCCL then sends on the stream that torch has chosen
+            return getattr(self.pass_group, collective)(*tensors, options)
+
+        error, hangs = self._error_of(begin, device)
+        if error is None:
+            return
+        if hangs:
+            raise self._end_of_waits(at, error, hangs) from error
+        traceback.clear_frames(error.__traceback__)  # they hold the work, and that the connection
+        self.end_passes()
+        self.exchange(None, at="the end of a failed pass")  # raises the failure of the rank that ended the pass
+        self._knows_error = True
+        raise RankError(f"the connection between processes ended at {at} ({error})") from error
+
+    def leave_pass(self) -> None:
+        """Do as `end_passes` if this rank has failed within a pass, which others may wait in."""
+        if self._in_pass:
+            self.end_passes()
+
+    def end_passes(self) -> None:
+        """End `pass_group`, so that no other rank waits in a pass for this one."""
+        group, self.pass_group = self.pass_group, None
+        if group is not None:
+            group.abort()  # NCCL's work; gloo's connections end with the last reference to the group
+
+    def is_stuck(self, waits: int) -> bool:
+        """True if this rank, within a pass, has begun no work since it had begun `waits`, and another has failed.
+
+        A rank that was sent SIGTERM ends with the others, after the passes that it takes part in.
+        """
+        if not self._in_pass or waits != self._waits:
+            return False
+        try:
+            failure = self._reported()
+            return (failure is not None and not failure.terminated) or self.lost() is not None
+        except RuntimeError:  # rank 0 has ended
+            return True
+
     def _serve_call(self, answers: Sequence[Answer]) -> bool:
         """Serve rank 0's call, unless a failure keeps rank 0 from it; True if there was a call."""
         request, _, name = answers[0]
@@ -250,6 +323,14 @@ class Ranks(Alone):
             device: the device that sends.
             timeout: the longest wait; None: `self.timeout`.
         """
+        error, hangs = self._error_of(begin, device, timeout)
+        if error is not None:
+            raise self._end_of_waits(at, error, hangs) from error
+
+    def _error_of(
+        self, begin: Callable[[timedelta], Any], device: torch.device, timeout: timedelta | None = None
+    ) -> tuple[RuntimeError | None, bool]:
+        """Do as `wait` does; returns the error that ended the work, if there was one, and whether its time was up."""
         if self._broken is not None:
             raise self._broken()
         self._waits += 1
@@ -260,14 +341,19 @@ class Ranks(Alone):
                 self._watch(work, timeout == PATIENCE)
             work.wait()
         except RuntimeError as error:
-            self._knows_error = self._has_ended = True  # a rank that still waits for this one sees its connection end
             waited = time.monotonic() - began
-            self.hangs = waited > limit.total_seconds() - 0.01  # gloo cuts its limits to whole milliseconds
-            why = f"{self._late_ranks()} hangs" if self.hangs else error
-            unknown = f"another process of the run ended, or did not answer in time, at {at} ({why})"
-            cause = (self.failure() if self.hangs else self._failure_soon()) or RankError(unknown)
-            self._broken = partial(type(cause), str(cause))  # not the error: its frames would keep the connection
-            raise cause from error
+            return error, waited > limit.total_seconds() - 0.01  # gloo cuts its limits to whole milliseconds
+        return None, False
+
+    def _end_of_waits(self, at: str, error: RuntimeError, hangs: bool) -> RankError:
+        """The cause of an error of work, as far as it is known; from now on every wait raises it."""
+        self._knows_error = self._has_ended = True  # a rank that still waits for this one sees its connection end
+        self.hangs = hangs
+        why = f"{self._late_ranks()} hangs" if hangs else error
+        unknown = f"another process of the run ended, or did not answer in time, at {at} ({why})"
+        cause = (self.failure() if hangs else self._failure_soon()) or RankError(unknown)
+        self._broken = partial(type(cause), str(cause))  # not the error: its frames would keep the connection
+        return cause
 
     def _watch(self, work: Any, patient: bool) -> None:
         """Wait until the CPU's sending has ended, well or not.
@@ -313,16 +399,21 @@ class Ranks(Alone):
         silent = None
         try:
             if self.store is not None:
-                if self.store.check([FAILED]):
-                    return _error([Failure(**json.loads(self.store.get(FAILED)))])
+                if (reported := self._reported()) is not None:
+                    return _error([reported])
                 silent = self._silent_ranks()
                 if silent is not None:  # nobody waits any more for a rank that does not answer
                     self.hangs = self._knows_error = self._has_ended = True
                     self._broken, self.group = partial(RankError, silent), None  # so that the others see it end
+                    self.pass_group = None
         except RuntimeError as error:
             return RankError(f"rank 0 has ended, or what started it ({error})")
         reason = self.lost() or silent
         return None if reason is None else RankError(reason)
+
+    def _reported(self) -> Failure | None:
+        """The failure that a rank has reported first."""
+        return Failure(**json.loads(self.store.get(FAILED))) if self.store.check([FAILED]) else None
 
     def _failure_soon(self) -> RankError | None:
         """The `failure`, or one a moment later: the connection to a process ends just before the process does."""
@@ -339,6 +430,7 @@ class Ranks(Alone):
         if self._has_ended:
             return
         self._has_ended = True
+        self.leave_pass()
         failure = None if self._knows_error else self._failure_by(error)
         if failure is not None:
             self._report(failure)
@@ -420,6 +512,21 @@ class Ranks(Alone):
     def _has_come(self, beat: bytes, ahead: int = 0) -> bool:
         """True if a beat was sent from the wait that this rank is in, or at least `ahead` waits later."""
         return int(beat.partition(b" ")[0] or 0) >= self._waits + ahead
+
+
+def watch_passes(ranks: "weakref.ref[Ranks]") -> None:
+    """Abort NCCL's work once the run has failed and these ranks are stuck: then they wait for a GPU, and cannot look.
+
+    A rank that failed within a pass takes no part in what the others' GPUs have begun.
+    """
+    waits = -1
+    while (watched := ranks()) is not None and (group := watched.pass_group) is not None:
+        if watched.is_stuck(waits):
+            group.abort()
+            return
+        waits = watched._waits
+        del watched, group
+        time.sleep(STUCK_SECONDS)
 
 
 def _error(failures: Sequence[Failure]) -> RankError:

@@ -7,6 +7,7 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,7 +28,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore  # pyright: ignore
 
-from trinity_lightning.common.ranks import ALONE, Alone, Ranks, add_up_gradients
+from trinity_lightning.common.ranks import ALONE, Alone, Ranks, add_up_gradients, watch_passes
 from trinity_lightning.common.words import how_it_ended
 from trinity_lightning.config.trainer import STARTED_BY
 from trinity_lightning.errors import ConfigError, RankError
@@ -47,6 +48,8 @@ class ReplicaStrategy(DDPStrategy):
         timeout: seconds that a rank waits for another within a step; for rollouts it waits as long as they take.
         settings: further settings of DDPStrategy.
     """
+
+    passes_together = False  # true if each pass of the policy takes all ranks
 
     def __init__(self, timeout: float = 1800.0, **settings: Any) -> None:
         super().__init__(timeout=timedelta(seconds=timeout), **settings)
@@ -68,7 +71,7 @@ class ReplicaStrategy(DDPStrategy):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         unconnected = Ranks(self.global_rank, self.world_size, lost=launcher.lost, terminated=self._terminated)
         address, near = (environment.main_address, environment.main_port), self.num_nodes == 1
-        self.ranks = join(address, unconnected, self.root_device, timeout, next(_MEETINGS), near)
+        self.ranks = join(address, unconnected, self.root_device, timeout, next(_MEETINGS), near, self.passes_together)
         self.placement = Replicas(self.ranks)
         self._check_folder()
 
@@ -238,6 +241,7 @@ def join(
     timeout: timedelta,
     meeting: int = 0,
     near: bool = True,
+    passes_together: bool = False,
 ) -> Ranks:
     """Connect the ranks at the address of rank 0 or torchrun, for tensors on the CPU and on the device that trains.
 
@@ -250,6 +254,7 @@ def join(
         timeout: how long ranks wait for each other.
         meeting: a number that these processes have not used at this address before.
         near: all ranks are on one machine, and other machines cannot reach the ports that they open.
+        passes_together: connect the ranks for passes of a model in shards, too.
 
     Raises:
         RankError: another process ended before it joined, or did not join in time; or rank 0 was not reached.
@@ -281,19 +286,32 @@ def join(
     store = PrefixStore(f"trinity_lightning/{start}/{meeting}", store)
     store.set(f"here/{rank}", b"")
     wait_while(absent)
-    group = ProcessGroup(store, rank, size)
-    gloo = ProcessGroupGloo(PrefixStore("cpu", store), rank, size, _gloo_options(timeout) if near else timeout)
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    options = _gloo_options(timeout) if near else timeout
+    group = pass_group = _with_gloo("cpu", store, ranks, options)
     if device.type == "cuda":
         from torch.distributed import ProcessGroupNCCL  # not in torch's builds for CPUs
 
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        nccl = ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, options)
+        nccl_options = ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout
+        nccl = ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, nccl_options)
         nccl.eager_connect_single_device(device)
         group._register_backend(device, ProcessGroup.BackendType.NCCL, nccl)
-    return replace(ranks, group=group, store=store, timeout=timeout)
+    elif passes_together:
+        pass_group = _with_gloo("pass", store, ranks, options)
+    pass_group = pass_group if passes_together else None
+    connected = replace(ranks, group=group, store=store, timeout=timeout, pass_group=pass_group)
+    if passes_together and device.type == "cuda":
+        threading.Thread(target=watch_passes, args=[weakref.ref(connected)], name="passes", daemon=True).start()
+    return connected
+
+
+def _with_gloo(name: str, store: Any, ranks: Ranks, options: Any) -> ProcessGroup:
+    """A process group with connections of gloo between CPUs, which the ranks make under that name of the store."""
+    group = ProcessGroup(store, ranks.rank, ranks.size)
+    gloo = ProcessGroupGloo(PrefixStore(name, store), ranks.rank, ranks.size, options)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    return group
 
 
 def _listening(address: tuple[str, int]) -> int | None:

@@ -12,13 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # pyright: ignore
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,  # pyright: ignore[reportPrivateImportUsage]
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from trinity_lightning.common.checkpoints import contents, filled, new_folder, places_of, read, without_shards, write
-from trinity_lightning.common.ranks import Ranks
+from trinity_lightning.common.ranks import CPU, Ranks
 from trinity_lightning.config.checkpoints import HASH, REST, hash_of
 from trinity_lightning.config.trainer import check_distributed_checkpoint, check_shards_of
 from trinity_lightning.config.values import AUTO
@@ -124,7 +128,12 @@ class Shards(Replicas):
         self._used.add(model)
         if model is self.module.policy and torch.is_grad_enabled():
             self._passes_left -= 1
-        return model.token_logprobs(function, *arguments)
+        self.ranks.enter_pass()
+        try:
+            return model.token_logprobs(function, *arguments)
+        except BaseException:
+            self.ranks.end_passes()  # a caller may go on, while the other ranks wait in the pass
+            raise
 
     def _watch(self, prefix: str, part: Any, *arguments: Any) -> None:
         """Note from now on which parameters of a part, now whole, have a gradient; their names begin with `prefix`."""
@@ -202,19 +211,25 @@ class Shards(Replicas):
         owner = self if hasattr(type(self), name) else self.module
         getattr(owner, name)(*arguments)
 
-    def gather(self, name: str, moment: str | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def gather(
+        self, name: str, moment: str | None = None, dtype: torch.dtype | None = None, on_host: bool = False
+    ) -> Tensor:
         """The whole parameter of that name, or the optimizer's `moment` of it, rounded to `dtype` first.
 
+        It is sent from the hosts if `on_host`, or once a pass has failed on rank 0: what GPUs send by was ended.
         Once the run has failed, a thread that still sends weights to an engine is refused: it would take part in the
         checkpoint's rounds.
         """
         with self._asking:
             if self.module.trainer.interrupted and threading.get_ident() != self._thread:
                 raise WeightSyncError("the run has failed: its weights are not sent any further.")
-            self.on_all_ranks("gather", name, moment, dtype)
+            if self.module.trainer.interrupted:
+                self.ranks.leave_pass()
+            on_host = on_host or self.ranks.pass_group is None
+            self.on_all_ranks("gather", name, moment, dtype, on_host)
             at = f"{moment} of {name}" if moment else name
             try:
-                return self.gathered(self._share(name, moment), dtype, at)
+                return self.gathered(self._share(name, moment), dtype, at, on_host)
             except TrinityError:
                 raise
             except Exception as error:  # out of memory, say: an error of the run, which the other ranks are told
@@ -226,14 +241,17 @@ class Shards(Replicas):
             return self._parameters[name]
         return self._optimizer.state[parameters_of(self._optimizer)[self._order.index(name)]][moment]
 
-    def gathered(self, tensor: DTensor, dtype: torch.dtype | None = None, at: str = "a tensor") -> Tensor:
-        """The whole tensor on the policy's device, rounded to `dtype` first; all ranks call this.
+    def gathered(
+        self, tensor: DTensor, dtype: torch.dtype | None = None, at: str = "a tensor", on_host: bool = False
+    ) -> Tensor:
+        """The whole tensor on the policy's device, or else the host, rounded to `dtype` first; all ranks call this.
 
         Nothing is sent before every rank has room. Moments may be on the host (`HostMemory`) on rank 0 alone, while the
         others send theirs from the GPU: so all are sent from the policy's device. `at` names the tensor in errors.
         """
         rows, *shape = tensor.shape
-        local, place = tensor.to_local().detach(), next(iter(self._parameters.values())).to_local().device
+        device = next(iter(self._parameters.values())).to_local().device
+        local, place = tensor.to_local().detach(), CPU if on_host else device
         padded = torch.zeros(self._most_rows(rows), *shape, dtype=dtype or tensor.dtype, device=place)
         padded[: len(local)] = local
         whole = padded.new_empty(len(padded) * self.ranks.size, *shape)
@@ -415,6 +433,7 @@ class ShardStrategy(ReplicaStrategy):
         settings: further settings of ReplicaStrategy.
     """
 
+    passes_together = True
     shards: Shards | None = None
 
     def __init__(self, save_distributed_checkpoint: bool | str = AUTO, **settings: Any) -> None:
@@ -544,7 +563,7 @@ class Mesh(DeviceMesh):
 
 
 class Gather:
-    """Gathers weights for `fully_shard`, each time in a round, so that no rank waits for one that failed."""
+    """Gathers weights for `fully_shard`, whenever torch asks for them: there is no round within a pass."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -553,7 +572,8 @@ class Gather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        self._ranks.send(group._allgather_base, output_tensor, input_tensor, AllgatherOptions(), "a layer's weights")
+        tensors, device = (output_tensor, input_tensor), input_tensor.device
+        self._ranks.collect("_allgather_base", tensors, AllgatherOptions(), "a layer's weights", device)
 
 
 class Scatter(Gather):
@@ -563,9 +583,9 @@ class Scatter(Gather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """Fill the output with this rank's share of the sum of all ranks' inputs, which are not read again."""
-        if input_tensor.device.type == "cpu":  # gloo would also send the whole sum, without progress
-            self._ranks.add_up([input_tensor], "a layer's gradient")
+        tensors, device, at = (output_tensor, input_tensor), input_tensor.device, "a layer's gradient"
+        if device.type == "cpu":  # gloo would also send the whole sum, without progress
+            self._ranks.collect("allreduce", ([input_tensor],), AllreduceOptions(), at, device)
             output_tensor.copy_(input_tensor.chunk(self._ranks.size)[self._ranks.rank])
         else:
-            scatter, sums = group._reduce_scatter_base, ReduceScatterOptions()
-            self._ranks.send(scatter, output_tensor, input_tensor, sums, "a layer's gradient")
+            self._ranks.collect("_reduce_scatter_base", tensors, ReduceScatterOptions(), at, device)
