@@ -21,11 +21,13 @@ from support.runs import (
     TRAIN,
     TRAINERS,
     TWO,
+    WITHIN_A_PASS,
     Commands,
     alike,
     environment,
     equal,
     finished,
+    imitation,
     only,
     rows,
     steps_done,
@@ -368,22 +370,20 @@ def test_a_rank_that_hangs_in_a_weight_sync_ends_the_run_by_its_time_limit(
     assert re.search(rf"did not answer in time, at {at} \(rank 1 hangs\)", printed), printed[-4000:]
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_a_rank_that_is_killed_or_hangs_within_a_pass_ends_the_run_which_names_it(
-    killed: bool, run_train: Commands, tmp_path: Path
+@pytest.mark.parametrize(("how", "place", "message"), [(how, *case) for how, case in WITHIN_A_PASS.items()])
+def test_a_rank_that_ends_or_hangs_within_a_pass_ends_the_run_which_names_it(
+    how: str, place: str, message: str, run_train: Commands, tmp_path: Path
 ) -> None:
     """There are no rounds within a pass: the other rank waits for a layer."""
-    example = json.dumps({"prompt": "1 + 1 =", "completion": " 2"})
-    (tmp_path / "data.jsonl").write_text(f"{example}\n" * 8)
-    data = ("+recipe=sft", "model=tiny", f"buffer.path={tmp_path}/data.jsonl", "buffer.batch_size=4", "logger=csv")
-    run = stopped(run_train, tmp_path, "1 pass 12", *data, *SHARDS, "trainer.strategy.timeout=60")  # 4 s by stops.py
+    timeout = "trainer.strategy.timeout=60"  # 4 s by support/stops.py
+    run = stopped(run_train, tmp_path, place, *imitation(tmp_path), *SHARDS, timeout)
     family = run_train.followers(run)
-    if killed:
+    if how == "killed":
         family[0].kill()
     assert run.wait(60) == 1
     assert not psutil.wait_procs(family, 60)[1], "a rank outlived the run"
-    message = "the process of rank 1 was ended by signal 9" if killed else "at a layer's weights (rank 1 hangs)"
     assert message in (printed := (tmp_path / "stdout").read_text()), printed[-4000:]
+    assert ("Resume with" in printed) == (how == "fails")  # without the shares of all ranks nothing is saved
 
 
 @pytest.mark.parametrize(

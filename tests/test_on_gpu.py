@@ -6,13 +6,14 @@ Skipped where there is none. `python -m pytest tests/test_on_gpu.py` takes minut
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from support.engine_promises import ask, plain_logprobs
 from support.layouts import SCALE, dense, segments, states
 from support.policy import Gradients, assert_same_gradients, batch_of, fit, groups, make_policy
-from support.runs import only, rows, start
+from support.runs import WITHIN_A_PASS, imitation, only, rows, start, wait_for
 from support.tiny_model import tiny_model, train_a_little
 from support.tiny_vllm import tiny_engine
 
@@ -163,3 +164,40 @@ def test_whole_runs(overrides: tuple[str, ...], tmp_path: Path) -> None:
     trained = [row for row in rows(only(tmp_path, "outputs/*/*")) if row["actor/logprob_diff/mean"]]
     assert len(trained) == 3, printed[-3000:]
     assert all(float(row["actor/logprob_diff/mean"]) < 1e-3 for row in trained)  # float32 on both sides
+
+
+ON_TWO_GPUS = ("trainer=fsdp2", "trainer.devices=2")
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+
+
+@needs_two
+def test_two_gpus_in_shards_take_the_steps_of_one(tmp_path: Path) -> None:
+    losses = []
+    for name, devices in {"one": ("trainer.devices=1",), "two": ON_TWO_GPUS}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        run = start(folder, *imitation(folder), "steps=5", "model.dtype=fp32", "optimizer.lr=1e-3", *devices)
+        assert run.wait(180) == 0, (folder / "stdout").read_text()[-4000:]
+        losses.append(
+            [float(row["actor/pg_loss"]) for row in rows(only(folder, "outputs/*/*")) if row["actor/pg_loss"]]
+        )
+    assert len(losses[0]) == 5
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
+
+
+@needs_two
+@pytest.mark.parametrize(("how", "place", "message"), [(how, *case) for how, case in WITHIN_A_PASS.items()])
+def test_a_rank_that_ends_or_hangs_within_a_pass_ends_the_run_which_names_it(
+    how: str, place: str, message: str, tmp_path: Path
+) -> None:
+    """What the other GPU waits for by NCCL is aborted. A rank that fails has a step behind it, which is saved."""
+    arguments = (*imitation(tmp_path), *ON_TWO_GPUS, "trainer.strategy.timeout=60")  # 4 s by support/stops.py
+    run = start(tmp_path, *arguments, program="support.stops", STOPS=place)
+    wait_for((tmp_path / "stopped").exists, run)
+    family = psutil.Process(run.pid).children(recursive=True)
+    if how == "killed":
+        next(process for process in family if process.environ().get("LOCAL_RANK") == "1").kill()
+    assert run.wait(90) == 1
+    assert not psutil.wait_procs(family, 60)[1], "a rank outlived the run"
+    assert message in (printed := (tmp_path / "stdout").read_text()), printed[-4000:]
+    assert ("Resume with" in printed) == (how == "fails")

@@ -1,6 +1,7 @@
 """Commands and runs: how they are started, watched, interrupted and compared."""
 
 import csv
+import json
 import os
 import re
 import signal
@@ -129,17 +130,32 @@ class Commands:
         self._folder.cleanup()
 
 
-def start(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    """A process from its very beginning: `python -m trinity_lightning.train ARGUMENTS`, else as `Commands.start`."""
+def start(folder: Path, *arguments: str, program: str = TRAIN, **variables: str) -> subprocess.Popen[str]:
+    """A process from its very beginning: `python -m PROGRAM ARGUMENTS`, else as `Commands.start`."""
     with (folder / "stdout").open("w") as stdout:
         return subprocess.Popen(
-            [sys.executable, "-m", TRAIN, *arguments],
+            [sys.executable, "-m", program, *arguments],
             cwd=folder,
             env=environment() | variables,
             stdout=stdout,
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+
+# How rank 1 ends, or does not, within a pass of a policy in shards: for support/stops.py, and what the run says of it.
+WITHIN_A_PASS = {
+    "killed": ("1 pass 12", "the process of rank 1 was ended by signal 9"),
+    "hangs": ("1 pass 12", "(rank 1 hangs)"),
+    "fails": ("1 pass 12 fails", "rank 1: TrinityError: broken on purpose"),
+}
+
+
+def imitation(folder: Path) -> tuple[str, ...]:
+    """Arguments of a run that learns from examples, which it finds in the folder, without an engine."""
+    example = json.dumps({"prompt": "1 + 1 =", "completion": " 2"})
+    (folder / "data.jsonl").write_text(f"{example}\n" * 8)
+    return "+recipe=sft", "model=tiny", f"buffer.path={folder}/data.jsonl", "buffer.batch_size=4", "logger=csv"
 
 
 def rows(folder: Path) -> list[dict[str, str]]:

@@ -1,6 +1,7 @@
 """A training run of which one rank stops for good at some place: `python -m support.stops ARGUMENTS`.
 
-The variable STOPS says which rank, where, and at which call: "0 finish 2". The file `stopped` is there from then on,
+The variable STOPS says which rank, where, and at which call: "0 finish 2"; "0 finish 2 fails": it raises an error
+there. The file `stopped` is there from then on,
 and the time limits of waits for another rank that begin later are a HURRY-th: they may be long before, for a busy
 machine, and the test does not wait long.
 """
@@ -13,6 +14,7 @@ from typing import Any
 from trinity_lightning import train
 from trinity_lightning.common import checkpoints
 from trinity_lightning.common.ranks import Ranks
+from trinity_lightning.errors import TrinityError
 from trinity_lightning.explorer.models.rank_engine import RankEngine
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
@@ -36,8 +38,8 @@ LIMITS: list[tuple[Any, str, str]] = [  # attributes that limit the waits of met
 ]
 
 
-def stop_at(owner: Any, name: str, call: int) -> None:
-    """Stop when this function has been called so often."""
+def stop_at(owner: Any, name: str, call: int, fails: bool) -> None:
+    """Stop, or fail, when this function has been called so often."""
     function, calls = getattr(owner, name), 0
 
     def stop(*arguments: Any, **settings: Any) -> Any:
@@ -46,6 +48,8 @@ def stop_at(owner: Any, name: str, call: int) -> None:
         result = function(*arguments, **settings)
         if calls == call:
             Path("stopped").touch()
+            if fails:
+                raise TrinityError("broken on purpose")
             time.sleep(3600)
         return result
 
@@ -66,9 +70,9 @@ def hurry(owner: Any, name: str, attribute: str) -> None:
 
 
 if __name__ == "__main__":
-    rank, place, call = os.environ["STOPS"].split()
+    rank, place, call, *fails = os.environ["STOPS"].split()
     if rank == os.environ.get("LOCAL_RANK", "0"):
-        stop_at(*PLACES[place], int(call))
+        stop_at(*PLACES[place], int(call), bool(fails))
     for limit in LIMITS:
         hurry(*limit)
     train.main()
