@@ -7,7 +7,7 @@ from support.layouts import SCALE, dense, segments, states, visible
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from trinity_lightning.trainer import layers
-from trinity_lightning.trainer.layers import BLOCK_TOKENS, FlexSharedPrefix, Segments, block_tables, token_segments
+from trinity_lightning.trainer.layers import BLOCK_TOKENS, FlexTables, Segments, block_tables, token_segments
 
 CPU = torch.device("cpu")
 LONG = Segments([300, 40], [2, 3], [260, 400, 7, 90, 1, 128])
@@ -16,11 +16,12 @@ LONG = Segments([300, 40], [2, 3], [260, 400, 7, 90, 1, 128])
 def check(layout: Segments) -> None:
     """The mask is the dense one within the tokens, and the tables say of each block what the mask shows."""
     segment, prefix = token_segments(layout)
-    flex = FlexSharedPrefix.of(layout, CPU)
+    tables = FlexTables.of(layout)
+    flex = tables.attention(tables.tensors)
     tokens = layout.starts()[-1]
-    assert len(segment) == tokens + flex.padding
+    assert len(segment) == tokens + tables.padding
     assert len(segment) % BLOCK_TOKENS == 0
-    assert flex.padding < BLOCK_TOKENS
+    assert tables.padding < BLOCK_TOKENS
     mask = create_mask(flex.mask.mask_mod, 1, 1, len(segment), len(segment), CPU)[0, 0]
     assert torch.equal(mask[:tokens, :tokens], visible(layout))
     assert not mask[:tokens, tokens:].any()
@@ -62,9 +63,9 @@ def test_blocks_that_are_seen_in_full_skip_the_mask() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_forward_pass_is_that_of_a_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_compiled", lambda: flex_attention)  # compiled, it is a GPU's
-    flex = FlexSharedPrefix.of(LONG, CPU)
+    tables = FlexTables.of(LONG)
     inputs = states(LONG.starts()[-1], torch.float64)
     with torch.no_grad():
-        query, key, value = (torch.nn.functional.pad(tensor, (0, 0, 0, flex.padding)) for tensor in inputs)
-        attended = flex(query, key, value, SCALE)[:, : LONG.starts()[-1]]
+        query, key, value = (torch.nn.functional.pad(tensor, (0, 0, 0, tables.padding)) for tensor in inputs)
+        attended = tables.attention(tables.tensors)(query, key, value, SCALE)[:, : LONG.starts()[-1]]
         torch.testing.assert_close(attended, dense(LONG, inputs))

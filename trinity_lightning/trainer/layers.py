@@ -263,23 +263,41 @@ class FlexSharedPrefix:
 
     Attributes:
         mask: FlexAttention's mask of the T tokens and the padding.
-        padding: number of tokens to append to the T, up to whole blocks.
     """
 
     mask: BlockMask
-    padding: int
-
-    @classmethod
-    def of(cls, segments: Segments, device: torch.device) -> "FlexSharedPrefix":
-        """The attention for these segments; block tables are made on the CPU, and moved."""
-        segment, prefix = token_segments(segments)
-        return cls(block_mask(segment, prefix, device), len(segment) - segments.starts()[-1])
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Map query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
         query, key = query.to(value.dtype), key.to(value.dtype)  # one dtype, or there is no backward pass
         out = _compiled()(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class FlexTables:
+    """The tensors that a FlexSharedPrefix is made of; on the CPU, until they move together with a micro-batch's others.
+
+    Attributes:
+        tensors: segment of each token, the prefix that it sees, and the tables of blocks (see `block_mask`).
+        padding: number of tokens to append to the T, up to whole blocks.
+    """
+
+    tensors: tuple[Tensor, ...]
+    padding: int
+
+    @classmethod
+    def of(cls, segments: Segments) -> "FlexTables":
+        """The tables for these segments."""
+        segment, prefix = token_segments(segments)
+        seen, full = block_tables(segment, prefix)
+        tables = (table for blocks in (seen & ~full, full) for table in _rows(blocks))
+        return cls((segment, prefix, *tables), len(segment) - segments.starts()[-1])
+
+    def attention(self, tensors: Sequence[Tensor]) -> FlexSharedPrefix:
+        """The attention, given these tensors on the device that computes it."""
+        segment, prefix, *tables = tensors
+        return FlexSharedPrefix(block_mask(segment, prefix, tables))
 
 
 @cache
@@ -298,17 +316,21 @@ def token_segments(segments: Segments) -> tuple[Tensor, Tensor]:
     return pad(segment, padding, value=int(segment[-1]) + 1), pad(prefix, padding, value=-1)
 
 
-def block_mask(segment: Tensor, prefix: Tensor, device: torch.device) -> BlockMask:
-    """FlexAttention's mask of T x T tokens, where T is a multiple of the block; blocks are seen in part or in full."""
-    seen, full = block_tables(segment, prefix)
-    segment, prefix, tokens = segment.to(device), prefix.to(device), len(segment)
+def block_mask(segment: Tensor, prefix: Tensor, tables: Sequence[Tensor]) -> BlockMask:
+    """FlexAttention's mask of T x T tokens, where T is a multiple of the block.
+
+    Args:
+        segment, prefix: as `token_segments` returns them.
+        tables: for each row of blocks the number of blocks seen in part, and these blocks; the same of blocks seen in
+            full. All tensors are on one device, and nothing is copied from another.
+    """
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         in_segment = (segment[query] == segment[key]) & (key <= query)
         return in_segment | (prefix[query] == segment[key])
 
-    tables = [table.to(device) for blocks in (seen & ~full, full) for table in _rows(blocks)]
-    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK_TOKENS, mask_mod=sees, seq_lengths=(tokens, tokens))
+    lengths = len(segment), len(segment)
+    return BlockMask.from_kv_blocks(*tables, BLOCK_SIZE=BLOCK_TOKENS, mask_mod=sees, seq_lengths=lengths)
 
 
 def block_tables(segment: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor]:

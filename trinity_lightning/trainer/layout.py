@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trinity_lightning.common.experience import Experience, gather_response_attrs, gather_rows
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
 from trinity_lightning.config.algorithm import Layout
-from trinity_lightning.trainer.layers import CpuSharedPrefix, FlexSharedPrefix, Segments
+from trinity_lightning.trainer.layers import CpuSharedPrefix, FlexTables, Segments
 
 # -- micro-batches by a budget of computed tokens ----------------------------------------------------------------------
 
@@ -290,6 +290,7 @@ class MicroBatch:
         states: place in the flattened tokens of the state that predicts each computed token, int64 [n].
         targets: the computed tokens' ids, int64 [n]; with candidates, their ids follow, [n, 1 + k].
         rows: the computed tokens' rows, int64 [n].
+        places: their places in a flattened column [B * R], int64 [n].
         action_mask: true for response tokens that are trained, bool [B, R].
         computed: true for the n response tokens whose log-probabilities are computed, bool [B, R]: the trained tokens,
             and the tokens of a stream.
@@ -305,6 +306,7 @@ class MicroBatch:
     states: Tensor
     targets: Tensor
     rows: Tensor
+    places: Tensor
     action_mask: Tensor
     computed: Tensor
     columns: dict[str, Tensor]
@@ -314,10 +316,12 @@ class MicroBatch:
     pairs: Tensor | None = None
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values of the computed tokens [n, ...] as [B, R, ...]; 0 elsewhere."""
-        spread = values.new_zeros(*self.computed.shape, *values.shape[1:])
-        mask = self.computed if values.dim() == 1 else self.computed[..., None]
-        return spread.masked_scatter(mask, values)
+        """Values of the computed tokens [n, ...] as [B, R, ...]; 0 elsewhere.
+
+        Places are used in place of the mask, whose true values a GPU would have to count for the CPU first.
+        """
+        spread = values.new_zeros(self.computed.numel(), *values.shape[1:])
+        return spread.index_copy(0, self.places, values).unflatten(0, self.computed.shape)
 
 
 @dataclass
@@ -349,7 +353,7 @@ def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBat
         columns["advantages"] = gather_response_attrs(experiences, "advantages", width).float()
     if any(e.logprobs is not None for e in batch.experiences):
         columns["logprobs"] = _pad([_logprobs(e) for e in experiences])
-    tokens = _shared(experiences, part, device) if part.groups else _padded(experiences)
+    tokens = _shared(experiences, part, device.type == "cpu") if part.groups else _padded(experiences)
     action_mask = _pad([trained_mask(e) for e in experiences])
     weights = [column != 0 for name, column in columns.items() if name.startswith(STREAM)]
     computed = torch.stack([action_mask, *weights]).any(0) if weights else action_mask
@@ -363,6 +367,7 @@ def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBat
         states=tokens.place(rows, index - 1),
         targets=targets,
         rows=rows,
+        places=rows * computed.shape[1] + offsets,
         action_mask=action_mask,
         computed=computed,
         columns=columns,
@@ -381,8 +386,8 @@ def _padded(experiences: Sequence[Experience]) -> _Tokens:
     return _Tokens({"input_ids": tokens}, none, none, torch.arange(len(tokens)) * tokens.shape[1])
 
 
-def _shared(experiences: Sequence[Experience], part: Part, device: torch.device) -> _Tokens:
-    """All prefixes, then each row's tokens behind its prefix."""
+def _shared(experiences: Sequence[Experience], part: Part, on_cpu: bool) -> _Tokens:
+    """All prefixes, then each row's tokens behind its prefix; `on_cpu`: the micro-batch stays on the CPU."""
     prefixes: list[Tensor] = []
     rests: list[Tensor] = []
     seen: list[tuple[int, int]] = []  # for each row: length of its prefix, and where that starts
@@ -395,7 +400,7 @@ def _shared(experiences: Sequence[Experience], part: Part, device: torch.device)
         start += group.prefix
     shared = [group for group in part.groups if group.prefix]
     segments = Segments([g.prefix for g in shared], [len(g.rows) for g in shared], [len(tokens) for tokens in rests])
-    attention = FlexSharedPrefix.of(segments, device) if device.type == "cuda" else CpuSharedPrefix(segments)
+    attention = CpuSharedPrefix(segments) if on_cpu else FlexTables.of(segments)
     padding = torch.zeros(attention.padding, dtype=torch.int64)
     prefix, prefix_start = torch.tensor(seen).unbind(1)
     positions = [torch.arange(len(tokens)) for tokens in prefixes]
@@ -422,13 +427,16 @@ ALIGNMENT = 16  # bytes: each tensor in a buffer begins at a multiple
 
 
 def moved(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch with all of its tensors on the device."""
+    """The micro-batch with all of its tensors on the device, brought there by one copy."""
     values = {field.name: getattr(micro, field.name) for field in fields(micro)}
     fixed = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     inputs = {name: value for name, value in micro.inputs.items() if isinstance(value, Tensor)}
-    tensors = iter(_moved_together([*fixed.values(), *inputs.values(), *micro.columns.values()], device))
-    fixed, inputs, columns = (dict(zip(names, tensors, strict=False)) for names in (fixed, inputs, micro.columns))
-    return replace(micro, **fixed, inputs=micro.inputs | inputs, columns=columns)
+    flex = micro.inputs.get("shared_prefix")
+    tables = flex.tensors if isinstance(flex, FlexTables) else ()
+    copies = iter(_moved_together([*fixed.values(), *inputs.values(), *micro.columns.values(), *tables], device))
+    fixed, inputs, columns = (dict(zip(names, copies, strict=False)) for names in (fixed, inputs, micro.columns))
+    attention = {"shared_prefix": flex.attention(list(copies))} if isinstance(flex, FlexTables) else {}
+    return replace(micro, **fixed, inputs=micro.inputs | inputs | attention, columns=columns)
 
 
 def _moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
