@@ -75,6 +75,10 @@ class ModelLoadError(TrinityError):
     """A model, its tokenizer or an engine could not be loaded."""
 
 
+class DeviceMemoryError(TrinityError):
+    """A GPU ran out of memory while it trained; the message has the memory plan's figures and the keys that help."""
+
+
 class RolloutError(TrinityError):
     """An explore step gave no experience at all, or an engine failed for good."""
 

@@ -12,7 +12,7 @@ import torch
 
 from trinity_lightning import PRIMITIVE_CACHES
 from trinity_lightning.common import hardware
-from trinity_lightning.common.hardware import HeapBound, forget, free_memory, known_gpu
+from trinity_lightning.common.hardware import HeapBound, await_kernels, forget, free_memory, known_gpu
 from trinity_lightning.monitor.machine import resident_gb
 
 MIB = 1 << 20
@@ -194,9 +194,17 @@ def test_what_is_forgotten_takes_no_memory_and_reads_as_zeros() -> None:
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA RTX A1000", None),
         ("NVIDIA A10G", None),
-        ("Tesla T4", None),
+        ("Tesla T4", 65e12),
     ],
 )
 def test_a_gpu_is_known_by_its_name(gpu: str, flops: float | None) -> None:
     known = known_gpu(gpu)
     assert (known and known.flops) == flops
+
+
+def test_a_gpus_kernels_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    await_kernels(torch.device("cpu"))
+    await_kernels(torch.device("cuda", 1))
+    assert waits == [torch.device("cuda", 1)]

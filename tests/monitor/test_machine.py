@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from trinity_lightning.monitor import machine
-from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, TrainingThreads, fitting_threads, resident_gb
+from trinity_lightning.monitor.machine import (
+    CPULoad,
+    MemoryMeter,
+    TrainingThreads,
+    fitting_threads,
+    peak_gpu_memory,
+    resident_gb,
+)
+from trinity_lightning.monitor.presentation import find_metric
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -22,6 +30,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError
         time.sleep(0.01)
+
+
+def test_the_memory_of_a_gpu_is_counted_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3e9)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4e9)
+    peaks = {"perf/peak_gpu_memory_gb": 3.0, "perf/peak_gpu_memory_reserved_gb": 4.0}
+    assert peak_gpu_memory(torch.device("cuda")) == peaks
+    assert peak_gpu_memory(torch.device("cpu")) == {}
+    assert all(find_metric(name) for name in peaks)
 
 
 @pytest.mark.slow

@@ -146,4 +146,8 @@ def test_an_unknown_device_or_dtype_has_none(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert peak_flops(torch.device("cuda"), torch.bfloat16) == 989.5e12
     assert peak_flops(torch.device("cuda"), torch.float32) is None
+    assert peak_flops(torch.device("cuda"), torch.float16) == 989.5e12
     assert peak_flops(torch.device("mps"), torch.bfloat16) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    assert peak_flops(torch.device("cuda"), torch.float16) == 65e12
+    assert peak_flops(torch.device("cuda"), torch.bfloat16) is None

@@ -3,6 +3,7 @@
 import gc
 import logging
 import math
+import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -35,6 +36,7 @@ from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, TrinityError
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.trainer import flops
+from trinity_lightning.trainer import policy as policy_module
 from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
 from trinity_lightning.trainer.objective import describe_fault
@@ -228,6 +230,15 @@ def test_costs_are_logged():
     assert metrics["perf/tokens_per_second"] == pytest.approx(tokens / float(metrics["time/train"]), rel=1e-5)
     assert metrics["perf/trained_tokens_per_second"] == pytest.approx(trained / float(metrics["time/train"]), rel=1e-5)
     assert metrics["perf/padding_ratio"] >= 1
+
+
+def test_the_time_of_training_ends_when_the_optimizers_kernels_do(monkeypatch):
+    order = []
+    monkeypatch.setattr(policy_module, "await_kernels", lambda device: (order.append("kernels"), time.sleep(0.3)))
+    noted = LambdaCallback(on_before_optimizer_step=lambda *_: order.append("optimizer's step"))
+    metrics = fit(make_policy(), [batch_of(make_experiences())], noted).logged_metrics
+    assert order == ["optimizer's step", "kernels"]
+    assert metrics["time/train"] > 0.3
 
 
 @pytest.mark.parametrize(

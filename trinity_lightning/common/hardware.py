@@ -164,6 +164,15 @@ def check_caches(caches: Mapping[str, float]) -> None:
         )
 
 
+# -- a GPU's kernels, which run on after they were started -------------------------------------------------------------
+
+
+def await_kernels(device: torch.device) -> None:
+    """Wait until a GPU has computed all that it was given; other devices compute while they are called."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
@@ -265,10 +274,11 @@ class Gpu(NamedTuple):
 
     name: str  # a regular expression for the name that CUDA gives it ("NVIDIA H100 80GB HBM3")
     gib: float  # its memory, as CUDA reports it: less than its name says
-    # Dense bfloat16 operations a second with float32 accumulation: from NVIDIA's data sheets, halved where they count
-    # structured sparsity; for GeForce from the architectures' white papers.
+    # Dense operations a second in bfloat16 and float16 with float32 accumulation: from NVIDIA's data sheets, halved
+    # where they count structured sparsity; for GeForce from the architectures' white papers.
     flops: float
     bandwidth: float  # bytes a second of its memory
+    has_bfloat16: bool = True  # False: `flops` are of float16 alone
 
 
 # The first one whose expression fits a name counts. Lightning's own table includes sparsity for some GPUs, and leaves
@@ -287,6 +297,7 @@ GPUS = {
     "L40": Gpu(r"\bL40\b", 44.4, 1.81e14, 8.64e11),
     "L4": Gpu(r"\bL4\b", 22.0, 1.21e14, 3.0e11),
     "A10": Gpu(r"\bA10\b", 22.0, 1.25e14, 6.0e11),
+    "T4": Gpu(r"\bT4\b", 14.6, 6.5e13, 3.2e11, has_bfloat16=False),
     "RTX-4090": Gpu(r"\bRTX 4090$", 23.6, 1.652e14, 1.008e12),  # not the one of laptops
     "RTX-3090": Gpu(r"\bRTX 3090$", 23.6, 7.1e13, 9.36e11),
 }

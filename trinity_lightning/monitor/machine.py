@@ -43,6 +43,16 @@ def _sum_over_processes(read: Callable[[psutil.Process], float]) -> float:
     return total
 
 
+def peak_gpu_memory(device: torch.device) -> dict[str, float]:
+    """Metrics of the most memory of a GPU that this process has taken so far, by torch's count; none without a GPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "perf/peak_gpu_memory_gb": torch.cuda.max_memory_allocated(device) / GB,
+        "perf/peak_gpu_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / GB,
+    }
+
+
 class MemoryMeter:
     """Peak of `resident_gb` over time and, with `mark`, over each part of the work.
 

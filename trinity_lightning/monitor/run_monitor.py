@@ -17,7 +17,13 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.runs import UNTRAINED, written_tokens
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, MetricsCSVLogger, last_row, log_row, next_row, step_of
-from trinity_lightning.monitor.machine import CPULoad, MemoryMeter, TrainingThreads, write_environment
+from trinity_lightning.monitor.machine import (
+    CPULoad,
+    MemoryMeter,
+    TrainingThreads,
+    peak_gpu_memory,
+    write_environment,
+)
 from trinity_lightning.monitor.presentation import format_evaluation, format_step_line, metric_globs
 from trinity_lightning.monitor.wandb_logger import STATE, RunLogger, record_id
 
@@ -148,6 +154,7 @@ class RunMonitor(L.Callback):
         """Log peak memory and other programs' load, and print the step's line."""
         step = step_of(trainer)
         resources = {"perf/peak_memory_gb": self.memory.peak_gb} | self._load_of_others()
+        resources |= peak_gpu_memory(pl_module.device)
         log_row(trainer.loggers, resources, step, last_row(trainer))
         logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
         if trainer.global_step == self._trained_at:  # nothing was trained: Lightning still holds the last step's values

@@ -31,7 +31,8 @@ class Peak:
     """Operations a second of matrix products that the devices of a run can compute: `perf/mfu` is a share of them.
 
     The peak of a CPU is measured, with products of the model's own shapes among others. The peak of a GPU is looked up
-    by its name, for bfloat16. A faster step shows that the value was too low, and its speed becomes the peak.
+    by its name, for bfloat16 and float16. A faster step shows that the value was too low, and its speed becomes the
+    peak.
     """
 
     flops: float
@@ -74,10 +75,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int
         threads = torch.get_num_threads()
         fixed = product_flops(dtype, threads)
         return max(fixed, product_flops(dtype, threads, shapes)) if shapes else fixed
-    if device.type != "cuda" or dtype != torch.bfloat16:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     gpu = known_gpu(torch.cuda.get_device_name(device))
-    return gpu and gpu.flops
+    return gpu.flops if gpu and (gpu.has_bfloat16 or dtype == torch.float16) else None
 
 
 def product_shapes(model: Any, tokens: int) -> tuple[tuple[int, int, int], ...]:

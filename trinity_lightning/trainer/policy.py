@@ -10,7 +10,8 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 
 from trinity_lightning.algorithm.policy_loss.policy_loss import combine_metrics
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, reuse_large_buffers
+from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, await_kernels, reuse_large_buffers
 from trinity_lightning.common.model_memory import useful_tokens
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.random_state import random_state
@@ -60,6 +61,7 @@ from trinity_lightning.trainer.model import (
     usable_layout,
 )
 from trinity_lightning.trainer.objective import Objective, count_bad_step
+from trinity_lightning.trainer.out_of_memory import Expected, out_of_memory
 from trinity_lightning.trainer.passes import LogprobFn, Passes, idle
 from trinity_lightning.trainer.placement import WHOLE, Whole
 from trinity_lightning.trainer.saving import ModelFiles, allow_reading
@@ -90,6 +92,7 @@ class PolicyModule(L.LightningModule):
         model: the Hugging Face model; None until it is loaded.
         adapter: adapters of the model, whose weights are then frozen; None: all weights are trained.
         critic: the critic, once loaded; None: the algorithm has none.
+        expected: memory that training is planned to take, for the message of a GPU that runs out of it.
         peak: operations a second of the devices that train; None before training, or unknown.
 
     Raises:
@@ -129,6 +132,7 @@ class PolicyModule(L.LightningModule):
         self.model: nn.Module | None = None
         self.adapter: Adapter | None = None
         self.critic: Critic | None = None
+        self.expected = Expected()
         if self.algorithm.critic is not None:
             self.algorithm.critic.check_alone(self.lora)
         # A list, so that it is no submodule: not saved, not synchronized between devices, never in training mode.
@@ -341,7 +345,7 @@ class PolicyModule(L.LightningModule):
         is a list of float32 CPU tensors [response], one an experience; 0 in rows that are not trained.
         """
         batch, columns = OptimizerBatch.of(experiences, explore_step=0), dict[str, list[Tensor]]()
-        with torch.no_grad(), self.trainer.precision_plugin.forward_context():  # as in training: the first ratio is 1
+        with torch.no_grad(), self._like_training():
             if self.critic is not None:
                 columns |= self.critic.columns(self.passes(), self.policy, batch, self.placement)
             elif self.objective.needs_old_logprobs:
@@ -352,12 +356,21 @@ class PolicyModule(L.LightningModule):
             self.critic.adapt(batch, columns)
         return columns
 
+    @contextmanager
+    def _like_training(self) -> Iterator[None]:
+        """Compute as in training, so that the first ratio is 1; a lack of memory is told as in training, too."""
+        try:
+            with self.trainer.precision_plugin.forward_context():
+                yield
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(error) from error
+
     @torch.no_grad()
     def reference_column(self, batch: OptimizerBatch) -> dict[str, list[Tensor]]:
         """The column ref_logprobs, within a fit; empty where the objective has no reference."""
         if not self.objective.needs_reference:
             return {}
-        with self.trainer.precision_plugin.forward_context():
+        with self._like_training():
             if self.adapter is None:
                 return {"ref_logprobs": self._logprobs(self.reference.to(self.device), batch)}
             with self.adapter.off():
@@ -419,11 +432,14 @@ class PolicyModule(L.LightningModule):
             optimizer.step()
             self.placement.end_step()
             schedule.step()
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(error, shares[self.placement.ranks.rank], batch.unit) from error
         finally:
             optimizer.zero_grad()  # not at the next step: rollouts need the memory
             if self.device.type == "cpu":
                 self._heap.check()
         self.bad_steps_in_a_row = 0
+        await_kernels(self.device)  # before the time is taken
         costs = step_costs(batch, parts, time.perf_counter() - start, self._size, self.peak)
         self._log(metrics | self._counts(parts) | costs, batch)
         return {"loss": losses.sum()}
@@ -465,6 +481,11 @@ class PolicyModule(L.LightningModule):
         losses, measured = placement.from_all_ranks(losses, measured)
         metrics = {name: float(value) for name, value in combine_metrics(measured).items()}
         return torch.stack(losses), metrics | {"time/collate": collating}
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError, parts: Sequence[Part] = (), unit: int = 1) -> Exception:
+        tokens, checkpointing = self.passes().max_tokens, self.hparams["gradient_checkpointing"]
+        place = self.device, parts, tokens, self.expected
+        return out_of_memory(error, *place, rows_of_a_unit=unit, checkpointing=checkpointing)
 
     def _counts(self, parts: list[Part]) -> dict[str, float]:
         """Metrics of how much was trained on; 0 for a batch with nothing to train, or without a finite gradient."""
