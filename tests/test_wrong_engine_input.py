@@ -1,7 +1,9 @@
 """Refusals of settings that engines, runners or auxiliary models cannot have: before anything starts, with a fix."""
 
+import importlib.metadata
 import importlib.util
 import os
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,8 +13,9 @@ from omegaconf import DictConfig
 from support.compose import composed
 from support.errors import refuses
 
-from trinity_lightning.config.engines import SENT
-from trinity_lightning.config.run import validate
+from trinity_lightning.config.engines import SENT, capabilities_of
+from trinity_lightning.config.run import typed_config, validate
+from trinity_lightning.config.servers import sync_method
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.evaluate import _without_training
 
@@ -377,6 +380,57 @@ def test_ipc_wants_the_trainers_gpu(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
         validate(configured(*SERVER, "synchronizer=ipc", *arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "method", "why"),
+    [
+        ((), 1, "ipc", ""),
+        (("engine.gpus=[0]", "engine.servers=2"), 1, "ipc", ""),
+        (("engine.gpus=[1]",), 2, "nccl", ""),
+        (("trainer=ddp", "trainer.devices=2", "engine.gpus=[2,3]"), 4, "nccl", ""),
+        ((), 0, "checkpoint", "the trainer has no GPU"),
+        (("trainer=cpu",), 1, "checkpoint", "the trainer has no GPU"),
+        (("engine.urls=[http://node7:8000]",), 1, "checkpoint", "the servers of engine.urls run already"),
+        (("synchronizer.folder=/shared",), 1, "checkpoint", "synchronizer.folder is set"),
+        (("model.lora.r=4", "synchronizer.lora=adapter"), 1, "checkpoint", "servers read adapters from a folder"),
+        (("trainer=ddp", "trainer.devices=1", "+trainer.num_nodes=2"), 1, "checkpoint", "trainer.num_nodes is 2"),
+        (
+            ("+engine.args.worker_extension_cls=a.B",),
+            1,
+            "checkpoint",
+            "engine.args sets worker_extension_cls",
+        ),
+        (("synchronizer=checkpoint",), 1, "checkpoint", ""),
+        (("engine=vllm",), 1, "memory", ""),
+    ],
+)
+def test_auto_sends_weights_to_servers_by_the_fastest_way(
+    arguments: tuple[str, ...], gpus: int, method: str, why: str
+) -> None:
+    run = typed_config(configured(*SERVER, *arguments))
+    trainer = configured(*SERVER, *arguments).trainer
+    assert sync_method(run, capabilities_of(run.engine.name), trainer, gpus) == (method, why)
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "why"),
+    [
+        ("0.31.9+cu130", "", "vLLM is older than 0.32"),
+        ("0.32.0rc1+cu130", "", ""),
+        ("1.0", "", ""),
+        ("0.32.0", "backend:native,expandable_segments:True", "memory in expandable segments .* is not shared"),
+    ],
+)
+def test_auto_takes_a_folder_where_memory_is_not_shared(
+    version: str, settings: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    config = configured(*SERVER)
+    method, reason = sync_method(typed_config(config), capabilities_of("vllm_server"), config.trainer, 1)
+    assert method == ("checkpoint" if why else "ipc")
+    assert re.fullmatch(why, reason)
 
 
 @pytest.mark.parametrize("method", SENT)

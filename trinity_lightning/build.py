@@ -11,6 +11,7 @@ from typing import Any
 
 import hydra.utils
 import lightning as L
+import torch
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from hydra.errors import InstantiationException
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback, ModelCheckpoint
@@ -23,11 +24,12 @@ from trinity_lightning.buffer.offline import expert_data, offline_parts, summary
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checkpoints import checkpoints_in, holds_a_run, resume_command
-from trinity_lightning.config.engines import EngineConfig, capabilities_of
+from trinity_lightning.config.engines import SENT, EngineConfig, capabilities_of, gpu_count
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.own_code import where
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.run import TrainConfig, typed_config, workflow_arguments
+from trinity_lightning.config.servers import sync_method
 from trinity_lightning.config.trainer import trains_together
 from trinity_lightning.engines import (
     auxiliary_models_of,
@@ -50,14 +52,16 @@ from trinity_lightning.monitor.machine import CPULoad
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.wandb_logger import RunLogger, run_id
-from trinity_lightning.plan.gpu import with_memory_plan
+from trinity_lightning.plan.gpu import follower_plan, with_memory_plan
 from trinity_lightning.plan.memory import MemoryPlan
 from trinity_lightning.plan.run import rows_on_a_cpu
+from trinity_lightning.plan.start import rows_on_a_gpu
 from trinity_lightning.report import write_report
 from trinity_lightning.resume import checkpoint_to_resume, log_changes
 from trinity_lightning.trainer.adapter import check_adapter, shapes_alone
 from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
-from trinity_lightning.trainer.ddp import follows
+from trinity_lightning.trainer.ddp import follows, ranks_here
+from trinity_lightning.trainer.out_of_memory import Expected
 from trinity_lightning.trainer.policy import PolicyModule
 
 logger = logging.getLogger(__name__)
@@ -73,7 +77,8 @@ class Run:
     Attributes:
         config: the configuration, with the memory plan's values.
         checkpoint: checkpoint from which the run resumes; None: the run begins.
-        plan: the memory plan of this machine's GPU; None: the run has no such plan.
+        plan: the memory plan of this process's GPU; None: the run has no such plan.
+        why_folder: the reason why synchronizer=auto took a folder, in words; "" if it did not.
     """
 
     config: TrainConfig
@@ -84,6 +89,7 @@ class Run:
     monitor: RunMonitor
     checkpoint: str | None
     plan: MemoryPlan | None
+    why_folder: str = ""
 
     def announce(self) -> None:
         """Print the table that sums up the run before it starts."""
@@ -215,8 +221,12 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
     checkpoint = checkpoint_of(config, folder, begins=not follower)
     settle_dtypes(config, checkpoint)
     typed, plan = replace(typed_config(config), trainer=config.trainer), None
-    if not follower:  # rank 0 alone starts engines, and plans for them
+    if follower:  # rank 0 alone starts engines, and plans for them
+        local_rank, _ = ranks_here()
+        plan = follower_plan(typed, local_rank, checkpoint)
+    else:
         typed, plan = with_memory_plan(typed, checkpoint, folder / "config.yaml")
+    typed, why_folder = _with_sync_method(typed)
     L.seed_everything(typed.seed, verbose=False)
     policy = _policy(typed, plan)
     monitor = RunMonitor(folder, typed.steps, load)
@@ -236,7 +246,17 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
         )
         callbacks.insert(0, record)
     trainer = _trainer(config, callbacks, run_id(folder, checkpoint))
-    return Run(typed, folder, trainer, policy, data, monitor, checkpoint, plan)
+    return Run(typed, folder, trainer, policy, data, monitor, checkpoint, plan, why_folder)
+
+
+def _with_sync_method(config: TrainConfig) -> tuple[TrainConfig, str]:
+    """The configuration with ipc or nccl in place of synchronizer=auto where they work; else the reason, in words."""
+    if not config.buffer.has_rollouts:
+        return config, ""
+    method, why = sync_method(config, capabilities_of(config.engine.name), config.trainer or {}, gpu_count())
+    if method in SENT:
+        config = replace(config, synchronizer=replace(config.synchronizer, method=method))
+    return config, why
 
 
 def checkpoint_of(config: TrainConfig | DictConfig, folder: Path, begins: bool = True) -> str | None:
@@ -269,7 +289,7 @@ def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
     if config.model.lora.r is not None:
         check_adapter(config.model)
     steps = config.optimizer.total_steps or config.steps * config.items
-    return PolicyModule(
+    policy = PolicyModule(
         config.model.name,
         config.algorithm,
         replace(config.optimizer, total_steps=steps),
@@ -281,6 +301,10 @@ def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
         lora=config.model.lora,
         planned_tokens=None if plan is None else plan.micro_batch_tokens,
     )
+    if plan is not None:
+        may_sleep = plan.shared and not plan.sleep and not capabilities_of(config.engine.name).overlaps_training
+        policy.expected = Expected(plan.training, may_sleep)
+    return policy
 
 
 def _trainer(config: DictConfig, callbacks: list[L.Callback], wandb_id: str | None) -> L.Trainer:
@@ -312,8 +336,10 @@ def _summary(run: Run) -> list[tuple[str, str]]:
         rows += summary(config)
     if device.type == "cpu":
         rows += rows_on_a_cpu(config)
-    elif run.plan is not None:
-        rows += run.plan.rows()
+    elif device.type == "cuda":
+        tokens, capability = run.plan and run.plan.micro_batch_tokens, torch.cuda.get_device_capability(device)
+        rows += rows_on_a_gpu(config, capability, tokens, count, run.why_folder)
+        rows += run.plan.rows() if run.plan is not None else []
     return [*rows, ("resumed from", run.checkpoint or "nothing")]
 
 

@@ -40,7 +40,18 @@ def test_what_is_free_matters_on_a_cpu_alone(free: Any) -> None:
     assert useful_tokens(policy.policy, torch.device("cpu"), trainers=10**6) == CPU_TOKENS[-1]
     free(0)
     assert useful_tokens(policy.policy, torch.device("cpu")) == CPU_TOKENS[-1]
-    assert useful_tokens(policy.policy, torch.device("cuda")) == GPU_TOKENS
+
+
+SMOLLM2_TRAINED = 12 * SMOLLM2.parameters  # gradients and moments
+
+
+@pytest.mark.parametrize(("gib", "tokens"), [(1, 4096), (10, 4096), (20, 8192), (40, 16384)])
+def test_a_gpu_computes_more_tokens_where_they_fit(gib: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tokens_that_fit(SMOLLM2, width=2, free=SMOLLM2_TRAINED + gib * GIB, on_cpu=False) == tokens
+    policy = make_policy()
+    policy.configure_model()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gib * GIB, 80 * GIB))
+    assert useful_tokens(policy.policy, torch.device("cuda")) in GPU_TOKENS
 
 
 def test_a_resumed_run_keeps_the_tokens_that_it_began_with(free: Any, tmp_path: Path) -> None:
@@ -67,6 +78,6 @@ def test_a_script_that_computes_on_the_cpu_first_trains_with_the_tokens_of_its_d
     policy.to("meta")  # another device, of which nothing is computed
     assert policy.max_tokens == CPU_TOKENS[0]
     policy.check_trainable()  # training starts
-    assert policy.max_tokens == GPU_TOKENS
+    assert policy.max_tokens == GPU_TOKENS[-1]
     policy.to_empty(device="cpu")  # as after training on a GPU, where a last checkpoint is written
-    assert policy.max_tokens == GPU_TOKENS
+    assert policy.max_tokens == GPU_TOKENS[-1]

@@ -21,7 +21,7 @@ from trinity_lightning.config.trainer import REPLICAS
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
 from trinity_lightning.plan import gpu as gpu_plan
-from trinity_lightning.plan.gpu import planned_engine, rollouts_of, training_of, with_memory_plan
+from trinity_lightning.plan.gpu import follower_plan, planned_engine, rollouts_of, training_of, with_memory_plan
 from trinity_lightning.plan.memory import REFERENCE, Rollouts, plan
 
 
@@ -242,6 +242,37 @@ def test_engines_elsewhere_decode_a_step_at_once_and_the_trainer_is_planned_alon
 @pytest.mark.usefixtures("gpu")
 def test_the_training_model_that_generates_itself_keeps_its_own_default() -> None:
     assert with_memory_plan(config(name="transformers")) == (config(name="transformers"), None)
+
+
+TWO = {"devices": 2, "strategy": {"_target_": REPLICAS}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "free", "tokens"),
+    [
+        ({}, 20, 16384),  # rank 0, which shares its GPU with vLLM, may plan fewer
+        ({"name": "vllm_server", "gpus": [2]}, 6, 2048),
+        ({"per_rank": True, "kv_cache_gb": 8.0}, 20, 4096),
+    ],
+    ids=["rank 0 has the engine", "little memory", "an engine of its own"],
+)
+def test_a_rank_other_than_0_plans_for_its_own_gpu(
+    engine: dict[str, Any], free: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelConfig("smollm2", WeightDtype.bf16)
+    run = replace(config(**engine), trainer=TWO, model=model, algorithm=AlgorithmConfig())
+    assert follower_plan(run, 1) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: {1: (free * GIB, 24 * GIB)}[gpu])
+    estimate = follower_plan(run, 1)
+    assert estimate is not None
+    assert (estimate.micro_batch_tokens, estimate.device) == (tokens, free * GIB)
+    assert (estimate.engine > 0) == run.engine.per_rank
+    chosen = replace(run, algorithm=AlgorithmConfig(max_tokens_per_micro_batch=1000))
+    assert [plan and plan.micro_batch_tokens for plan in [follower_plan(chosen, 1)]] == [1000]
+    assert follower_plan(replace(run, engine=EngineConfig(name="transformers")), 1) is None
+    assert follower_plan(replace(run, trainer={**TWO, "accelerator": "cpu"}), 1) is None
 
 
 @pytest.mark.usefixtures("gpu")

@@ -149,13 +149,14 @@ def activations(shape: ModelShape, training: Training, tokens: int) -> int:
 # in micro-batches of 512, 1,024 and 2,048 tokens, and `ragged` 19.6 and 16.2 s in micro-batches of 2,048 and 4,096
 # (49 and 44 s without AMX's products).
 CPU_TOKENS = (4096, 2048, 1024, 512, 256)
-GPU_TOKENS = 4096
+# Budgets on a GPU: more tokens gain nothing, and fewer cost further passes over the gradient. Halves, as on a CPU.
+GPU_TOKENS = (16384, 8192, 4096)
 # The share of the free memory that activations may take: temporaries, fragments and other programs need the rest.
 SHARE_OF_FREE = 0.5
 
 
 def useful_tokens(model: Any, device: torch.device, trainers: int = 1, value_model: Any = None) -> int:
-    """Tokens for a micro-batch: as many as help on the device and, on a CPU, fit into the memory that is free now.
+    """Tokens for a micro-batch: as many as help on the device and fit into the memory that is free there now.
 
     Args:
         model: a loaded Hugging Face model, before its first optimizer step.
@@ -163,22 +164,29 @@ def useful_tokens(model: Any, device: torch.device, trainers: int = 1, value_mod
         trainers: number of processes that train on this machine, and share its free memory.
         value_model: the critic's model, if there is one: it is trained, too.
     """
-    if device.type != "cpu":
-        return GPU_TOKENS
-    values = None if value_model is None else ModelShape.of(value_model)
-    return tokens_that_fit(ModelShape.of(model), model.dtype.itemsize, free_memory() // trainers, values)
+    values, on_cpu = None if value_model is None else ModelShape.of(value_model), device.type == "cpu"
+    free = free_memory() // trainers if on_cpu else _free_on(device)
+    return tokens_that_fit(ModelShape.of(model), model.dtype.itemsize, free, values, on_cpu=on_cpu)
 
 
-def tokens_that_fit(shape: ModelShape, width: int, free: int, value_model: ModelShape | None = None) -> int:
-    """The largest of `CPU_TOKENS` whose activations fit together with gradients and moments; else the smallest.
+def _free_on(device: torch.device) -> int:
+    """Free bytes of a GPU; 0 for a device that is not known here."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def tokens_that_fit(
+    shape: ModelShape, width: int, free: int, value_model: ModelShape | None = None, on_cpu: bool = True
+) -> int:
+    """The most of `CPU_TOKENS` or `GPU_TOKENS` whose activations fit beside gradients and moments; else the fewest.
 
     Args:
         shape: the policy's shape.
         width: bytes of one weight; weights and masters are loaded already.
         free: bytes that are left.
         value_model: the critic's shape, if there is one.
+        on_cpu: False for a GPU.
     """
     trained = shape.parameters + (0 if value_model is None else value_model.parameters)
     room = SHARE_OF_FREE * (free - 3 * FLOAT * trained)  # what float32 gradients and two moments leave
-    training = Training(width, longest_row=0, on_cpu=True, value_model=value_model)
-    return next((tokens for tokens in CPU_TOKENS if activations(shape, training, tokens) <= room), CPU_TOKENS[-1])
+    training, budgets = Training(width, 0, on_cpu=on_cpu, value_model=value_model), CPU_TOKENS if on_cpu else GPU_TOKENS
+    return next((tokens for tokens in budgets if activations(shape, training, tokens) <= room), budgets[-1])

@@ -117,8 +117,8 @@ class AlgorithmConfig(Section, key="algorithm"):
         max_tokens_per_micro_batch: computed tokens of one forward and backward pass, which bound the memory. Padding
             counts; a shared prefix counts once. A longer row or pair is a micro-batch of its own. `auto` on a CPU: 256
             to 4,096, by the free memory when the run starts; the number is recorded in config.yaml, and a resumed run
-            keeps it. `auto` on a GPU: by the memory plan, 16,384 or a half of it, and so on; on several GPUs, and with
-            engine=transformers, at most 4,096.
+            keeps it. `auto` on a GPU: by the memory plan, 16,384 or a half of it, and so on; several GPUs take the
+            fewest that any of them plans. With engine=transformers: 4,096 to 16,384, by the free memory.
         max_grad_norm: norm to which gradients are clipped; null: no clipping.
         max_bad_steps: a step whose gradient is not finite is left out and counted. This many in a row stop the run.
         critic: a critic, whose values make the advantages (add_strategy=critic, algorithm=ppo_critic); null: none.

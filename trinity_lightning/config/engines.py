@@ -112,8 +112,9 @@ class EngineConfig(Section, key="engine"):
         kv_cache_gb: memory of vLLM's key-value cache in GiB. Null: 0.5 without a GPU. On a GPU shared with the trainer,
             the memory plan printed at the start decides: as much as the requests can need, or as much as the trainer
             leaves. Servers with GPUs of their own take the memory that vLLM finds free.
-        sleep: (`vllm` on a GPU) move vLLM's weights to the host and give up its cache while the trainer trains: `auto`
-            (only if the memory plan finds no room otherwise), `always` or `never`.
+        sleep: (`vllm` on a GPU) give up vLLM's cache, and its weights or their place on the GPU, while the trainer
+            trains: `auto` (only if the memory plan finds no room otherwise), `always` or `never`. Weights are dropped
+            if a weight sync follows, and otherwise wait in the host's memory.
         speculative: (vLLM on a GPU) n-gram speculative decoding. It proposes at most this many tokens at once: those
             that followed an earlier occurrence of the last few tokens. Proposals that the policy would not have drawn
             are dropped. By vLLM's source, distribution and log-probabilities stay the same; a seed draws other tokens
@@ -170,8 +171,9 @@ class SynchronizerConfig(Section, key="synchronizer"):
 
     Attributes:
         method: `memory` for an engine in this process. For `vllm_server`: `checkpoint` (a folder that servers read),
-            `nccl` (from GPU to GPU) or `ipc` (within the trainer's GPU, to servers started here). `auto`: `checkpoint`
-            for servers, `memory` for other engines.
+            `nccl` (from GPU to GPU) or `ipc` (within the trainer's GPU, to servers started here). `auto`: `memory` for
+            other engines. For servers started here by a trainer on a GPU: `ipc` if they share its GPU, `nccl` if they
+            have others. Where neither can be (the table at the start says why): `checkpoint`.
         folder: folder that `checkpoint` writes; engines on other machines must see it. Null: a folder in memory
             (/dev/shm) if servers are started here and there is room, else one in the run's folder.
         check_interval: syncs between two probes; the first sync is always probed.

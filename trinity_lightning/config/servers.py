@@ -1,8 +1,10 @@
 """Rules about processes and devices: servers, GPUs, cores, ways of sending weights, and workers of Ray."""
 
+import importlib.metadata
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +164,60 @@ def check_gpus_apart(key: str, gpus: Sequence[int], training: int, count: int) -
 
 
 # -- ways of sending weights -------------------------------------------------------------------------------------------
+
+
+OLDEST_VLLM = (0, 32)  # whose requests of weight transfer the senders follow
+
+
+def sync_method(
+    run: "TrainConfig", capabilities: Capabilities, trainer: Mapping[str, Any], gpus: int | None
+) -> tuple[str, str]:
+    """The method of weight sync, and the reason, in words, why `auto` takes a folder; "" if it does not.
+
+    `auto` sends weights to servers within the GPU (ipc) if they share the trainer's, and from GPU to GPU (nccl) if they
+    have others. A folder, which works everywhere, is slower.
+
+    Args:
+        run: the configuration.
+        capabilities: abilities of the policy's engine.
+        trainer: arguments of Lightning's Trainer.
+        gpus: number of this machine's GPUs; None for a run on another machine, which is taken to have what it needs.
+    """
+    engine, chosen = run.engine, run.synchronizer
+    if chosen.method != AUTO:
+        return chosen.method, ""
+    if not set(SENT) <= set(capabilities.sync_methods):
+        return next(iter(capabilities.sync_methods), "memory"), ""
+    method = "ipc" if not engine.gpus or TRAINER_GPU in engine.gpus else "nccl"
+    own = [name for name in SET_BY[method] if name in engine.args]
+    version, nodes = vllm_version() if gpus is not None else None, trainer.get("num_nodes", 1)
+    reasons = {
+        "the trainer has no GPU": gpus == 0 or trainer.get("accelerator") == "cpu",
+        "the servers of engine.urls run already": bool(engine.urls),
+        "synchronizer.folder is set": chosen.folder is not None,
+        "servers read adapters from a folder": chosen.lora == "adapter",
+        f"trainer.num_nodes is {nodes}": nodes > 1,
+        f"engine.args sets {', '.join(own)}": bool(own),
+        f"vLLM is older than {'.'.join(map(str, OLDEST_VLLM))}": version is not None and version < OLDEST_VLLM,
+        "memory in expandable segments (PYTORCH_CUDA_ALLOC_CONF) is not shared": method == "ipc" and _is_expandable(),
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), "")
+    return ("checkpoint", why) if why else (method, "")
+
+
+def vllm_version() -> tuple[int, ...] | None:
+    """The first two numbers of the installed vLLM's version; None if they are not known."""
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return None if numbers is None else tuple(map(int, numbers.groups()))
+
+
+def _is_expandable() -> bool:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
 
 
 def check_synchronizer(run: "TrainConfig", capabilities: Capabilities) -> None:

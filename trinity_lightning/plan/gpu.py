@@ -61,12 +61,10 @@ def with_memory_plan(
     Raises:
         ConfigError: as `planned`; or the checkpoint is of an earlier version.
     """
-    accelerator = (config.trainer or {}).get("accelerator", "auto")
-    if accelerator == "cpu" or not torch.cuda.is_available():
+    if not _trains_on_gpus(config):
         return config, None
     free, total = torch.cuda.mem_get_info(TRAINER_GPU)
-    is_auto = config.algorithm.max_tokens_per_micro_batch == AUTO
-    tokens = _resumed_budget(checkpoint) if checkpoint is not None and is_auto else None
+    tokens = _tokens_of(config, checkpoint)
     if config.buffer.has_rollouts and not capabilities_of(config.engine.name).is_vllm:
         return with_auxiliary_shares(config, total)[0], None
     gpus = Gpus(torch.cuda.device_count(), free, total, free_memory())
@@ -79,6 +77,39 @@ def with_memory_plan(
             raise
         logger.warning("the memory plan that the run began with no longer fits; planning again: %s", error)
         return planned(config, gpus, tokens)
+
+
+def follower_plan(config: TrainConfig, gpu: int, checkpoint: str | None = None) -> MemoryPlan | None:
+    """The plan of a rank other than 0: for the trainer alone, or beside the rank's own engine (engine.per_rank).
+
+    All ranks take the fewest tokens that any of them plans.
+
+    Args:
+        config: the configuration, its dtypes settled.
+        gpu: the rank's GPU.
+        checkpoint: as in `with_memory_plan`, which also says when there is no plan.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    is_vllm, has_rollouts = capabilities_of(config.engine.name).is_vllm, config.buffer.has_rollouts
+    if not _trains_on_gpus(config) or (has_rollouts and not is_vllm):
+        return None
+    count, (free, _) = torch.cuda.device_count(), torch.cuda.mem_get_info(gpu)
+    training = training_of(config, count)
+    training = replace(training, tokens=training.tokens or _tokens_of(config, checkpoint))
+    rollouts = rollouts_of(config, count) if has_rollouts and config.engine.per_rank else None
+    return plan(ModelShape.of(skeleton(str(resolve_model(config.model.name)))), training, rollouts, free, free_memory())
+
+
+def _trains_on_gpus(config: TrainConfig) -> bool:
+    return (config.trainer or {}).get("accelerator", "auto") != "cpu" and torch.cuda.is_available()
+
+
+def _tokens_of(config: TrainConfig, checkpoint: str | None) -> int | None:
+    """The tokens of a micro-batch that a resumed run keeps under `auto`; None: they are planned, or configured."""
+    is_auto = config.algorithm.max_tokens_per_micro_batch == AUTO
+    return _resumed_budget(checkpoint) if checkpoint is not None and is_auto else None
 
 
 def _resumed_budget(checkpoint: str | Path) -> int:

@@ -8,13 +8,13 @@ import torch
 from omegaconf import DictConfig
 
 from trinity_lightning.common.hardware import GIB, GPUS, TORCH_DTYPES, Gpu, free_memory, known_gpu, product_flops
-from trinity_lightning.common.model_memory import GPU_TOKENS, ModelShape, tokens_that_fit
+from trinity_lightning.common.model_memory import FLOAT, ModelShape, tokens_that_fit
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.engines import SENT, TRAINER_GPU, capabilities_of
 from trinity_lightning.config.model import OFFLOADED, WeightDtype
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import TrainConfig, typed_config
-from trinity_lightning.config.servers import check_gpus_apart, gpus_of_a_server
+from trinity_lightning.config.servers import check_gpus_apart, gpus_of_a_server, sync_method
 from trinity_lightning.config.trainer import compute_dtype, processes_of, trains_together
 from trinity_lightning.config.values import AUTO, unknown_name
 from trinity_lightning.engines import settle_dtypes
@@ -227,7 +227,8 @@ def _hardware(plan_config: "PlanConfig", gpu: tuple[str, Gpu] | None, run: Train
         flops = flops or product_flops(TORCH_DTYPES[dtype], torch.get_num_threads())
         return Hardware("this machine's CPU", True, Gpus(1, free, free, free), flops, bandwidth or _copied_a_second())
     name, known = gpu
-    speed = flops or (known.flops if dtype is WeightDtype.bf16 else None)
+    fast = dtype is not WeightDtype.fp32 and (known.has_bfloat16 or dtype is not WeightDtype.bf16)
+    speed = flops or (known.flops if fast else None)
     if plan_config.device is None:
         count, (free, total), host = torch.cuda.device_count(), torch.cuda.mem_get_info(), host or free_memory()
     else:
@@ -282,15 +283,22 @@ def _on_gpus(
 ) -> tuple[TrainConfig, list[Share]]:
     """The configuration with the plan's values, and the memory of the trainers' GPUs and of the servers' GPUs."""
     devices, training = trainers_of(run.trainer or {}, machine.count), training_of(run, machine.count)
-    run, first = planned(run, machine)
+    unplanned = run.buffer.has_rollouts and not capabilities_of(run.engine.name).is_vllm
+    if training.tokens is None and unplanned:  # the trainer chooses them when its weights are loaded
+        loaded = (training.width + (FLOAT if training.width < FLOAT else 0)) * shape.parameters // training.shards
+        tokens = tokens_that_fit(shape, training.width, machine.free - loaded, training.value_model, on_cpu=False)
+        training = replace(training, tokens=tokens)
+    run, first = planned(run, machine, training.tokens)
     if devices == 1:
         shares = _ranks(1, first)
     else:
-        if training.tokens is None:  # rank 0 plans its engine first; then all ranks take the fewest tokens of any rank
-            training = replace(training, tokens=min(first.micro_batch_tokens, GPU_TOKENS))
-            run, first = planned(run, machine, training.tokens)
         alike = run.engine.per_rank and first.shared
-        shares = _ranks(devices, first, first if alike else plan(shape, training, None, machine.free, machine.host))
+        other = first if alike else plan(shape, training, None, machine.free, machine.host)
+        if training.tokens is None:  # rank 0 plans its engine first; then all ranks take the fewest tokens of any rank
+            training = replace(training, tokens=min(first.micro_batch_tokens, other.micro_batch_tokens))
+            run, first = planned(run, machine, training.tokens)
+            other = first if alike else plan(shape, training, None, machine.free, machine.host)
+        shares = _ranks(devices, first, other)
     if engines and engines.server_gpus:
         memory = engine_alone(shape, replace(rollouts_of(run, machine.count), gpus=engines.gpus), machine.total)
         servers, gpus = run.engine.servers, engines.server_gpus
@@ -468,7 +476,10 @@ class _Estimate:
         """The 10^9 bytes a second at which weights are sent."""
         if self.plan_config.sync_gb is not None:
             return self.plan_config.sync_gb
-        if capabilities_of(self.run.engine.name).overlaps_training and self.run.synchronizer.method not in SENT:
+        capabilities = capabilities_of(self.run.engine.name)
+        gpus = 0 if self.hardware.on_cpu else None
+        method, _ = sync_method(self.run, capabilities, self.run.trainer or {}, gpus)
+        if capabilities.overlaps_training and method not in SENT:
             return FOLDER_GB
         return CPU_GB if self.hardware.on_cpu else GPU_GB
 

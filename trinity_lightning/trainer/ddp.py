@@ -216,7 +216,14 @@ def _marker_file(folder: Path) -> Any:
 
 
 def follows() -> bool:
-    """True if Lightning will find a rank other than 0 for this process: from torchrun, srun, or its parent.
+    """True if Lightning will find a rank other than 0 for this process; errors as in `ranks_here`."""
+    return ranks_here() != (0, 0)
+
+
+def ranks_here() -> tuple[int, int]:
+    """The rank of this process on its machine, and that of the machine, as Lightning will find them.
+
+    They come from torchrun, srun, or the process that started this one.
 
     Raises:
         ConfigError: the environment has a rank that is no number, or comes from an srun that Lightning refuses.
@@ -224,7 +231,7 @@ def follows() -> bool:
     kinds = (TorchElasticEnvironment, SLURMEnvironment, LightningEnvironment)
     try:
         environment = next(kind for kind in kinds if kind.detect())()
-        return environment.local_rank() > 0 or environment.node_rank() > 0
+        return environment.local_rank(), environment.node_rank()
     except RuntimeError as error:
         raise ConfigError(str(error)) from error
     except ValueError as error:
