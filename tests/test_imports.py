@@ -38,6 +38,7 @@ PACKAGE_TOPS = (
     "plan.gpu",
     "plan.memory",
     "plan.run",
+    "plan.start",
     "explorer.callback",
     "explorer.distributed",
     "buffer.datamodule",

@@ -3,6 +3,7 @@
 Skipped where there is none. `python -m pytest tests/test_on_gpu.py` takes minutes.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ from support.tiny_vllm import tiny_engine
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.engines import EngineSleep
 from trinity_lightning.config.model import LoRAConfig, OptimizerConfig
+from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.sync.stream import weight_stream
 from trinity_lightning.trainer import fused
 from trinity_lightning.trainer.head import Head, token_logprobs
-from trinity_lightning.trainer.layers import FlexSharedPrefix, Segments
+from trinity_lightning.trainer.layers import FlexTables, Segments
+from trinity_lightning.trainer.layout import collate, cut
+from trinity_lightning.trainer.placement import WHOLE
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,9 +59,10 @@ def test_attention_and_its_gradients_are_those_of_a_dense_mask(layout: Segments)
     expected = dense(layout, inputs)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad((expected * weight).sum(), inputs)
-    shared = FlexSharedPrefix.of(layout, torch.device("cuda"))
+    tables = FlexTables.of(layout)
+    shared = tables.attention([tensor.cuda() for tensor in tables.tensors])
     mine = [tensor.detach().cuda().requires_grad_() for tensor in inputs]
-    padded = [torch.nn.functional.pad(tensor, (0, 0, 0, shared.padding)) for tensor in mine]
+    padded = [torch.nn.functional.pad(tensor, (0, 0, 0, tables.padding)) for tensor in mine]
     attended = shared(padded[0], padded[1], padded[2], SCALE)[:, :tokens]
     torch.testing.assert_close(attended.cpu(), expected, rtol=1e-4, atol=1e-5)
     gradients = torch.autograd.grad((attended * weight.cuda()).sum(), mine)
@@ -110,6 +115,35 @@ def test_bfloat16_learns_as_float32_does(layout: Layout, lora: LoRAConfig | None
     assert rounded.losses == pytest.approx(exact.losses, rel=0.1, abs=0.02)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_of_ours_waits_for_the_gpu_within_a_micro_batch(layout: Layout) -> None:
+    """One wait is transformers' own: it asks if a padded row holds several sequences."""
+    policy = make_policy(dtype="bf16", entropy_coef=0.1)
+    policy.configure_model()
+    policy.cuda()
+    passes, batch = policy.passes(torch.device("cuda")), batch_of(groups())
+    policy.objective.add_columns(batch)
+    [part] = cut(batch, range(len(batch.experiences)), 10_000, layout)
+
+    def compute() -> None:
+        micro = collate(batch, part, policy.device)
+        logprobs, entropies = passes.through(policy.policy, micro, WHOLE)
+        loss, _ = policy.objective(logprobs, entropies, micro, batch, batch.num_tokens, batch.num_tokens)
+        loss.backward()
+
+    compute()  # compiles, and pins memory
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            compute()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [str(warning.filename) for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+    assert not [name for name in waits if "trinity_lightning" in name]
+    assert len(waits) <= 1, waits
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_offload"])
 def test_a_step_is_repeated_to_the_bit(optimizer: str) -> None:
     _, once = trained("gpu", optimizer, dtype="bf16", layout=Layout.padded)
@@ -134,6 +168,12 @@ def test_an_engine_in_this_process_takes_the_weights_and_sleeps() -> None:
         driver.run(engine.sleep())
         driver.run(engine.wake_up())
         assert ask(engine, driver).token_ids == second.token_ids
+        assert driver.run(engine.sleep_until_sync())
+        driver.run(engine.wake_up())
+        with pytest.raises(RolloutError, match="sync_weights first"):
+            ask(engine, driver)
+        driver.run(engine.sync_weights(weight_stream(model.cuda()), version=2))
+        assert ask(engine, driver).token_ids == second.token_ids
         driver.run(engine.shutdown())
     finally:
         driver.close()
@@ -145,6 +185,7 @@ def test_an_engine_in_this_process_takes_the_weights_and_sleeps() -> None:
         ("engine=transformers",),
         ("engine=vllm",),
         ("engine=vllm", "engine.sleep=always"),
+        ("engine=vllm_server",),
         ("engine=vllm_server", "synchronizer=ipc"),
         ("engine=vllm_server", "synchronizer=checkpoint"),
     ],
@@ -163,6 +204,9 @@ def test_whole_runs(overrides: tuple[str, ...], tmp_path: Path) -> None:
     assert code == 0, printed[-6000:]
     trained = [row for row in rows(only(tmp_path, "outputs/*/*")) if row["actor/logprob_diff/mean"]]
     assert len(trained) == 3, printed[-3000:]
+    assert all(
+        float(row["perf/peak_gpu_memory_reserved_gb"]) >= float(row["perf/peak_gpu_memory_gb"]) > 0 for row in trained
+    )
     assert all(float(row["actor/logprob_diff/mean"]) < 1e-3 for row in trained)  # float32 on both sides
 
 

@@ -143,6 +143,15 @@ def test_one_16_bit_side_is_enough_for_the_wider_tolerance() -> None:
     assert Tolerance.of(torch.float32, torch.bfloat16) == Tolerance(0.06, 0.5, relative_mean=0.02, relative_max=0.1)
 
 
+def test_a_vllm_on_a_gpu_may_round_single_float32_tokens_as_tf32_does() -> None:
+    gpu = Tolerance.of(torch.float32, torch.float32, on_gpu=True)
+    assert gpu == Tolerance(1e-3, 1e-2)
+    assert Tolerance.of(torch.float32, torch.bfloat16, on_gpu=True) == Tolerance.of(torch.bfloat16)
+    compare([-1.0] * 9, [*[-1.0] * 8, -1.008], gpu, "probe")
+    with pytest.raises(WeightSyncError, match=r"0\.008 \(allowed 0\.001\)"):
+        compare([-1.0] * 9, [*[-1.0] * 8, -1.008], FP32, "probe")
+
+
 def test_unlikely_tokens_may_be_rounded_more() -> None:
     bf16 = Tolerance.of(torch.bfloat16)
     likely = [-0.1] * 99
@@ -247,6 +256,13 @@ def test_a_probe_is_made_at_the_first_and_then_every_check_interval(model: Any, 
     sync = synchronizer(model, CopyEngine(), probe, check_interval=3)
     probed = ["sync/probe_diff/max" in sync.sync() for _ in range(7)]
     assert probed == [True, False, False, True, False, False, True]
+
+
+def test_a_probe_may_be_asked_for(model: Any, probe: list[int]) -> None:
+    sync = synchronizer(model, CopyEngine(), probe, check_interval=4)
+    sync.sync()
+    sync.probes_next = True
+    assert ["sync/probe_diff/max" in sync.sync() for _ in range(4)] == [True, False, False, True]
 
 
 def test_a_tensor_negated_in_flight_stops_at_the_next_probe(model: Any, probe: list[int]) -> None:

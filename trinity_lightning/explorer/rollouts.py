@@ -73,6 +73,7 @@ class SyncPolicy:
     run: Callable[[Coroutine[Any, Any, Any], bool], Any]
     _synced_at: int | None = field(default=None, init=False)  # global_step of the engines' weights; None: fresh engines
     _sending: int = field(default=0, init=False)  # version of the weights that are being sent
+    _has_refilled: bool = field(default=False, init=False)  # true once engines had given up their weights
 
     def weights(self) -> WeightStream:
         """The trainer's present weights, under the engines' names."""
@@ -86,12 +87,18 @@ class SyncPolicy:
         if self.config.method in SENT:
             self._run_in_time(self.explorer.setup_weight_sync_group())
 
+    @property
+    def follows(self) -> bool:
+        """True if weights will be sent before the engines' next request, once the trainer has trained this step."""
+        return self.explorer.need_sync()
+
     def sync_if_due(self, global_step: int) -> dict[str, float]:
         """Sync before the rollouts of a step, if a sync is due, and return its metrics.
 
         - A sync is due by `explorer.sync_interval`, once a step. Rollouts that were cut short and are repeated need the
           weights of their first time.
-        - Engines that were just loaded are synced in any case, to prove that weights arrive.
+        - Engines that were just loaded are synced in any case, to prove that weights arrive; and so are engines that
+          gave up their weights in their sleep.
         - Engines of a resumed run are then given the weights that they had before the run stopped, unless a sync is
           due.
         """
@@ -99,7 +106,7 @@ class SyncPolicy:
         decided_before = self.versions.synced_for == step
         just_loaded = self._synced_at is None
         is_due = self.explorer.need_sync() and not decided_before
-        metrics = self.sync(global_step) if is_due or just_loaded else {}
+        metrics = self.sync(global_step) if is_due or just_loaded or engines.lack_weights else {}
         if is_due:
             engines.forget_restored()
         elif (just_loaded or decided_before) and self._run_in_time(engines.restore()):
@@ -108,10 +115,15 @@ class SyncPolicy:
         return metrics
 
     def sync(self, global_step: int) -> dict[str, float]:
-        """Send the weights, and return metrics; do nothing if no optimizer step was taken since the last sync."""
-        if self._synced_at == global_step:
+        """Send the weights, and return metrics.
+
+        Nothing is sent if no optimizer step was taken since the last sync, and the engines have their weights.
+        """
+        if self._synced_at == global_step and not self.explorer.engines.lack_weights:
             return {}
         self._sending = self.versions.at(global_step)
+        if self.explorer.engines.lack_weights and not self._has_refilled:
+            self._synchronizer.probes_next = self._has_refilled = True  # a sync must fill all that was given up
         try:
             # Bounds the noise and the trainer's log-probabilities; the parts of engines are bounded by `_run_in_time`.
             with self._ranks.within(self.config.sync_timeout):
@@ -139,6 +151,7 @@ class SyncPolicy:
                 model.dtype,
                 *[engine.dtype for engine in engines],
                 quantized=any(engine.quantized for engine in engines),
+                on_gpu=policy.device.type == "cuda" and any(engine.capabilities.is_vllm for engine in engines),
             ),
             check_interval=self.config.check_interval,
             with_drill=self.config.drill and not shares_weights(engines),
@@ -244,7 +257,7 @@ class TrainingRollouts(Watcher):
 
     def trainers_turn(self) -> None:
         """Give the trainer the memory that it shares with the engines, before it computes."""
-        self.driver.run(self.explorer.engines.sleep())
+        self.driver.run(self.explorer.engines.sleep(until_sync=self.sync.follows))
         if self.host_memory is not None:
             self.host_memory.come_back()
 

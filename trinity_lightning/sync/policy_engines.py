@@ -18,6 +18,8 @@ class PolicyEngine(HeldModel, Protocol):
 
     async def sleep(self) -> None: ...
 
+    async def sleep_until_sync(self) -> bool: ...
+
     async def wake_up(self) -> None: ...
 
 
@@ -41,6 +43,7 @@ class PolicyEngines(Generic[E]):
         version: version of the weights last sent; see `WeightVersions`.
         source: returns the trainer's present weights; None: not connected yet.
         group: sends weights to all engines at once; None: weights are sent to each engine separately.
+        lack_weights: True if an engine gave up its weights in its sleep, and weights must be sent before any request.
     """
 
     def __init__(self, models: Sequence[E], keeps_copy: bool) -> None:
@@ -51,6 +54,7 @@ class PolicyEngines(Generic[E]):
         self._last_sent: WeightStream | None = None
         self._to_restore: tuple[dict[str, Tensor], int] | None = None
         self.group: Sender | None = None
+        self.lack_weights = False
 
     async def join(self, shapes: Mapping[str, Shape] | None = None) -> None:
         """Connect with servers, to which weights are sent without a file from now on.
@@ -88,11 +92,17 @@ class PolicyEngines(Generic[E]):
                 await self.group.send(sent, version)
             else:
                 await asyncio.gather(*(model.sync_weights(sent, version) for model in self.models))
-        self.version, self._last_sent = version, stream
+        self.version, self._last_sent, self.lack_weights = version, stream, False
 
-    async def sleep(self) -> None:
-        """Have the engines give up the device's memory to the trainer, as far as they can."""
-        await asyncio.gather(*(model.sleep() for model in self.models))
+    async def sleep(self, until_sync: bool = False) -> None:
+        """Have the engines give up the device's memory to the trainer, as far as they can.
+
+        `until_sync`: weights will be sent before the next request, so that the engines need not keep theirs.
+        """
+        if until_sync:
+            self.lack_weights |= any(await asyncio.gather(*(model.sleep_until_sync() for model in self.models)))
+        else:
+            await asyncio.gather(*(model.sleep() for model in self.models))
 
     async def wake_up(self) -> None:
         """Have the engines take the device's memory back."""

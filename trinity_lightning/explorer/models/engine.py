@@ -160,8 +160,13 @@ class Engine(ABC):
     async def sleep(self) -> None:  # noqa: B027
         """Give the memory that is shared with the trainer to the trainer, until `wake_up`."""
 
+    async def sleep_until_sync(self) -> bool:
+        """Sleep as `sleep` does. Weights are sent before the next request: they may be given up. True if they were."""
+        await self.sleep()
+        return False
+
     async def wake_up(self) -> None:  # noqa: B027
-        """Take the memory back, with the weights as they were and an empty cache."""
+        """Take the memory back, with an empty cache, and the weights as they were unless they were given up."""
 
     def attach(self, wake: Callable[[], None]) -> None:  # noqa: B027
         """Begin to be driven: `pump` is called from now on. Call `wake`, from any thread, when there is work to do."""

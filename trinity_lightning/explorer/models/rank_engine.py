@@ -107,6 +107,10 @@ class RankEngine(LoadedEngine):
         """Have the other rank's engine sleep; RankError: it does not answer."""
         await self._ask_in_time("sleep")
 
+    async def sleep_until_sync(self) -> bool:
+        """Have the other rank's engine sleep, perhaps without its weights; RankError: it does not answer."""
+        return await self._ask_in_time("sleep_until_sync")
+
     async def wake_up(self) -> None:
         """Wake the other rank's engine if it is loaded; RankError: it does not answer."""
         if self._loaded:
@@ -253,6 +257,7 @@ class EngineAnswers:
             "generate": self._generate,
             "logprobs": engine.logprobs,
             "sleep": engine.sleep,
+            "sleep_until_sync": engine.sleep_until_sync,
             "wake_up": engine.wake_up,
         }
 

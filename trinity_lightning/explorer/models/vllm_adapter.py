@@ -63,6 +63,9 @@ class VLLMAdapterEngine(VLLMEngine):
     def _packed_weights(self) -> None:
         return None
 
+    def _is_sent_everything(self) -> bool:
+        return False
+
     def _load_weights(self, stream: WeightStream) -> None:
         """Load the adapters in place of the previous ones; requests use them from now on."""
         from vllm.lora.request import LoRARequest

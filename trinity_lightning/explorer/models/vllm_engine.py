@@ -28,7 +28,7 @@ from trinity_lightning.config.engines import (
 )
 from trinity_lightning.config.models import load_generation_config, resolve_model
 from trinity_lightning.config.run import TrainConfig
-from trinity_lightning.errors import ConfigError, ModelLoadError, WeightSyncError
+from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes, skeleton
 
@@ -78,6 +78,13 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
     return arguments | dict(config.args)
 
 
+def graph_requests(config: EngineConfig) -> int:
+    """The most requests of a decoding step that a GPU computes as one graph; 0: none, as it is told to be eager."""
+    arguments = engine_args("", config, on_cpu=False)
+    default = min(2 * arguments["max_num_seqs"], LARGEST_GRAPH)
+    return 0 if arguments.get("enforce_eager") else arguments.get("max_cudagraph_capture_size", default)
+
+
 def with_end_tokens(sampling: Mapping[str, Any], ends: Collection[int]) -> dict[str, Any]:
     """The settings with a model's end tokens as stop tokens: vLLM itself knows only those in the model's files."""
     if sampling.get("ignore_eos"):
@@ -118,15 +125,28 @@ class VLLMEngine(InProcessEngine):
         self._random_states: list[torch.Tensor] = []  # the engine's own state for each of torch's generators
         self._threads = torch.get_num_threads()  # the engine's own number of threads
         self._sleeps, self._asleep = EngineSleep(self._config.sleep) is EngineSleep.always, False
+        self._lacks_weights = False  # True from a sleep that gave them up until weights are sent
 
     async def sleep(self) -> None:
         """Give memory to the trainer until `wake_up`.
 
-        With engine.sleep=always, the weights move to the host and the cache is given up. The weights are kept, because
-        no sync follows a step that trained nothing. On a CPU the memory of the cache, and of vLLM's temporary tensors,
-        is given back to the system; an empty cache takes none until it is written to.
+        With engine.sleep=always, the weights move to the host and the cache is given up. On a CPU the memory of the
+        cache, and of vLLM's temporary tensors, is given back to the system; an empty cache takes none until it is
+        written to.
         """
         await self._on_driver(self._fall_asleep if self._sleeps else self._empty_cache)
+
+    async def sleep_until_sync(self) -> bool:
+        """Sleep without a copy of the weights on the host, if all of them will be sent; True if they were given up."""
+        if not self._sleeps:
+            await self.sleep()
+            return False
+        return await self._on_driver(lambda: self._fall_asleep(keeps_weights=not self._is_sent_everything()))
+
+    def _is_sent_everything(self) -> bool:
+        """True if a weight sync fills every weight of vLLM's: it has no draft model, adapters or parts for images."""
+        others = any(self._config.args.get(name) for name in ("speculative_config", "enable_lora"))
+        return self._loaded and not (self.quantized or others or self._engine.model_config.is_multimodal_model)
 
     async def wake_up(self) -> None:
         """Move weights and cache back to the device; on a CPU take over the memory that the trainer has freed."""
@@ -135,10 +155,12 @@ class VLLMEngine(InProcessEngine):
         elif self._loaded and self._on_cpu:
             trim_heap()
 
-    def _fall_asleep(self) -> None:
+    def _fall_asleep(self, keeps_weights: bool = True) -> bool:
+        """Sleep, unless the engine does already; True if its weights are given up."""
         if self._loaded and not self._asleep:
-            self._engine.sleep(level=1)
-            self._asleep = True
+            self._engine.sleep(level=1 if keeps_weights else 2)
+            self._asleep, self._lacks_weights = True, self._lacks_weights or not keeps_weights
+        return self._lacks_weights
 
     def _empty_cache(self) -> None:
         if self._loaded and self._on_cpu and not self._has_work() and self._engine.reset_prefix_cache():
@@ -210,6 +232,8 @@ class VLLMEngine(InProcessEngine):
         self._submit(request_id, token_ids, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
 
     def _submit(self, request_id: str, token_ids: list[int], **sampling: Any) -> None:
+        if self._lacks_weights:
+            raise RolloutError("vLLM gave up its weights while it slept, and none were sent since: sync_weights first.")
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -271,6 +295,7 @@ class VLLMEngine(InProcessEngine):
     def _take_weights(self, stream: WeightStream) -> None:
         try:
             self._load_weights(stream)
+            self._lacks_weights = False
             self._engine.reset_prefix_cache(reset_running_requests=True)
         except Exception as error:
             raise WeightSyncError(
@@ -356,10 +381,23 @@ FREE_SHARE = 0.95  # share of the free memory that vLLM is asked for, so that it
 
 
 def args_of_gpu(kind: type[Any], arguments: dict[str, Any]) -> Any:
-    """vLLM's EngineArgs (the class `kind`) of these arguments, for the current GPU."""
-    if "kv_cache_memory_bytes" in arguments:
+    """vLLM's EngineArgs (the class `kind`) of these arguments, for the current GPU.
+
+    Raises:
+        ConfigError: less is free than the share of the GPU that vLLM would take.
+    """
+    free, total = torch.cuda.mem_get_info()
+    if "kv_cache_memory_bytes" not in arguments:
+        share = arguments.get("gpu_memory_utilization", kind.gpu_memory_utilization)
+        if share * total > free:
+            raise ConfigError(
+                f"vLLM would take {share:.0%} of this GPU, {share * total / GIB:.1f} GiB, and {free / GIB:.1f} GiB are "
+                "free: a policy in this process, or another program, has the rest",
+                key="engine.kv_cache_gb",
+                fix="give the size of vLLM's cache, such as kv_cache_gb=4, and it takes no more than it needs",
+            )
+    else:
         # vLLM refuses a GPU of which less than a share is free, 92% by default, even if the cache's size is given.
-        free, total = torch.cuda.mem_get_info()
         arguments = {"gpu_memory_utilization": round(FREE_SHARE * free / total, 4), **arguments}
     # This rank's GPU: not the first one on ranks other than 0 (engine.per_rank).
     gpu = torch.cuda.current_device()
