@@ -4,17 +4,22 @@ import errno
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from support.compose import composed
 from support.runs import TWO
 
+from trinity_lightning import build as build_module
 from trinity_lightning.build import _summary, build, online_data, record_config
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.config.run import typed_config
+from trinity_lightning.config.run import TrainConfig, typed_config
 from trinity_lightning.errors import DiskFullError
+from trinity_lightning.plan.memory import MemoryPlan
+from trinity_lightning.trainer.out_of_memory import Expected
 
 
 def test_a_resumed_run_says_what_has_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,6 +92,32 @@ def test_the_table_at_the_start_says_what_memory_is_expected_on_which_devices(
     assert "device memory" not in table
     assert ("while generating" in table) == ("while generating" in names)
     assert all("GiB" in table[name] for name in names)
+
+
+def test_a_rank_other_than_0_has_a_plan_of_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(config: TrainConfig, gpu: int, checkpoint: str | None) -> MemoryPlan:
+        return MemoryPlan(80, {"policy": gpu}, {"policy": gpu}, micro_batch_tokens=8192)
+
+    monkeypatch.setattr(build_module, "follower_plan", planned)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    run = build(composed("+recipe=grpo", "model=tiny", "logger=csv", *TWO, f"output_dir={tmp_path / 'run'}"))
+    assert run.policy.hparams["planned_tokens"] == 8192
+    assert run.policy.expected == Expected({"policy": 1})
+
+
+def test_the_table_of_a_run_on_a_gpu_says_how_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = typed_config(composed("+recipe=grpo", "model=tiny", "engine=vllm_server"))
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
+    memory = MemoryPlan(80, {"policy": 1}, {"policy": 1}, micro_batch_tokens=4096)
+    run: Any = SimpleNamespace(config=config, folder="x", checkpoint=None, plan=memory, why_folder="no GPU is shared")
+    run.trainer = SimpleNamespace(strategy=strategy, world_size=2)
+    table = dict(_summary(run))
+    assert table["devices"] == "2 x cuda"
+    assert table["weight sync"] == "through a folder (checkpoint): no GPU is shared"
+    assert {"attention", "graphs", "micro-batches", "device memory", "while training"} <= table.keys()
+    run.plan = None
+    assert "device memory" not in dict(_summary(run))
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,12 @@ def test_who_follows_is_what_lightning_finds(
     assert ddp.follows() is follows
 
 
+def test_a_process_has_its_rank_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**TORCHRUN, "LOCAL_RANK": "2", "GROUP_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert ddp.ranks_here() == (2, 1)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("LOCAL_RANK", ""), ("SLURM_NTASKS", "2")],

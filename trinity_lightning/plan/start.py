@@ -29,7 +29,9 @@ def rows_on_a_gpu(
     rows = [("attention", _attention(run, capability)), ("graphs", _graphs(run))]
     if run.buffer.has_rollouts and not capabilities_of(run.engine.name).shares_weights:
         method = run.synchronizer.method
-        way = SYNC_WAYS.get(capabilities_of(run.engine.name).sync_methods[0] if method == AUTO else method, method)
+        if method == AUTO:
+            method = next(iter(capabilities_of(run.engine.name).sync_methods), AUTO)
+        way = SYNC_WAYS.get(method, method)
         rows.append(("weight sync", f"{way}: {why_folder}" if why_folder else way))
     return [*rows, ("micro-batches", _micro_batches(run, planned, ranks))]
 
