@@ -56,10 +56,14 @@ def test_auto_takes_the_faster_dtype_and_the_engine_follows(dtype: WeightDtype, 
     assert settled("engine.dtype=fp32") == (dtype.value, "fp32")
 
 
-def test_a_gpu_computes_in_bfloat16_unless_it_is_not_used(faster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("has_bfloat16", "dtype"), [(True, "bf16"), (False, "fp16")])
+def test_a_gpu_computes_in_bfloat16_if_it_has_it_unless_it_is_not_used(
+    has_bfloat16: bool, dtype: str, faster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     faster(FP32)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert settled() == ("bf16", "bf16")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
+    assert settled() == (dtype, dtype)
     assert settled("trainer=cpu") == ("fp32", "fp32")
 
 
@@ -67,6 +71,7 @@ def test_a_gpu_computes_in_bfloat16_unless_it_is_not_used(faster: Any, monkeypat
     ("overrides", "expected"),
     [
         (("model.dtype=fp32",), ("fp32", "fp32")),
+        (("model.dtype=fp16",), ("fp16", "fp16")),
         (("model.dtype=fp32", "+trainer.precision=bf16-mixed"), ("fp32", "bf16")),
         (("model.dtype=fp32", "+trainer.precision=bf16-mixed", "engine=transformers"), ("fp32", "auto")),
     ],
@@ -87,10 +92,10 @@ def save_checkpoint(path: Path, dtype: torch.dtype) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_resumed_run_keeps_the_dtype_it_was_trained_in(dtype: torch.dtype, faster: Any, tmp_path: Path) -> None:
     faster(FP32 if dtype == torch.bfloat16 else BF16)
-    expected = "bf16" if dtype == torch.bfloat16 else "fp32"
+    expected = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     assert settled(checkpoint=save_checkpoint(tmp_path / "it.ckpt", dtype)) == (expected, expected)
 
 
@@ -99,6 +104,9 @@ def test_a_resumed_run_keeps_the_dtype_it_was_trained_in(dtype: torch.dtype, fas
     [
         (torch.bfloat16, ("model.dtype=fp32",), True),
         (torch.float32, ("model.dtype=bf16",), True),
+        (torch.float16, ("model.dtype=bf16",), True),
+        (torch.bfloat16, ("model.dtype=fp16",), True),
+        (torch.float16, ("model.dtype=fp16",), False),
         (torch.float32, ("model.dtype=fp32", "+trainer.precision=bf16-mixed"), False),
         (torch.bfloat16, (), False),
     ],
@@ -136,6 +144,6 @@ def test_the_product_is_timed_within_a_second_and_recorded_with_its_threads(monk
 
 
 def test_a_policy_of_a_script_is_given_its_dtype() -> None:
-    with pytest.raises(ConfigError, match="give bf16, fp32"):
+    with pytest.raises(ConfigError, match="give bf16, fp16, fp32"):
         PolicyModule("tiny", dtype="auto")
     assert EngineDtype(hardware.faster_dtype("cpu").value) is not EngineDtype.auto

@@ -411,7 +411,10 @@ REFUSED = {
         ["+recipe=grpo", "algorithm.layout=shared_prefix", "model.attn_implementation=eager"],
         "algorithm.layout",
     ),
-    "wrong choice": (["+recipe=grpo", "model.dtype=fp31"], ["model.dtype is 'fp31': give one of auto, bf16, fp32."]),
+    "wrong choice": (
+        ["+recipe=grpo", "model.dtype=fp31"],
+        ["model.dtype is 'fp31': give one of auto, bf16, fp16, fp32."],
+    ),
     "no room for a prompt": (
         ["+recipe=grpo", "sampling.max_tokens=256"],
         "sampling.max_tokens",
@@ -482,6 +485,10 @@ REFUSED = {
     "another strategy": (
         ["+recipe=grpo", "+trainer.strategy=deepspeed"],
         "trainer.strategy",
+    ),
+    "mixed precision of float16": (
+        ["+recipe=grpo", "model.dtype=fp16", "+trainer.precision=bf16-mixed"],
+        "trainer.precision",
     ),
     "mixed precision of shards": (
         ["+recipe=grpo", "trainer=fsdp2", "+trainer.precision=bf16-mixed"],

@@ -124,6 +124,10 @@ class WeightSyncError(TrinityError):
     """The engine's weights differ from the trainer's: in names, in shapes, or by the probe."""
 
 
+class LossScaleError(TrinityError):
+    """The gradients of a policy in float16 overflow at every scale of its loss."""
+
+
 class RankError(TrinityError):
     """Another process of a run on several devices failed or ended; the message says which one, and why."""
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_lightning.common.checkpoints import contents
+from trinity_lightning.common.hardware import TORCH_DTYPES
 from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING, last_checkpoint, recorded_run
 from trinity_lightning.config.critic import critic_config
@@ -211,10 +211,11 @@ def check_resumed_dtype(config: TrainConfig | DictConfig, checkpoint: Path) -> N
 
 
 def dtype_of(checkpoint: str | Path) -> WeightDtype:
-    """The dtype of a checkpoint's weights: bfloat16 if any weight has it, because some layers may stay in float32."""
+    """The dtype of a checkpoint's weights: 16 bits if any weight has them, because some layers may stay in float32."""
     _, weights = saved_weights(checkpoint)
-    is_rounded = any(tensor.dtype == torch.bfloat16 for tensor in weights.values())
-    return WeightDtype.bf16 if is_rounded else WeightDtype.fp32
+    dtypes = {tensor.dtype for tensor in weights.values()}
+    rounded = (WeightDtype.bf16, WeightDtype.fp16)
+    return next((dtype for dtype in rounded if TORCH_DTYPES[dtype] in dtypes), WeightDtype.fp32)
 
 
 def log_changes(config: DictConfig, file: Path) -> None:

@@ -45,6 +45,10 @@ def test_a_plan_is_asked_for_what_is_configured() -> None:
     assert training_of(config(), 1) == Training(2, 512, 2048, reference=True, checkpointing=True, eager=True)
     assert training_of(replace(config(), algorithm=AlgorithmConfig()), 1).tokens is None
     assert training_of(replace(config(), trainer={"precision": "bf16-mixed"}), 1).width == 4
+    half = replace(
+        config(), model=ModelConfig("smollm2", WeightDtype.fp16), engine=EngineConfig(dtype=EngineDtype.fp16)
+    )
+    assert training_of(half, 1).width == rollouts_of(half, 1).width == 2
     assert rollouts_of(config(), 1) == Rollouts(4, 512, 512)
     chosen = config(max_num_seqs=99, kv_cache_gb=2.0, sleep=EngineSleep.never)
     assert rollouts_of(chosen, 1) == Rollouts(4, 512, 512, max_num_seqs=99, kv_cache=2 * GIB, sleep=False)

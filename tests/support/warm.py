@@ -30,7 +30,7 @@ import trinity_lightning
 from support import garbage
 from support.compose import register_once
 from support.forked import fork_ranks, fork_servers, fork_sides
-from trinity_lightning.common.hardware import TORCH_DTYPES, product_flops, timed_product
+from trinity_lightning.common.hardware import ON_A_CPU, TORCH_DTYPES, product_flops, timed_product
 from trinity_lightning.config import hydra
 from trinity_lightning.explorer.models import vllm_engine
 
@@ -72,8 +72,8 @@ def import_early() -> None:
     configure_vllm()
     del os.environ["VLLM_LOGGING_LEVEL"]
     vllm_engine.CPU_CACHE_GB = 0.1  # engines start by filling it with zeros
-    for dtype in TORCH_DTYPES.values():
-        product_flops(dtype, torch.get_num_threads())  # timed once a process: commands have it from here
+    for dtype in ON_A_CPU:
+        product_flops(TORCH_DTYPES[dtype], torch.get_num_threads())  # timed once a process: commands have it from here
     timed_product()  # the same
 
 

@@ -11,6 +11,7 @@ from support.tiny_model import logprobs, tiny_model, train_a_little
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from trinity_lightning.common.hardware import TORCH_DTYPES
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.model import LoRAConfig
 from trinity_lightning.config.models import load_tokenizer
@@ -141,6 +142,9 @@ def test_compare_refuses_another_number_of_tokens(engine: list[float]) -> None:
 def test_one_16_bit_side_is_enough_for_the_wider_tolerance() -> None:
     assert Tolerance.of(torch.float32, torch.float32) == Tolerance(1e-3, 1e-3)
     assert Tolerance.of(torch.float32, torch.bfloat16) == Tolerance(0.06, 0.5, relative_mean=0.02, relative_max=0.1)
+    assert Tolerance.of(torch.float16, torch.bfloat16) == Tolerance.of(torch.bfloat16)
+    half = Tolerance.of(torch.float16, torch.float32)
+    assert Tolerance.of(torch.float32).max < half.max < Tolerance.of(torch.bfloat16).max / 4
 
 
 def test_a_vllm_on_a_gpu_may_round_single_float32_tokens_as_tf32_does() -> None:
@@ -284,19 +288,18 @@ def test_the_worst_of_several_engines_counts(model: Any, probe: list[int]) -> No
         sync.sync()
 
 
-# -- with vLLM, in bfloat16 and quantised too -------------------------------------------------------------------------
+# -- with vLLM, in 16 bits and quantised too -------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["fp32", "bf16", "fp8"])
+@pytest.fixture(scope="module", params=["fp32", "bf16", "fp16", "fp8"])
 def vllm(needs_vllm: Any, request: pytest.FixtureRequest) -> Iterator[tuple[VLLMEngine, Driver, Any]]:
     """An engine, its driver, and a policy of the same dtype; a quantised engine's policy is bfloat16."""
-    fp32 = request.param == "fp32"
+    dtype = EngineDtype.bf16 if request.param == "fp8" else EngineDtype(request.param)
     args = {"quantization": "fp8_per_channel"} if request.param == "fp8" else {}
-    dtype = EngineDtype.fp32 if fp32 else EngineDtype.bf16
     engine = VLLMEngine("tiny", dtype=dtype, max_model_len=320, max_num_seqs=4, kv_cache_gb=0.05, args=args)
     driver = Driver([engine])
     driver.run(engine.load())
-    yield engine, driver, tiny_model(dtype=torch.float32 if fp32 else torch.bfloat16)
+    yield engine, driver, tiny_model(dtype=TORCH_DTYPES[dtype])
     driver.run(engine.shutdown())
     driver.close()
 

@@ -117,7 +117,7 @@ def test_both_layouts_have_the_same_values():
         torch.testing.assert_close(*(torch.cat(columns[name]) for columns in trained), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("value_model", [None, "tiny"])
 def test_warming_up_trains_the_critic_alone(value_model, dtype):
     policy, batch = actor_critic({"model": value_model, "warmup_steps": 2}, dtype=dtype), batch_of(rollouts())

@@ -145,6 +145,7 @@ def test_a_step_that_is_faster_than_the_peak_shows_that_it_was_measured_too_low(
 def test_an_unknown_device_or_dtype_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert peak_flops(torch.device("cuda"), torch.bfloat16) == 989.5e12
+    assert peak_flops(torch.device("cuda"), torch.float16) == 989.5e12
     assert peak_flops(torch.device("cuda"), torch.float32) is None
     assert peak_flops(torch.device("cuda"), torch.float16) == 989.5e12
     assert peak_flops(torch.device("mps"), torch.bfloat16) is None

@@ -214,7 +214,7 @@ def test_what_leaves_lies_in_one_block_and_comes_back_bit_for_bit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("names", [("adamw", "adamw_offload"), ("adamw_offload", "adamw"), ("adamw_offload",) * 2])
 def test_a_policy_goes_on_from_a_checkpoint_of_either_to_the_bit(
     names: tuple[str, str], dtype: str, tmp_path: Path

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
+from trinity_lightning.trainer import layers
 from trinity_lightning.trainer.layers import (
     SHORT_TOKENS,
     CpuSharedPrefix,
@@ -34,7 +35,7 @@ from trinity_lightning.trainer.layers import (
     lean_layers,
 )
 
-# -- attention of short bfloat16 sequences on the CPU: as transformers', closer to the truth ---------------------------
+# -- attention of short sequences in 16 bits on the CPU: as transformers', closer to the truth -------------------------
 
 
 MODULE: Any = SimpleNamespace(is_causal=True, num_key_value_groups=3)
@@ -57,15 +58,16 @@ def errors(results, exact):
     return [float((mine.double() - truth).norm() / truth.norm()) for mine, truth in zip(results, exact, strict=True)]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("length", [1, 7, 69])
-def test_short_sequences_are_computed_in_float32(length):
-    inputs = tensors(length, torch.bfloat16)
+def test_short_sequences_are_computed_in_float32(length, dtype):
+    inputs, limit = tensors(length, dtype), 0.003 if dtype == torch.bfloat16 else 0.0004
     exact = run(sdpa_attention_forward, [tensor.double() for tensor in inputs])
     mine, theirs = run(attention, inputs), run(sdpa_attention_forward, inputs)
-    assert all(result.dtype == torch.bfloat16 for result in mine)
-    assert max(errors(mine[:1], exact[:1])) < 0.003
+    assert all(result.dtype == dtype for result in mine)
+    assert max(errors(mine[:1], exact[:1])) < limit
     if length > 1:
-        assert max(errors(mine[1:3], exact[1:3])) < 0.003 < max(errors(theirs[1:3], exact[1:3]))
+        assert max(errors(mine[1:3], exact[1:3])) < limit < max(errors(theirs[1:3], exact[1:3]))
 
 
 def test_a_mask_is_obeyed():
@@ -86,6 +88,24 @@ def test_everything_else_is_transformers_own(length, dtype, queries):
     inputs = tensors(length, dtype, queries)
     for mine, theirs in zip(run(attention, inputs), run(sdpa_attention_forward, inputs), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(9, 9, dtype=torch.bool).tril()[None, None]])
+def test_heads_are_repeated_for_gpus_without_flash_attention(mask, monkeypatch):
+    """torch is handed as many heads of keys and values as of queries, by us or by transformers."""
+    monkeypatch.setattr(layers, "_is_before_ampere", lambda device: True)
+    inputs, heads = tensors(9, torch.float64), []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, value, **settings):
+        heads.append((query.shape[1], key.shape[1], value.shape[1]))
+        return sdpa(query, key, value, **settings)
+
+    expected = run(sdpa_attention_forward, inputs, mask)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    for mine, theirs in zip(run(attention, inputs, mask), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert heads == [(6, 6, 6)]
 
 
 def test_only_sdpa_is_replaced():
@@ -221,13 +241,16 @@ def trained(model: Any) -> dict[str, torch.Tensor]:
     return {"": states.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("kind", "config", "norms"),
     [(LlamaForCausalLM, LlamaConfig, 2 * 2 + 1), (Qwen3ForCausalLM, Qwen3Config, 4 * 2 + 1)],
 )
-def test_results_are_the_same_to_the_bit_and_gradients_as_exact(kind: Any, config: Any, norms: int) -> None:
+def test_results_are_the_same_to_the_bit_and_gradients_as_exact(
+    kind: Any, config: Any, norms: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    plain = kind(config(**SMALL)).bfloat16()
+    plain = kind(config(**SMALL)).to(dtype)
     lean, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
     lean_layers(lean)
     assert lean_parts(lean) == [norms, 2]

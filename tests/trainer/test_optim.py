@@ -239,7 +239,7 @@ NAMED = [pytest.param(case, id=case["name"], marks=[NEEDS_TORCHAO] if "8bit" in 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("settings", NAMED)
 def test_a_run_goes_on_from_a_checkpoint_to_the_bit(settings: dict[str, Any], dtype: str, tmp_path: Path) -> None:
     config = OptimizerConfig(**settings, lr=LR, lr_scheduler="linear", total_steps=8)

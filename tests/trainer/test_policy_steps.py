@@ -77,7 +77,7 @@ def test_items_are_steps_plus_skipped_and_skipping_takes_no_step():
     assert trainer.logged_metrics["actor/trained_rows"] == trainer.logged_metrics["actor/micro_batches"] == 0
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_no_gradient_is_kept_between_steps(dtype):
     with_gradient = []
 
@@ -408,7 +408,7 @@ class SaveAfter(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(dtype, tmp_path):
     optimizer = OptimizerConfig(lr=1e-3, lr_scheduler="cosine", total_steps=10, warmup_steps=1, weight_decay=0.1)
     batches = [batch_of(nothing_to_train())] + [batch_of(make_experiences(seed=seed)) for seed in range(4)]

@@ -193,7 +193,8 @@ def compute_on_one_thread() -> None:
 
 # -- speed of matrix products, and the dtype in which they are faster: timed within milliseconds -----------------------
 
-TORCH_DTYPES = {WeightDtype.bf16: torch.bfloat16, WeightDtype.fp32: torch.float32}
+TORCH_DTYPES = {WeightDtype.bf16: torch.bfloat16, WeightDtype.fp16: torch.float16, WeightDtype.fp32: torch.float32}
+ON_A_CPU = (WeightDtype.bf16, WeightDtype.fp32)  # the dtypes that `auto` chooses from on a CPU
 
 # Rows, inner and columns: tokens of a micro-batch, and a layer of a small model. With AMX, AVX512-BF16 or neither,
 # larger products rank the dtypes alike.
@@ -205,12 +206,12 @@ PEAK_SECONDS = 0.02  # for each shape, and three rounds at least
 
 @cache
 def timed_product() -> tuple[dict[WeightDtype, float], int]:
-    """Seconds of one matrix product of `SHAPE` in each dtype, and the threads that torch used for it.
+    """Seconds of one matrix product of `SHAPE` in each dtype of `ON_A_CPU`, and the threads that torch used for it.
 
     Timed once a process, however many threads it uses later. The products take turns, and the least time of each
     counts: other programs on the machine only ever add to it.
     """
-    products = {dtype: _product(SHAPE, torch_dtype) for dtype, torch_dtype in TORCH_DTYPES.items()}
+    products = {dtype: _product(SHAPE, TORCH_DTYPES[dtype]) for dtype in ON_A_CPU}
     times: dict[WeightDtype, list[float]] = {dtype: [] for dtype in products}
     for _ in range(WARM_UPS + ROUNDS):
         for dtype, product in products.items():
@@ -259,9 +260,9 @@ def _busy_seconds(product: Callable[[], Tensor]) -> float:
 
 
 def faster_dtype(accelerator: object = "auto") -> WeightDtype:
-    """The dtype that `model.dtype=auto` stands for: bf16 on a GPU, else the dtype of the faster product."""
+    """The dtype for `model.dtype=auto`: on a GPU bf16, or fp16 if it has no bfloat16; on a CPU the faster one."""
     if accelerator != "cpu" and torch.cuda.is_available():
-        return WeightDtype.bf16
+        return WeightDtype.bf16 if torch.cuda.is_bf16_supported(including_emulation=False) else WeightDtype.fp16
     seconds, _ = timed_product()
     return min(seconds, key=lambda dtype: seconds[dtype])
 
@@ -274,11 +275,11 @@ class Gpu(NamedTuple):
 
     name: str  # a regular expression for the name that CUDA gives it ("NVIDIA H100 80GB HBM3")
     gib: float  # its memory, as CUDA reports it: less than its name says
-    # Dense operations a second in bfloat16 and float16 with float32 accumulation: from NVIDIA's data sheets, halved
-    # where they count structured sparsity; for GeForce from the architectures' white papers.
+    # Dense operations a second in 16 bits with float32 accumulation: from NVIDIA's data sheets, halved where they count
+    # structured sparsity; for GeForce from the architectures' white papers.
     flops: float
     bandwidth: float  # bytes a second of its memory
-    has_bfloat16: bool = True  # False: `flops` are of float16 alone
+    half: WeightDtype = WeightDtype.bf16  # the 16 bits of model.dtype=auto
 
 
 # The first one whose expression fits a name counts. Lightning's own table includes sparsity for some GPUs, and leaves
@@ -297,9 +298,9 @@ GPUS = {
     "L40": Gpu(r"\bL40\b", 44.4, 1.81e14, 8.64e11),
     "L4": Gpu(r"\bL4\b", 22.0, 1.21e14, 3.0e11),
     "A10": Gpu(r"\bA10\b", 22.0, 1.25e14, 6.0e11),
-    "T4": Gpu(r"\bT4\b", 14.6, 6.5e13, 3.2e11, has_bfloat16=False),
     "RTX-4090": Gpu(r"\bRTX 4090$", 23.6, 1.652e14, 1.008e12),  # not the one of laptops
     "RTX-3090": Gpu(r"\bRTX 3090$", 23.6, 7.1e13, 9.36e11),
+    "T4": Gpu(r"\bT4\b", 14.6, 6.5e13, 3.2e11, WeightDtype.fp16),
 }
 
 

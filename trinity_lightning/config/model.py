@@ -15,10 +15,11 @@ from trinity_lightning.errors import ConfigError
 
 
 class WeightDtype(Enum):
-    """Dtype of the policy's weights: `bf16` with float32 masters in the optimizer, `fp32` alone, or `auto`."""
+    """Dtype of the policy's weights: `bf16` or `fp16`, with float32 masters in the optimizer, `fp32`, or `auto`."""
 
     auto = "auto"
     bf16 = "bf16"
+    fp16 = "fp16"
     fp32 = "fp32"
 
 
@@ -88,9 +89,10 @@ class ModelConfig(Section, key="model"):
 
     Attributes:
         name: `smollm2`, `tiny`, a folder with a Hugging Face checkpoint, or a hub name `org/name`.
-        dtype: dtype of the weights while training: `bf16` with float32 masters in the optimizer, or `fp32`. `auto`:
-            bf16 on a GPU; on a CPU the dtype that multiplies matrices faster, timed at the start and recorded in the
-            run's config.yaml. A resumed run keeps its dtype.
+        dtype: dtype of the weights while training: `bf16` or `fp16` with float32 masters in the optimizer, or `fp32`.
+            `fp16` scales the loss, so that small gradients survive; it is for GPUs without bfloat16, and on a CPU it is
+            slow. `auto`: bf16 on a GPU, or fp16 if it has no bfloat16; on a CPU bf16 or fp32, whichever multiplies
+            matrices faster, timed at the start and recorded in the run's config.yaml. A resumed run keeps its dtype.
         dropout: `off` sets the model's dropout to 0, also in the saved model, because old and new log-probabilities
             would differ with dropout. `keep` trains with dropout. (In a YAML file, 'off' needs quotes.)
         compile: compile the layers with torch.compile when training starts. This takes minutes for a large model, and

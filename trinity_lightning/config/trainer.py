@@ -21,6 +21,9 @@ STARTED_BY = "TRINITY_LIGHTNING_STARTED_BY"
 # Precisions in which a policy trains, by Lightning's names.
 FULL = (None, 32, "32", "32-true")
 MIXED = ("bf16", "bf16-mixed")
+# Precisions for which the policy has a dtype of its own, with float32 masters: the fix.
+SET_DTYPE = {"bf16-true": "set model.dtype=bf16 instead"}
+SET_DTYPE |= dict.fromkeys(("16", "16-mixed", "16-true"), "set model.dtype=fp16 instead")
 
 # Strategies for several devices. Each device has the whole policy (REPLICAS), or a shard of it (SHARDS).
 REPLICAS = "trinity_lightning.trainer.ddp.ReplicaStrategy"
@@ -77,8 +80,18 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
     if not trains_together(settings):
         _check_alone(settings)
     if (precision := settings.get("precision")) not in (*FULL, *MIXED):
-        fix = "set model.dtype=bf16 instead" if precision == "bf16-true" else "give 32-true or bf16-mixed"
+        fix = SET_DTYPE.get(str(precision), "give 32-true or bf16-mixed")
         raise ConfigError(f"trainer.precision is {precision}", key="trainer.precision", fix=fix)
+
+
+def check_half(dtype: WeightDtype, precision: object) -> None:
+    """Refuse mixed precision over float16 weights, which it would compute in bfloat16; a ConfigError."""
+    if dtype is WeightDtype.fp16 and precision in MIXED:
+        raise ConfigError(
+            f"trainer.precision is {precision}, and model.dtype=fp16 computes in float16 without it",
+            key="trainer.precision",
+            fix="leave it out",
+        )
 
 
 def compute_dtype(dtype: WeightDtype, precision: object) -> WeightDtype:
@@ -135,6 +148,7 @@ def check_trainer(run: "TrainConfig", settings: Mapping[str, Any], here: bool) -
         )
     whole_number("trainer.num_nodes", settings.get("num_nodes", 1), least=1)
     check_trainer_settings(settings)
+    check_half(run.model.dtype, settings.get("precision"))
     if trains_together(settings):
         number("trainer.strategy.timeout", settings["strategy"].get("timeout", 1), above=0)
     if strategy_of(settings) == SHARDS:

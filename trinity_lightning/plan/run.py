@@ -130,7 +130,7 @@ def plan_run(config: DictConfig, plan_config: "PlanConfig") -> RunPlan:
     trainer = config.trainer or {}
     gpu = gpu_of(plan_config, trainer.get("accelerator", "auto"))
     if gpu is not None and config.model.dtype is WeightDtype.auto:
-        config.model.dtype = WeightDtype.bf16
+        config.model.dtype = gpu[1].half
     settle_dtypes(config, None)
     run = replace(typed_config(config), trainer=trainer)
     hardware, model = _hardware(plan_config, gpu, run), _model(run.model.name)
@@ -227,7 +227,7 @@ def _hardware(plan_config: "PlanConfig", gpu: tuple[str, Gpu] | None, run: Train
         flops = flops or product_flops(TORCH_DTYPES[dtype], torch.get_num_threads())
         return Hardware("this machine's CPU", True, Gpus(1, free, free, free), flops, bandwidth or _copied_a_second())
     name, known = gpu
-    fast = dtype is not WeightDtype.fp32 and (known.has_bfloat16 or dtype is not WeightDtype.bf16)
+    fast = dtype is not WeightDtype.fp32 and (dtype is not WeightDtype.bf16 or known.half is dtype)
     speed = flops or (known.flops if fast else None)
     if plan_config.device is None:
         count, (free, total), host = torch.cuda.device_count(), torch.cuda.mem_get_info(), host or free_memory()

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 COUNTERS = ("skipped_items", "bad_steps", "bad_steps_in_a_row")  # attributes of PolicyModule, saved in checkpoints
 BUDGET = "max_tokens"  # another one
+LOSS_SCALE = "loss_scale"  # state of the attribute of that name, of a float16 policy
 SCHEDULED = ("lr", "betas", "momentum")  # settings that torch's schedules change
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -125,6 +126,8 @@ class Resumption:
             checkpoint["lr_schedulers"] = []  # the new schedule does not load the state of the old one
         for name in COUNTERS:
             setattr(policy, name, state[name])
+        if policy.loss_scale is not None and LOSS_SCALE in state:
+            policy.loss_scale.load_state_dict(state[LOSS_SCALE])
         self._policy = policy
         self._random_state: dict[str, Any] = state["rng"]
         self.max_tokens: int = state[BUDGET]

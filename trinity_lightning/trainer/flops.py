@@ -31,8 +31,7 @@ class Peak:
     """Operations a second of matrix products that the devices of a run can compute: `perf/mfu` is a share of them.
 
     The peak of a CPU is measured, with products of the model's own shapes among others. The peak of a GPU is looked up
-    by its name, for bfloat16 and float16. A faster step shows that the value was too low, and its speed becomes the
-    peak.
+    by its name, for 16 bits. A faster step shows that the value was too low, and its speed becomes the peak.
     """
 
     flops: float

@@ -1,6 +1,6 @@
 """Replaces layers of transformers: attention, and norms and feed-forward parts that keep less for the backward pass.
 
-The attention is for rows that share prefixes, and for short bfloat16 sequences on a CPU.
+The attention is for rows that share prefixes, and for short sequences in 16 bits on a CPU.
 """
 
 import copy
@@ -361,6 +361,7 @@ def _rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
 # -- the attention that models are loaded with -------------------------------------------------------------------------
 
 SHORT_SDPA = "sdpa_short"
+HALF = (torch.bfloat16, torch.float16)
 # In torch's CPU kernel bfloat16 is slow on short sequences, and coarse in the backward pass. Measured on AVX-512 with
 # AMX, forward and backward: float32 takes a sixth of the time at 16 tokens, half at 128, and as much at 256.
 SHORT_TOKENS = 192
@@ -409,12 +410,15 @@ def attention(
 def _short_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Compute `sdpa`, in float32 for whole bfloat16 sequences of at most 192 tokens on the CPU."""
+    """Compute `sdpa`, in float32 for whole sequences in 16 bits of at most 192 tokens on the CPU."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     whole = query.shape[2] == key.shape[2]  # not one new token before a cache
-    rounded = torch.bfloat16 in (query.dtype, key.dtype, value.dtype)  # mixed precision rounds only some of them
+    dtypes = (query.dtype, key.dtype, value.dtype)
+    rounded = next((dtype for dtype in dtypes if dtype in HALF), None)  # mixed precision rounds only some of them
     if not (rounded and query.device.type == "cpu" and whole and key.shape[2] <= SHORT_TOKENS):
+        if attention_mask is None:
+            key, value = _for_older_gpus(module, key, value)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.float()
@@ -422,7 +426,25 @@ def _short_attention(
         output, _ = sdpa_attention_forward(
             module, query.float(), key.float(), value.float(), attention_mask, **settings
         )
-    return output.bfloat16(), None
+    return output.to(rounded), None
+
+
+def _for_older_gpus(module: torch.nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values, one for each query head on a GPU before Ampere.
+
+    Without a mask transformers leaves it to torch to repeat them. Of torch's kernels only FlashAttention does, which
+    these GPUs do not have: torch would then compute all scores at once. Its memory-efficient kernel takes copies.
+    """
+    from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
+
+    groups: Any = getattr(module, "num_key_value_groups", 1)
+    if groups == 1 or not _is_before_ampere(key.device) or not use_gqa_in_sdpa(None, key, value):
+        return key, value
+    return repeat_kv(key, groups), repeat_kv(value, groups)
+
+
+def _is_before_ampere(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 # -- norms and feed-forward parts that keep less for the backward pass on a CPU, and compute the same ------------------
@@ -551,5 +573,5 @@ class _GatedSilu(Function):
 
 
 def _is_rounded_on_cpu(states: Tensor) -> bool:
-    """True for bfloat16 on a CPU: float32 would gain less, and mixed precision chooses dtypes itself."""
-    return states.device.type == "cpu" and states.dtype == torch.bfloat16 and not torch.is_autocast_enabled("cpu")
+    """True for 16 bits on a CPU: float32 would gain less, and mixed precision chooses dtypes itself."""
+    return states.device.type == "cpu" and states.dtype in HALF and not torch.is_autocast_enabled("cpu")

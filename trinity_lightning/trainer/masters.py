@@ -1,7 +1,7 @@
-"""Float32 masters of bfloat16 weights.
+"""Float32 masters of weights in 16 bits.
 
-bfloat16 has 8 bits of precision: an update below 1/256 of a weight would be lost. The optimizer therefore updates
-float32 copies, and the policy's weights are those copies, rounded.
+bfloat16 has 8 bits of precision: an update below 1/256 of a weight would be lost; in float16, with 11 bits, one below
+1/2048. The optimizer therefore updates float32 copies, and the policy's weights are those copies, rounded.
 """
 
 import copy

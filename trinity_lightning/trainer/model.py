@@ -18,7 +18,7 @@ from trinity_lightning.config.model import Dropout
 from trinity_lightning.config.models import load_generation_config, resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.head import Head, token_logprobs
-from trinity_lightning.trainer.layers import SHORT_SDPA, attention_implementation, lean_layers
+from trinity_lightning.trainer.layers import HALF, SHORT_SDPA, attention_implementation, lean_layers
 from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.passes import LogprobFn
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def load_model(
     name: str, dtype: torch.dtype | str, dropout: Dropout, attn_implementation: str, compiles: bool = False
 ) -> Any:
-    """Load a causal language model of transformers on the CPU; with `lean_layers` if it is bfloat16 and not compiled.
+    """Load a causal language model of transformers on the CPU; with `lean_layers` in 16 bits if it is not compiled.
 
     Raises:
         ModelLoadError: the model does not exist, or is no causal language model.
@@ -44,7 +44,7 @@ def load_model(
         raise ModelLoadError(f"cannot load the model '{name}': {error or type(error).__name__}") from error
     if dropout is Dropout.off:
         switch_off_dropout(model)
-    if model.dtype == torch.bfloat16 and not compiles:
+    if model.dtype in HALF and not compiles:
         lean_layers(model)
     return model
 

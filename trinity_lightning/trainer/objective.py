@@ -411,9 +411,15 @@ def count_bad_step(
 ) -> None:
     """Count a step without a finite gradient, and log the experiences and parameters at fault.
 
+    In float16 a gradient that is not finite, of a loss that is, has overflowed, and the loss scale counts it instead.
+
     Raises:
         TrinityError: too many come in a row.
+        LossScaleError: a float16 gradient overflows at the least loss scale.
     """
+    if policy.loss_scale is not None and losses.isfinite().all():
+        policy.loss_scale.overflowed(batch.explore_step)
+        return
     faulty = policy.placement.faulty_gradients(policy.policy)
     if policy.critic is not None:
         faulty += [f"critic.{name}" for name in policy.placement.faulty_gradients(policy.critic)]
@@ -421,10 +427,12 @@ def count_bad_step(
     in_a_row = policy.bad_steps_in_a_row + 1
     bad_step = f"the gradient of explore step {batch.explore_step} has norm {norm} ({fault})"
     if in_a_row >= policy.algorithm.max_bad_steps:
+        in_float16 = "" if policy.loss_scale is None else ", or choose another model.dtype: float16 ends at 65,504"
         policy.bad_steps_in_a_row = 0  # a resumed run begins with this item, and may skip as many again
         raise TrinityError(
             f"{bad_step}, {in_a_row} optimizer steps in a row without a finite gradient (algorithm.max_bad_steps). "
-            "Look at these experiences and at the learning rate; the weights are those of the last good step."
+            f"Look at these experiences and at the learning rate{in_float16}; the weights are those of the last good "
+            "step."
         )
     policy.bad_steps, policy.bad_steps_in_a_row = policy.bad_steps + 1, in_a_row
     logger.warning("%s: no optimizer step was taken, %d so far.", bad_step, policy.bad_steps)

@@ -34,7 +34,7 @@ from trinity_lightning.config.checkpoints import check_file
 from trinity_lightning.config.model import Dropout, LoRAConfig, OptimizerConfig, WeightDtype
 from trinity_lightning.config.models import generation_file, load_tokenizer, resolve_model
 from trinity_lightning.config.sections import plain, section_of
-from trinity_lightning.config.trainer import check_trainer_settings
+from trinity_lightning.config.trainer import check_half, check_trainer_settings
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.sync.files import saved_weights
@@ -43,6 +43,7 @@ from trinity_lightning.trainer.adapter import Adapter, put_base_in
 from trinity_lightning.trainer.checkpoint import (
     BUDGET,
     COUNTERS,
+    LOSS_SCALE,
     AtomicCheckpointIO,
     Resumption,
     check_local,
@@ -52,6 +53,7 @@ from trinity_lightning.trainer.critic import Critic
 from trinity_lightning.trainer.flops import ModelSize, Peak, products_dtype, step_costs
 from trinity_lightning.trainer.head import lean_embeddings
 from trinity_lightning.trainer.layout import Part, collate, trained_tokens
+from trinity_lightning.trainer.loss_scale import LossScale
 from trinity_lightning.trainer.masters import settings_of
 from trinity_lightning.trainer.model import (
     check_compilable,
@@ -77,7 +79,7 @@ class PolicyModule(L.LightningModule):
         algorithm: the objective and how batches are cut; also as a mapping, as a checkpoint has it.
         optimizer: the optimizer and the learning-rate schedule; also as a mapping.
         optimizer_factory: makes an optimizer of your own from the groups of `optim.parameter_groups`.
-        dtype: `bf16` computes in bfloat16 with float32 masters in the optimizer; `fp32` is float32 throughout.
+        dtype: `bf16` or `fp16` computes in 16 bits with float32 masters in the optimizer; `fp32` is float32 throughout.
         dropout: `off` sets the model's dropout to 0; `keep` trains with the dropout of its configuration.
         compile_layers: compile the model's layers with torch.compile when training starts.
         gradient_checkpointing: recompute activations in the backward pass.
@@ -89,6 +91,7 @@ class PolicyModule(L.LightningModule):
         skipped_items: optimizer batches so far with nothing to train; they took no optimizer and no schedule step.
         bad_steps: optimizer batches so far that took no step because the gradient was not finite.
         bad_steps_in_a_row: how many of those came since the last good step.
+        loss_scale: factor of the loss in the backward pass of a float16 policy; None: another dtype.
         model: the Hugging Face model; None until it is loaded.
         adapter: adapters of the model, whose weights are then frozen; None: all weights are trained.
         critic: the critic, once loaded; None: the algorithm has none.
@@ -139,8 +142,10 @@ class PolicyModule(L.LightningModule):
         self._reference: list[Any] = []
         self._optimizer_factory = optimizer_factory
         if WeightDtype(dtype) is WeightDtype.auto:
-            raise ConfigError("dtype is auto, which the commands settle", fix="give bf16, fp32, or faster_dtype()")
+            fix = "give bf16, fp16, fp32, or faster_dtype()"
+            raise ConfigError("dtype is auto, which the commands settle", fix=fix)
         self._dtype = TORCH_DTYPES[WeightDtype(dtype)]
+        self.loss_scale = LossScale() if self._dtype == torch.float16 else None
         self._resumption: Resumption | None = None  # until a resumed run trains
         self.peak: Peak | None = None
         self._heap = HeapBound()
@@ -181,6 +186,7 @@ class PolicyModule(L.LightningModule):
         kind, alone = type(self.trainer.strategy), isinstance(self.trainer.strategy, SingleDeviceStrategy)
         settings["strategy"] = AUTO if alone else {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
         check_trainer_settings(settings | {"devices": self.trainer.num_devices})
+        check_half(WeightDtype(self.hparams["dtype"]), self.trainer.precision)
         if isinstance(self.trainer.strategy.checkpoint_io, AtomicCheckpointIO):
             for callback in self.trainer.checkpoint_callbacks:
                 check_local(getattr(callback, "dirpath", None) or "")
@@ -197,7 +203,9 @@ class PolicyModule(L.LightningModule):
         self._resumption = None  # a fit that ended before it trained may have left one
         if getattr(getattr(self.trainer, "datamodule", None), "older_weights", False):
             self.objective.expect_older_weights()
-        self._dtype = self.placement.ranks.exchange(self._dtype)[0]  # each rank has timed model.dtype=auto
+        dtype = self.placement.ranks.exchange(self._dtype)[0]  # each rank has timed model.dtype=auto
+        if dtype != self._dtype:
+            self._dtype, self.loss_scale = dtype, LossScale() if dtype == torch.float16 else None
 
     def configure_model(self) -> None:
         """Load the policy (and the reference, where the objective needs one) on the CPU, once, in training mode.
@@ -400,6 +408,7 @@ class PolicyModule(L.LightningModule):
                 older weights needs them.
             TrinityError: the gradient is not finite, as in the `max_bad_steps` - 1 steps before. A step without a
                 finite gradient changes neither weights nor optimizer nor schedule, and is counted.
+            LossScaleError: a float16 gradient overflows at the least loss scale.
         """
         start = time.perf_counter()
         self.objective.check(batch)
@@ -439,6 +448,8 @@ class PolicyModule(L.LightningModule):
             if self.device.type == "cpu":
                 self._heap.check()
         self.bad_steps_in_a_row = 0
+        if self.loss_scale is not None:
+            self.loss_scale.stepped()
         await_kernels(self.device)  # before the time is taken
         costs = step_costs(batch, parts, time.perf_counter() - start, self._size, self.peak)
         self._log(metrics | self._counts(parts) | costs, batch)
@@ -456,7 +467,7 @@ class PolicyModule(L.LightningModule):
         parts = [part for share in shares for part in share]
         tokens = trained_tokens(batch, parts), trained_tokens(batch, parts, sampled=True)
         passes, placement, critic = self.passes(), self.placement, self.critic
-        backward: Any = self.manual_backward if torch.is_grad_enabled() else lambda loss: None
+        backward: Any = self._backward if torch.is_grad_enabled() else lambda loss: None
         passes = passes if critic is None else critic.with_values(passes)
         measured: list[dict[str, Tensor]] = []
         losses: list[Tensor] = []
@@ -477,7 +488,10 @@ class PolicyModule(L.LightningModule):
             backward(part_loss)
             losses.append(part_loss.detach())
         if torch.is_grad_enabled():
-            placement.add_up_gradients(self.policy if critic is None else self)
+            trained = self.policy if critic is None else self
+            placement.add_up_gradients(trained)
+            if self.loss_scale is not None:
+                self.loss_scale.divide(placement.gradients(trained).values())
         losses, measured = placement.from_all_ranks(losses, measured)
         metrics = {name: float(value) for name, value in combine_metrics(measured).items()}
         return torch.stack(losses), metrics | {"time/collate": collating}
@@ -487,6 +501,10 @@ class PolicyModule(L.LightningModule):
         place = self.device, parts, tokens, self.expected
         return out_of_memory(error, *place, rows_of_a_unit=unit, checkpointing=checkpointing)
 
+    def _backward(self, loss: Tensor) -> None:
+        """Add up the gradients of a micro-batch's loss, times the loss scale of a float16 policy."""
+        self.manual_backward(loss if self.loss_scale is None else loss * self.loss_scale.scale)
+
     def _counts(self, parts: list[Part]) -> dict[str, float]:
         """Metrics of how much was trained on; 0 for a batch with nothing to train, or without a finite gradient."""
         return {
@@ -494,7 +512,7 @@ class PolicyModule(L.LightningModule):
             "actor/micro_batches": len(parts),
             "actor/skipped_items": self.skipped_items,
             "actor/bad_steps": self.bad_steps,
-        }
+        } | ({} if self.loss_scale is None else self.loss_scale.metrics())
 
     def _log(self, metrics: dict[str, float], batch: OptimizerBatch) -> None:
         values = {name: float(value) for name, value in (metrics | {"explore_step": batch.explore_step}).items()}
@@ -533,9 +551,11 @@ class PolicyModule(L.LightningModule):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add counters, random states, and the number of threads that trained: a run that ends gives threads back."""
+        """Add counters, random states, threads that trained (a run that ends gives them back), and the loss scale."""
         process = {"rng": random_state(), "threads": self._threads or torch.get_num_threads()}
         checkpoint["policy"] = {name: getattr(self, name) for name in (*COUNTERS, BUDGET)} | process
+        if self.loss_scale is not None:
+            checkpoint["policy"][LOSS_SCALE] = self.loss_scale.state_dict()
         if self.adapter is not None:
             self.adapter.leave_base_out(checkpoint)
 

@@ -35,7 +35,12 @@ from trinity_lightning.sync.stream import WeightStream, parameter_shapes, skelet
 # -- vLLM's arguments, the same for the engine in this process and for servers -----------------------------------------
 
 
-VLLM_DTYPES = {EngineDtype.bf16: "bfloat16", EngineDtype.fp32: "float32", EngineDtype.auto: "auto"}
+VLLM_DTYPES = {
+    EngineDtype.bf16: "bfloat16",
+    EngineDtype.fp16: "float16",
+    EngineDtype.fp32: "float32",
+    EngineDtype.auto: "auto",
+}
 CPU_REQUESTS, GPU_REQUESTS = 64, 256
 LARGEST_GRAPH = 512  # requests; a step of more is launched kernel by kernel unless vLLM is asked for larger graphs
 CPU_CACHE_GB = 0.5
@@ -99,7 +104,7 @@ class VLLMEngine(InProcessEngine):
     """An `InferenceModel` over vLLM's engine, stepped by the thread that drives it.
 
     Log-probabilities are taken in the distribution sampled from (temperature applied). A float32 engine's tokens depend
-    on the request's seed alone; with bfloat16 they also depend on the other requests in the batch.
+    on the request's seed alone; with 16 bits they also depend on the other requests in the batch.
 
     Args:
         model: `smollm2`, `tiny`, a folder, or a hub name.
