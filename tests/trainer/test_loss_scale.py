@@ -2,12 +2,14 @@
 
 import logging
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from support.engine_promises import ask
 from support.errors import refuses
 from support.float16 import SCALE, Overflows, half_policy, overflow, resumed
 from support.policy import (
@@ -24,12 +26,16 @@ from support.policy import (
 )
 from support.replicas import RANKS, STRATEGIES, ragged, rewarded, start
 from support.runs import Commands
+from support.tiny_vllm import tiny_engine
 from torch import Tensor
 
 from trinity_lightning.config.algorithm import KLConfig
+from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.model import LoRAConfig, OptimizerConfig
 from trinity_lightning.config.trainer import check_trainer_settings
 from trinity_lightning.errors import LossScaleError, TrinityError
+from trinity_lightning.explorer.driver import Driver
+from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 from trinity_lightning.trainer.loss_scale import LEAST, START, LossScale
 from trinity_lightning.trainer.policy import PolicyModule
@@ -108,7 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_learns_as_float32_does(case: str) -> None:
-    settings = {"max_tokens_per_micro_batch": 40} | CASES[case]
+    settings: dict[str, Any] = {"max_tokens_per_micro_batch": 40} | CASES[case]
     items, prepare = settings.pop("items", ragged()), settings.pop("prepare", False)
     torch.manual_seed(0)  # of adapters
     half = gradients_of(make_policy(dtype="fp16", **settings), items, prepare)
@@ -207,10 +213,10 @@ def test_a_factor_that_is_too_large_comes_down_by_itself() -> None:
 
 
 def test_a_factor_at_its_floor_ends_the_run_and_a_resumed_run_begins_anew(tmp_path: Path) -> None:
-    policy = half_policy(scale=4 * LEAST, max_bad_steps=1)
+    policy, watch = half_policy(scale=4 * LEAST, max_bad_steps=1), Watch()
     batches = [batch_of(item) for item in ragged() * 2]
     with pytest.raises(LossScaleError, match=r"model\.dtype=fp16"):
-        fit(policy, batches, Overflows(*range(6)), watch := Watch())
+        fit(policy, batches, Overflows(*range(6)), watch)
     assert [scale for *_, scale in watch.seen] == [2 * LEAST, LEAST]
     assert policy.loss_scale is not None
     assert policy.loss_scale.scale == START
@@ -314,3 +320,47 @@ def test_mixed_precision_is_refused_by_name() -> None:
     with refuses("trainer.precision") as refused:
         check_trainer_settings({"precision": "16-mixed"})
     assert "model.dtype=fp16" in str(refused.value)
+
+
+# -- engine and trainer ------------------------------------------------------------------------------------------------
+
+
+def difference(engine: Any, policy: PolicyModule) -> float:
+    """Mean absolute difference of a response's log-probabilities by the engine that wrote it and by the policy."""
+    driver = Driver([engine])
+    try:
+        driver.run(engine.load())
+        completion = ask(engine, driver, max_tokens=64)
+        driver.run(engine.shutdown())
+    finally:
+        driver.close()
+    prompt = list(completion.prompt_token_ids)
+    mine = policy.sequence_logprobs([*prompt, *completion.token_ids])[len(prompt) - 1 :]
+    assert len(mine) == len(completion.logprobs) > 20
+    return float((torch.tensor(mine) - torch.tensor(completion.logprobs)).abs().mean())
+
+
+def of_transformers(policy: PolicyModule, dtype: str) -> TransformersEngine:
+    engine = TransformersEngine("tiny", max_model_len=128)
+    engine.bind(policy.policy)
+    return engine
+
+
+def of_vllm(policy: PolicyModule, dtype: str) -> Any:
+    return tiny_engine(dtype=EngineDtype(dtype), max_model_len=128)
+
+
+@pytest.mark.parametrize("make", [of_transformers, pytest.param(of_vllm, marks=pytest.mark.slow)])
+def test_engine_and_trainer_differ_by_about_an_eighth_of_bfloat16s_difference(
+    make: Callable[..., Any], request: pytest.FixtureRequest
+) -> None:
+    """SmolLM2 on PROBE_TEXT, with vLLM: 0.0044 nats on average against 0.040, and 0.028 against 0.45 at most."""
+    if make is of_vllm:
+        request.getfixturevalue("needs_vllm")
+    found = []
+    for dtype in ("fp16", "bf16"):
+        policy = make_policy(dtype=dtype)
+        policy.configure_model()
+        found.append(difference(make(policy, dtype), policy))
+    half, rounded = found
+    assert 5 < rounded / half < 13
