@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["short", "ragged", "uniform"])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto")
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -269,6 +269,12 @@ def test_servers_on_gpus_of_their_own_and_ranks_are_listed_apart(folder: Any) ->
 
 
 @pytest.mark.slow
+def test_a_gpu_without_bfloat16_computes_in_float16(folder: Callable[[dict[str, Any]], str]) -> None:
+    estimate = planned("model=smollm2", "plan.device=T4")
+    assert estimate.model.endswith("fp16")
+    assert estimate.hardware.flops == 6.5e13
+
+
 @pytest.mark.parametrize("device", [CPU, ("plan.device=L4",)])
 def test_a_run_on_stored_experiences_has_its_trainer_alone(device: tuple[str, ...], tmp_path: Path) -> None:
     lengths = ("plan.prompt_tokens=45", "plan.response_tokens=20")

@@ -13,7 +13,19 @@ import torch
 from torch import Tensor
 
 from support.policy import Gradients, batch_of, fit, make_policy, whole
-from support.replicas import SMOOTH, STRATEGIES, Metrics, ragged, settings
+from support.replicas import (
+    NOT_IN_SHARDS,
+    SMOOTH,
+    STRATEGIES,
+    Metrics,
+    move_adapters,
+    ragged,
+    rewarded,
+    settings,
+    trained,
+)
+from trinity_lightning.config.algorithm import KLConfig
+from trinity_lightning.config.model import LoRAConfig, OptimizerConfig
 from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -65,12 +77,13 @@ def overflow(**trainer: Any) -> dict[str, Any]:
 def resumed(stops: bool, **trainer: Any) -> dict[str, Any]:
     """Weights and loss scale after two epochs of three items; `stops`: resume once, between two doublings."""
     file, batches = Path("half.ckpt"), [batch_of(item) for item in ragged()]
+    policy = half_policy()
     for epochs in (1, 2) if stops else (2,):
         policy, before = half_policy(), file if epochs == 2 and stops else None
-        settings = {"max_epochs": epochs, "plugins": [AtomicCheckpointIO()]} | trainer
+        arguments = {"max_epochs": epochs, "plugins": [AtomicCheckpointIO()]} | trainer
         if (strategy := trainer.get("strategy")) is not None:
-            settings["strategy"] = type(strategy)(timeout=60)
-        fit(policy, batches, ckpt_path=before, **settings).save_checkpoint(file)
+            arguments["strategy"] = type(strategy)(timeout=60)
+        fit(policy, batches, ckpt_path=before, **arguments).save_checkpoint(file)
     model, scale = policy.policy, policy.loss_scale
     assert scale is not None
     return {
@@ -79,12 +92,29 @@ def resumed(stops: bool, **trainer: Any) -> dict[str, Any]:
     }
 
 
+ON_HOST = "adamw_offload"
+CASES = {
+    "padded": trained(ragged(), dtype="fp16", layout="padded", max_grad_norm=0.05),
+    "several steps": trained(ragged(), True, dtype="fp16", kl=KLConfig(coef=0.1), optimizer_steps=3),
+    "adapters": trained(ragged(), True, change=move_adapters, dtype="fp16", model={"lora": LoRAConfig(r=2)}),
+    "a critic": trained(rewarded(), True, dtype="fp16", critic={"lr": 1e-2}),
+    "adamw_offload": trained(
+        ragged(), dtype="fp16", optimizer=OptimizerConfig(name="adamw_offload", lr=1e-3, eps=1e-4)
+    ),
+}
+HERE = [
+    (way, case) for way in STRATEGIES for case in CASES if way == "ddp" or case not in (*NOT_IN_SHARDS, "adamw_offload")
+]
+
+
 def _main(file: str) -> None:
     os.chdir(Path(file).parent)
     results = {}
     for way in STRATEGIES:
         results[way] = {"overflow": overflow(**settings(way))}
         results[way] |= {f"resumed {stops}": resumed(stops, **settings(way)) for stops in (False, True)}
+    for way, case in HERE:
+        results[way][case] = CASES[case](**settings(way))
     torch.save(results, file)
 
 

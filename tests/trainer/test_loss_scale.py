@@ -11,7 +11,8 @@ import pytest
 import torch
 from support.engine_promises import ask
 from support.errors import refuses
-from support.float16 import SCALE, Overflows, half_policy, overflow, resumed
+from support.float16 import CASES as ON_RANKS
+from support.float16 import HERE, INTERVAL, SCALE, Overflows, half_policy, overflow, resumed
 from support.policy import (
     Gradients,
     Prepare,
@@ -35,6 +36,7 @@ from trinity_lightning.config.model import LoRAConfig, OptimizerConfig
 from trinity_lightning.config.trainer import check_trainer_settings
 from trinity_lightning.errors import LossScaleError, TrinityError
 from trinity_lightning.explorer.driver import Driver
+from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 from trinity_lightning.trainer.loss_scale import LEAST, START, LossScale
@@ -216,10 +218,13 @@ def test_a_factor_at_its_floor_ends_the_run_and_a_resumed_run_begins_anew(tmp_pa
     policy, watch = half_policy(scale=4 * LEAST, max_bad_steps=1), Watch()
     batches = [batch_of(item) for item in ragged() * 2]
     with pytest.raises(LossScaleError, match=r"model\.dtype=fp16"):
-        fit(policy, batches, Overflows(*range(6)), watch)
+        fit(policy, batches, Overflows(*range(6)), watch, StopCheckpoint(tmp_path))
     assert [scale for *_, scale in watch.seen] == [2 * LEAST, LEAST]
     assert policy.loss_scale is not None
     assert policy.loss_scale.scale == START
+    resumed = half_policy()
+    fit(resumed, batches, ckpt_path=tmp_path / "interrupted.ckpt")
+    assert resumed.loss_scale == LossScale(4 * START, INTERVAL, clean_steps=0, skipped_steps=2)  # the other four items
 
 
 def test_a_loss_that_is_not_finite_is_a_bad_step() -> None:
@@ -295,6 +300,17 @@ def test_all_ranks_leave_out_the_step_that_overflows_on_one(ranks: list[Any], wa
         torch.testing.assert_close(result["weights"], found[0]["weights"], rtol=0, atol=0)
         for mine, expected in zip(result["gradients"], alone["gradients"], strict=True):
             assert_same_gradients(mine, expected, tolerance=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "case"), HERE)
+def test_two_processes_train_as_one_but_for_rounding(ranks: list[Any], way: str, case: str) -> None:
+    alone, found = ON_RANKS[case](), [rank[way][case] for rank in ranks]
+    assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-3, abs=1e-4)
+    for mine, expected in zip(found[0]["gradients"], alone["gradients"], strict=True):
+        assert error_of(mine, expected) < 0.01
+    for part in ("weights", "losses"):
+        torch.testing.assert_close(found[1][part], found[0][part], rtol=0, atol=0)
 
 
 @pytest.mark.slow

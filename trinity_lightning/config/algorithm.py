@@ -121,6 +121,7 @@ class AlgorithmConfig(Section, key="algorithm"):
             fewest that any of them plans. With engine=transformers: 4,096 to 16,384, by the free memory.
         max_grad_norm: norm to which gradients are clipped; null: no clipping.
         max_bad_steps: a step whose gradient is not finite is left out and counted. This many in a row stop the run.
+            Overflows of model.dtype=fp16 are left out too, and do not count.
         critic: a critic, whose values make the advantages (add_strategy=critic, algorithm=ppo_critic); null: none.
     """
 

@@ -435,10 +435,12 @@ def _for_older_gpus(module: torch.nn.Module, key: Tensor, value: Tensor) -> tupl
     Without a mask transformers leaves it to torch to repeat them. Of torch's kernels only FlashAttention does, which
     these GPUs do not have: torch would then compute all scores at once. Its memory-efficient kernel takes copies.
     """
+    groups: Any = getattr(module, "num_key_value_groups", 1)
+    if groups == 1 or not _is_before_ampere(key.device):
+        return key, value
     from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 
-    groups: Any = getattr(module, "num_key_value_groups", 1)
-    if groups == 1 or not _is_before_ampere(key.device) or not use_gqa_in_sdpa(None, key, value):
+    if not use_gqa_in_sdpa(None, key, value):  # transformers repeats them itself
         return key, value
     return repeat_kv(key, groups), repeat_kv(value, groups)
 
