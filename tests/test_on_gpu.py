@@ -238,7 +238,7 @@ def test_two_gpus_in_shards_take_the_steps_of_one(tmp_path: Path) -> None:
 def test_a_rank_that_ends_or_hangs_within_a_pass_ends_the_run_which_names_it(
     how: str, place: str, message: str, tmp_path: Path
 ) -> None:
-    """What the other GPU waits for by NCCL is aborted. A rank that fails has a step behind it, which is saved."""
+    """Abort what the other GPU waits for by NCCL. A rank that fails has a step behind it, which is saved."""
     arguments = (*imitation(tmp_path), *ON_TWO_GPUS, "trainer.strategy.timeout=60")  # 4 s by support/stops.py
     run = start(tmp_path, *arguments, program="support.stops", STOPS=place)
     wait_for((tmp_path / "stopped").exists, run)

@@ -24,7 +24,6 @@ from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING, RECORD, folder_of_same_run, folder_to_resume
 from trinity_lightning.config.choices import CHOICES, register_own_parts
 from trinity_lightning.config.explain import (
-    CONFIG_ERRORS,
     LOCK,
     begun,
     end_by_own_code,

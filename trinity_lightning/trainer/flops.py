@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trinity_lightning.common.hardware import SHAPE, known_gpu, product_flops
+from trinity_lightning.common.hardware import SHAPE, TORCH_DTYPES, known_gpu, product_flops
 from trinity_lightning.common.model_config import layer_configs, query_width
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.trainer.layout import Part, computed_tokens, trained_tokens
@@ -77,7 +77,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     gpu = known_gpu(torch.cuda.get_device_name(device))
-    return gpu.flops if gpu and (gpu.has_bfloat16 or dtype == torch.float16) else None
+    return gpu.flops if gpu and dtype in (torch.float16, TORCH_DTYPES[gpu.half]) else None
 
 
 def product_shapes(model: Any, tokens: int) -> tuple[tuple[int, int, int], ...]:

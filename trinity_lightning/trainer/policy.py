@@ -142,8 +142,7 @@ class PolicyModule(L.LightningModule):
         self._reference: list[Any] = []
         self._optimizer_factory = optimizer_factory
         if WeightDtype(dtype) is WeightDtype.auto:
-            fix = "give bf16, fp16, fp32, or faster_dtype()"
-            raise ConfigError("dtype is auto, which the commands settle", fix=fix)
+            raise ConfigError("dtype is auto, which the commands settle: give bf16, fp16, fp32, or faster_dtype().")
         self._dtype = TORCH_DTYPES[WeightDtype(dtype)]
         self.loss_scale = LossScale() if self._dtype == torch.float16 else None
         self._resumption: Resumption | None = None  # until a resumed run trains
@@ -208,12 +207,9 @@ class PolicyModule(L.LightningModule):
             self._dtype, self.loss_scale = dtype, LossScale() if dtype == torch.float16 else None
 
     def configure_model(self) -> None:
-        """Load the policy (and the reference, where the objective needs one) on the CPU, once, in training mode.
-
-        Lightning calls this with the GPU as torch's default device. A policy that is to be sharded may not fit there as
-        a whole, and for that device transformers needs the package accelerate.
-        """
+        """Load the policy (and the reference, where the objective needs one) on the CPU, once, in training mode."""
         if self.model is None:
+            # Lightning's default here is the GPU: what is to be sharded may not fit, and accelerate would be needed.
             with torch.device("cpu"):
                 self._load_models()
 
@@ -390,9 +386,8 @@ class PolicyModule(L.LightningModule):
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token given those before it, at temperature 1: [len - 1]. Probes compare these."""
-        self.placement.on_all_ranks(
-            "sequence_logprobs", list(token_ids)
-        )  # rank 0 computes alone if each rank has all weights
+        # Rank 0 computes alone if each rank has all weights.
+        self.placement.on_all_ranks("sequence_logprobs", list(token_ids))
         experience = Experience(tokens=list(token_ids), prompt_length=1)
         batch = OptimizerBatch.of([experience], explore_step=0)
         return self.passes().columns(self.policy, batch, self.placement, shared=False)[0][0].tolist()
@@ -488,8 +483,7 @@ class PolicyModule(L.LightningModule):
             backward(part_loss)
             losses.append(part_loss.detach())
         if torch.is_grad_enabled():
-            trained = self.policy if critic is None else self
-            placement.add_up_gradients(trained)
+            placement.add_up_gradients(trained := self.policy if critic is None else self)
             if self.loss_scale is not None:
                 self.loss_scale.divide(placement.gradients(trained).values())
         losses, measured = placement.from_all_ranks(losses, measured)
@@ -497,9 +491,8 @@ class PolicyModule(L.LightningModule):
         return torch.stack(losses), metrics | {"time/collate": collating}
 
     def _out_of_memory(self, error: torch.OutOfMemoryError, parts: Sequence[Part] = (), unit: int = 1) -> Exception:
-        tokens, checkpointing = self.passes().max_tokens, self.hparams["gradient_checkpointing"]
-        place = self.device, parts, tokens, self.expected
-        return out_of_memory(error, *place, rows_of_a_unit=unit, checkpointing=checkpointing)
+        settings = {"rows_of_a_unit": unit, "checkpointing": self.hparams["gradient_checkpointing"]}
+        return out_of_memory(error, self.device, parts, self.passes().max_tokens, self.expected, **settings)
 
     def _backward(self, loss: Tensor) -> None:
         """Add up the gradients of a micro-batch's loss, times the loss scale of a float16 policy."""
