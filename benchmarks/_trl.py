@@ -13,7 +13,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 # bf16 is what TRL does where nothing is set: autocast over float32 weights. With bf16_weights small updates are lost.
-DTYPES = {
+DTYPES: dict[str, dict[str, Any]] = {
     "fp32": {"bf16": False},
     "bf16": {"bf16": True},
     "bf16_weights": {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}},
@@ -72,10 +72,13 @@ def make_trainer(
 ) -> FedTrainer:
     """A trainer of one optimizer step over so many rows, so many of them a forward and backward pass.
 
-    The objective is this project's default one: clipped at 0.2, mean over tokens, no KL.
+    The objective is this project's default one: clipped at 0.2, mean over tokens, no KL. `settings` are GRPOConfig's.
     """
     from datasets import Dataset
 
+    settings = DTYPES[dtype] | settings
+    if "model_init_kwargs" in settings:
+        settings["model_init_kwargs"] = DTYPES[dtype].get("model_init_kwargs", {}) | settings["model_init_kwargs"]
     arguments = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         report_to="none",
@@ -90,7 +93,6 @@ def make_trainer(
         num_generations=rows_a_pass,
         per_device_train_batch_size=rows_a_pass,
         gradient_accumulation_steps=rows // rows_a_pass,
-        **DTYPES[dtype],
         **settings,
     )
     return FedTrainer(

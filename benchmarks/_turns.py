@@ -22,12 +22,15 @@ class Side:
     Args:
         arguments: what follows `python` on its command line.
         environment: its environment variables; None: those of this process.
+        python: the interpreter, which may have other packages; None: that of this process.
     """
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str] | None = None, python: str | None = None
+    ) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process is
         self._process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [python or sys.executable, *arguments],
             env=environment,
             text=True,
             stdin=subprocess.PIPE,

@@ -14,27 +14,34 @@ import argparse
 import json
 import math
 import os
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from _rollouts import CASES
+from _rollouts import CASES, Rollout
+from _turns import clock
 
 import trinity_lightning  # noqa: F401  before torch, which reads what it sets
+
+# isort: split
+from torch.autograd import DeviceType
+
+Groups = Sequence[Sequence[Rollout]]
 
 GROUPS, GROUP_SIZE = 8, 8
 WARM_UP = 2  # steps
 SHAPES = 8  # of products, in the line
 PRODUCTS = ("aten::mm", "aten::addmm")  # attention has others
 OPTIMIZER, CLIPPING, ACCUMULATION, COPIES = "optimizer", "norm and clipping", "gradients into float32", "copies, casts"
+FLEX_ATTENTION = ("flex_attention", "triton_tem_fused")  # on a GPU
+WAITS, OUTSIDE = "Python and Lightning", "kernels of no operator"
 # The kind of everything that an event with such a name takes or calls, the first that fits.
 KINDS = (
     (OPTIMIZER, ("Optimizer.",)),
     (CLIPPING, ("aten::_foreach",)),
     (ACCUMULATION, ("torch::autograd::AccumulateGrad",)),
-    ("attention", ("_Attention", "aten::_scaled_dot_product", "aten::scaled_dot_product")),
+    ("attention", ("_Attention", "aten::_scaled_dot_product", "aten::scaled_dot_product", *FLEX_ATTENTION)),
     ("head", ("_LogSoftmax", "Projection", "_Lookup")),
     (COPIES, ("aten::copy_", "aten::_to_copy", "aten::clone", "aten::cat")),
 )
@@ -87,16 +94,20 @@ def operations(product: Any) -> int:
     return 2 * math.prod(left) * right[-1]
 
 
-def summary(events: Sequence[Any], sizes: set[int], seconds: float, peak: float) -> dict[str, Any]:
+def summary(events: Sequence[Any], sizes: set[int], seconds: float, peak: float, gpu: bool = False) -> dict[str, Any]:
+    """Shares of the kinds of work and of the products' shapes; on a GPU its kernels count, by what launched them."""
     kinds: dict[str, float] = defaultdict(float)
     shapes: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for event in events:
-        event_seconds = event.self_cpu_time_total / 1e6
+    on_gpu = [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
+    for event in (event for event in events if event.device_type == DeviceType.CPU):
+        event_seconds = (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e6
         kinds[kind_of(event)] += event_seconds
         if event.name in PRODUCTS:
             shape = shapes[shape_of(event, sizes)]
             shape[0], shape[1] = shape[0] + event_seconds, shape[1] + operations(event)
-    kinds["Python and Lightning"] = seconds - sum(kinds.values())
+    if gpu:
+        kinds[OUTSIDE] = sum(kernel.self_device_time_total for kernel in on_gpu) / 1e6 - sum(kinds.values())
+    kinds[WAITS] = seconds - sum(kinds.values())
     most = sorted(shapes.items(), key=lambda item: -item[1][0])[:SHAPES]
     return {
         "share": {
@@ -111,8 +122,10 @@ def summary(events: Sequence[Any], sizes: set[int], seconds: float, peak: float)
     }
 
 
-def measure(model: str, case: str, dtype: str, vocabulary: int, tokens: int | str, compile_layers: bool) -> Any:
-    """The printed results of a case."""
+def measure(
+    model: str, groups: Groups, dtype: str, tokens: int | str, compile_layers: bool, accelerator: str = "cpu"
+) -> dict[str, Any]:
+    """The printed results of a step over these rollouts."""
     import lightning as L
     from _training import batch_of, fit
     from torch.profiler import ProfilerActivity, profile
@@ -120,7 +133,8 @@ def measure(model: str, case: str, dtype: str, vocabulary: int, tokens: int | st
     from trinity_lightning.config.algorithm import AlgorithmConfig
     from trinity_lightning.trainer.flops import peak_flops
 
-    batch = batch_of(CASES[case].rollouts(GROUPS, GROUP_SIZE, vocabulary))
+    batch, gpu = batch_of(groups), accelerator == "gpu"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
     seen: dict[str, Any] = {}
 
     class Look(L.Callback):
@@ -133,13 +147,14 @@ def measure(model: str, case: str, dtype: str, vocabulary: int, tokens: int | st
     def steps() -> Iterator[Any]:
         for _ in range(WARM_UP + 1):
             yield batch
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen["profile"]:
-            start = time.perf_counter()
+        with profile(activities=activities, record_shapes=True) as seen["profile"]:
+            start = clock()
             yield batch
-            seen["seconds"] = time.perf_counter() - start
+            seen["seconds"] = clock() - start
 
-    fit(model, steps(), dtype, AlgorithmConfig(max_tokens_per_micro_batch=tokens), [Look()], "cpu", compile_layers)
-    results = summary(seen["profile"].events(), seen["sizes"], seen["seconds"], seen["peak"])
+    algorithm = AlgorithmConfig(max_tokens_per_micro_batch=tokens)
+    fit(model, steps(), dtype, algorithm, [Look()], accelerator, compile_layers)
+    results = summary(seen["profile"].events(), seen["sizes"], seen["seconds"], seen["peak"], gpu)
     ceiling = seen["perf/mfu"] * seen["time/train"] / results.pop("products_s")
     numbers = {"seconds": seen["seconds"], "mfu": seen["perf/mfu"], "ceiling": ceiling}
     numbers["peak_tflops"] = seen["peak"] / 1e12
@@ -163,7 +178,8 @@ def main() -> None:
     dtype = faster_dtype("cpu").value
     vocabulary = AutoConfig.from_pretrained(resolve_model(args.model)).vocab_size
     for case in args.cases:
-        results = measure(args.model, case, dtype, vocabulary, args.tokens, args.compile)
+        groups = CASES[case].rollouts(GROUPS, GROUP_SIZE, vocabulary)
+        results = measure(args.model, groups, dtype, args.tokens, args.compile)
         head = {"benchmark": "step_profile", "model": args.model, "case": case, "tokens": args.tokens, "dtype": dtype}
         head |= {"compile": args.compile, "cores": len(os.sched_getaffinity(0))}
         print(json.dumps(head | results), flush=True)

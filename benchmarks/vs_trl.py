@@ -39,15 +39,6 @@ CHECKED_GROUPS = 2
 CHECKED_ROWS_A_PASS = 2  # 8 padded rows of 368 tokens in float64 take TRL more than 15 GB
 TOLERANCE = 1e-4  # ours computes softmax and loss in float32
 ENVIRONMENT = dict(os.environ)  # before this package sets what libraries read, which is none of TRL's
-QWEN2 = {
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
 
 
 # -- the processes that train -----------------------------------------------------------------------------------------
@@ -139,8 +130,8 @@ def trl_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> None:
         if trainer.state.global_step > 1:
             requests.answer(clock() - started)
 
-    rows = spec["groups"] * spec["group_size"]
-    trainer = make_trainer(spec["model"], spec["dtype"], rows, spec["rows_a_pass"], OnStep(before, after=after))
+    rows, callback = spec["groups"] * spec["group_size"], OnStep(before, after=after)
+    trainer = make_trainer(spec["model"], spec["dtype"], rows, spec["rows_a_pass"], callback, **spec.get("trl", {}))
     train(trainer, groups)
 
 
@@ -203,12 +194,15 @@ def compare(spec: dict[str, Any], dtypes: dict[str, str], seconds: float, rounds
 def peak_at_same_tokens(spec: dict[str, Any], steps: int) -> float:
     """Peak memory of so many steps of ours with as many tokens a micro-batch as TRL's rows are padded to."""
     tokens = spec["rows_a_pass"] * CASES[spec["case"]].longest
-    side = start(spec | {"algorithm": spec["algorithm"] | {"max_tokens_per_micro_batch": tokens}})
+    return alone(spec | {"algorithm": spec["algorithm"] | {"max_tokens_per_micro_batch": tokens}}, steps)["peak_gb"]
+
+
+def alone(spec: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Seconds of so many steps of a side after one to warm up, its peak memory and its `perf/mfu`."""
+    side = start(spec)
     try:
         side.answer()
-        for _ in range(steps):
-            side.ask("step")
-        return side.ask("end")["peak_gb"]
+        return {"seconds": [side.ask("step") for _ in range(steps)], **side.ask("end")}
     finally:
         side.close()
 
@@ -238,21 +232,6 @@ def compare_steps(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, flo
     return {name: float(f"{value:.1e}") for name, value in differences.items()}
 
 
-def folder_of(model: str, scratch: Path) -> tuple[str, int]:
-    """The folder of a model and the size of its vocabulary; `qwen2` is made in `scratch`."""
-    import torch
-    from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
-
-    from trinity_lightning.config.models import load_tokenizer, resolve_model
-
-    folder = Path(resolve_model(model)) if model != "qwen2" else scratch / model
-    if not folder.exists():
-        torch.manual_seed(0)
-        load_tokenizer("tiny").save_pretrained(folder)
-        Qwen2ForCausalLM(Qwen2Config(**QWEN2)).save_pretrained(folder)
-    return str(folder), AutoConfig.from_pretrained(folder).vocab_size
-
-
 def dtype_here() -> str:
     from trinity_lightning.common.hardware import faster_dtype
 
@@ -266,6 +245,8 @@ def main() -> None:
         return
     chosen = {"ours": args.dtype, "trl": args.trl_dtype}
     dtypes = {side: dtype_here() if dtype == "auto" else dtype for side, dtype in chosen.items()}
+    from _models import folder_of
+
     groups, group_size = (2, 4) if args.quick else (GROUPS, GROUP_SIZE)
     seconds, rounds = (0.0, 1) if args.quick else (args.seconds, 2)
     with tempfile.TemporaryDirectory() as scratch:

@@ -22,14 +22,18 @@ import re
 import statistics
 import tempfile
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from _rollouts import varied
 from _turns import EnoughError, Requests, Side, clock, peak_gb, reset_peak, spread, take_turns
 
 ENVIRONMENT = dict(os.environ)  # before this package sets what libraries read, which is none of TRL's
+# Of the default recipe.
 PROMPTS, COMPLETIONS, MAX_TOKENS, LEARNING_RATE = 8, 8, 32, 2e-5
+PARTS = {"rollout_s": "time/rollout", "train_s": "time/train", "sync_s": "time/sync_weight"}
 
 
 # -- the processes that train -----------------------------------------------------------------------------------------
@@ -54,11 +58,14 @@ class Turns:
             raise EnoughError
         self._started = clock()
 
-    def end(self, completion_tokens: float, trained_rows: float) -> None:
-        """Answer with the seconds of the step, the mean length of completions, and the share that was trained on."""
+    def end(self, completion_tokens: float, trained_rows: float, **parts: float) -> None:
+        """Answer with the seconds of the step, the mean length of completions, and the share that was trained on.
+
+        `parts` are seconds of parts of the step.
+        """
         if self._started is not None:
             means = {"completion_tokens": completion_tokens, "trained_rows": trained_rows}
-            self._requests.answer({"seconds": clock() - self._started} | means)
+            self._requests.answer({"seconds": clock() - self._started} | means | parts)
 
 
 def train_ours(spec: dict[str, Any], folder: str) -> None:
@@ -81,13 +88,13 @@ def train_ours(spec: dict[str, Any], folder: str) -> None:
         def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             if trainer.current_epoch > 1:
                 metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-                rows = PROMPTS * COMPLETIONS
-                turns.end(metrics["response_length/mean"], metrics["actor/trained_rows"] / rows)
+                parts = {name: metrics[metric] for name, metric in PARTS.items() if metric in metrics}
+                rows = spec["prompts"] * spec["completions"]
+                turns.end(metrics["response_length/mean"], metrics["actor/trained_rows"] / rows, **parts)
             turns.begin(trainer.current_epoch)
 
     compose.register()
-    overrides = ["+recipe=grpo", f"output_dir={folder}", f"model={spec['model']}", "steps=1000000", "ckpt_path=null"]
-    overrides += [f"model.dtype={spec['dtype']}"]
+    overrides = ["+recipe=grpo", f"output_dir={folder}", "steps=1000000", "ckpt_path=null", *spec["overrides"]]
     overrides += ["explorer.eval_on_startup=false", "explorer.eval_interval=0", "logger=csv"]
     overrides += ["~callbacks.checkpoint"]
     with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
@@ -111,6 +118,8 @@ def train_trl(spec: dict[str, Any], folder: str) -> None:
         completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
     ) -> list[float | None]:
         lengths[:] = map(len, completion_ids)
+        if spec["reward"] == "varied":
+            return [varied(completion[0]["content"]) for completion in completions]
         numbers = [re.findall(r"-?\d+", completion[0]["content"]) for completion in completions]
         return [float(answers[-1:] == [expected]) for answers, expected in zip(numbers, answer, strict=True)]
 
@@ -120,10 +129,10 @@ def train_trl(spec: dict[str, Any], folder: str) -> None:
         save_strategy="no",
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
-        num_generations=COMPLETIONS,
-        per_device_train_batch_size=COMPLETIONS,
-        gradient_accumulation_steps=PROMPTS,
-        max_completion_length=MAX_TOKENS,
+        num_generations=spec["completions"],
+        per_device_train_batch_size=spec["rows_a_pass"],
+        gradient_accumulation_steps=spec["prompts"] * spec["completions"] // spec["rows_a_pass"],
+        max_completion_length=spec["max_tokens"],
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         max_steps=1_000_000,
@@ -162,10 +171,13 @@ def write_tasks(file: Path) -> None:
     file.write_text(json.dumps(tasks))
 
 
+def start(spec: dict[str, Any], name: str, python: str | None = None) -> Side:
+    """A side of this name; `python`: see `Side`."""
+    return Side([__file__, "--work", json.dumps(spec | {"side": name})], ENVIRONMENT, python)
+
+
 def compare(spec: dict[str, Any], steps: int) -> dict[str, Any]:
-    sides = {
-        name: Side([__file__, "--work", json.dumps(spec | {"side": name})], ENVIRONMENT) for name in ("ours", "trl")
-    }
+    sides = {name: start(spec, name) for name in ("ours", "trl")}
     try:
         for side in sides.values():
             side.answer()
@@ -174,6 +186,21 @@ def compare(spec: dict[str, Any], steps: int) -> dict[str, Any]:
     finally:
         for side in sides.values():
             side.close()
+    return summary(answers, peaks)
+
+
+def alone(spec: dict[str, Any], name: str, steps: int, python: str | None = None) -> tuple[list[dict[str, Any]], float]:
+    """The answers and the peak memory of a side that has the device to itself, in so many steps after the first."""
+    side = start(spec, name, python)
+    try:
+        side.answer()
+        return [side.ask("step") for _ in range(steps)], side.ask("peak")
+    finally:
+        side.close()
+
+
+def summary(answers: Mapping[str, Sequence[dict[str, Any]]], peaks: Mapping[str, float]) -> dict[str, Any]:
+    """The printed results of both sides' steps."""
     seconds = {name: [step["seconds"] for step in values] for name, values in answers.items()}
     means = {
         key: {name: round(statistics.mean(step[key] for step in values), 2) for name, values in answers.items()}
@@ -205,7 +232,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tasks = Path(folder) / "tasks.json"
         write_tasks(tasks)
-        spec = {"model": args.model, "folder": str(resolve_model(args.model)), "tasks": str(tasks), "dtype": dtype}
+        overrides = [f"model={args.model}", f"model.dtype={dtype}"]
+        spec = {"folder": str(resolve_model(args.model)), "tasks": str(tasks), "overrides": overrides, "reward": "sums"}
+        spec |= {"prompts": PROMPTS, "completions": COMPLETIONS, "rows_a_pass": COMPLETIONS, "max_tokens": MAX_TOKENS}
         spec["trl"] = {"bf16": dtype == "bf16"} | args.trl
         comparison = compare(spec, args.steps)
     result = {

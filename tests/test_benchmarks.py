@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.compose import composed
 from support.runs import ROOT, RunTrain
 
@@ -15,6 +16,7 @@ from trinity_lightning.config.registry import options
 from trinity_lightning.config.run import typed_config
 from trinity_lightning.trainer.policy import PolicyModule
 
+GPU = str(ROOT / "benchmarks" / "gpu.py")
 RunBenchmark = Callable[..., dict[str, Any]]
 
 
@@ -90,6 +92,140 @@ def test_vs_trl_computes_the_same_on_both_sides(run_benchmark: RunBenchmark) -> 
     assert all(gb > 0.1 for gb in results["peak_gb"].values())
     assert results["ratio_at_peak"] > results["ratio"]
     assert results["gradient_difference"] < 1e-5
+
+
+# -- gpu.py ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module benchmarks/gpu.py."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("gpu")
+
+
+def test_gpu_ends_with_a_sentence_where_there_is_none(run_train: RunTrain, tmp_path: Path) -> None:
+    done = run_train(tmp_path, "--stages", "c", program=GPU)
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    [line] = done.stdout.splitlines()
+    assert done.returncode == 1
+    assert line.startswith("gpu.py: this machine has no NVIDIA GPU")
+    assert run_train(tmp_path, "--stages", "c,x", program=GPU).stdout.startswith("gpu.py: there is no stage 'x'")
+
+
+def test_gpu_measures_training_on_a_cpu_too(run_train: RunTrain, tmp_path: Path) -> None:
+    """The other stages take minutes: they start engines, servers, and TRL."""
+    small = ("--device", "cpu", "--model", "tiny", "--logs", str(tmp_path / "logs"))
+    done = run_train(tmp_path, "--stages", "a,c,g", *small, program=GPU, timeout=500)
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0, done.stdout
+    [tests] = [result for result in results if result["what"] == "tests"]
+    assert 0 < tests["tests"] == tests["skipped"]
+    trained = [result for result in results if result["what"].startswith("train")]
+    assert {(result["rows"], result["tokens"]) for result in trained} >= {(8, 128), (8, 32), (16, 128), (16, 32)}
+    assert {result["stage"] for result in trained} == {"c", "g"}
+    for result in trained:
+        assert result["seconds"]["median"] > 0
+        assert 0 < result["peak_over_plan"] < 2
+    plain = [result for result in trained if "compiled" not in result["what"]]
+    assert {(sum(result["compiled_in_steps"]), result["recompilations"]) for result in plain} == {(0, 0)}
+    [profile] = [result for result in results if result["what"] == "profile"]
+    assert sum(profile["share"].values()) == pytest.approx(1, abs=0.02)
+    stages = [result for result in results if result["what"] == "stage"]
+    assert [stage["stage"] for stage in stages] == ["a", "c", "g"]
+    assert all("failed" not in stage and Path(stage["log"]).exists() for stage in stages)
+
+
+STAND_IN = """
+import time
+
+def works(job):
+    print("a library's words")
+    job.report("measured", seconds=1.5)
+
+def stops(job):
+    job.report("measured", seconds=2.5)
+    with job.part("tried") as values:
+        values["seconds"] = 3.5
+        raise RuntimeError("out of memory")
+
+def breaks(job):
+    raise RuntimeError("nothing works here")
+
+def hangs(job):
+    job.report("measured", seconds=4.5)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_stage_of_gpu_that_fails_or_hangs_does_not_end_the_others(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The stages are stand-ins, in processes of their own; one has 15 seconds, and for the last no time is left."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    stages = {name: gpu.Stage(f"stand_in.{name}", 15 if name == "hangs" else 60, 1) for name in ("works", "stops")}
+    stages |= {name: gpu.Stage(f"stand_in.{name}", 15, 1) for name in ("breaks", "hangs")}
+    stages["late"] = gpu.Stage("stand_in.works", 60, 1e6)
+    driver = tmp_path / "driver.py"  # `gpu.py --work` with these stages
+    driver.write_text(f"import sys, gpu\nfrom gpu import Stage\ngpu.STAGES = {stages!r}\ngpu.main()\n")
+    monkeypatch.setattr(gpu, "STAGES", stages)
+    monkeypatch.setattr(gpu, "__file__", str(driver))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'benchmarks'}:{tmp_path}")
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", "--logs", str(tmp_path / "logs"), "--minutes", "5"])
+    assert gpu.take_all(list(stages), gpu.arguments()) == 3
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    seconds = {line["stage"]: line["seconds"] for line in lines if line["what"] == "measured"}
+    assert seconds == {"works": 1.5, "stops": 2.5, "hangs": 4.5}
+    assert [line["failed"] for line in lines if line["what"] == "tried"] == ["RuntimeError: out of memory"]
+    ends = {line["stage"]: line for line in lines if line["what"] == "stage"}
+    assert list(ends) == list(stages)
+    assert "failed" not in ends["works"]
+    assert ends["stops"]["failed_parts"] == 1
+    assert "nothing works here" in ends["breaks"]["failed"]
+    assert "took longer" in ends["hangs"]["failed"]
+    assert "left_out" in ends["late"]
+    assert "a library's words" in (tmp_path / "logs" / "works.log").read_text()
+
+
+def test_the_table_of_gpu_is_written_between_its_marks(gpu: Any) -> None:
+    table = importlib.import_module("_gpu_table")
+    page = table.PAGE.read_text()
+    head = {"benchmark": "gpu", "on": "NVIDIA H100", "torch": "2.13.0", "vllm": None, "model": "0.5B"}
+    lines = [
+        head | {"stage": "c", "what": "train", "rows": 128, "seconds": {"median": 1.5, "min": 1.25, "max": 2}},
+        head | {"stage": "c", "what": "profile", "rows": 128, "share": {"products": 0.5, "head": 0.0}},
+        head | {"stage": "b", "what": "start", "failed": "no | vLLM"},
+        {"benchmark": "gpu", "stage": "e", "what": "stage", "left_out": "3 s are left of --minutes"},
+        {"benchmark": "gpu", "stage": "c", "what": "stage", "seconds": 9.5, "log": "c.log"},
+    ]
+    written = table.with_measured(page, lines)
+    part = written.partition(table.BEGIN)[2].partition(table.END)[0]
+    assert "### NVIDIA H100, torch 2.13.0, no vLLM\n" in part
+    assert "| model | rows | seconds |\n| --- | --- | --- |\n| 0.5B | 128 | 1.5 (1.25..2) |" in part
+    assert "| products | 0.5 |" in part
+    assert "no / vLLM" in part
+    assert "- e: 3 s are left of --minutes" in part
+    assert part.index("stage b") < part.index("stage c")
+    assert table.with_measured(written, []) == table.with_measured(page, [])
+    assert table.NOTHING in table.with_measured(page, [])
+
+
+@pytest.mark.slow
+def test_compilations_and_recompilations_are_counted(gpu: Any) -> None:
+    training = importlib.import_module("_gpu_training")
+
+    @torch.compile(backend="eager", dynamic=False)
+    def double(tensor: torch.Tensor) -> torch.Tensor:
+        return 2 * tensor
+
+    before = training.counters["stats"]["unique_graphs"]
+    with training.recompilations() as reasons:
+        for rows in (3, 4, 4):
+            double(torch.ones(rows))
+    assert training.counters["stats"]["unique_graphs"] - before == 2
+    assert len(reasons) == 1
 
 
 @pytest.fixture

@@ -105,7 +105,8 @@ def test_a_command_is_accepted(command: str, tmp_path: Path, monkeypatch: pytest
     data = [
         f"{name}.jsonl" for name in ("subtraction", "expert", "games", "gsm8k", "heldout", "examples", "pairs", "sums")
     ]
-    for name in (*data, "FOLDER/config.json", step_file):
+    folders = ("FOLDER", "Qwen2.5-0.5B", "Qwen2.5-7B")
+    for name in (*data, *(f"{folder}/config.json" for folder in folders), step_file):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     monkeypatch.chdir(tmp_path)
