@@ -38,10 +38,11 @@ class Engine:
         free = 1 * GIB if job.small else int(SHARE_OF_FREE * torch.cuda.mem_get_info()[0])
         settings: dict[str, Any] = {"max_num_seqs": requests, "kv_cache_gb": min(wanted, free) / GIB}
         settings["sleep"] = EngineSleep.auto if job.small else EngineSleep.always
-        self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.bfloat16).to(job.device)
+        model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.bfloat16)
+        self.model = model.to(job.device)
         self.engine = SharedEngine(self.folder, dtype=dtype, max_model_len=context, **settings)
         self.driver = Driver([self.engine])
-        self.settings = settings | {"sleep": settings["sleep"].value, "kv_cache_gb": round(settings["kv_cache_gb"], 2)}
+        self.settings = settings | {"sleep": settings["sleep"].value, "kv_cache_gb": round(settings["kv_cache_gb"], 4)}
 
     def do(self, coroutine: Callable[[], Any]) -> float:
         """Seconds that the engine takes for it."""

@@ -16,6 +16,7 @@ from _rollouts import Case
 from _training import batch_of, fit
 from _turns import clock, peak_gb, reset_peak, spread
 from torch._dynamo.utils import counters
+from torch._logging._internal import set_logs
 
 from trinity_lightning.common.hardware import free_memory
 from trinity_lightning.common.model_memory import ModelShape, Training
@@ -70,13 +71,13 @@ def recompilations() -> Iterator[list[str]]:
             reasons.append(record.getMessage())
 
     handler, source = Keep(), logging.getLogger(RECOMPILES)
-    torch._logging.set_logs(recompiles=True)
+    set_logs(recompiles=True)
     source.addHandler(handler)
     try:
         yield reasons
     finally:
         source.removeHandler(handler)
-        torch._logging.set_logs()
+        set_logs()
 
 
 def planned(job: Job, folder: str, length: int, tokens: int, optimizer: str, width: int = 2) -> MemoryPlan:

@@ -74,7 +74,7 @@ def _make(folder: Path, model: str, device: str, dtype: str) -> None:
 
     from trinity_lightning.config.models import load_tokenizer
 
-    tokenizer = load_tokenizer("tiny")
+    tokenizer: Any = load_tokenizer("tiny")
     tokenizer.model_max_length = 32768
     tokenizer.save_pretrained(folder)
     config = Qwen2Config(**SHAPES[model], eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)

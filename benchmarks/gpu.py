@@ -77,9 +77,11 @@ def work(job: Job) -> None:
 def take(job: Job, log: Path) -> dict[str, Any]:
     """Take a stage in a process of its own and pass its lines on; what failed in it, if anything."""
     command = [sys.executable, __file__, "--work", job.to_json()]
-    with log.open("w") as file:
-        process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=file, start_new_session=True)
-        late = threading.Event()
+    late = threading.Event()
+    with (
+        log.open("w") as file,
+        subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=file, start_new_session=True) as process,
+    ):
         alarm = threading.Timer(max(job.left, 0), lambda: (late.set(), end(process)))
         alarm.start()
         try:

@@ -25,7 +25,7 @@ from _turns import clock
 import trinity_lightning  # noqa: F401  before torch, which reads what it sets
 
 # isort: split
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 Groups = Sequence[Sequence[Rollout]]
 
