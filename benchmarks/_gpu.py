@@ -1,4 +1,4 @@
-"""What the stages of gpu.py share: what they are asked for, their lines of JSON, and whole runs of the project."""
+"""Shared parts of the stages of gpu.py: what they are asked for, their lines of JSON, and whole runs of the project."""
 
 import csv
 import gc
@@ -28,7 +28,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What a stage is asked for.
+    """The request to take a stage.
 
     Attributes:
         stage: its letter.

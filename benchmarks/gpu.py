@@ -1,4 +1,4 @@
-"""What a GPU shows: vLLM in the trainer's process, training, whole steps, TRL's beside them. One command, in stages.
+"""Measure this project on a GPU: vLLM beside the trainer, training, whole steps, TRL's beside them. Stage by stage.
 
     python benchmarks/gpu.py [--stages a,c] [--minutes 10] [--model 0.5B]
     python benchmarks/gpu.py --table RESULTS.jsonl
