@@ -74,14 +74,15 @@ def table() -> str:
 
 
 def cell(folder: str, *overrides: str) -> str:
-    """How trainer and vLLM share the GPU, tokens of a micro-batch and what is left; or the memory that is needed."""
+    """How the GPU is shared, tokens of a micro-batch, what is left, seconds of a step; or the memory that is needed."""
     try:
-        memory = planned("+recipe=grpo", f"model.name={folder}", *STEP, *overrides).shares[0].memory
+        run = planned("+recipe=grpo", f"model.name={folder}", *STEP, *overrides)
     except ConfigError as error:
         [needed] = re.findall(r"a device of ([\d.]+ GiB) has room", str(error))
         return f"no: {needed}"
+    memory, seconds = run.shares[0].memory, sum(run.seconds.values())
     way = WAYS[memory.sleep, memory.offload]
-    return f"{way}, {memory.micro_batch_tokens:,} tokens, {memory.left / GIB:.1f} GiB left"
+    return f"{way}, {memory.micro_batch_tokens:,} tokens, {memory.left / GIB:.1f} GiB left, {seconds:.0f} s"
 
 
 @contextmanager
