@@ -116,7 +116,7 @@ def test_gpu_ends_with_a_sentence_where_there_is_none(run_train: RunTrain, tmp_p
 
 def test_gpu_measures_training_on_a_cpu_too(run_train: RunTrain, tmp_path: Path) -> None:
     """The other stages take minutes: they start engines, servers, and TRL."""
-    small = ("--device", "cpu", "--model", "tiny", "--logs", str(tmp_path / "logs"))
+    small = ("--device", "cpu", "--model", "qwen2", "--logs", str(tmp_path / "logs"))
     done = run_train(tmp_path, "--stages", "a,c,g", *small, program=GPU, timeout=500)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, done.stdout
