@@ -7,6 +7,7 @@ write their gradient once, 8 bytes.
 import logging
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ def write_gradient(
 
 
 @cache
-def _compiled(function: Callable[..., object]) -> Callable[..., object]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
