@@ -390,7 +390,7 @@ def test_a_rank_that_ends_or_hangs_within_a_pass_ends_the_run_which_names_it(
     ("place", "arguments", "message"),
     [
         ("1 step 3", RUN, "(rank 1 hangs)"),  # its engine does not sleep: the next round misses it
-        ("1 add 1", VLLM, "the engine of rank 1 did not sleep within 4 s"),
+        ("1 add 1", VLLM, "the engine of rank 1 did not sleep until sync within 4 s"),
     ],
     ids=["transformers", "vllm"],
 )
@@ -398,11 +398,7 @@ def test_a_rank_whose_engine_hangs_ends_the_run_by_its_time_limits(
     place: str, arguments: tuple[str, ...], message: str, run_train: Commands, tmp_path: Path
 ) -> None:
     """In a request of rank 0, which it therefore has; no group is replaced, which would have its own time-out."""
-    limits = (
-        "explorer.max_timeout=10",
-        "explorer.max_retry_times=0",
-        "trainer.strategy.timeout=60",
-    )  # 4 s by support/stops.py
+    limits = ("explorer.max_timeout=10", "explorer.max_retry_times=0", "trainer.strategy.timeout=60")  # 4 s by stops.py
     run = stopped(run_train, tmp_path, place, *arguments, *TWO, PER_RANK, "add_strategy=grpo", *limits)
     family = run_train.followers(run)
     assert run.wait(60) == 1

@@ -1,9 +1,8 @@
 """A training run of which one rank stops for good at some place: `python -m support.stops ARGUMENTS`.
 
 The variable STOPS says which rank, where, and at which call: "0 finish 2"; "0 finish 2 fails": it raises an error
-there. The file `stopped` is there from then on,
-and the time limits of waits for another rank that begin later are a HURRY-th: they may be long before, for a busy
-machine, and the test does not wait long.
+there. The file `stopped` is there from then on, and the time limits of waits for another rank that begin later are a
+HURRY-th: they may be long before, for a busy machine, and the test does not wait long.
 """
 
 import os
@@ -34,7 +33,7 @@ LIMITS: list[tuple[Any, str, str]] = [  # attributes that limit the waits of met
     (Ranks, "call", "timeout"),
     (Ranks, "collect", "timeout"),
     (Ranks, "end", "timeout"),
-    (RankEngine, "sleep", "limit"),
+    (RankEngine, "_ask_in_time", "limit"),
 ]
 
 
