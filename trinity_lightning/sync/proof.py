@@ -57,10 +57,9 @@ class Tolerance:
         """The tolerance for engine and trainer of these dtypes; `quantized` engines may differ twice as much.
 
         With float32 on both sides they agree to 1e-3; with 16 bits on one side each layer is rounded, in float16 to an
-        eighth of what bfloat16 loses. SmolLM2 with
-        weights and activations rounded to eight bits (float8_e4m3) differs by 0.15 nats on average from the same model
-        unrounded, and by 0.17 with one scale a tensor. With four bits the difference is larger, and refused. The
-        allowed mean stays below the drill's effect (`DRILL_CONTRAST`).
+        eighth of what bfloat16 loses. SmolLM2 with weights and activations rounded to eight bits (float8_e4m3) differs
+        by 0.15 nats on average from the same model unrounded, and by 0.17 with one scale a tensor. With four bits the
+        difference is larger, and refused. The allowed mean stays below the drill's effect (`DRILL_CONTRAST`).
 
         `on_gpu`: the engine is a vLLM on a GPU, which in float32 takes the Triton attention, whose products have the
         ten bits of TF32.

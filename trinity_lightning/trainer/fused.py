@@ -6,13 +6,36 @@ write their gradient once, 8 bytes.
 
 import logging
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def one_kernel(function: Callable[..., T]) -> Callable[..., T]:
+    """Compile a function of tensors at its first call: one kernel for any number of rows, the tensors' first dimension.
+
+    It gets the tensors without their history. The second dimension of the first tensor is always the same.
+    """
+
+    @cache
+    def compiled() -> Callable[..., T]:
+        return torch.compile(function)
+
+    @wraps(function)
+    def call(*tensors: Tensor) -> T:
+        detached = [tensor.detach() for tensor in tensors]
+        for tensor in detached:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        torch._dynamo.mark_static(detached[0], 1)
+        return compiled()(*detached)
+
+    return call
 
 
 @cache
@@ -34,6 +57,7 @@ def is_usable(device: torch.device) -> bool:
     return True
 
 
+@one_kernel
 def statistics(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Statistics of softmax(logits / temperature), in float32.
 
@@ -46,9 +70,17 @@ def statistics(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Te
         Log-probabilities of the targets [n, 1], entropies, largest scaled logits, and logarithms of the sums of
         exponentials above those, each [n].
     """
-    return _compiled(_statistics)(*_ragged(logits, targets, temperature))
+    scaled = logits.float() * temperature.reciprocal()[:, None]
+    highest = scaled.amax(-1)
+    shifted = scaled - highest[:, None]
+    exps = shifted.exp()
+    sums = exps.sum(-1)
+    log_sum = sums.log()
+    chosen = logits.gather(-1, targets).float() * temperature.reciprocal()[:, None]
+    return chosen - highest[:, None] - log_sum[:, None], log_sum - (exps * shifted).sum(-1) / sums, highest, log_sum
 
 
+@one_kernel
 def write_gradient(
     logits: Tensor,
     targets: Tensor,
@@ -67,45 +99,6 @@ def write_gradient(
         target_grad: gradient of the targets' log-probabilities, divided by the temperature, float32 [n, 1].
         entropy_grad: gradient of the entropies, divided by the temperature, float32 [n].
     """
-    columns = (targets, temperature, entropy, highest, log_sum, target_grad, entropy_grad)
-    _compiled(_write_gradient)(*_ragged(logits, *columns))
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
-
-
-def _ragged(*tensors: Tensor) -> list[Tensor]:
-    """The same tensors without their history, marked as of any number of rows: one kernel for all micro-batches."""
-    detached = [tensor.detach() for tensor in tensors]
-    for tensor in detached:
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    torch._dynamo.mark_static(detached[0], 1)
-    return detached
-
-
-def _statistics(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scaled = logits.float() * temperature.reciprocal()[:, None]
-    highest = scaled.amax(-1)
-    shifted = scaled - highest[:, None]
-    exps = shifted.exp()
-    sums = exps.sum(-1)
-    log_sum = sums.log()
-    chosen = logits.gather(-1, targets).float() * temperature.reciprocal()[:, None]
-    return chosen - highest[:, None] - log_sum[:, None], log_sum - (exps * shifted).sum(-1) / sums, highest, log_sum
-
-
-def _write_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    entropy: Tensor,
-    highest: Tensor,
-    log_sum: Tensor,
-    target_grad: Tensor,
-    entropy_grad: Tensor,
-) -> None:
     log_p = logits.float() * temperature.reciprocal()[:, None] - highest[:, None] - log_sum[:, None]
     p_grad = entropy_grad[:, None] * (log_p + entropy[:, None]) + target_grad
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets

@@ -128,7 +128,7 @@ class VLLMEngine(InProcessEngine):
         self._engine: Any = None
         self._adapter: Any = None  # the LoRARequest that requests carry, if any (`VLLMAdapterEngine`)
         self._random_states: list[torch.Tensor] = []  # the engine's own state for each of torch's generators
-        self._threads = torch.get_num_threads()  # the engine's own number of threads
+        self._threads: int | None = None  # the engine's own number of torch's threads; None: the trainer's
         self._sleeps, self._asleep = EngineSleep(self._config.sleep) is EngineSleep.always, False
         self._lacks_weights = False  # True from a sleep that gave them up until weights are sent
 
@@ -201,8 +201,9 @@ class VLLMEngine(InProcessEngine):
         finally:
             restore_random_state(before)  # vLLM seeds the whole process
             # On a GPU vLLM leaves this process one thread, with which AdamW on the host takes ten times as long.
-            self._threads = torch.get_num_threads()
-            torch.set_num_threads(threads)
+            if (engines := torch.get_num_threads()) != threads:
+                self._threads = engines
+                torch.set_num_threads(threads)
 
     @property
     def _on_cpu(self) -> bool:
@@ -289,11 +290,13 @@ class VLLMEngine(InProcessEngine):
             self._random_states = [generator.get_state() for generator in fresh]
         _set_states(generators, self._random_states)
         threads = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
         try:
             yield
         finally:
-            torch.set_num_threads(threads)
+            if self._threads is not None:
+                torch.set_num_threads(threads)
             self._random_states = [generator.get_state() for generator in generators]
             _set_states(generators, trainers)
 
