@@ -1,0 +1,1 @@
+"""Pictures of tasks, of prompts and of experiences."""

@@ -1,0 +1,80 @@
+"""The processor that engine and trainer share: it turns pictures into tensors, and expands their placeholders."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trinity_lightning.common.pictures.picture import Picture
+from trinity_lightning.common.pictures.prompt import PLACES, Expansion
+from trinity_lightning.errors import ConfigError
+
+# Expansions that a processor keeps: the rollouts of a prompt share its tensors, however late each is asked for.
+MOST_KEPT = 256
+_OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # a processor's other tensors
+
+
+class PictureProcessor:
+    """Expands texts with pictures by a model's Hugging Face processor.
+
+    Attributes:
+        args: further arguments of the processor's calls (`model.processor_args`).
+
+    Args:
+        processor: the model's processor.
+        args: see above.
+    """
+
+    def __init__(self, processor: Any, args: Mapping[str, Any] | None = None) -> None:
+        self._processor, self.args = processor, dict(args or {})
+        self._expansions: OrderedDict[tuple[str, ...], Expansion] = OrderedDict()
+
+    @property
+    def token(self) -> str:
+        """The placeholder of a picture in a text."""
+        return self._processor.image_token
+
+    @property
+    def token_id(self) -> int:
+        """Id of the token that stands for pictures."""
+        return int(self._processor.image_token_id)
+
+    def expand(self, text: str, pictures: Sequence[Picture]) -> Expansion:
+        """The text as the model reads it; equal texts with equal pictures share one result.
+
+        Args:
+            text: the text, special tokens included, with a placeholder for each picture.
+            pictures: the pictures, in the order of their placeholders.
+
+        Raises:
+            ConfigError: the numbers of placeholders and pictures differ; or the processor refuses the pictures.
+        """
+        key = (text, *(picture.digest for picture in pictures))
+        if key not in self._expansions:
+            self._expansions[key] = self._expanded(text, pictures)
+        self._expansions.move_to_end(key)
+        if len(self._expansions) > MOST_KEPT:
+            self._expansions.popitem(last=False)
+        return self._expansions[key]
+
+    def _expanded(self, text: str, pictures: Sequence[Picture]) -> Expansion:
+        if (places := text.count(self.token)) != len(pictures):
+            raise ConfigError(
+                f"a prompt has places for {places} pictures, and {len(pictures)} pictures",
+                key="taskset.images_field",
+                fix=f"give each picture a part of type 'image', and do not write {self.token} in a text",
+            )
+        images = [picture.image for picture in pictures]
+        settings: dict[str, Any] = {"add_special_tokens": False, "return_tensors": "pt", **self.args}
+        try:
+            outputs = self._processor(text=[text], images=[images], **settings)
+        except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+            sizes = ", ".join(f"{width} x {height}" for width, height in (image.size for image in images))
+            raise ConfigError(
+                f"the model's processor refuses pictures of {sizes} pixels ({error})", key="model.processor_args"
+            ) from error
+        token_ids, nested = outputs["input_ids"][0], "pixel_attention_mask" in outputs
+        # Idefics3's tensors have the prompt as dimension 0, and its pictures as dimension 1.
+        tensors = {name: outputs[name][0] if nested else outputs[name] for name in outputs if name not in _OF_TEXT}
+        tensors[PLACES] = (token_ids == self.token_id).nonzero()[:, 0]
+        unexpanded = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Expansion(tuple(unexpanded), tuple(pictures), tuple(token_ids.tolist()), tensors)

@@ -1,0 +1,69 @@
+"""Prompts with pictures: token ids, and the pictures in them, as engine and trainer see them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trinity_lightning.common.pictures.picture import Picture
+
+# Key of `Experience.multi_modal_inputs`: places of the tokens that stand for pictures, int64 [m], in their order. The
+# same token elsewhere is text: the policy may have sampled it.
+PLACES = "picture_places"
+
+
+@dataclass(frozen=True, eq=False)
+class Expansion:
+    """A text with pictures as a model reads it.
+
+    Attributes:
+        unexpanded: token ids with one placeholder for each picture, as a chat template writes it.
+        pictures: the pictures, in the order of their placeholders.
+        token_ids: token ids with as many tokens for each picture as the model has states for it.
+        inputs: the processor's tensors of the pictures, by name; dimension 0 has pictures, their tiles or patches.
+            `PLACES` in `token_ids` are among them.
+    """
+
+    unexpanded: tuple[int, ...]
+    pictures: tuple[Picture, ...]
+    token_ids: tuple[int, ...]
+    inputs: dict[str, Tensor]
+
+
+class PicturePrompt(list[int]):
+    """Token ids of a conversation with pictures.
+
+    Attributes:
+        expansions: the texts with pictures in it, each with the place of its first token.
+    """
+
+    def __init__(self, token_ids: Iterable[int], expansions: Iterable[tuple[int, Expansion]]) -> None:
+        super().__init__(token_ids)
+        self.expansions = tuple(expansions)
+
+    @classmethod
+    def of(cls, expansion: Expansion) -> "PicturePrompt":
+        """The prompt that is one text with pictures."""
+        return cls(expansion.token_ids, [(0, expansion)])
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """All pictures, in the order of their places."""
+        return [picture for _, expansion in self.expansions for picture in expansion.pictures]
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """`Experience.multi_modal_inputs` of this prompt; prompts of one expansion share its dict."""
+        if len(self.expansions) == 1 and self.expansions[0][0] == 0:
+            return self.expansions[0][1].inputs
+        parts = [expansion.inputs for _, expansion in self.expansions]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return joined | {PLACES: torch.cat([part.inputs[PLACES] + start for start, part in self.expansions])}
+
+    def followed_by(self, tokens: "Sequence[int] | PicturePrompt") -> "PicturePrompt":
+        """This prompt, and behind it further tokens, which may have pictures."""
+        later = tokens.expansions if isinstance(tokens, PicturePrompt) else ()
+        return PicturePrompt(
+            [*self, *tokens], [*self.expansions, *((len(self) + start, part) for start, part in later)]
+        )
