@@ -22,6 +22,7 @@ from trinity_lightning.trainer.model import logprob_function, usable_layout
 from trinity_lightning.trainer.objective import column
 from trinity_lightning.trainer.optim import parameter_groups
 from trinity_lightning.trainer.passes import Passes
+from trinity_lightning.trainer.pictures import with_states
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
 # Rate at which the weight of the KL follows the error of the KL, and bound of that error: Ziegler et al. 2019, arXiv
@@ -98,7 +99,7 @@ class Critic(nn.Module):
         def function(model: Any, inputs: dict[str, Any], positions: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
             if self.model is not None:
                 results = passes.function(model, inputs, positions, *others)
-                outputs = [self.model.base_model(**inputs, use_cache=False)]
+                outputs = [self.model.base_model(**with_states(self.model, inputs), use_cache=False)]
             else:
                 outputs = []
                 hook = model.base_model.register_forward_hook(lambda module, args, output: outputs.append(output))

@@ -16,8 +16,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trinity_lightning.common.experience import Experience, gather_response_attrs, gather_rows
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
+from trinity_lightning.common.pictures.tensors import identity_of
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.trainer.layers import CpuSharedPrefix, FlexTables, Segments
+from trinity_lightning.trainer.pictures import PICTURES, PictureInputs, picture_inputs
 
 # -- micro-batches by a budget of computed tokens ----------------------------------------------------------------------
 
@@ -195,7 +197,7 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 def prefix_groups(experiences: Sequence[Experience], rows: Sequence[int], max_tokens: int) -> list[PrefixGroup]:
     """Group rows by the beginning of their prompts, so that few tokens are computed.
 
-    Only the tokens decide. A task's rollouts share their prompt, unless a workflow gave them different ones; tasks with
+    Only tokens and pictures decide. A task's rollouts share their prompt, unless a workflow gave them different ones; tasks with
     one row each share the beginning that they have in common. Rows of different prompts are grouped only if they fit a
     micro-batch together, and at most `MOST_PROMPTS` prompts.
 
@@ -217,7 +219,7 @@ def prefix_groups(experiences: Sequence[Experience], rows: Sequence[int], max_to
 
 @dataclass
 class _Prompt:
-    """A prompt, its rows, and the number of all tokens of these rows."""
+    """A prompt (see `identity_of`), its rows, and the number of all tokens of these rows."""
 
     tokens: Tensor
     rows: list[int]
@@ -231,8 +233,8 @@ def _distinct_prompts(experiences: Sequence[Experience], rows: Sequence[int]) ->
     """
     prompts: dict[bytes, _Prompt] = {}
     for row in rows:
-        tokens = experiences[row].tokens[: experiences[row].prompt_length]
-        prompt = prompts.setdefault(tokens.long().numpy().tobytes(), _Prompt(tokens, [], 0))
+        tokens = identity_of(experiences[row])[: experiences[row].prompt_length]
+        prompt = prompts.setdefault(tokens.numpy().tobytes(), _Prompt(tokens, [], 0))
         prompt.rows.append(row)
         prompt.total += len(experiences[row].tokens)
     return [prompts[key] for key in sorted(prompts)]
@@ -286,7 +288,8 @@ class MicroBatch:
     """A part of an optimizer batch: B rows, R tokens of the longest response, n computed tokens in all.
 
     Attributes:
-        inputs: keyword arguments of the model's forward pass: token ids, and more where prefixes are shared.
+        inputs: keyword arguments of the model's forward pass: token ids, and more where prefixes are shared; and
+            `PICTURES`, which `pictures.with_states` turns into arguments.
         states: place in the flattened tokens of the state that predicts each computed token, int64 [n].
         targets: the computed tokens' ids, int64 [n]; with candidates, their ids follow, [n, 1 + k].
         rows: the computed tokens' rows, int64 [n].
@@ -354,6 +357,8 @@ def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBat
     if any(e.logprobs is not None for e in batch.experiences):
         columns["logprobs"] = _pad([_logprobs(e) for e in experiences])
     tokens = _shared(experiences, part, device.type == "cpu") if part.groups else _padded(experiences)
+    if (pictures := picture_inputs(experiences, tokens.place)) is not None:
+        tokens.inputs[PICTURES] = pictures
     action_mask = _pad([trained_mask(e) for e in experiences])
     weights = [column != 0 for name, column in columns.items() if name.startswith(STREAM)]
     computed = torch.stack([action_mask, *weights]).any(0) if weights else action_mask
@@ -431,12 +436,18 @@ def moved(micro: MicroBatch, device: torch.device) -> MicroBatch:
     values = {field.name: getattr(micro, field.name) for field in fields(micro)}
     fixed = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     inputs = {name: value for name, value in micro.inputs.items() if isinstance(value, Tensor)}
-    flex = micro.inputs.get("shared_prefix")
+    flex, pictures = micro.inputs.get("shared_prefix"), micro.inputs.get(PICTURES)
     tables = flex.tensors if isinstance(flex, FlexTables) else ()
-    copies = iter(_moved_together([*fixed.values(), *inputs.values(), *micro.columns.values(), *tables], device))
+    of_pictures = pictures.tensors if isinstance(pictures, PictureInputs) else ()
+    tensors = [*fixed.values(), *inputs.values(), *micro.columns.values(), *of_pictures, *tables]
+    copies = iter(_moved_together(tensors, device))
     fixed, inputs, columns = (dict(zip(names, copies, strict=False)) for names in (fixed, inputs, micro.columns))
-    attention = {"shared_prefix": flex.attention(list(copies))} if isinstance(flex, FlexTables) else {}
-    return replace(micro, **fixed, inputs=micro.inputs | inputs | attention, columns=columns)
+    others: dict[str, Any] = {}
+    if isinstance(pictures, PictureInputs):
+        others[PICTURES] = pictures.with_tensors(list(islice(copies, len(of_pictures))))
+    if isinstance(flex, FlexTables):
+        others["shared_prefix"] = flex.attention(list(copies))
+    return replace(micro, **fixed, inputs=micro.inputs | inputs | others, columns=columns)
 
 
 def _moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

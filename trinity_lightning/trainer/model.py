@@ -21,6 +21,7 @@ from trinity_lightning.trainer.head import Head, token_logprobs
 from trinity_lightning.trainer.layers import HALF, SHORT_SDPA, attention_implementation, lean_layers
 from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.passes import LogprobFn
+from trinity_lightning.trainer.pictures import takes_pictures, with_states
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,8 @@ def layers_of(model: Any) -> list[nn.Module]:
 # Results of shared prefixes are compared with those of whole rows.
 
 CHECKED_TOKENS = 16
+# Models with pictures, by `model_type`, that are known to attend causally within a picture, and from plain states.
+SHARING_FAMILIES = ("idefics3", "smolvlm")
 # Largest mean difference that counts as rounding, as a share of the largest logit: in float32, and in 16 bits.
 FULL_LIMIT, HALF_LIMIT = 1e-4, 5e-3
 # A CPU without enough memory raises a plain RuntimeError that has this name in it.
@@ -154,7 +157,7 @@ def logprobs_by_head(
     model: Any, inputs: dict[str, Any], positions: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies that `Head` computes from the base model's states; see `LogprobFn`."""
-    states = model.base_model(**inputs, use_cache=False).last_hidden_state
+    states = model.base_model(**with_states(model, inputs), use_cache=False).last_hidden_state
     return token_logprobs(Head.of(model), states.flatten(0, 1)[positions], targets, temperature)
 
 
@@ -168,7 +171,7 @@ def logprobs_by_forward(
     length = inputs["input_ids"].shape[1]
     rows, places = positions // length, positions % length
     computed, columns = places.unique(return_inverse=True)
-    logits = model(**inputs, use_cache=False, logits_to_keep=computed).logits
+    logits = model(**with_states(model, inputs), use_cache=False, logits_to_keep=computed).logits
     return token_logprobs(Head(nn.Identity()), logits[rows, columns], targets, temperature)
 
 
@@ -226,6 +229,8 @@ def usable_layout(layout: Layout, model: Any, function: LogprobFn) -> Layout:
 
 def _obstacle(model: Any, function: LogprobFn) -> str | None:
     """The reason why the model's rows cannot share prefixes; None if they can."""
+    if takes_pictures(model.config) and model.config.model_type not in SHARING_FAMILIES:
+        return "takes pictures, and prefixes with pictures are shared only by " + ", ".join(SHARING_FAMILIES)
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
@@ -293,7 +298,9 @@ def _probe(model: Any) -> nn.Parameter | None:
     """
     embeddings = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
     left_out = {id(parameter) for layer in embeddings for parameter in layer.parameters()}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in left_out]
+    # A tower for pictures has no part in log-probabilities of text.
+    language = model.get_decoder() if takes_pictures(model.config) else model
+    others = [parameter for parameter in language.parameters() if id(parameter) not in left_out]
     return next((parameter for parameter in others if parameter.ndim == 1), others[0] if others else None)
 
 

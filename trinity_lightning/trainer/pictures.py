@@ -1,0 +1,97 @@
+"""Pictures of a micro-batch: each different one computed once, and its states put in the places of its tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.pictures.tensors import PictureTensors, features_of, joined
+from trinity_lightning.errors import ModelLoadError
+
+PICTURES = "pictures"  # key of a micro-batch's inputs
+
+
+def takes_pictures(config: Any) -> bool:
+    """True for the configuration of a Hugging Face model that reads pictures too."""
+    return getattr(config, "vision_config", None) is not None
+
+
+@dataclass(frozen=True)
+class PictureInputs:
+    """The different pictures of a micro-batch, and the tokens that stand for them.
+
+    Attributes:
+        arguments: the model's arguments for their states, by name.
+        places: places of the tokens in the flattened tokens of the micro-batch, int64 [m], each once.
+        states: which of the pictures' states each token has, int64 [m].
+        count: number of the pictures' states.
+    """
+
+    arguments: dict[str, Tensor]
+    places: Tensor
+    states: Tensor
+    count: int
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, which move to a device together with a micro-batch's others."""
+        return [self.places, self.states, *self.arguments.values()]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "PictureInputs":
+        """The same with these in place of `tensors`."""
+        places, states, *arguments = tensors
+        return replace(self, places=places, states=states, arguments=dict(zip(self.arguments, arguments, strict=True)))
+
+
+def picture_inputs(
+    experiences: Sequence[Experience], place: Callable[[Tensor, Tensor], Tensor]
+) -> PictureInputs | None:
+    """The pictures of a micro-batch's rows; None without any.
+
+    Args:
+        experiences: the rows.
+        place: maps rows and indices of their tokens, int64 [m] each, to places in the flattened tokens.
+    """
+    first_states: dict[int, int] = {}  # by a picture's hash
+    pictures: list[dict[str, Tensor]] = []
+    places, states, count = [], [], 0
+    for row, experience in enumerate(experiences):
+        if (of_row := PictureTensors.of(experience)) is None:
+            continue
+        for hashed, tensors, tokens in zip(of_row.hashes, of_row.tensors, of_row.places, strict=True):
+            if hashed not in first_states:
+                first_states[hashed], count = count, count + len(tokens)
+                pictures.append(tensors)
+            places.append(place(torch.full_like(tokens, row), tokens))
+            states.append(first_states[hashed] + torch.arange(len(tokens)))
+    if not pictures:
+        return None
+    # Rows that share a prefix have the same tokens, which get their states once: gradients would count double.
+    different, first = np.unique(torch.cat(places).numpy(), return_index=True)
+    states_of = torch.cat(states)[torch.from_numpy(first)]
+    return PictureInputs(joined(pictures), torch.from_numpy(different), states_of, count)
+
+
+def with_states(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a model's forward pass: with pictures, embedded tokens in place of token ids.
+
+    Raises:
+        ModelLoadError: the model has no states for pictures, or not as many as there are tokens for them.
+    """
+    pictures: PictureInputs | None = inputs.get(PICTURES)
+    if pictures is None:
+        return inputs
+    arguments = {name: value for name, value in inputs.items() if name not in (PICTURES, "input_ids")}
+    embedded = model.get_input_embeddings()(inputs["input_ids"])
+    features = features_of(model.get_image_features(**pictures.arguments)).to(embedded.dtype)
+    if len(features) != pictures.count:
+        raise ModelLoadError(
+            f"{type(model).__name__} has {len(features)} states for pictures that stand for {pictures.count} tokens: "
+            "tensors and tokens must come from the model's own processor."
+        )
+    flat = embedded.flatten(0, 1).index_copy(0, pictures.places, features[pictures.states])
+    return arguments | {"inputs_embeds": flat.view_as(embedded)}
