@@ -48,6 +48,7 @@ class Capabilities:
         picklable: True if a copy works in another process (explorer.runner=ray).
         sync_methods: values of synchronizer.method by which weights reach it.
         keys: the keys of `engine` that it reads, besides name and max_model_len.
+        takes_pictures: True if its prompts may have pictures.
         is_vllm: True if it is vLLM, started with the arguments that EngineConfig describes.
     """
 
@@ -56,14 +57,17 @@ class Capabilities:
     picklable: bool = False
     sync_methods: tuple[str, ...] = ("memory",)
     keys: tuple[str, ...] = ("dtype", "max_num_seqs", "args")
+    takes_pictures: bool = False
     is_vllm: bool = False
 
 
 # Capabilities of the built-in engines, which their classes refer to. Rules need them before the classes are imported.
 CAPABILITIES = {
-    "transformers": Capabilities(shares_weights=True, keys=("max_num_seqs", "per_rank")),
+    "transformers": Capabilities(shares_weights=True, keys=("max_num_seqs", "per_rank"), takes_pictures=True),
     "vllm": Capabilities(
-        keys=("dtype", "max_num_seqs", "kv_cache_gb", "sleep", "speculative", "per_rank", "args"), is_vllm=True
+        keys=("dtype", "max_num_seqs", "kv_cache_gb", "sleep", "speculative", "per_rank", "args"),
+        takes_pictures=True,
+        is_vllm=True,
     ),
     "vllm_server": Capabilities(
         overlaps_training=True,

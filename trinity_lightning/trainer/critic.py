@@ -11,6 +11,7 @@ from trinity_lightning.algorithm.gae import explained_variance, gae, value_loss,
 from trinity_lightning.algorithm.kl import KL_FN
 from trinity_lightning.common.experience import Experience, gather_rows
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
+from trinity_lightning.common.pictures.states import with_states
 from trinity_lightning.common.runs import is_valid_reward
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.critic import CriticConfig
@@ -22,7 +23,6 @@ from trinity_lightning.trainer.model import logprob_function, usable_layout
 from trinity_lightning.trainer.objective import column
 from trinity_lightning.trainer.optim import parameter_groups
 from trinity_lightning.trainer.passes import Passes
-from trinity_lightning.trainer.pictures import with_states
 from trinity_lightning.trainer.placement import WHOLE, Whole
 
 # Rate at which the weight of the KL follows the error of the KL, and bound of that error: Ziegler et al. 2019, arXiv

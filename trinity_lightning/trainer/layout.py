@@ -16,10 +16,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trinity_lightning.common.experience import Experience, gather_response_attrs, gather_rows
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
-from trinity_lightning.common.pictures.tensors import identity_of
+from trinity_lightning.common.pictures.states import PICTURES, PictureInputs, picture_inputs
+from trinity_lightning.common.pictures.tensors import PictureTensors, identity_of
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.trainer.layers import CpuSharedPrefix, FlexTables, Segments
-from trinity_lightning.trainer.pictures import PICTURES, PictureInputs, picture_inputs
 
 # -- micro-batches by a budget of computed tokens ----------------------------------------------------------------------
 
@@ -197,9 +197,9 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 def prefix_groups(experiences: Sequence[Experience], rows: Sequence[int], max_tokens: int) -> list[PrefixGroup]:
     """Group rows by the beginning of their prompts, so that few tokens are computed.
 
-    Only tokens and pictures decide. A task's rollouts share their prompt, unless a workflow gave them different ones; tasks with
-    one row each share the beginning that they have in common. Rows of different prompts are grouped only if they fit a
-    micro-batch together, and at most `MOST_PROMPTS` prompts.
+    Only tokens and pictures decide. A task's rollouts share their prompt, unless a workflow gave them different ones;
+    tasks with one row each share the beginning that they have in common. Rows of different prompts are grouped only if
+    they fit a micro-batch together, and at most `MOST_PROMPTS` prompts.
 
     Example:
         Rows 0 and 1 have the prompt [5, 6, 7], row 2 has [5, 6, 8], row 3 has [9]. To compute [5, 6, 7] once for rows 0
@@ -289,7 +289,7 @@ class MicroBatch:
 
     Attributes:
         inputs: keyword arguments of the model's forward pass: token ids, and more where prefixes are shared; and
-            `PICTURES`, which `pictures.with_states` turns into arguments.
+            `PICTURES`, which `states.with_states` turns into arguments.
         states: place in the flattened tokens of the state that predicts each computed token, int64 [n].
         targets: the computed tokens' ids, int64 [n]; with candidates, their ids follow, [n, 1 + k].
         rows: the computed tokens' rows, int64 [n].
@@ -357,7 +357,7 @@ def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBat
     if any(e.logprobs is not None for e in batch.experiences):
         columns["logprobs"] = _pad([_logprobs(e) for e in experiences])
     tokens = _shared(experiences, part, device.type == "cpu") if part.groups else _padded(experiences)
-    if (pictures := picture_inputs(experiences, tokens.place)) is not None:
+    if (pictures := picture_inputs(list(map(PictureTensors.of_experience, experiences)), tokens.place)) is not None:
         tokens.inputs[PICTURES] = pictures
     action_mask = _pad([trained_mask(e) for e in experiences])
     weights = [column != 0 for name, column in columns.items() if name.startswith(STREAM)]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.pictures.states import takes_pictures, with_states
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.model import Dropout
 from trinity_lightning.config.models import load_generation_config, resolve_model
@@ -21,7 +22,6 @@ from trinity_lightning.trainer.head import Head, token_logprobs
 from trinity_lightning.trainer.layers import HALF, SHORT_SDPA, attention_implementation, lean_layers
 from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.passes import LogprobFn
-from trinity_lightning.trainer.pictures import takes_pictures, with_states
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ _HASHES = WeakTensorKeyDictionary()  # of the pictures in a tensor of pixels, wh
 
 @dataclass(frozen=True, eq=False)
 class PictureTensors:
-    """The pictures of an experience. A tile of a picture that the processor has cut up counts as a picture.
+    """The pictures of a row. A tile of a picture that the processor has cut up counts as a picture.
 
     Attributes:
         tensors: the processor's tensors of each picture, by name.
@@ -31,29 +31,34 @@ class PictureTensors:
     places: list[Tensor]
 
     @classmethod
-    def of(cls, experience: Experience) -> "PictureTensors | None":
-        """The pictures of an experience; None without any.
+    def of(cls, inputs: Mapping[str, Tensor] | None) -> "PictureTensors | None":
+        """The pictures of `Experience.multi_modal_inputs`; None without any.
 
         Raises:
-            ExperienceError: its places are missing, or are not as many as its tensors need.
+            ExperienceError: the places are missing, or are not as many as the tensors need.
         """
-        inputs = experience.multi_modal_inputs
         if not inputs:
             return None
         if PLACES not in inputs:
             raise ExperienceError(
-                f"experience {experience.eid.uid}: multi_modal_inputs has no {PLACES!r}: the places of the tokens that "
-                "stand for pictures, int64 [m]."
+                f"multi_modal_inputs has no {PLACES!r}: the places of the tokens that stand for pictures, int64 [m]."
             )
         places, pixels = inputs[PLACES], {name: tensor for name, tensor in inputs.items() if name != PLACES}
         tensors = split_pictures(pixels)
         counts = _token_counts(pixels, len(tensors), len(places))
         if counts is None:
             raise ExperienceError(
-                f"experience {experience.eid.uid}: {PLACES} has {len(places)} places, which {len(tensors)} pictures "
-                "cannot share."
+                f"multi_modal_inputs: {PLACES} has {len(places)} places, which {len(tensors)} pictures cannot share."
             )
         return cls(tensors, _hashes(inputs, tensors), list(places.split(counts)))
+
+    @classmethod
+    def of_experience(cls, experience: Experience) -> "PictureTensors | None":
+        """The pictures of an experience; None without any. The error of `of` names it."""
+        try:
+            return cls.of(experience.multi_modal_inputs)
+        except ExperienceError as error:
+            raise ExperienceError(f"experience {experience.eid.uid}: {error}") from error
 
 
 def split_pictures(inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -96,7 +101,7 @@ def identity_of(experience: Experience) -> Tensor:
     Equal beginnings of two such rows are computed alike, and none ends within a picture that both rows have.
     """
     tokens = experience.tokens.long()
-    if (pictures := PictureTensors.of(experience)) is None:
+    if (pictures := PictureTensors.of_experience(experience)) is None:
         return tokens
     tokens = tokens.clone()
     for hashed, places in zip(pictures.hashes, pictures.places, strict=True):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.pictures.processor import PictureProcessor
+from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.thoughts import Markers, Response, markers_of, opens_thoughts
 from trinity_lightning.config.engines import ENGINE_ARGS, Capabilities, engine_arguments
 from trinity_lightning.config.run import TrainConfig
@@ -71,6 +73,8 @@ class Engine(ABC):
     generation_config: Any = None
     # Number of times that it died and was started again; None for an engine that dies only with the run.
     restarts: int | None = None
+    # Processor of a model that takes pictures, set by `load`; None: the model, or this engine, takes none.
+    processor: PictureProcessor | None = None
     # Markers around the model's thoughts (`model.thoughts`); None: the common ones, and those of its tokenizer.
     thoughts: Markers | None = None
 
@@ -115,7 +119,7 @@ class Engine(ABC):
 
     async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
         await self.load()
-        token_ids = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else self._tokens_of(prompt)
         self._check_room(len(token_ids), sampling.get("max_tokens"))
         chosen = {name: value for name, value in sampling.items() if value is not None}
         completions = await self._completions(token_ids, n, chosen)
@@ -140,7 +144,7 @@ class Engine(ABC):
         """Temperature-1 log-probability of every token but the first; see `InferenceModel.logprobs`."""
         await self.load()
         self._check_room(len(token_ids))
-        return await self._logprobs(list(token_ids))
+        return await self._logprobs(self._tokens_of(token_ids))
 
     def get_openai_async_client(self) -> Any:
         return async_client(ChatCompletions(self).answer)
@@ -216,6 +220,20 @@ class Engine(ABC):
     @abstractmethod
     async def _take(self, stream: WeightStream, version: int) -> None:
         """Take over weights that fit, and set the engine's version together with them."""
+
+    # -- pictures ------------------------------------------------------------------------------------------------------
+
+    def _tokens_of(self, prompt: Sequence[int]) -> list[int]:
+        """The token ids of a prompt, with its pictures if it has any; a RolloutError if none can be taken."""
+        if not isinstance(prompt, PicturePrompt):
+            return list(prompt)
+        self._check_pictures()
+        return prompt
+
+    def _check_pictures(self) -> PictureProcessor:
+        if self.processor is None:
+            raise RolloutError(f"{type(self).__name__}: a prompt has pictures, and the engine or its model takes none.")
+        return self.processor
 
     # -- limits -------------------------------------------------------------------------------------------------------
 

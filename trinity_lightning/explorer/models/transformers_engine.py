@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.pictures.prompt import PicturePrompt
+from trinity_lightning.common.pictures.states import PICTURES, PictureInputs, picture_inputs, with_states
+from trinity_lightning.common.pictures.tensors import PictureTensors
 from trinity_lightning.config.engines import CAPABILITIES, EngineConfig
-from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.models import load_processor, load_tokenizer
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import InProcessEngine, response_text, written_text
 from trinity_lightning.explorer.models.turns import end_tokens
@@ -73,6 +76,8 @@ class Decoding:
         tokens = [[0] * pad + row.request.token_ids for pad, row in zip(padding, self._rows, strict=True)]
         self._tokens = torch.tensor(tokens, device=model.device)
         self._mask = (torch.arange(width) >= torch.tensor(padding)[:, None]).long().to(model.device)
+        prompts = [row.request.token_ids for row in self._rows]
+        self._pictures = pictures_of(prompts, padding, width, model.device)
         self._cache: Any = None
 
     def __bool__(self) -> bool:
@@ -99,14 +104,10 @@ class Decoding:
     def _forward(self) -> Tensor:
         """Logits of the next token, float32, [rows, vocabulary]."""
         positions = (self._mask.cumsum(-1) - 1).clamp_min(0)[:, -self._tokens.shape[1] :]
-        output = self._model(
-            input_ids=self._tokens,
-            attention_mask=self._mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        inputs = {"input_ids": self._tokens, "attention_mask": self._mask, "position_ids": positions}
+        arguments = with_states(self._model, inputs | self._pictures)
+        self._pictures = {}  # the cache has them
+        output = self._model(**arguments, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._cache = output.past_key_values
         return output.logits[:, -1].float()
 
@@ -143,6 +144,16 @@ class Decoding:
             indices = torch.tensor(going_on, device=self._tokens.device)
             self._tokens, self._mask = self._tokens[indices], self._mask[indices]
             self._cache.batch_select_indices(indices)
+
+
+def pictures_of(
+    prompts: Sequence[Sequence[int]], padding: Sequence[int], width: int, device: torch.device
+) -> dict[str, PictureInputs]:
+    """The pictures of prompts that are padded on the left to one width, as an argument of `with_states`."""
+    rows = [PictureTensors.of(prompt.inputs) if isinstance(prompt, PicturePrompt) else None for prompt in prompts]
+    starts = torch.arange(len(rows)) * width + torch.tensor(padding)
+    pictures = picture_inputs(rows, lambda rows, index: starts[rows] + index)
+    return {} if pictures is None else {PICTURES: pictures.to(device)}
 
 
 def _generator(request: Request, sample: int, device: torch.device) -> torch.Generator:
@@ -204,6 +215,7 @@ class TransformersEngine(InProcessEngine):
             raise ConfigError("the transformers engine generates with the training model: bind(model) it first.")
         self._tokenizer = load_tokenizer(self._model_name)
         self.generation_config = self._model.generation_config
+        self.processor = load_processor(self._model_name)
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
         if unknown := sorted(set(sampling) - set(SUPPORTED)):
@@ -230,7 +242,7 @@ class TransformersEngine(InProcessEngine):
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
         """Refuse a prompt without tokens, or with unknown ones, because it would fail its whole batch: ValueError."""
-        size = self._model.config.vocab_size
+        size = self._model.config.get_text_config().vocab_size
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token.")
         if not 0 <= min(token_ids) <= max(token_ids) < size:
@@ -291,7 +303,10 @@ class TransformersEngine(InProcessEngine):
 
     def _score(self, token_ids: list[int]) -> list[float]:
         tokens = torch.tensor([token_ids], device=self._model.device)
-        logprobs = self._model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        arguments = with_states(
+            self._model, {"input_ids": tokens} | pictures_of([token_ids], [0], len(token_ids), tokens.device)
+        )
+        logprobs = self._model(**arguments, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()
 
 

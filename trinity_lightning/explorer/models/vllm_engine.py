@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trinity_lightning.common.hardware import GIB, forget, trim_heap
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.config.engines import (
     CAPABILITIES,
@@ -26,10 +27,11 @@ from trinity_lightning.config.engines import (
     reason_of,
     require_vllm,
 )
-from trinity_lightning.config.models import load_generation_config, resolve_model
+from trinity_lightning.config.models import load_generation_config, load_processor, resolve_model
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine
+from trinity_lightning.explorer.models.vllm_pictures import VLLMPictures
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes, skeleton
 
 # -- vLLM's arguments, the same for the engine in this process and for servers -----------------------------------------
@@ -127,6 +129,7 @@ class VLLMEngine(InProcessEngine):
         self.quantized = self._config.quantizes
         self._engine: Any = None
         self._adapter: Any = None  # the LoRARequest that requests carry, if any (`VLLMAdapterEngine`)
+        self._pictures: VLLMPictures | None = None
         self._random_states: list[torch.Tensor] = []  # the engine's own state for each of torch's generators
         self._threads: int | None = None  # the engine's own number of torch's threads; None: the trainer's
         self._sleeps, self._asleep = EngineSleep(self._config.sleep) is EngineSleep.always, False
@@ -192,6 +195,9 @@ class VLLMEngine(InProcessEngine):
                 self._engine = self._build(path)
                 self._tokenizer, self._dtype = self._engine.get_tokenizer(), self._engine.model_config.dtype
                 self.generation_config = load_generation_config(self._model)
+                if (processor := load_processor(self._model)) is not None:
+                    self.processor = processor
+                    self._pictures = VLLMPictures(self._engine.renderer, processor.args)
                 self._packed = self._packed_weights() if self._on_cpu else None
         except ConfigError:
             raise
@@ -244,7 +250,10 @@ class VLLMEngine(InProcessEngine):
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
-        self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params, lora_request=self._adapter)
+        prompt = {"prompt_token_ids": token_ids}
+        if isinstance(token_ids, PicturePrompt) and self._pictures is not None:
+            prompt = self._pictures.input_of(token_ids)
+        self._engine.add_request(request_id, prompt, params, lora_request=self._adapter)
 
     def _abort(self, request_id: str) -> None:
         self._engine.abort_request([request_id])
@@ -305,6 +314,8 @@ class VLLMEngine(InProcessEngine):
             self._load_weights(stream)
             self._lacks_weights = False
             self._engine.reset_prefix_cache(reset_running_requests=True)
+            if self._pictures is not None:  # states of pictures outlive their requests
+                self._engine.reset_encoder_cache()
         except Exception as error:
             raise WeightSyncError(
                 f"vLLM failed while it took over the weights ({type(error).__name__}: {error}); build another engine."

@@ -1,4 +1,4 @@
-"""Pictures of a micro-batch: each different one computed once, and its states put in the places of its tokens."""
+"""States of pictures: each different picture of a batch is computed once, and put in the places of its tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.pictures.tensors import PictureTensors, features_of, joined
 from trinity_lightning.errors import ModelLoadError
 
-PICTURES = "pictures"  # key of a micro-batch's inputs
+PICTURES = "pictures"  # key of a batch's inputs
 
 
 def takes_pictures(config: Any) -> bool:
@@ -22,11 +21,11 @@ def takes_pictures(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class PictureInputs:
-    """The different pictures of a micro-batch, and the tokens that stand for them.
+    """The different pictures of a batch, and the tokens that stand for them.
 
     Attributes:
         arguments: the model's arguments for their states, by name.
-        places: places of the tokens in the flattened tokens of the micro-batch, int64 [m], each once.
+        places: places of the tokens in the flattened tokens of the batch, int64 [m], each once.
         states: which of the pictures' states each token has, int64 [m].
         count: number of the pictures' states.
     """
@@ -46,27 +45,31 @@ class PictureInputs:
         places, states, *arguments = tensors
         return replace(self, places=places, states=states, arguments=dict(zip(self.arguments, arguments, strict=True)))
 
+    def to(self, device: torch.device) -> "PictureInputs":
+        """The same on a device."""
+        return self.with_tensors([tensor.to(device) for tensor in self.tensors])
+
 
 def picture_inputs(
-    experiences: Sequence[Experience], place: Callable[[Tensor, Tensor], Tensor]
+    rows: Sequence[PictureTensors | None], place: Callable[[Tensor, Tensor], Tensor]
 ) -> PictureInputs | None:
-    """The pictures of a micro-batch's rows; None without any.
+    """The pictures of a batch; None without any.
 
     Args:
-        experiences: the rows.
+        rows: the pictures of each row.
         place: maps rows and indices of their tokens, int64 [m] each, to places in the flattened tokens.
     """
     first_states: dict[int, int] = {}  # by a picture's hash
     pictures: list[dict[str, Tensor]] = []
     places, states, count = [], [], 0
-    for row, experience in enumerate(experiences):
-        if (of_row := PictureTensors.of(experience)) is None:
+    for number, row in enumerate(rows):
+        if row is None:
             continue
-        for hashed, tensors, tokens in zip(of_row.hashes, of_row.tensors, of_row.places, strict=True):
+        for hashed, tensors, tokens in zip(row.hashes, row.tensors, row.places, strict=True):
             if hashed not in first_states:
                 first_states[hashed], count = count, count + len(tokens)
                 pictures.append(tensors)
-            places.append(place(torch.full_like(tokens, row), tokens))
+            places.append(place(torch.full_like(tokens, number), tokens))
             states.append(first_states[hashed] + torch.arange(len(tokens)))
     if not pictures:
         return None
