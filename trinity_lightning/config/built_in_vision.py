@@ -58,6 +58,7 @@ def build_tiny_vision(folder: Path) -> None:
             "bos_token_id": None,
             "eos_token_id": end,
             "pad_token_id": pad,
+            "tie_word_embeddings": True,  # vLLM reads it here
         },
         image_token_id=processor.image_token_id,
         scale_factor=_SHUFFLE,

@@ -125,8 +125,10 @@ class Engine(ABC):
         completions = await self._completions(token_ids, n, chosen)
         tokenizer = self.tokenizer
         markers = markers_of(tokenizer) if self.thoughts is None else (self.thoughts,)
+        as_asked = {"prompt_token_ids": token_ids} if isinstance(token_ids, PicturePrompt) else {}
         return [
-            replace(completion, text=written_text(tokenizer, completion, chosen, markers)) for completion in completions
+            replace(completion, text=written_text(tokenizer, completion, chosen, markers), **as_asked)
+            for completion in completions
         ]
 
     async def chat(
