@@ -17,7 +17,7 @@ from trinity_lightning.explorer.driver import Driver, LoopTask
 from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
 from trinity_lightning.explorer.interruption import CtrlC, keep_sigterm
 from trinity_lightning.sync.policy_engines import shares_weights
-from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, not_in_time, perturbed
+from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, not_in_time, perturbed, probe_pictures
 from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
 from trinity_lightning.trainer.host import HostMemory
 from trinity_lightning.trainer.policy import PolicyModule
@@ -141,7 +141,11 @@ class SyncPolicy:
         if any(engine.tokenizer and engine.tokenizer.decode(token_ids) != text for engine in engines):
             message = f"an engine's tokenizer is not that of '{policy.model_name}'"
             raise ConfigError(message, key="engine", fix="give it that model, too")
-        token_ids = token_ids[: min(engine.max_model_len for engine in engines) - 1]
+        room = min(engine.max_model_len for engine in engines) - 1
+        has_pictures = policy.processor is not None and all(engine.processor is not None for engine in engines)
+        if has_pictures:
+            token_ids = probe_pictures(policy.processor).followed_by(token_ids)
+        token_ids = token_ids[:room] if len(token_ids) > room else token_ids
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),
             send=lambda: self._run_in_time(self.explorer.sync_weight(self._sending)),
@@ -156,6 +160,7 @@ class SyncPolicy:
             check_interval=self.config.check_interval,
             with_drill=self.config.drill and not shares_weights(engines),
             drill_scale=self.versions.drill_scale,
+            has_pictures=has_pictures,
         )
 
     def _run_in_time(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

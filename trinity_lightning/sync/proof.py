@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
+from trinity_lightning.common.pictures.picture import Picture
+from trinity_lightning.common.pictures.processor import PictureProcessor
+from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.sync.stream import in_parts
 
@@ -24,6 +29,7 @@ PROBE_TEXT = (
     "If a train leaves at 9:15 and arrives at 11:45, the journey takes two hours and thirty minutes. "
     "Water boils at 100 degrees and freezes at 0 degrees Celsius."
 )
+PROBE_EDGE = 64  # pixels of the probe's picture
 DRILL_SEED = 0
 # Scales of the noise, in root mean squares of each tensor. The drill uses the first scale that moves log-probabilities
 # by DRILL_CONTRAST nats on average, 2.5 times the largest mean difference that any run allows as rounding. A trained
@@ -32,6 +38,12 @@ DRILL_SEED = 0
 DRILL_SCALES = tuple(0.02 * 1.5**i for i in range(15))  # up to 5.8
 DRILL_CONTRAST = 0.3
 DRILL_FLOOR = 0.01  # least root mean square by which noise is scaled, so that a bias of zeros moves too
+
+
+def probe_pictures(processor: PictureProcessor) -> PicturePrompt:
+    """A picture that the probe puts before its text: noise, always the same."""
+    pixels = np.random.default_rng(0).integers(0, 256, (PROBE_EDGE, PROBE_EDGE, 3), dtype=np.uint8)
+    return PicturePrompt.of(processor.expand(processor.token, [Picture(Image.fromarray(pixels))]))
 
 
 @dataclass(frozen=True)
@@ -148,6 +160,8 @@ class Synchronizer:
         with_drill: True if the drill precedes the first sync.
         drill_scale: the scale of the drill's noise that was enough, perhaps before the run was resumed; None: no drill
             was made.
+        has_pictures: True if the probe's text has pictures. The engines score it before its first comparison, too:
+            states of pictures that they keep from older weights would show.
         probes_next: True to probe the next sync in any case.
     """
 
@@ -159,6 +173,7 @@ class Synchronizer:
     check_interval: int
     with_drill: bool
     drill_scale: float | None = None
+    has_pictures: bool = False
     probes_next: bool = False
     _syncs: int = field(default=0, init=False)
 
@@ -168,6 +183,8 @@ class Synchronizer:
         Raises:
             WeightSyncError: an engine did not take the weights.
         """
+        if self._syncs == 0 and self.has_pictures:
+            self.engine_logprobs()
         if self._syncs == 0 and self.with_drill:
             self._drill()
         start = time.perf_counter()

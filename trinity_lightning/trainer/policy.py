@@ -28,11 +28,13 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, await_kernels, reuse_large_buffers
 from trinity_lightning.common.model_memory import useful_tokens
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.pictures.processor import PictureProcessor
+from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.random_state import random_state
 from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.config.checkpoints import check_file
 from trinity_lightning.config.model import Dropout, LoRAConfig, OptimizerConfig, WeightDtype
-from trinity_lightning.config.models import generation_file, load_tokenizer, resolve_model
+from trinity_lightning.config.models import generation_file, load_processor, load_tokenizer, resolve_model
 from trinity_lightning.config.sections import plain, section_of
 from trinity_lightning.config.trainer import check_half, check_trainer_settings
 from trinity_lightning.config.values import AUTO
@@ -294,6 +296,11 @@ class PolicyModule(L.LightningModule):
         """The policy's tokenizer."""
         return load_tokenizer(self.model_name)
 
+    @cached_property
+    def processor(self) -> PictureProcessor | None:
+        """The policy's processor of pictures; None: it reads text alone."""
+        return load_processor(self.model_name)
+
     @property
     def max_tokens(self) -> int:
         """Upper bound on the computed tokens of a micro-batch; with `auto`, chosen for the training device.
@@ -385,10 +392,15 @@ class PolicyModule(L.LightningModule):
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token given those before it, at temperature 1: [len - 1]. Probes compare these."""
+        """Log-probability of each token given those before it, at temperature 1: [len - 1]. Probes compare these.
+
+        The tokens may be a `PicturePrompt`.
+        """
         # Rank 0 computes alone if each rank has all weights.
-        self.placement.on_all_ranks("sequence_logprobs", list(token_ids))
+        self.placement.on_all_ranks("sequence_logprobs", token_ids)
         experience = Experience(tokens=list(token_ids), prompt_length=1)
+        if isinstance(token_ids, PicturePrompt):
+            experience.multi_modal_inputs = token_ids.inputs  # unchecked: the tokens of pictures are scored too
         batch = OptimizerBatch.of([experience], explore_step=0)
         return self.passes().columns(self.policy, batch, self.placement, shared=False)[0][0].tolist()
 
