@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.ranks import ALONE, Alone
 from trinity_lightning.config.engines import SENT, SynchronizerConfig
 from trinity_lightning.errors import ConfigError
@@ -17,7 +18,7 @@ from trinity_lightning.explorer.driver import Driver, LoopTask
 from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
 from trinity_lightning.explorer.interruption import CtrlC, keep_sigterm
 from trinity_lightning.sync.policy_engines import shares_weights
-from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, not_in_time, perturbed, probe_pictures
+from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, not_in_time, perturbed, probe_picture
 from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
 from trinity_lightning.trainer.host import HostMemory
 from trinity_lightning.trainer.policy import PolicyModule
@@ -144,8 +145,8 @@ class SyncPolicy:
         room = min(engine.max_model_len for engine in engines) - 1
         has_pictures = policy.processor is not None and all(engine.processor is not None for engine in engines)
         if has_pictures:
-            token_ids = probe_pictures(policy.processor).followed_by(token_ids)
-        token_ids = token_ids[:room] if len(token_ids) > room else token_ids
+            token_ids = PicturePrompt.joined(probe_picture(policy.processor), token_ids)
+        del token_ids[room:]
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),
             send=lambda: self._run_in_time(self.explorer.sync_weight(self._sending)),

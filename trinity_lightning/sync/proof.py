@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.processor import PictureProcessor
-from trinity_lightning.common.pictures.prompt import PicturePrompt
+from trinity_lightning.common.pictures.prompt import Expansion
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.sync.stream import in_parts
 
@@ -40,10 +40,10 @@ DRILL_CONTRAST = 0.3
 DRILL_FLOOR = 0.01  # least root mean square by which noise is scaled, so that a bias of zeros moves too
 
 
-def probe_pictures(processor: PictureProcessor) -> PicturePrompt:
+def probe_picture(processor: PictureProcessor) -> Expansion:
     """A picture that the probe puts before its text: noise, always the same."""
     pixels = np.random.default_rng(0).integers(0, 256, (PROBE_EDGE, PROBE_EDGE, 3), dtype=np.uint8)
-    return PicturePrompt.of(processor.expand(processor.token, [Picture(Image.fromarray(pixels))]))
+    return processor.expand(processor.token, [Picture(Image.fromarray(pixels))])
 
 
 @dataclass(frozen=True)

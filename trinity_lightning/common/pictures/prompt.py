@@ -42,11 +42,6 @@ class PicturePrompt(list[int]):
         super().__init__(token_ids)
         self.expansions = tuple(expansions)
 
-    @classmethod
-    def of(cls, expansion: Expansion) -> "PicturePrompt":
-        """The prompt that is one text with pictures."""
-        return cls(expansion.token_ids, [(0, expansion)])
-
     @property
     def pictures(self) -> list[Picture]:
         """All pictures, in the order of their places."""
@@ -61,9 +56,16 @@ class PicturePrompt(list[int]):
         joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return joined | {PLACES: torch.cat([part.inputs[PLACES] + start for start, part in self.expansions])}
 
-    def followed_by(self, tokens: "Sequence[int] | PicturePrompt") -> "PicturePrompt":
-        """This prompt, and behind it further tokens, which may have pictures."""
-        later = tokens.expansions if isinstance(tokens, PicturePrompt) else ()
-        return PicturePrompt(
-            [*self, *tokens], [*self.expansions, *((len(self) + start, part) for start, part in later)]
-        )
+    @classmethod
+    def joined(cls, *pieces: "Sequence[int] | Expansion") -> "PicturePrompt":
+        """The prompt that has these pieces one behind the other."""
+        token_ids: list[int] = []
+        expansions: list[tuple[int, Expansion]] = []
+        for piece in pieces:
+            start = len(token_ids)
+            if isinstance(piece, Expansion):
+                expansions.append((start, piece))
+            elif isinstance(piece, PicturePrompt):
+                expansions += [(start + place, expansion) for place, expansion in piece.expansions]
+            token_ids += piece.token_ids if isinstance(piece, Expansion) else piece
+        return cls(token_ids, expansions)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.pictures.processor import PictureProcessor
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.thoughts import Markers, Response, markers_of, opens_thoughts
@@ -22,7 +23,7 @@ from trinity_lightning.config.engines import ENGINE_ARGS, Capabilities, engine_a
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.signatures import made_at_start
 from trinity_lightning.errors import PromptTooLongError, RolloutError, configured_at
-from trinity_lightning.explorer.models.chat import render_chat
+from trinity_lightning.explorer.models.chat import render_chat, render_text
 from trinity_lightning.explorer.models.openai_api import ChatCompletions, async_client
 from trinity_lightning.explorer.models.turns import encode_text, end_tokens
 from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
@@ -132,15 +133,31 @@ class Engine(ABC):
         ]
 
     async def chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        n: int = 1,
+        images: Sequence[Any] = (),
+        **sampling: Any,
     ) -> list[Completion]:
+        if images:
+            messages = Conversation.of(messages).with_pictures(images)
         return await self.generate(await self.render(messages, tools), n, **sampling)
 
     async def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
     ) -> list[int]:
         await self.load()
-        return render_chat(self.tokenizer, messages, tools, so_far, self.generation_config)
+        conversation = Conversation.of(messages, tools)
+        if not conversation.pictures and not isinstance(so_far, PicturePrompt):
+            return render_chat(self.tokenizer, messages, tools, so_far, self.generation_config)
+        rendered = render_text(self.tokenizer, conversation, tools, so_far, self.generation_config)
+        text = rendered.unwritten(self.tokenizer)
+        if conversation.pictures:
+            tail = self._check_pictures().expand(text, conversation.pictures)
+        else:
+            tail = self.tokenizer.encode(text, add_special_tokens=False)
+        return PicturePrompt.joined(so_far, rendered.so_far[len(so_far) :], tail)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Temperature-1 log-probability of every token but the first; see `InferenceModel.logprobs`."""

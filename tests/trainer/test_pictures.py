@@ -1,0 +1,92 @@
+"""Training on pictures: log-probabilities and every gradient are those of transformers' own forward pass, row by row."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.pictures import experience, picture_groups, plain_logprobs, plain_model, prompt_of, random_picture
+from support.policy import Gradients, batch_of, fit, make_policy
+
+from trinity_lightning.common.experience import Experience, ExperienceError
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.pictures.prompt import PLACES
+from trinity_lightning.common.pictures.tensors import identity_of
+from trinity_lightning.config.algorithm import Layout
+from trinity_lightning.trainer.layout import collate, cut, prefix_groups
+
+CPU = torch.device("cpu")
+
+
+def expected(rows: list[Experience]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of plain policy gradients (ratio 1), by transformers, one row after the other."""
+    model, total = plain_model(), torch.zeros(())
+    tokens = sum(row.response_length for row in rows)
+    for row in rows:
+        logprobs = plain_logprobs(model, row.tokens.tolist(), row.multi_modal_inputs)[row.prompt_length - 1 :]
+        assert row.advantages is not None
+        total = total - (row.advantages * (logprobs - logprobs.detach()).exp()).sum() / tokens
+    total.backward()
+    return float(total), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def wanted() -> tuple[float, dict[str, torch.Tensor]]:
+    return expected(picture_groups())
+
+
+@pytest.mark.parametrize("tokens", [60, 10_000])
+@pytest.mark.parametrize("layout", [Layout.padded, Layout.shared_prefix])
+def test_loss_and_gradients_are_transformers_own(layout: Layout, tokens: int, wanted: Any) -> None:
+    seen = Gradients()
+    settings = {"layout": layout, "max_tokens_per_micro_batch": tokens, "policy_loss": "reinforce"}
+    fit(make_policy(name="tiny_vision", **settings), [batch_of(picture_groups())], seen)
+    loss, gradients = wanted
+    assert seen.losses[0] == pytest.approx(loss, abs=1e-5)
+    assert seen.steps[0].keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(seen.steps[0][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_equal_tokens_with_different_pictures_share_nothing_behind_the_first_place() -> None:
+    rows = picture_groups(runs=2)
+    groups = prefix_groups(rows, range(4), max_tokens=10_000)
+    assert [(sorted(group.rows), group.prefix) for group in groups] == [([0, 1], rows[0].prompt_length)] * 1 + [
+        ([2, 3], rows[2].prompt_length)
+    ] or {tuple(sorted(group.rows)) for group in groups} == {(0, 1), (2, 3)}
+
+
+def test_a_prefix_of_different_prompts_ends_before_or_behind_a_picture() -> None:
+    first, second = random_picture(1), random_picture(2)
+    prompts = [prompt_of("<image>How many?", [first]), prompt_of("<image>How red?", [first])]
+    prompts.append(prompt_of("<image>How many?", [second]))
+    tokens = [identity_of(experience(prompt, [5])) for prompt in prompts]
+    same = int((tokens[0] != tokens[1]).nonzero()[0])
+    assert same > int(prompts[0].inputs[PLACES][-1])
+    assert int((tokens[0] != tokens[2]).nonzero()[0]) == int(prompts[0].inputs[PLACES][0])
+
+
+def test_a_picture_of_several_rows_is_computed_once() -> None:
+    rows = picture_groups(runs=3)
+    for layout in (Layout.padded, Layout.shared_prefix):
+        batch = OptimizerBatch.of(rows, 0)
+        (part,) = cut(batch, range(len(rows)), 10_000, layout)
+        pictures = collate(batch, part, CPU).inputs["pictures"]
+        assert pictures.arguments["pixel_values"].shape[:2] == (1, 2)
+
+
+def test_a_micro_batch_without_pictures_has_none() -> None:
+    rows = picture_groups()[-3:]
+    batch = OptimizerBatch.of(rows, 0)
+    (part,) = cut(batch, range(3), 10_000, Layout.padded)
+    assert "pictures" not in collate(batch, part, CPU).inputs
+
+
+@pytest.mark.parametrize(("change", "named"), [(lambda places: places[:-1], PLACES), (lambda places: None, PLACES)])
+def test_tensors_and_places_that_do_not_fit_are_refused(change: Any, named: str) -> None:
+    row = picture_groups()[0]
+    places = change(row.multi_modal_inputs[PLACES]) if row.multi_modal_inputs else None
+    row.multi_modal_inputs = {name: tensor for name, tensor in (row.multi_modal_inputs or {}).items() if name != PLACES}
+    row.multi_modal_inputs |= {} if places is None else {PLACES: places}
+    batch = OptimizerBatch.of([row], 0)
+    with pytest.raises(ExperienceError, match=named):
+        collate(batch, cut(batch, [0], 10_000, Layout.padded)[0], CPU)
