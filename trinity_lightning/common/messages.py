@@ -10,10 +10,13 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 from jinja2 import Environment, TemplateError, meta
 
+from trinity_lightning.common.pictures.parts import count_places, is_picture, placed, read_parts, text_of
+from trinity_lightning.common.pictures.picture import Picture, read_picture, read_pictures
 from trinity_lightning.config.chat_template import check_template_variables
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
@@ -21,8 +24,9 @@ from trinity_lightning.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 TOOLS, TEMPLATE_VARIABLES = "tools", "chat_template_kwargs"  # names of columns
-# Columns with media, which nothing is trained on yet.
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+PICTURES = ("images", "image")  # columns with pictures
+FILM_AND_SOUND = ("video", "videos", "audio", "audios")  # columns with media that nothing is trained on
+_HERE = Path()
 # Roles that every chat template accepts; a template has to name any other role.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -34,12 +38,13 @@ _PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(?:role|content|from|value)'\s*:")
 
 
 class Conversation(list[dict[str, Any]]):
-    """Messages of a dataset's entry, with the tools and variables that its chat template is given.
+    """Messages of a dataset's entry, with its pictures, and the tools and variables that its chat template is given.
 
     Args:
         messages: messages with OpenAI's keys.
         tools: functions on offer, which the chat template is shown.
         template_variables: variables for the chat template.
+        pictures: pictures, in the order of their places, which are parts {"type": "image"}; see `with_pictures`.
     """
 
     def __init__(
@@ -47,35 +52,67 @@ class Conversation(list[dict[str, Any]]):
         messages: Iterable[Any],
         tools: Sequence[Any] | None = None,
         template_variables: Mapping[str, Any] | None = None,
+        pictures: Iterable[Picture] = (),
     ) -> None:
         super().__init__(messages)
         self.tools: list[dict[str, Any]] = list(tools or [])
         self.template_variables = dict(template_variables or {})
+        self.pictures = list(pictures)
 
     @classmethod
     def of(cls, messages: Iterable[Any], tools: Sequence[Any] | None = None) -> Self:
         """A conversation of messages; if they are one already, a copy, with `tools` (if any) in place of its own."""
         if not isinstance(messages, cls):
             return cls(messages, tools)
-        return cls(messages, tools or messages.tools, messages.template_variables)
+        return cls(messages, tools or messages.tools, messages.template_variables, messages.pictures)
 
     def without_last(self) -> Self:
-        """All messages but the last, with the same tools and variables."""
-        return type(self)(self[:-1], self.tools, self.template_variables)
+        """All messages but the last, with the same tools and variables, and with the pictures of these messages."""
+        pictures = self.pictures[: count_places(self[:-1])]
+        return type(self)(self[:-1], self.tools, self.template_variables, pictures)
+
+    def with_pictures(self, values: Iterable[Any], folder: Path = _HERE) -> Self:
+        """A copy that has further pictures, each in a place of the messages; see `parts.placed`.
+
+        Args:
+            values: pictures, as `read_picture` takes them.
+            folder: the folder in which relative paths begin.
+
+        Raises:
+            ConfigError: a picture cannot be read, or there are fewer or more places than pictures.
+        """
+        waiting = [*self.pictures, *(read_picture(value, folder) for value in values)]
+        messages, pictures = placed(list(self), waiting, folder)
+        return type(self)(messages, self.tools, self.template_variables, pictures)
 
 
 # -- an entry ----------------------------------------------------------------------------------------------------------
 
 
-def check_media(entry: Mapping[str, Any]) -> None:
-    """Refuse an entry with pictures, sound or film; columns that are null or empty count as absent."""
-    for name in MEDIA:
-        value = entry.get(name)
-        if value is not None and not (isinstance(value, Sequence | Mapping) and len(value) == 0):
+def check_media(entry: Mapping[str, Any], columns: Iterable[str] = (*PICTURES, *FILM_AND_SOUND)) -> None:
+    """Refuse an entry with pictures, sound or film in these columns; those that are null or empty count as absent."""
+    for name in columns:
+        if not is_empty(entry.get(name)):
             raise ConfigError(
-                f"column '{name}' is not empty, and only text is trained on yet",
+                f"column '{name}' is not empty, and only text is trained on here",
                 fix="leave such entries or the column out (rename it if it has no pictures, sound or film)",
             )
+
+
+def is_empty(value: object) -> bool:
+    """True if a column's value is null or has no elements."""
+    return value is None or (isinstance(value, Sequence | Mapping) and len(value) == 0)
+
+
+def read_pictures_of(entry: Mapping[str, Any], field: str = PICTURES[0], folder: Path = _HERE) -> list[Picture]:
+    """The pictures of an entry: those of a field, or by default of the first of `PICTURES` that is not empty.
+
+    Raises:
+        ConfigError: as in `read_picture`.
+    """
+    fields = PICTURES if field == PICTURES[0] else (field,)
+    value = next((entry[name] for name in fields if not is_empty(entry.get(name))), [])
+    return read_pictures(value, folder)
 
 
 def read_tools(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -119,21 +156,26 @@ def _json_value(column: str, value: Any) -> Any:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def read_messages(column: str, value: Any) -> Any:
+def read_messages(column: str, value: Any, pictures: bool = False) -> Any:
     """The messages of a column that holds a conversation, or JSON text of one; any other value as it is.
 
     Each message has `role` and `content` (made from `from` and `value` if need be; text in parts is joined), and no key
     whose value is null.
 
+    Args:
+        column: the column's name, for messages.
+        value: its value.
+        pictures: True if contents may have pictures: they stay lists of parts then.
+
     Raises:
-        ConfigError: an element is no message, has no role, lacks its content, or has parts that are no text; or text
-            that looks like a conversation is no JSON.
+        ConfigError: an element is no message, has no role, lacks its content, or has parts that are no text (nor
+            pictures, if these are allowed); or text that looks like a conversation is no JSON.
     """
     if isinstance(value, str):
         value = _conversation_in(column, value)
     if not isinstance(value, list):
         return value
-    return [_read_message(f"turn {turn} of {column}", message) for turn, message in enumerate(value)]
+    return [_read_message(f"turn {turn} of {column}", message, pictures) for turn, message in enumerate(value)]
 
 
 def _conversation_in(column: str, text: str) -> Any:
@@ -152,7 +194,7 @@ def _conversation_in(column: str, text: str) -> Any:
     return value if is_conversation else text
 
 
-def _read_message(where: str, message: Any) -> dict[str, Any]:
+def _read_message(where: str, message: Any, pictures: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ConfigError(f"{where}: a message is {{role, content}}, not {message!r:.80}.")
     read = {str(_OPENAI_NAMES.get(name, name)): value for name, value in without_none(message).items()}
@@ -164,21 +206,24 @@ def _read_message(where: str, message: Any) -> dict[str, Any]:
     if role in ("system", "developer", "user") and "content" not in read:
         raise ConfigError(f"{where}, of role '{role}', has no content", fix="give it")
     if "content" in read:
-        read["content"] = _read_content(where, read["content"])
+        read["content"] = _read_content(where, read["content"], pictures)
     return read
 
 
-def _read_content(where: str, content: Any) -> str:
+def _read_content(where: str, content: Any, pictures: bool) -> str | list[Any]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ConfigError(f"{where}: its content is {content!r:.80}", fix="give text, or parts of type 'text'")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if pictures and is_picture(part):
+            continue
         if kind != "text" or not isinstance(part.get("text"), str):
             named = f"a part of type '{kind}'" if kind else f"the part {part!r:.80}"
-            raise ConfigError(f"{where} has {named}, and only text is trained on yet", fix="leave such entries out")
-    return "".join(part["text"] for part in content)
+            trained = "text and pictures are" if pictures else "text is"
+            raise ConfigError(f"{where} has {named}, and only {trained} trained on here", fix="leave such entries out")
+    return read_parts(content) if any(map(is_picture, content)) else text_of(content)
 
 
 def check_asks(column: str, messages: Sequence[Mapping[str, Any]]) -> None:

@@ -40,6 +40,11 @@ class TasksetConfig(Section, key="taskset"):
             trains on no taskset of that source skips this evaluation. Null: it is never skipped.
         prompt_field, answer_field, messages_field: names of an entry's fields; a dot leads into a field
             (`reward_model.ground_truth`).
+        images_field: name of an entry's field with a picture or a list of them: paths, relative to the folder of the
+            data; or bytes, {bytes, path} or pictures of PIL, as parquet files and your own source may have them. By
+            default it is `images`, and `image` in entries without. A part {"type": "image"} of a message's content is
+            a picture's place, and so is `<image>` in a user's text; without places, pictures come before the first
+            user's text.
         system_prompt: first message of every conversation; null: the chat template's default.
         args: further arguments of the source; for `reasoning_gym`, of its dataset.
     """
@@ -57,6 +62,7 @@ class TasksetConfig(Section, key="taskset"):
     prompt_field: str = "prompt"
     answer_field: str = "answer"
     messages_field: str = "messages"
+    images_field: str = "images"
     system_prompt: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
 

@@ -1,31 +1,247 @@
-"""Pictures of tasks: read once, known by their content, and the same for engine and trainer."""
+"""Pictures of tasks: read from what an entry has, known by their content, and the same for engine and trainer.
+
+Pillow and the pixels are loaded when a picture is looked at first, so that runs on text pay nothing for them, and a
+dataset with many pictures is never in memory as a whole.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
-from PIL import Image
 from xxhash import xxh3_128_hexdigest
+
+from trinity_lightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FIELD = ".images_field"  # key of the field with pictures, within a taskset's section
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # of two letters at least: C: is a drive of Windows
+_DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+_FILMS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
+_LEAST_EDGE = 2  # in pixels: a single one shows nothing, and is what trackers and failed downloads leave behind
+_WITH_PREVIEWS = ("MPO",)  # formats whose further pictures show the same, in another size
 
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """An RGB picture; two are equal if their size and all of their pixels are.
+    """A picture; two are equal if their sizes and all of their pixels are, in RGB.
+
+    It goes to other processes with the bytes of its file, because another machine may not have the file.
 
     Attributes:
-        image: the picture, in PIL's mode RGB.
+        source: a picture of Pillow's, or a picture's file as bytes or by its path.
     """
 
-    image: Image.Image
+    source: Image.Image | bytes | Path
+
+    @cached_property
+    def image(self) -> Image.Image:
+        """The picture upright, in Pillow's mode RGB.
+
+        Raises:
+            ConfigError: the file is missing or damaged, or its pixels are no colours.
+        """
+        from PIL import ImageOps
+
+        with self._opened() as image:
+            image.load()
+            return _in_rgb(ImageOps.exif_transpose(image), self.name)
 
     @cached_property
     def digest(self) -> str:
         """Hash of size and pixels, 32 hex digits."""
         return xxh3_128_hexdigest(repr(self.image.size).encode() + self.image.tobytes())
 
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the file's bytes, or of the pixels of a picture without a file, 32 hex digits.
+
+        Raises:
+            ConfigError: the file is missing.
+        """
+        content = self._content()
+        return self.digest if content is None else xxh3_128_hexdigest(content)
+
+    @property
+    def name(self) -> str:
+        """The picture's name in messages."""
+        return f"picture '{self.source!s:.200}'" if isinstance(self.source, Path) else "a picture"
+
+    def checked(self) -> Self:
+        """The picture itself, if the head of its file has a known format and a size that can be used.
+
+        Raises:
+            ConfigError: the file is missing, is no picture or several, or has too many pixels or too few.
+        """
+        from PIL import Image
+
+        with self._opened() as image:
+            width, height = image.size
+            if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
+                raise _too_large(self.name, f"{width} x {height} pixels, above {Image.MAX_IMAGE_PIXELS}")
+            if min(width, height) < _LEAST_EDGE:
+                raise ConfigError(
+                    f"{self.name} has {width} x {height} pixels, which show nothing", fix="leave such entries out"
+                )
+            if getattr(image, "is_animated", False) and image.format not in _WITH_PREVIEWS:
+                count = getattr(image, "n_frames", "several")
+                raise ConfigError(f"{self.name} is {count} pictures, as a film is", fix="save the one that is meant")
+        return self
+
+    @contextmanager
+    def _opened(self) -> Iterator[Image.Image]:
+        """The picture, whose pixels are still in the file; errors that are raised meanwhile name it."""
+        from PIL import Image
+
+        with _named_errors(self.name):
+            if isinstance(self.source, Image.Image):
+                yield self.source
+                return
+            with Image.open(BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as image:
+                yield image
+
+    def _content(self) -> bytes | None:
+        """The bytes of the file; None without a file."""
+        if isinstance(self.source, Path):
+            with _named_errors(self.name):
+                return self.source.read_bytes()
+        return self.source if isinstance(self.source, bytes) else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        content = self._content()
+        return {"source": self.image if content is None else content}
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Picture) and self.digest == other.digest
+        return self is other or (isinstance(other, Picture) and self.digest == other.digest)
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+
+@contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    """Turn the errors of Pillow and of the file system into a ConfigError that names the picture."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        yield
+    except ConfigError:
+        raise
+    except FileNotFoundError as error:
+        fix = "correct its path, which is relative to the data file's folder"
+        raise ConfigError(f"{name}: there is no such file", fix=fix) from error
+    except Image.DecompressionBombError as error:
+        raise _too_large(name, str(error).partition(",")[0]) from error
+    except UnidentifiedImageError as error:
+        raise ConfigError(f"{name} is no picture, or damaged, or of an unknown format", fix="save it as PNG") from error
+    except (OSError, SyntaxError, ValueError, EOFError, LookupError) as error:  # Pillow's readers raise any of them
+        raise ConfigError(f"{name} cannot be read ({error})", fix="replace it, or leave such entries out") from error
+
+
+def _too_large(name: str, size: str) -> ConfigError:
+    return ConfigError(f"{name} is too large ({size})", fix="make it smaller, as the model's processor would do")
+
+
+def _in_rgb(image: Image.Image, name: str) -> Image.Image:
+    """The picture in RGB.
+
+    Transparent pixels show white behind them, because drawings without a ground are made for white pages, and vLLM does
+    the same. Greys of 16 bits keep their upper 8 bits, which Pillow would cut off at 255.
+    """
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        image = image.convert("I")
+        _, largest = image.getextrema()
+        if isinstance(largest, tuple) or largest >= 2**16:
+            raise ConfigError(f"{name} has pixels of 32 bits", fix="save it with 8 bits a colour")
+        image = image.point(lambda value: value * (1 / 256)).convert("L")
+    if image.mode == "F":
+        raise ConfigError(f"{name} has fractions as pixels", fix="save it with 8 bits a colour")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+# -- what an entry has -------------------------------------------------------------------------------------------------
+
+
+def read_pictures(value: object, folder: Path) -> list[Picture]:
+    """The pictures of a field with one, with a list of them, or with JSON text of a list; see `read_picture`."""
+    if isinstance(value, str) and value.startswith("["):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, list | tuple):
+        return [read_picture(element, folder) for element in value]
+    return [read_picture(value, folder)]
+
+
+def read_picture(value: object, folder: Path) -> Picture:
+    """The picture that a value of an entry stands for; its size is known to be usable, and its pixels are not read yet.
+
+    Args:
+        value: a picture of Pillow's, a path, a data URL, the bytes of a file, or a mapping with `bytes` or `path`, as
+            `datasets` has it.
+        folder: folder of the data, in which relative paths begin.
+
+    Raises:
+        ConfigError: the value is none of these, or an address on the web; or as in `Picture.checked`.
+    """
+    if isinstance(value, Picture):
+        return value
+    if isinstance(value, Mapping):
+        names = [name for name in ("bytes", "path", "url") if value.get(name) is not None]
+        if names:
+            return read_picture(value[names[0]], folder)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return Picture(bytes(value)).checked()
+    if isinstance(value, str | Path) and str(value):
+        return _of_text(str(value), folder).checked()
+    if (image := _image(value)) is not None:
+        return Picture(image).checked()
+    raise ConfigError(
+        f"a {type(value).__name__} ({value!r:.60}) is no picture",
+        key=FIELD,
+        fix="give a path, bytes, a picture of PIL, or {bytes, path}; images_field names the field with pictures",
+    )
+
+
+def _image(value: object) -> Image.Image | None:
+    """The value itself, if it is a picture of Pillow's."""
+    from PIL import Image
+
+    return value if isinstance(value, Image.Image) else None
+
+
+def _of_text(text: str, folder: Path) -> Picture:
+    """The picture of a path or a data URL."""
+    if data := _DATA_URL.match(text):
+        try:
+            return Picture(base64.b64decode(text[data.end() :], validate=True))
+        except binascii.Error as error:
+            raise ConfigError(f"the data URL {text:.40}... is no base64 ({error})", fix="encode it again") from error
+    if address := _ADDRESS.match(text):
+        raise ConfigError(
+            f"picture '{text:.80}' is on the web ({address[1]}), and a run downloads nothing",
+            fix="download it before, and give its path",
+        )
+    if text.lower().endswith(_FILMS):
+        raise ConfigError(
+            f"'{text}' is a film, and only pictures and text are trained on", fix="leave such entries out"
+        )
+    return Picture(folder / Path(text).expanduser())

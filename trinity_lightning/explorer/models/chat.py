@@ -3,15 +3,25 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
 
 from trinity_lightning.common.messages import Conversation, check_roles
+from trinity_lightning.common.pictures.parts import has_pictures, read_parts, text_of
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import call_of_message, format_tool_call
-from trinity_lightning.explorer.models.turns import PLACEHOLDER, QUESTION, in_parts, shows, takes_parts, turn_end
+from trinity_lightning.explorer.models.turns import (
+    PLACEHOLDER,
+    QUESTION,
+    in_parts,
+    shows,
+    shows_pictures,
+    takes_parts,
+    turn_end,
+)
 
 # Names of the field that holds a message's reasoning; templates read one of them.
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -19,6 +29,25 @@ TEMPLATE = "model.name"  # the key to change if the tokenizer's chat template do
 _CALL_ID = "call00000"  # nine letters and digits, because Mistral's templates insist on that
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation up to where the model answers next.
+
+    Attributes:
+        so_far: token ids that are known: the conversation before the text, and what closes its last turn.
+        text: the text behind them, as the chat template writes it, with a placeholder for each picture.
+        written: number of tokens at the beginning of the text that `so_far` ends with already.
+    """
+
+    so_far: Sequence[int]
+    text: str
+    written: int = 0
+
+    def token_ids(self, tokenizer: Any) -> list[int]:
+        """Token ids of a conversation without pictures."""
+        return [*self.so_far, *tokenizer.encode(self.text, add_special_tokens=False)[self.written :]]
 
 
 def render_chat(
@@ -42,17 +71,27 @@ def render_chat(
 
     Raises:
         ConfigError: the template refuses the messages, or leaves out every message of some role; a role is unknown; or
-            a content is not text.
+            a content is neither text nor, for a template that has places for them, pictures.
     """
+    return render_text(tokenizer, messages, tools, so_far, generation_config).token_ids(tokenizer)
+
+
+def render_text(
+    tokenizer: Any,
+    messages: Messages,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    so_far: Sequence[int] = (),
+    generation_config: Any = None,
+) -> Rendered:
+    """Same as `render_chat`, before the text is tokenized, and the placeholders of its pictures are expanded."""
     conversation = Conversation.of(messages, tools)
     check_roles("", conversation, getattr(tokenizer, "chat_template", None))
     if so_far:
         return continued(
             tokenizer, messages, conversation.tools, so_far, generation_config, **conversation.template_variables
         )
-    return apply_template(
-        tokenizer, messages, conversation.tools, add_generation_prompt=True, **conversation.template_variables
-    )
+    settings = {"add_generation_prompt": True, "tokenize": False, **conversation.template_variables}
+    return Rendered((), apply_template(tokenizer, messages, conversation.tools, **settings))
 
 
 def apply_template(
@@ -67,6 +106,12 @@ def apply_template(
         plain = [_plain(message, template) for message in messages]
         if template:
             _check_shown(tokenizer, template, plain)
+        if any(map(has_pictures, plain)) and not (template and shows_pictures(tokenizer, template)):
+            raise ConfigError(
+                "the model's chat template has no place for pictures",
+                key=TEMPLATE,
+                fix="choose a model that takes pictures, or give its tokenizer a template that does (chat_template)",
+            )
         template_tools = None
         if tools or any("tool_calls" in message for message in plain):
             plain, template_tools = _for_template(tokenizer, plain, tools)
@@ -98,8 +143,10 @@ def _with_one_bos(tokenizer: Any, rendered: Any) -> Any:
 def _plain(message: Mapping[str, Any], template: str) -> dict[str, Any]:
     """The message with its content as text, its reasoning under the name that the template reads, and no empty calls.
 
+    A content with pictures is a list of parts.
+
     Raises:
-        ConfigError: it has no role, or its content is not text.
+        ConfigError: it has no role, or its content is neither text nor pictures.
     """
     if not message.get("role"):
         raise ConfigError(f"a message is {{role, content}}; this one has no role: {message!r}.")
@@ -108,7 +155,8 @@ def _plain(message: Mapping[str, Any], template: str) -> dict[str, Any]:
         read = _name_of_reasoning(template)
         if read and not plain.get(read):
             plain[read] = plain.pop(reasoning)
-    return plain | {"content": text_of(message.get("content"))}
+    content: Any = message.get("content")
+    return plain | {"content": read_parts(content) if has_pictures(message) else text_of(content)}
 
 
 @lru_cache(maxsize=16)
@@ -142,22 +190,6 @@ def _shown_places(tokenizer: Any, template: str, role: str) -> tuple[bool | None
     return tuple(shows(tokenizer, *place) for place in places)
 
 
-def text_of(content: object) -> str:
-    """The text of a message's content: text, null (it only calls tools) or a list of parts, as in OpenAI's API.
-
-    Raises:
-        ConfigError: a part is not text.
-    """
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, Sequence) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise ConfigError(f"a message's content must be text, or parts of type 'text'; this is {type(content).__name__}.")
-
-
 def continued(
     tokenizer: Any,
     messages: Messages,
@@ -165,8 +197,8 @@ def continued(
     so_far: Sequence[int],
     generation_config: Any,
     **variables: Any,
-) -> list[int]:
-    """Token ids of a conversation that goes on with `messages` behind `so_far`, which ends with a response."""
+) -> Rendered:
+    """A conversation that goes on with `messages` behind `so_far`, which ends with a response."""
 
     def shown(answer: Mapping[str, Any], following: Messages, asks: bool) -> str:
         turns = [QUESTION, answer, *following]
@@ -183,14 +215,14 @@ def continued(
                 "the chat template shows a call of a tool otherwise once there is its result.", key=TEMPLATE
             )
         closing = () if so_far[-1] in end.tokens else end.closing_calls
-        return [*so_far, *closing, *tokenizer.encode(whole.removeprefix(opening), add_special_tokens=False)]
+        return Rendered([*so_far, *closing], whole.removeprefix(opening))
     answer = {"role": "assistant", "content": PLACEHOLDER}
     _, placeholder, tail = shown(answer, messages, True).rpartition(PLACEHOLDER)
     if not placeholder:
         message = "the chat template drops earlier responses: it cannot carry a conversation of several turns."
         raise ConfigError(message, key=TEMPLATE)
     added = tokenizer.encode(tail, add_special_tokens=False)
-    return [*so_far, *added[end.already_written(so_far[-1], added) :]]
+    return Rendered(so_far, tail, end.already_written(so_far[-1], added))
 
 
 def _call_for(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,12 +287,17 @@ def _with_calls(message: Mapping[str, Any], native: bool) -> dict[str, Any]:
             ]
         }
     texts = [format_tool_call(call) for call in calls if call]
-    return plain | {"content": "\n".join([plain["content"], *texts] if plain["content"] else texts)}
+    return plain | {"content": _with_text(plain["content"], "\n".join(["", *texts] if plain["content"] else texts))}
 
 
 def _with_tools_as_text(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     functions = [json.dumps(tool.get("function", tool), ensure_ascii=False, separators=(",", ":")) for tool in tools]
     prompt = _TOOLS_PROMPT.format(functions="\n".join(functions))
     if messages and messages[0].get("role") == "system":
-        return [messages[0] | {"content": f"{messages[0]['content']}\n\n{prompt}"}, *messages[1:]]
+        return [messages[0] | {"content": _with_text(messages[0]["content"], f"\n\n{prompt}")}, *messages[1:]]
     return [{"role": "system", "content": prompt}, *messages]
+
+
+def _with_text(content: str | list[Any], text: str) -> str | list[Any]:
+    """A content, as `_plain` makes it, with further text behind it."""
+    return content + text if isinstance(content, str) else read_parts([*content, {"type": "text", "text": text}])

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trinity_lightning.common.pictures.parts import text_of
 from trinity_lightning.common.thoughts import Markers, Response, markers_of, split_thoughts
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.chat import REASONING, TEMPLATE, Messages, apply_template, continued, text_of
+from trinity_lightning.explorer.models.chat import REASONING, TEMPLATE, Messages, apply_template, continued
 from trinity_lightning.explorer.models.tool_calls import call_of_message
 from trinity_lightning.explorer.models.turns import common_length, encode_text, is_space, turn_end
 
@@ -288,7 +289,8 @@ class Imitation:
         return tokens, mask
 
     def _continued(self, tokens: list[int], messages: Messages) -> list[int]:
-        return continued(self._tokenizer, messages, self._tools, tokens, self._generation_config, **self._variables)
+        rendered = continued(self._tokenizer, messages, self._tools, tokens, self._generation_config, **self._variables)
+        return rendered.token_ids(self._tokenizer)
 
     # -- the template's marks ------------------------------------------------------------------------------------------
 

@@ -180,8 +180,20 @@ def shows(tokenizer: Any, *messages: dict[str, Any]) -> bool | None:
 
 
 def in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its text as a list of one part."""
-    return message | {"content": [{"type": "text", "text": message["content"]}]}
+    """The message with its text as a list of one part; a list stays as it is."""
+    content = message["content"]
+    return message | {"content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
+
+
+@lru_cache(maxsize=16)
+def shows_pictures(tokenizer: Any, template: str) -> bool:
+    """True if the chat template reads parts, as other contents, and has a place for a picture."""
+    text = {"type": "text", "text": PLACEHOLDER}
+    contents: list[Any] = [PLACEHOLDER, [text], [{"type": "image"}, text]]
+    turns = [[{"role": "user", "content": content}] for content in contents]
+    plain, in_part, with_picture = (_text_or_empty(tokenizer, turn, chat_template=template) for turn in turns)
+    reads_parts = in_part == plain or takes_parts(tokenizer, template)
+    return reads_parts and PLACEHOLDER in with_picture and with_picture != in_part
 
 
 def _text_or_empty(tokenizer: Any, messages: list[dict[str, Any]], **settings: Any) -> str:

@@ -1,37 +1,46 @@
-"""The fields of an entry that are a task's prompt, answer and conversation."""
+"""The fields of an entry that are a task's prompt, answer, conversation and pictures."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trinity_lightning.common.messages import (
+    FILM_AND_SOUND,
+    PICTURES,
+    Conversation,
     check_asks,
     check_media,
     read_messages,
+    read_pictures_of,
     read_template_variables,
     read_tools,
 )
+from trinity_lightning.common.pictures.parts import text_of
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.tasks.task import ANSWER, MESSAGES, PROMPT
+from trinity_lightning.explorer.tasks.task import ANSWER, IMAGES, MESSAGES, PROMPT
 
 CONVERSATIONS = "conversations"  # another usual name for messages
 
 
 @dataclass(frozen=True)
 class Formatter:
-    """Turns an entry into a raw task. It sets three fields, and leaves the others as they are.
+    """Turns an entry into a raw task. It sets four fields, and leaves the others as they are.
 
     - `prompt`: the text, if the entry has one.
     - `messages`: the conversation, a list of {"role", "content"}, if the entry has one or a system prompt is set.
     - `answer`: the reference answer, if there is one.
+    - `images`: the entry's pictures in the order of their places, a list of `Picture`, if it has any. They are not in
+      the field of the entry that has them, if it has another name.
 
     A field with another name than the default has to be in every entry; `reward_model.ground_truth` names a field
     within a field. If prompt_field and messages_field have their defaults, the first field of `prompt`, `messages` and
     `conversations` that is not empty is taken. A prompt that is a list, or JSON text of a list, is a conversation.
 
     Attributes:
-        prompt_field, answer_field, messages_field: names of an entry's fields.
+        prompt_field, answer_field, messages_field, images_field: names of an entry's fields. By default the pictures
+            are those of `images`, or else of `image`.
         system_prompt: first message of every conversation, in place of the entry's own; None changes nothing.
         answered: True if a conversation may end with the assistant, as an expert's does.
     """
@@ -41,13 +50,24 @@ class Formatter:
     messages_field: str = MESSAGES
     system_prompt: str | None = None
     answered: bool = True
+    images_field: str = IMAGES
 
-    def __call__(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+    @property
+    def picture_fields(self) -> tuple[str, ...]:
+        """Names of the fields that may have pictures."""
+        return PICTURES if self.images_field == IMAGES else (self.images_field,)
+
+    def __call__(self, entry: Mapping[str, Any], folder: Path = Path()) -> dict[str, Any]:
         """The raw task of one entry; the entry is left as it is.
 
+        Args:
+            entry: the entry.
+            folder: the folder in which relative paths of pictures begin.
+
         Raises:
-            ConfigError: a field is missing, empty, or neither text nor a conversation; the entry has pictures; or its
-                tools or chat_template_kwargs cannot be read.
+            ConfigError: a field is missing, empty, or neither text nor a conversation; the entry has film or sound, a
+                picture that cannot be used, or more or fewer places than pictures; or its tools or chat_template_kwargs
+                cannot be read.
         """
         if not isinstance(entry, Mapping):
             raise ConfigError(
@@ -55,34 +75,40 @@ class Formatter:
                 key=".source",
             )
         fields = dict(entry)
-        for default in (PROMPT, ANSWER, MESSAGES):
+        for default in (PROMPT, ANSWER, MESSAGES, IMAGES):
             field = getattr(self, f"{default}_field")
             if field != default and field not in entry:
                 fields[field] = _nested_field(entry, field, f"{default}_field")
-        check_media(entry)
+        check_media(entry, FILM_AND_SOUND)
         read_tools(entry)
         read_template_variables(entry)
-        task = {key: value for key, value in entry.items() if key not in (PROMPT, ANSWER, MESSAGES)}
-        task |= self._conversation(fields)
+        conversation = self._conversation(fields, folder)
+        replaced = (PROMPT, ANSWER, MESSAGES, *(self.picture_fields if IMAGES in conversation else ()))
+        task = {key: value for key, value in entry.items() if key not in replaced} | conversation
         if fields.get(self.answer_field) is not None:
             task[ANSWER] = fields[self.answer_field]
         return task
 
-    def _conversation(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """The field `prompt`, if the prompt is text, and `messages`, if it is a conversation or has a system prompt."""
+    def _conversation(self, entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+        """The fields `prompt`, if the prompt is text; `messages`, if it is a conversation or has a system prompt; and
+        `images`, if there are any.
+        """
         field = self._conversation_field(entry)
-        conversation = read_messages(field, entry[field])
+        pictures = read_pictures_of(entry, self.images_field, folder)
+        conversation = read_messages(field, entry[field], pictures=True)
         task: dict[str, Any] = {}
         if isinstance(conversation, str):
             task[PROMPT] = conversation
-            if self.system_prompt is None:
-                return task
             conversation = [{"role": "user", "content": conversation}]
-        self._check(field, conversation)
+        else:
+            self._check(field, conversation)
         if self.system_prompt is not None:
             rest = conversation[1:] if conversation[0]["role"] == "system" else conversation
             conversation = [{"role": "system", "content": self.system_prompt}, *rest]
-        return task | {MESSAGES: conversation}
+        placed = Conversation(conversation).with_pictures(pictures, folder)
+        if PROMPT not in task or self.system_prompt is not None:
+            task[MESSAGES] = list(placed)
+        return task | ({IMAGES: placed.pictures} if placed.pictures else {})
 
     def _check(self, field: str, conversation: object) -> None:
         """Refuse a value that is no conversation, and a conversation that the policy cannot go on with."""
@@ -92,7 +118,7 @@ class Formatter:
                 '{"role": ..., "content": ...} messages.',
                 key=self._key_of(field),
             )
-        if not any(message.get("content", "").strip() for message in conversation):
+        if not any(text_of(message.get("content", "")).strip() for message in conversation):
             raise ConfigError(
                 f"field '{field}' is empty: every entry needs a prompt or messages.", key=self._key_of(field)
             )

@@ -10,9 +10,11 @@ from trinity_lightning.common.messages import (
     Conversation,
     check_asks,
     read_messages,
+    read_pictures_of,
     read_template_variables,
     read_tools,
 )
+from trinity_lightning.common.pictures.parts import text_of
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 # Fields of a raw task.
-PROMPT, ANSWER, MESSAGES = "prompt", "answer", "messages"
+PROMPT, ANSWER, MESSAGES, IMAGES = "prompt", "answer", "messages", "images"
 # Sampling settings that follow from other settings, by the fix that a refusal names.
 _RESERVED_SAMPLING = {"n": "set repeat_times instead", "seed": "the seed of a rollout follows from explorer.seed"}
 
@@ -31,7 +33,7 @@ class Task:
 
     Attributes:
         workflow: registered name, dotted path, or Workflow class.
-        raw_task: the taskset's entry: "prompt" or "messages", "answer" if there is one, and other fields.
+        raw_task: the taskset's entry: "prompt" or "messages", "answer" and "images" if there are any, and other fields.
         repeat_times: number of runs, the size of the group.
         is_eval: True for an evaluation: its experiences are measured, never trained on.
         rollout_args: sampling settings of the rollout model, by vLLM's names (temperature, max_tokens, ...); None
@@ -78,11 +80,11 @@ class Task:
 
 
 def messages_of(task: Task) -> Conversation:
-    """The conversation that a task's entry begins, with its tools and the variables of the chat template.
+    """The conversation that a task's entry begins, with its pictures, tools and the variables of the chat template.
 
     Raises:
-        ConfigError: the entry has neither "messages" nor "prompt", its conversation cannot be read, or the conversation
-            ends with the assistant.
+        ConfigError: the entry has neither "messages" nor "prompt", its conversation or a picture cannot be read, there
+            are more or fewer places than pictures, or the conversation ends with the assistant.
     """
     conversation = conversation_of(task)
     check_asks(MESSAGES, conversation)
@@ -91,9 +93,8 @@ def messages_of(task: Task) -> Conversation:
 
 def conversation_of(task: Task) -> Conversation:
     """Same as `messages_of`, for an entry that may end with the assistant's answer."""
-    conversation = read_messages(MESSAGES, task.raw_task.get(MESSAGES)) or read_messages(
-        PROMPT, task.raw_task.get(PROMPT)
-    )
+    columns = (read_messages(name, task.raw_task.get(name), pictures=True) for name in (MESSAGES, PROMPT))
+    conversation = next(filter(None, columns), None)
     if isinstance(conversation, str):
         system = task.workflow_args.get("system_prompt")
         opening = [{"role": "system", "content": system}] if system else []
@@ -105,7 +106,8 @@ def conversation_of(task: Task) -> Conversation:
             "Set the taskset's prompt_field or messages_field.",
             key=".prompt_field",
         )
-    return Conversation(conversation, read_tools(task.raw_task), template_variables_of(task))
+    placed = Conversation(conversation, read_tools(task.raw_task), template_variables_of(task))
+    return placed.with_pictures(read_pictures_of(task.raw_task))
 
 
 def template_variables_of(task: Task) -> dict[str, Any]:
@@ -115,6 +117,8 @@ def template_variables_of(task: Task) -> dict[str, Any]:
 
 def prompt_text_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """A conversation as text for people: the content of a single message, or else a line "role: content" a message."""
+    contents = [message.get("content", "") for message in messages]
+    texts = [text_of(content) if isinstance(content, list) else str(content) for content in contents]
     if len(messages) == 1:
-        return str(messages[0].get("content", ""))
-    return "\n".join(f"{message.get('role')}: {message.get('content', '')}" for message in messages)
+        return texts[0]
+    return "\n".join(f"{message.get('role')}: {text}" for message, text in zip(messages, texts, strict=True))

@@ -193,7 +193,12 @@ class Taskset(TaskSelection):
             entries_of(config, key),
             name=config.name,
             formatter=Formatter(
-                config.prompt_field, config.answer_field, config.messages_field, config.system_prompt, answered
+                config.prompt_field,
+                config.answer_field,
+                config.messages_field,
+                config.system_prompt,
+                answered,
+                config.images_field,
             ),
             order=config.order,
             seed=config.seed,

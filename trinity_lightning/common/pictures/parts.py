@@ -1,0 +1,134 @@
+"""Messages whose content is a list of parts: texts, and places for pictures."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trinity_lightning.common.pictures.picture import FIELD, Picture, read_picture
+from trinity_lightning.errors import ConfigError
+
+IN_TEXT = "<image>"  # the same within a text, as datasets for LLaVA write it
+SHOWN = "[picture]"  # in place of a picture in texts for people
+_OWN = "image"  # key of a picture that a part brings along
+_OWN_NAMES = ("image", "image_url", "path", "url")  # keys under which parts may have it
+
+Messages = list[dict[str, Any]]
+
+
+def is_picture(part: object) -> bool:
+    """True for a part that is a picture's place, as chat templates or OpenAI's API have it."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def has_pictures(message: Mapping[str, Any]) -> bool:
+    """True if the message has a place for a picture."""
+    return any(_places([message]))
+
+
+def count_places(messages: Iterable[Mapping[str, Any]]) -> int:
+    """Number of places for pictures."""
+    return sum(1 for _ in _places(messages))
+
+
+def _places(messages: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for message in messages:
+        if isinstance(content := message.get("content"), list):
+            yield from filter(is_picture, content)
+
+
+def text_of(content: object) -> str:
+    """The text of a message's content: text, null (it only calls tools) or a list of parts, as in OpenAI's API.
+
+    Raises:
+        ConfigError: a part is neither text nor a picture, which is `[picture]` in the result.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Sequence) and all(is_picture(part) or _is_text(part) for part in content):
+        return "".join(SHOWN if is_picture(part) else part["text"] for part in content)
+    raise ConfigError(f"a message's content must be text, or parts of type 'text'; this is {type(content).__name__}.")
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def read_parts(parts: Iterable[Mapping[str, Any]]) -> Messages:
+    """Parts in one form: adjacent texts joined, none of them empty, and a picture that a part has under one name."""
+    read: Messages = []
+    for part in parts:
+        if is_picture(part):
+            read.append(_place(next((part[name] for name in _OWN_NAMES if part.get(name) is not None), None)))
+        elif read and not is_picture(read[-1]):
+            read[-1] = _text_part(read[-1]["text"] + text_of([part]))
+        elif text := text_of([part]):
+            read.append(_text_part(text))
+    return read
+
+
+def _place(picture: Any = None) -> dict[str, Any]:
+    """The place of a picture, or of this one."""
+    return {"type": "image"} if picture is None else {"type": "image", _OWN: picture}
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+# -- pictures in their places ------------------------------------------------------------------------------------------
+
+
+def placed(messages: Messages, pictures: Sequence[Picture], folder: Path) -> tuple[Messages, list[Picture]]:
+    """Messages with a place for each picture, and the pictures in the order of their places.
+
+    Args:
+        messages: messages; a place may have a picture of its own, others take the next one of `pictures`. Without any
+            place, `<image>` in a user's text is one. Without that, too, the pictures come before the first user's text.
+        pictures: pictures without a place.
+        folder: folder of the data, for pictures that places have.
+
+    Raises:
+        ConfigError: a picture cannot be read, or there are fewer or more places than pictures.
+    """
+    messages = [
+        message | {"content": read_parts(message["content"])} if has_pictures(message) else message
+        for message in messages
+    ]
+    if pictures and not count_places(messages):
+        messages = _with_places(messages, len(pictures))
+    places = list(_places(messages))
+    if (free := sum(_OWN not in place for place in places)) != len(pictures):
+        raise ConfigError(
+            f"the messages have places for {free} pictures, and there are {len(pictures)} pictures",
+            key=FIELD,
+            fix="give each picture a part {'type': 'image'}, or write no such part, to have them before the text",
+        )
+    rest = iter(pictures)
+    ordered = [read_picture(place[_OWN], folder) if _OWN in place else next(rest) for place in places]
+    return [_without_own(message) for message in messages], ordered
+
+
+def _with_places(messages: Messages, count: int) -> Messages:
+    """Messages with places where the user's texts have `<image>`, or else with all before the first of these texts."""
+    asked = {turn: message for turn, message in enumerate(messages) if message.get("role") == "user"}
+    texts = {turn: text_of(message.get("content")) for turn, message in asked.items()}
+    if not texts:
+        raise ConfigError("there are pictures, and no message of the user to show them in", key=FIELD)
+    named = {turn: _split(text) for turn, text in texts.items() if IN_TEXT in text}
+    first, text = next(iter(texts.items()))
+    contents = named or {first: read_parts([*(_place() for _ in range(count)), _text_part(text)])}
+    return [
+        message | {"content": contents[turn]} if turn in contents else message for turn, message in enumerate(messages)
+    ]
+
+
+def _split(text: str) -> Messages:
+    first, *others = map(_text_part, text.split(IN_TEXT))
+    return read_parts([first, *(part for other in others for part in (_place(), other))])
+
+
+def _without_own(message: dict[str, Any]) -> dict[str, Any]:
+    """The message without the pictures that its places have."""
+    if not has_pictures(message):
+        return message
+    return message | {"content": [_place() if is_picture(part) else part for part in message["content"]]}
