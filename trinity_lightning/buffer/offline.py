@@ -16,7 +16,7 @@ from trinity_lightning.buffer.datamodule import UnmovedDataModule
 from trinity_lightning.buffer.dataset import ExampleReader, HeldOutLoss, examples_of, held_out_of_run
 from trinity_lightning.buffer.reader import BufferReader, create_reader
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.messages import Conversation, check_roles, warn_of_unread
+from trinity_lightning.common.messages import Conversation, check_media, check_roles, warn_of_unread
 from trinity_lightning.common.optimizer_batch import IS_EXPERT, OptimizerBatch
 from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.checkpoints import resume_command
@@ -424,6 +424,7 @@ class AnswerReader(BufferReader):
         warn_of_unread(self._variables, tokenizer.chat_template)
 
     def _check(self, raw: dict[str, Any]) -> None:
+        check_media(raw)
         conversation, answer = self._conversation(raw)
         check_roles(" of the conversation", conversation, self._tokenizer.chat_template)
         self._variables.update(conversation.template_variables)

@@ -94,10 +94,10 @@ class BoundModel:
     def _conversation(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with the chat template's variables of this run."""
         conversation = Conversation.of(messages)
-        if self._template_variables is None:
-            return Conversation(conversation, conversation.tools)
-        variables = {**self._template_variables, **conversation.template_variables}
-        return Conversation(conversation, conversation.tools, variables)
+        variables = (
+            {} if self._template_variables is None else {**self._template_variables, **conversation.template_variables}
+        )
+        return Conversation(conversation, conversation.tools, variables, conversation.pictures)
 
     def _next_call(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of the next call, its seed among them."""
@@ -233,7 +233,7 @@ class RecordedCalls(ChatCompletions):
         # Rendered by the model itself: the run's view would drop a call's variables for an auxiliary model.
         variables = {**self._template_variables, **conversation.template_variables}
         tools = conversation.tools or None
-        return await self._unbound.render(Conversation(conversation, tools, variables), tools)
+        return await self._unbound.render(Conversation(conversation, tools, variables, conversation.pictures), tools)
 
     def set_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
         """Reward the experiences that have no reward yet; the metrics go to the last of them."""

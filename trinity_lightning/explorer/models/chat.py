@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from trinity_lightning.common.messages import Conversation, check_roles
-from trinity_lightning.common.pictures.parts import has_pictures, read_parts, text_of
+from trinity_lightning.common.pictures.parts import count_places, has_pictures, read_parts, text_of
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import call_of_message, format_tool_call
 from trinity_lightning.explorer.models.turns import (
@@ -49,6 +49,18 @@ class Rendered:
         """Token ids of a conversation without pictures."""
         return [*self.so_far, *tokenizer.encode(self.text, add_special_tokens=False)[self.written :]]
 
+    def unwritten(self, tokenizer: Any) -> str:
+        """The text without its tokens that `so_far` ends with.
+
+        Raises:
+            ConfigError: the tokenizer reads the rest otherwise than behind these tokens.
+        """
+        added = tokenizer.encode(self.text, add_special_tokens=False)
+        rest = self.text.removeprefix(tokenizer.decode(added[: self.written], skip_special_tokens=False))
+        if tokenizer.encode(rest, add_special_tokens=False) == added[self.written :]:
+            return rest
+        raise ConfigError("the tokenizer reads a later turn otherwise without the end of the one before", key=TEMPLATE)
+
 
 def render_chat(
     tokenizer: Any,
@@ -83,8 +95,18 @@ def render_text(
     so_far: Sequence[int] = (),
     generation_config: Any = None,
 ) -> Rendered:
-    """Same as `render_chat`, before the text is tokenized, and the placeholders of its pictures are expanded."""
+    """Same as `render_chat`, before the text is tokenized, and the placeholders of its pictures are expanded.
+
+    Raises:
+        ConfigError: as in `render_chat`; or there are not as many pictures as places for them.
+    """
     conversation = Conversation.of(messages, tools)
+    if (places := count_places(conversation)) != len(conversation.pictures):
+        raise ConfigError(
+            f"messages have places for {places} pictures, and {len(conversation.pictures)} pictures",
+            key="taskset.images_field",
+            fix="give the pictures in the task's entry, or to chat(messages, images=...)",
+        )
     check_roles("", conversation, getattr(tokenizer, "chat_template", None))
     if so_far:
         return continued(
