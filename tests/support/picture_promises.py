@@ -23,10 +23,9 @@ ROUNDING = 1e-5
 
 def prompts(count: int, seed: int = 0) -> list[PicturePrompt]:
     """Prompts with one to three pictures of any size."""
-    return [
-        prompt_of("<image>" * (1 + i % 3) + f"How many of {i}?", [random_picture(seed + 3 * i + k) for k in range(1 + i % 3)])
-        for i in range(count)
-    ]
+    sizes = [1 + i % 3 for i in range(count)]
+    pictures = [[random_picture(seed + 3 * i + k) for k in range(size)] for i, size in enumerate(sizes)]
+    return [prompt_of("<image>" * len(some) + f"How many of {i}?", some) for i, some in enumerate(pictures)]
 
 
 def worst_difference(completions: Sequence[Completion], model: Any) -> float:

@@ -35,13 +35,16 @@ def prompt_of(text: str, pictures: Sequence[Picture]) -> PicturePrompt:
     return PicturePrompt.joined(processor().expand(text, pictures))
 
 
-def experience(prompt: Sequence[int], response: Sequence[int], task: int = 0, run: int = 0, **fields: Any) -> Experience:
+def experience(
+    prompt: Sequence[int], response: Sequence[int], task: int = 0, run: int = 0, **fields: Any
+) -> Experience:
     return Experience(
         eid=EID(batch=1, task=task, run=run),
         tokens=[*prompt, *response],
         prompt_length=len(prompt),
         multi_modal_inputs=prompt.inputs if isinstance(prompt, PicturePrompt) else None,
-        **{"logprobs": [-4.0] * len(response), "advantages": [(-1.0) ** run] * len(response), **fields},
+        logprobs=[-4.0] * len(response),
+        advantages=[(-1.0) ** run] * len(response),
     )
 
 

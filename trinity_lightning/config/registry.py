@@ -93,6 +93,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         {
             "addition": "sources.addition",
             "dataset": "dataset.dataset_entries",
+            "drawings": "drawings.Drawings",
             "reasoning_gym": "sources.reasoning_gym",
         },
     ),

@@ -24,11 +24,12 @@ class TasksetConfig(Section, key="taskset"):
     Attributes:
         name: the taskset's name in metrics (`eval/<name>/...`) and in the log. In `tasksets` and `eval_tasksets` the
             default is its key there.
-        source: `addition` (the built-in sums), `reasoning_gym`, `dataset` (a file, a folder, or a hub name), or the
-            dotted path of your own source. A source gets `path`, `split`, `size` and `seed` if it has such parameters.
+        source: `addition` (the built-in sums), `drawings` (pictures with questions), `reasoning_gym`, `dataset` (a
+            file, a folder, or a hub name), or the dotted path of your own source. A source gets `path`, `split`, `size`
+            and `seed` if it has such parameters.
         path: (`reasoning_gym`) name of its dataset; (`dataset`) a JSONL, parquet or CSV file, a folder or a hub name.
-        split: split of a dataset; for the sums `train` or `heldout`.
-        size: number of reasoning-gym entries.
+        split: split of a dataset; for sums and drawings `train` or `heldout`.
+        size: number of reasoning-gym entries, or of drawings.
         seed: seed of generated entries and of the order. Some reasoning-gym datasets (such as `ransom_note` and
             `word_ladder`; a warning names them) also depend on Python's hash seed, which each process draws. With them,
             a resumed run has the same tasks only if PYTHONHASHSEED is set in its environment, to 0 for example.
@@ -110,7 +111,7 @@ def check_taskset(taskset: TasksetConfig) -> None:
             key="taskset.path",
             fix="give source=dataset and path=FILE",
         )
-    if taskset.size is not None and taskset.source != "reasoning_gym":
+    if taskset.size is not None and taskset.source not in ("drawings", "reasoning_gym"):
         hint = ": take a part of a dataset by taskset.split='train[:100]'" if path else ""
         raise ConfigError(
             f"taskset.size belongs to taskset.source=reasoning_gym, not to {taskset.source}{hint}.", key="taskset.size"

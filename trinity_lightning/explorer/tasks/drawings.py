@@ -1,4 +1,4 @@
-"""Pictures that the package draws: squares to be counted, and a colour to be named."""
+"""Pictures that the package draws, with questions: how many squares there are, and which colour they have."""
 
 import random
 from collections.abc import Mapping
@@ -9,26 +9,25 @@ from PIL import Image, ImageDraw
 from trinity_lightning.config.values import one_of, whole_number
 
 EDGE = 64  # pixels of a picture's edge
-CELLS = 4  # places of squares in a row and in a column
-COLOURS = {
-    "red": (220, 40, 40),
-    "green": (40, 170, 60),
-    "blue": (50, 80, 220),
-    "yellow": (235, 205, 40),
+CELLS = 4  # places for squares in a row, and in a column
+COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (235, 205, 40)}
+QUESTIONS = {
+    "count": "How many squares?",
+    "colour": "Which colour? " + ", ".join(f"{number} {name}" for number, name in enumerate(COLOURS, start=1)),
 }
-QUESTIONS = ("count", "colour")
-SPLITS = ("train", "heldout")
+SPLITS = {"train": 4096, "heldout": 64}  # and how many entries they have
 
 
 class Drawings:
-    """Pictures of equal squares on white, each with a question about them.
+    """Pictures of equal squares on white. Every question is answered by a number from 1 to 9.
 
-    Entry i is the same in every process. The held-out pictures are drawn from seeds of their own.
+    Entry i is the same in every process, and held-out pictures are drawn for themselves.
 
     Args:
         split: `train` or `heldout`.
-        size: number of entries.
-        question: `count` (how many squares there are) or `colour` (which colour they have).
+        size: number of entries; None: 4,096, or 64 that are held out.
+        questions: `count` (how many squares there are), `colour` (which colour they have), or both, of which an entry
+            has one.
         most: most squares of a picture.
 
     Raises:
@@ -37,30 +36,40 @@ class Drawings:
 
     generated = True
 
-    def __init__(self, split: str = "train", size: int | None = None, question: str = "count", most: int = 4) -> None:
-        one_of("taskset.split", split, SPLITS, label="split of the drawings")
-        one_of("taskset.args.question", question, QUESTIONS, label="question about drawings")
-        whole_number("taskset.args.most", most, least=1, label="squares of a drawing")
-        self._split, self._question, self._most = split, question, min(most, CELLS**2)
-        self._size = size or (4096 if split == "train" else 64)
+    def __init__(
+        self,
+        split: str = "train",
+        size: int | None = None,
+        questions: tuple[str, ...] = ("count", "colour"),
+        most: int = 4,
+    ) -> None:
+        one_of(".split", split, SPLITS, label="split of the drawings")
+        for question in questions:
+            one_of(".args.questions", question, QUESTIONS, label="question about drawings")
+        whole_number(".args.most", most, least=1, most=9)
+        whole_number(".size", size, least=1, optional=True)
+        self._split, self._questions, self._most = split, sorted(questions), most
+        self._size = size or SPLITS[split]
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]:
+        if not 0 <= index < self._size:
+            raise IndexError(index)
         generator = random.Random(f"{self._split} {index}")
-        count, colour = generator.randint(1, self._most), generator.choice(sorted(COLOURS))
+        count, colour = generator.randint(1, self._most), generator.choice(list(COLOURS))
         picture = drawing(generator.sample(range(CELLS**2), count), COLOURS[colour], generator)
-        if self._question == "count":
-            return {"prompt": "How many squares?", "images": [picture], "answer": str(count)}
-        return {"prompt": "Which colour?", "images": [picture], "answer": colour}
+        question = generator.choice(self._questions)
+        answer = count if question == "count" else [*COLOURS].index(colour) + 1
+        return {"prompt": QUESTIONS[question], "images": [picture], "answer": str(answer)}
 
 
 def drawing(cells: list[int], colour: tuple[int, int, int], generator: random.Random) -> Image.Image:
     """A picture with a square in each of these cells, which are numbered row by row."""
-    picture = Image.new("RGB", (EDGE, EDGE), "white")
-    pen, width = ImageDraw.Draw(picture), EDGE // CELLS
+    picture, width = Image.new("RGB", (EDGE, EDGE), "white"), EDGE // CELLS
+    pen = ImageDraw.Draw(picture)
     for cell in cells:
-        left, top = cell % CELLS * width + generator.randint(1, 4), cell // CELLS * width + generator.randint(1, 4)
+        left, top = (place * width + generator.randint(1, 4) for place in (cell % CELLS, cell // CELLS))
         pen.rectangle((left, top, left + width - 6, top + width - 6), fill=colour)
     return picture
