@@ -43,7 +43,6 @@ def experience(
         tokens=[*prompt, *response],
         prompt_length=len(prompt),
         multi_modal_inputs=prompt.inputs if isinstance(prompt, PicturePrompt) else None,
-        logprobs=[-4.0] * len(response),
         advantages=[(-1.0) ** run] * len(response),
     )
 
