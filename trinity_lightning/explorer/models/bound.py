@@ -94,9 +94,9 @@ class BoundModel:
     def _conversation(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with the chat template's variables of this run."""
         conversation = Conversation.of(messages)
-        variables = (
-            {} if self._template_variables is None else {**self._template_variables, **conversation.template_variables}
-        )
+        variables: dict[str, Any] = {}
+        if self._template_variables is not None:
+            variables = {**self._template_variables, **conversation.template_variables}
         return Conversation(conversation, conversation.tools, variables, conversation.pictures)
 
     def _next_call(self, sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -224,6 +224,41 @@ def names_of(split: str) -> list[str]:
     return list(dict.fromkeys(name.partition("[")[0].strip() for name in split.split("+")))
 
 
+def undecoded(entries: Any, columns: Iterable[str]) -> Any:
+    """The entries with the pictures of a Hugging Face dataset as the bytes of their files; other entries as they are.
+
+    A dataset would decode every picture whenever an entry is looked at, as when entries are checked before a run.
+
+    Args:
+        entries: entries of a task source.
+        columns: columns that may have pictures.
+    """
+    if not type(entries).__module__.startswith("datasets.") or not hasattr(entries, "select_columns"):
+        return entries
+    pictures = [name for name in columns if name in entries.column_names and _has_pictures(entries.features[name])]
+    return _Undecoded(entries, pictures) if pictures and entries.format["type"] is None else entries
+
+
+def _has_pictures(feature: Any) -> bool:
+    """True for datasets' type of a picture, or of a list of them."""
+    element = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", feature)
+    return type(element).__name__ == "Image"
+
+
+class _Undecoded:
+    """Entries of a dataset with some columns as they are stored."""
+
+    def __init__(self, dataset: Any, columns: list[str]) -> None:
+        self._others = dataset.remove_columns(columns)
+        self._stored = dataset.select_columns(columns).with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]:
+        return self._others[index] | self._stored[index].to_pylist()[0]
+
+
 def _split_of(splits: Any, split: str) -> Entries:
     if split not in splits:
         raise ConfigError(unknown_name("split", split, splits), key=".split")

@@ -81,6 +81,10 @@ class FileEntries:
         """The line and the file of a row, for messages."""
         return _place(self._rows[index].file, self._rows[index].line)
 
+    def folder(self, index: int) -> Path:
+        """The folder of a row's file, in which relative paths begin."""
+        return self._rows[index].file.parent
+
     def chosen(self, slices: Sequence[slice]) -> "FileEntries":
         """A copy with the rows of these slices only."""
         entries = copy.copy(self)

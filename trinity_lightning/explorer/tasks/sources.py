@@ -45,6 +45,7 @@ class Entries(Protocol):
         generated = True: entries are made on demand. Only the first one is checked before a run begins.
         checksum(index): a checksum of an entry's settings, if the entry itself differs between processes.
         place(index): the place of an entry, for messages, instead of "entry 3".
+        folder(index): the folder in which an entry's relative paths of pictures begin, instead of the folder of `path`.
     """
 
     def __len__(self) -> int: ...

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from trinity_lightning.common.messages import without_none
+from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.rows import MOST_NAMED, check_rows
 from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.config.taskset import TASK_ORDERS, TasksetConfig, data_key
 from trinity_lightning.config.values import one_of, whole_number
 from trinity_lightning.errors import ConfigError, configured_at
+from trinity_lightning.explorer.tasks.dataset import undecoded
 from trinity_lightning.explorer.tasks.files import SUFFIXES
 from trinity_lightning.explorer.tasks.formatter import Formatter
 from trinity_lightning.explorer.tasks.order import order_of
@@ -30,6 +32,7 @@ from trinity_lightning.explorer.tasks.sources import (
     entries_of,
     place_of,
 )
+from trinity_lightning.explorer.tasks.task import IMAGES
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +87,8 @@ class TaskSelection(ABC):
 class Taskset(TaskSelection):
     """The entries of a source as raw tasks.
 
-    A raw task is the entry's fields with `prompt` or `messages`, `answer` if there is one (see `Formatter`), and
-    `task_index` {"taskset_id": name of the taskset, "index": position in the source}.
+    A raw task is the entry's fields with `prompt` or `messages`, `answer` and `images` if there are any (see
+    `Formatter`), and `task_index` {"taskset_id": name of the taskset, "index": position in the source}.
 
     `taskset[i]` is the raw task of entry i in the source; `next_batch` follows the order and moves the cursor.
 
@@ -102,6 +105,10 @@ class Taskset(TaskSelection):
         difficulty_field: an entry's field with a number, for `easy_to_hard`.
         key: the dotted key that the taskset stands under, for messages.
         data_key: the dotted key that names the entries, for an error about them; None: `key`.
+        folder: the folder in which relative paths of pictures begin, unless the entries say otherwise.
+
+    Attributes:
+        most_pictures: largest number of pictures of an entry, among those that were checked before the run.
 
     Raises:
         ConfigError: no entries, an unknown order or one that a stream cannot have, a difficulty that is no number, or
@@ -120,6 +127,7 @@ class Taskset(TaskSelection):
         difficulty_field: str | None = None,
         key: str = "taskset",
         data_key: str | None = None,
+        folder: Path = Path(),
     ) -> None:
         one_of(f"{key}.order", order, TASK_ORDERS, label="order of a taskset")
         whole_number(None, epochs, least=1, optional=True, label=f"epochs of taskset '{name}'")
@@ -141,14 +149,15 @@ class Taskset(TaskSelection):
         self.order = order
         self.seed = seed
         self.epochs = epochs
-        self._entries = entries
-        self._formatter = formatter or Formatter()
+        self._formatter, self._folder = formatter or Formatter(), folder
+        self._entries: Any = undecoded(entries, getattr(self._formatter, "picture_fields", ()))
         self._position = 0  # raw tasks handed out since the first epoch began
         self._seen: dict[int, int] = {}  # checksum of each entry that was handed out, by its index
         # A stream that saves its own state may hand out other entries after a resume, so that none are compared.
         self._compares = not (self._stream and self._stream.has_state)
-        self.check_entries(lambda _: None)  # a bad entry is refused now, not in the middle of a run
-        self._order = order_of(name, order, entries, self._size, seed, difficulty_field, key)
+        self.most_pictures = 0
+        self.check_entries(self._count_pictures)  # a bad entry is refused now, not in the middle of a run
+        self._order = order_of(name, order, self._entries, self._size, seed, difficulty_field, key)
 
     @classmethod
     def addition(
@@ -206,6 +215,7 @@ class Taskset(TaskSelection):
             difficulty_field=config.difficulty_field,
             key=key,
             data_key=data_key(config, key),
+            folder=_folder_of(config.path),
         )
 
     @property
@@ -238,7 +248,12 @@ class Taskset(TaskSelection):
         return raised_by("its source", partial(ConfigError, key=f"{self._key}.source"))
 
     def _raw_task(self, index: int) -> dict[str, Any]:
-        task = self._formatter(self._entry(index))
+        entry = self._entry(index)
+        if isinstance(self._formatter, Formatter):
+            folder = self._entries.folder(index) if hasattr(self._entries, "folder") else self._folder
+            task = self._formatter(entry, folder)
+        else:
+            task = self._formatter(entry)
         return task | {"task_index": {"taskset_id": self.name, "index": index}}
 
     def check_entries(self, check: Callable[[dict[str, Any]], object]) -> None:
@@ -254,16 +269,24 @@ class Taskset(TaskSelection):
         with self._whole_keys():
             check_rows(f"taskset '{self.name}'", count, lambda index: check(self._raw_task(index)), self.place)
 
-    def _checksum(self, index: int) -> int:
+    def _count_pictures(self, raw_task: Mapping[str, Any]) -> None:
+        self.most_pictures = max(self.most_pictures, len(_pictures_of(raw_task)))
+
+    def _checksum(self, index: int, raw_task: Mapping[str, Any]) -> int:
         """Checksum of an entry: by the source's method `checksum`, or else of the values that are not null.
 
-        Numbers count as text, because other entries decide whether a column of CSV is one of numbers.
+        Numbers count as text, because other entries decide whether a column of CSV is one of numbers. Pictures count by
+        their content, wherever their files lie.
         """
         if (checksum := getattr(self._entries, "checksum", None)) is not None:
             with self._named_errors():
                 return checksum(index)
         entry = without_none(self._entry(index))
         values = {name: str(value) if isinstance(value, int | float) else value for name, value in entry.items()}
+        if pictures := _pictures_of(raw_task):
+            fields = getattr(self._formatter, "picture_fields", ())
+            values = {name: value for name, value in values.items() if name not in fields}
+            values[IMAGES] = [picture.fingerprint for picture in pictures]
         return zlib.crc32(json.dumps(values, default=lambda value: type(value).__name__, skipkeys=True).encode())
 
     def _check_seen(self, seen: Mapping[int, int]) -> None:
@@ -271,7 +294,7 @@ class Taskset(TaskSelection):
         indices = sorted(index for index in seen if self._seen.get(index) != seen[index])
         if getattr(self._entries, "generated", False):
             indices = indices[:: max(len(indices) // MOST_CHECKED, 1)]
-        changed = [index for index in indices if self._checksum(index) != seen[index]]
+        changed = [index for index in indices if self._checksum(index, self[index]) != seen[index]]
         if changed:
             places = ", ".join(map(self.place, changed[:MOST_NAMED])) + ", ..." * (len(changed) > MOST_NAMED)
             raise ConfigError(
@@ -304,7 +327,7 @@ class Taskset(TaskSelection):
                 break
             batch.append(self[index])
             if self._compares:
-                seen[index] = self._checksum(index)
+                seen[index] = self._checksum(index, batch[-1])
         self._seen |= seen
         self._position += len(batch)
         return batch
@@ -350,6 +373,17 @@ class Taskset(TaskSelection):
             )
         self._position = state["position"]
         self._order.load_state_dict(state["difficulty"])
+
+
+def _pictures_of(raw_task: Mapping[str, Any]) -> list[Picture]:
+    pictures = raw_task.get(IMAGES)
+    return [picture for picture in pictures if isinstance(picture, Picture)] if isinstance(pictures, list) else []
+
+
+def _folder_of(path: str | None) -> Path:
+    """The folder of a taskset's data; the working directory if the path is none of this machine."""
+    place = Path(path or "").expanduser()
+    return place.parent if place.is_file() else place if place.is_dir() else Path()
 
 
 # In earlier versions, the name of a taskset whose source and path were set on top of the default choice, addition.
