@@ -29,6 +29,7 @@ FIELD = ".images_field"  # key of the field with pictures, within a taskset's se
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # of two letters at least: C: is a drive of Windows
 _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 _FILMS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
+_LONGEST_PATH = 4096
 _LEAST_EDGE = 2  # in pixels: a single one shows nothing, and is what trackers and failed downloads leave behind
 _WITH_PREVIEWS = ("MPO",)  # formats whose further pictures show the same, in another size
 
@@ -149,7 +150,8 @@ def _named_errors(name: str) -> Iterator[None]:
     except UnidentifiedImageError as error:
         raise ConfigError(f"{name} is no picture, or damaged, or of an unknown format", fix="save it as PNG") from error
     except (OSError, SyntaxError, ValueError, EOFError, LookupError) as error:  # Pillow's readers raise any of them
-        raise ConfigError(f"{name} cannot be read ({error})", fix="replace it, or leave such entries out") from error
+        reason = (isinstance(error, OSError) and error.strerror) or error  # which does not have the path again
+        raise ConfigError(f"{name} cannot be read ({reason})", fix="replace it, or leave such entries out") from error
 
 
 def _too_large(name: str, size: str) -> ConfigError:
@@ -243,5 +245,10 @@ def _of_text(text: str, folder: Path) -> Picture:
     if text.lower().endswith(_FILMS):
         raise ConfigError(
             f"'{text}' is a film, and only pictures and text are trained on", fix="leave such entries out"
+        )
+    if len(text) > _LONGEST_PATH:
+        raise ConfigError(
+            f"a text of {len(text)} characters ({text:.40}...) is no path of a picture",
+            fix="write base64 as data:image/png;base64,...",
         )
     return Picture(folder / Path(text).expanduser())
