@@ -1,30 +1,44 @@
 """Tasks, expert data and examples of a dataset are read by the same rules, and refused by the same rules."""
 
+import base64
 import copy
 import json
 import pickle
 import re
 from collections.abc import Callable
 from inspect import signature
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from trinity_lightning.buffer.dataset import Example
 from trinity_lightning.buffer.offline import AnswerReader
 from trinity_lightning.common.messages import Conversation, check_roles, read_messages, warn_of_unread
+from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.config.chat_template import RENDERING_ARGUMENTS
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.taskset import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat import render_chat
 from trinity_lightning.explorer.task_source import TaskSource
-from trinity_lightning.explorer.tasks.task import Task, messages_of
+from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
+
+def dot(color: str) -> str:
+    """A small picture as a data URL."""
+    file = BytesIO()
+    Image.new("RGB", (2, 2), color).save(file, "png")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+RED, BLUE = (Picture(Image.new("RGB", (2, 2), color)) for color in ("red", "blue"))
+DOT = dot("red")
 ASK = {"role": "user", "content": "Name a bird."}
 TELL = {"role": "assistant", "content": "Wren."}
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
@@ -117,16 +131,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "content is null": ({"messages": [ASK, {"role": "user", "content": None}, TELL]}, "turn 1 of .*content"),
     "a number as content": ({"messages": [{"role": "user", "content": 5}, TELL]}, "turn 0 of .*5"),
     "a misspelt role": ({"messages": [{"role": "usr", "content": "a"}, TELL]}, "turn 0.*'usr'.*'user'"),
-    "a picture": (
-        {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}, TELL]},
-        "turn 0 of .*'image'",
-    ),
-    "a picture by url": (
-        {"messages": [ASK, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, TELL]},
-        "turn 1 of .*'image_url'",
-    ),
-    "images": ({"messages": [ASK, TELL], "images": ["a.png"]}, "'images'"),
-    "image": ({"messages": [ASK, TELL], "image": "a.png"}, "'image'"),
+    "a film": ({"messages": [{"role": "user", "content": [{"type": "video"}]}, TELL]}, "turn 0 of .*'video'"),
     "videos": ({"messages": [ASK, TELL], "videos": [{"path": "a.mp4"}]}, "'videos'"),
     "audio": ({"messages": [ASK, TELL], "audio": {"array": [0.0]}}, "'audio'"),
     "tools that are names": ({"messages": [ASK, TELL], "tools": ["look"]}, "'tools'.*look"),
@@ -137,6 +142,30 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "variables in a list": ({"messages": [ASK, TELL], "chat_template_kwargs": ["mood"]}, "chat_template_kwargs"),
 }  # fmt: skip
+
+
+# Entries with pictures, which tasks may have, and the column or turn that the other readers name.
+OF_PICTURES: dict[str, tuple[dict[str, Any], str]] = {
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}, TELL]},
+        "turn 0 of .*'image'|places for 1 pictures, and there are 0",
+    ),
+    "a picture by url": (
+        {"messages": [ASK, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": DOT}}]}, TELL]},
+        "turn 1 of .*'image_url'|'images'",
+    ),
+    "images": ({"messages": [ASK, TELL], "images": [DOT]}, "'images'"),
+    "image": ({"messages": [ASK, TELL], "image": DOT}, "'image'|'images'"),
+}
+
+
+@pytest.mark.parametrize("prompt_of", [expert_prompt, sft_prompt, dpo_prompt])
+@pytest.mark.parametrize(("entry", "named"), OF_PICTURES.values(), ids=OF_PICTURES)
+def test_only_tasks_have_pictures(
+    entry: dict[str, Any], named: str, prompt_of: Reader, tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        prompt_of(tokenizer, entry, tmp_path)
 
 
 @READERS
@@ -224,7 +253,7 @@ def test_a_role_that_the_chat_template_names_is_known(tokenizer: Any) -> None:
 
 
 def test_a_conversation_is_copied_whole() -> None:
-    conversation = Conversation([ASK], [TOOL], {"mood": "calm"})
+    conversation = Conversation([ASK], [TOOL], {"mood": "calm"}, [RED])
     for copied in (
         copy.deepcopy(conversation),
         pickle.loads(pickle.dumps(conversation)),  # noqa: S301 - as Ray does
@@ -232,6 +261,7 @@ def test_a_conversation_is_copied_whole() -> None:
     ):
         assert copied == [ASK]
         assert (copied.tools, copied.template_variables) == ([TOOL], {"mood": "calm"})
+        assert copied.pictures == [RED]
 
 
 def test_every_argument_of_rendering_is_known() -> None:
@@ -270,3 +300,44 @@ def test_roles_of_tasks_are_checked_before_a_run_by_the_policys_template() -> No
     with pytest.raises(ConfigError, match=r"'t', entry 0: turn 0 of messages: .*'robot'"):
         TaskSource(taskset, "simple", chat_template=TEMPLATE)
     TaskSource(taskset, "simple", chat_template=TEMPLATE + "{# 'robot' #}")
+
+
+def test_the_messages_before_the_last_have_their_own_pictures() -> None:
+    shown = {"role": "user", "content": [{"type": "image"}]}
+    conversation = Conversation([shown, TELL, shown]).with_pictures([RED, BLUE])
+    assert (conversation.without_last(), conversation.without_last().pictures) == ([shown, TELL], [RED])
+
+
+def test_parts_with_pictures_stay_parts_where_they_are_allowed() -> None:
+    parts = [{"type": "text", "text": "a", "image": None}, {"type": "text", "text": "b"}, {"type": "image", "x": None}]
+    read = read_messages("messages", [{"role": "user", "content": parts}, TELL], pictures=True)
+    assert read == [{"role": "user", "content": [{"type": "text", "text": "ab"}, {"type": "image"}]}, TELL]
+    assert read_messages("m", json.dumps([{"role": "user", "content": parts[:2]}]), pictures=True)[0]["content"] == "ab"
+    with pytest.raises(ConfigError, match="'image'"):
+        read_messages("messages", [{"role": "user", "content": parts}])
+
+
+@pytest.mark.parametrize(
+    ("raw", "content", "pictures"),
+    [
+        (
+            {"prompt": "a", "images": [RED, BLUE]},
+            [{"type": "image"}] * 2 + [{"type": "text", "text": "a"}],
+            [RED, BLUE],
+        ),
+        ({"prompt": "a", "image": DOT}, [{"type": "image"}, {"type": "text", "text": "a"}], [RED]),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": DOT}]}]}, [{"type": "image"}], [RED]),
+        ({"prompt": "a <image>", "images": [], "image": None}, "a <image>", []),
+    ],
+)
+def test_a_tasks_conversation_has_its_pictures(raw: dict[str, Any], content: Any, pictures: list[Picture]) -> None:
+    conversation = messages_of(Task("simple", raw, workflow_args={"system_prompt": "be brief"}))
+    assert conversation[-1] == {"role": "user", "content": content}
+    assert conversation.pictures == pictures
+    assert [message["role"] for message in conversation] == (["system", "user"] if "prompt" in raw else ["user"])
+
+
+def test_people_read_where_pictures_are() -> None:
+    conversation = messages_of(Task("simple", {"prompt": "<image> or <image>?", "images": [RED, BLUE]}))
+    assert prompt_text_of(conversation) == "[picture] or [picture]?"
+    assert prompt_text_of([TELL, *conversation]) == "assistant: Wren.\nuser: [picture] or [picture]?"

@@ -4,11 +4,14 @@ import copy
 from typing import Any
 
 import pytest
+from PIL import Image
 from support.errors import refuses
 
+from trinity_lightning.common.messages import Conversation
+from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.chat import render_chat, renders_tools
+from trinity_lightning.explorer.models.chat import Rendered, render_chat, render_text, renders_tools
 
 END = "<|im_end|>"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -117,7 +120,8 @@ def test_content_in_parts(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("message", "named"),
     [
-        ({"role": "user", "content": [{"type": "image_url"}]}, "text"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "1 pictures, and 0"),
+        ({"role": "user", "content": [{"type": "video"}]}, "text"),
         ({"role": "user", "content": 3}, "text"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "without a name"),
     ],
@@ -139,3 +143,108 @@ def test_a_template_that_refuses_says_why(tokenizer: Any) -> None:
     other.chat_template = None
     with pytest.raises(ConfigError, match="chat template"):
         render_chat(other, [user("hi")])
+
+
+# Pictures
+
+RED = Picture(Image.new("RGB", (2, 2), "red"))
+PLACE = {"type": "image"}
+# A template that takes a content of strings only, one of parts only, and one of both.
+STRINGS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+ADDED = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+_PARTS = "{% for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}"
+PARTS = "{% for m in messages %}<{{ m.role }}>" + _PARTS + "{% endfor %}"
+BOTH = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    + _PARTS
+    + "{% endif %}{% endfor %}"
+)
+TEXTS = BOTH.replace("'<image>' if p.type == 'image' else p.text", "p.text")
+
+
+def shown(*pictures: Picture, **options: Any) -> Conversation:
+    messages = [{"role": "system", "content": "s"}, user("a<image>b"), {"role": "assistant", "content": "c"}]
+    return Conversation(messages, **options).with_pictures(pictures or [RED])
+
+
+@pytest.fixture(scope="module")
+def vision_tokenizer() -> Any:
+    return load_tokenizer("tiny_vision")
+
+
+def with_template(tokenizer: Any, template: str) -> Any:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    return other
+
+
+@pytest.mark.parametrize("template", [PARTS, BOTH])
+def test_pictures_have_places_in_the_text(template: str, vision_tokenizer: Any) -> None:
+    tokenizer = with_template(vision_tokenizer, template)
+    assert render_text(tokenizer, shown()) == Rendered((), "<system>s<user>a<image>b<assistant>c")
+    assert render_text(tokenizer, [user("a")]).text == "<user>a"
+
+
+@pytest.mark.parametrize("template", [STRINGS, ADDED, TEXTS])
+def test_a_template_without_places_for_pictures_is_refused(template: str, vision_tokenizer: Any) -> None:
+    tokenizer = with_template(vision_tokenizer, template)
+    with refuses("model.name"):
+        render_text(tokenizer, shown())
+    assert render_text(tokenizer, [user("<image>")]).text == "<user><image>"
+
+
+def test_a_text_model_is_refused_by_name_of_the_key(tokenizer: Any) -> None:
+    with refuses("model.name"):
+        render_chat(tokenizer, shown())
+
+
+def test_as_many_pictures_as_places(vision_tokenizer: Any) -> None:
+    conversation = shown()
+    for messages in (
+        list(conversation),
+        Conversation(conversation, pictures=[RED, RED]),
+        Conversation([], pictures=[RED]),
+    ):
+        with refuses("taskset.images_field"):
+            render_text(vision_tokenizer, messages)
+
+
+def test_a_later_turn_with_a_picture(vision_tokenizer: Any) -> None:
+    tokenizer, begun = vision_tokenizer, render_chat(vision_tokenizer, [user("hi")])
+    later = Conversation([user("<image>and")]).with_pictures([RED])
+    asked = "<|im_start|>user\n<image>and<|im_end|>\n<|im_start|>assistant\n"
+    for answer, end in ((f"yo{END}", "\n"), ("yo", f"{END}\n")):
+        so_far = [*begun, *tokenizer.encode(answer)]
+        rendered = render_text(tokenizer, later, so_far=so_far)
+        assert list(rendered.so_far) == so_far
+        assert rendered.unwritten(tokenizer) == end + asked
+        text = tokenizer.decode(rendered.token_ids(tokenizer))
+        assert text == f"<|im_start|>user\nhi{END}\n<|im_start|>assistant\nyo{END}\n{asked}"
+
+
+def test_a_tokenizer_that_reads_a_cut_text_otherwise_is_refused() -> None:
+    class Merging:
+        """Reads the letters at the beginning of a text as one token."""
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [ord(text[0]), *(1000 + ord(letter) for letter in text[1:])]
+
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            return "".join(chr(token % 1000) for token in tokens)
+
+    assert Rendered((), "abc").unwritten(Merging()) == "abc"
+    with refuses("model.name"):
+        Rendered((), "abc", written=1).unwritten(Merging())
+
+
+def test_calls_and_tools_as_text_stand_behind_pictures(vision_tokenizer: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": [PLACE, {"type": "text", "text": "s"}]},
+        user("hi"),
+        {"role": "assistant", "content": [{"type": "text", "text": "so "}, PLACE], "tool_calls": [call]},
+        user("and"),
+    ]
+    text = render_text(vision_tokenizer, Conversation(messages, [TOOL], pictures=[RED, RED])).text
+    assert "system\n<image>s\n\nYou can call" in text
+    assert "assistant\nso <image>\n<tool_call>" in text

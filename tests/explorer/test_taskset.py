@@ -1,5 +1,6 @@
 import json
 import os
+import pickle
 import random
 import re
 import subprocess
@@ -13,8 +14,10 @@ import pytest
 import reasoning_gym
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from support.errors import refuses
 
+from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.config.taskset import TasksetConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.task_source import TaskSource
@@ -330,6 +333,7 @@ def test_raw_tasks_are_new_dicts():
 
 
 CHAT = [{"role": "user", "content": "hello"}]
+PLACE = {"type": "image"}
 SYSTEM = {"role": "system", "content": "be brief"}
 
 
@@ -371,7 +375,21 @@ def test_formatter(formatter, entry, expected):
         (Formatter(), {"prompt": 3}, "prompt_field", "field 'prompt' holds int"),
         (Formatter(), {"messages": []}, "messages_field", ""),
         (Formatter(), {"messages": ["hello"]}, "path", "turn 0 of messages: a message is {role, content}"),
-        (Formatter(), {"prompt": "a", "images": ["b.png"]}, "path", "column 'images'"),
+        (Formatter(), {"prompt": "a", "images": ["b.png"]}, "path", "b.png.*no such file"),
+        (
+            Formatter(images_field="photo"),
+            {"prompt": "a", "photos": ["b.png"]},
+            "images_field",
+            "Did you mean 'photos'",
+        ),
+        (Formatter(), {"prompt": "a", "images": [3]}, "images_field", "int"),
+        (
+            Formatter(),
+            {"messages": [{"role": "user", "content": [PLACE]}]},
+            "images_field",
+            "1 pictures, .* 0 pictures",
+        ),
+        (Formatter(), {"messages": CHAT, "video": "a.mp4"}, "path", "column 'video'"),
         (Formatter(), {"prompt": "a", "chat_template_kwargs": 3}, "path", "chat_template_kwargs is 3"),
         (Formatter(), ["prompt"], "source", ""),
     ],
@@ -380,6 +398,187 @@ def test_a_wrong_field_is_named_with_the_nearest(formatter, entry, key, message)
     with refuses(f"tasksets.sums.{key}") as refused:
         Taskset([entry], formatter=formatter, key="tasksets.sums", data_key="tasksets.sums.path")
     assert re.search(message, str(refused.value))
+
+
+# Pictures
+
+
+def paint(file, color="red", size=(4, 4)):
+    file.parent.mkdir(exist_ok=True)
+    Image.new("RGB", size, color).save(file)
+    return file
+
+
+def rows_in(folder, *rows, name="tasks.jsonl", **options):
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"name": "t", "source": "dataset", "order": "sequential"} | options
+    return Taskset.from_config(TasksetConfig(path=str(folder / name), **options))
+
+
+def colors(task):
+    names = {(255, 0, 0): "red", (0, 0, 255): "blue"}
+    return [names[picture.image.getpixel((0, 0))] for picture in task["images"]]
+
+
+@pytest.mark.parametrize(
+    ("entry", "options", "expected"),
+    [
+        ({"prompt": "a", "images": ["p/red.png", "blue.png"]}, {}, {"prompt": "a"}),
+        ({"prompt": "a", "images": [], "image": "p/red.png"}, {}, {"prompt": "a"}),
+        ({"prompt": "a", "photo": "p/red.png"}, {"images_field": "photo"}, {"prompt": "a"}),
+        ({"prompt": "a", "x": {"y": ["blue.png"]}}, {"images_field": "x.y"}, {"prompt": "a", "x": {"y": ["blue.png"]}}),
+        (
+            {"prompt": "<image>a", "images": "p/red.png"},
+            {"system_prompt": "be brief"},
+            {
+                "prompt": "<image>a",
+                "messages": [SYSTEM, {"role": "user", "content": [PLACE, {"type": "text", "text": "a"}]}],
+            },
+        ),
+        (
+            {"messages": [{"role": "user", "content": [PLACE | {"image": "blue.png"}, PLACE]}], "image": "p/red.png"},
+            {},
+            {"messages": [{"role": "user", "content": [PLACE, PLACE]}]},
+        ),
+    ],
+)
+def test_pictures_lie_beside_the_data(entry, options, expected, tmp_path):
+    for name in ("p/red", "blue"):
+        paint(tmp_path / f"{name}.png", name.split("/")[-1])
+    taskset = rows_in(tmp_path, entry, **options)
+    task = taskset[0]
+    assert {name: value for name, value in task.items() if name not in ("images", "task_index")} == expected
+    assert colors(task) == re.findall("red|blue", json.dumps(entry))
+    assert taskset.most_pictures == len(task["images"])
+
+
+def test_pictures_lie_beside_the_file_of_their_row(tmp_path):
+    paint(tmp_path / "data" / "a.png", "blue")
+    rows_in(tmp_path / "data", {"prompt": "a", "image": "a.png"}, name="train.jsonl")
+    taskset = Taskset.from_config(TasksetConfig(name="t", source="dataset", path=str(tmp_path)))
+    assert colors(taskset[0]) == ["blue"]
+
+
+def test_entries_of_text_are_as_before(tmp_path):
+    taskset = rows_in(tmp_path, {"prompt": "a <image>", "images": None}, {"prompt": "b", "images": []})
+    assert taskset[0] == {"prompt": "a <image>", "images": None, "task_index": {"taskset_id": "t", "index": 0}}
+    assert taskset[1] == {"prompt": "b", "images": [], "task_index": {"taskset_id": "t", "index": 1}}
+    assert taskset.most_pictures == 0
+
+
+def test_bad_pictures_are_refused_by_their_rows(tmp_path):
+    paint(tmp_path / "a.png")
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
+    rows = [{"prompt": "a", "image": name} for name in ("a.png", "b.png", "a.png", "broken.png", "http://x.org/a.png")]
+    with refuses("taskset.path") as refused:
+        rows_in(tmp_path, *rows)
+    for named in ("3 of 5", "line 2 of", "b.png", "line 4 of", "broken.png", "line 5 of", "http://x.org/a.png"):
+        assert named in str(refused.value)
+    places = {"messages": [{"role": "user", "content": [PLACE, PLACE]}], "image": "a.png"}
+    with refuses("taskset.images_field") as refused:
+        rows_in(tmp_path, {"prompt": "a"}, places)
+    assert "line 2 of" in str(refused.value)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_pictures_of_datasets_stay_files_until_they_are_looked_at(many, stored, tmp_path):
+    """Decoding each of them whenever entries are checked would take hours for a large dataset."""
+    content = paint(tmp_path / "a.png").read_bytes()
+    cut = content[:45]
+    values = [{"bytes": content, "path": None}, {"bytes": cut, "path": None}]
+    feature = datasets.Sequence(datasets.Image()) if many else datasets.Image()
+    features = datasets.Features({"prompt": datasets.Value("string"), "images": feature})
+    columns = {"prompt": ["a", "b"], "images": [[value] for value in values] if many else values}
+    entries = datasets.Dataset.from_dict(columns, features=features)
+    if stored:
+        entries.to_parquet(tmp_path / "tasks.parquet")
+        config = TasksetConfig(name="t", source="dataset", path=str(tmp_path / "tasks.parquet"), order="sequential")
+        taskset = Taskset.from_config(config)
+    else:
+        taskset = Taskset(entries, order="sequential")
+    whole, broken = taskset.next_batch(2)
+    assert (whole["images"][0].source, broken["images"][0].source) == (content, cut)
+    assert colors(whole) == ["red"]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        colors(broken)
+
+
+def test_decoded_pictures_of_a_dataset_with_a_transform_are_taken():
+    entries = datasets.Dataset.from_dict({"x": [1]}).with_transform(
+        lambda rows: {"prompt": ["a"] * len(rows["x"]), "image": [Image.new("RGB", (3, 3), "blue")] * len(rows["x"])}
+    )
+    assert colors(Taskset(entries)[0]) == ["blue"]
+
+
+def test_pictures_are_not_decoded_before_they_are_looked_at(tmp_path):
+    paint(tmp_path / "a.png")
+    (picture,) = rows_in(tmp_path, {"prompt": "a", "image": "a.png"}).next_batch(1)[0]["images"]
+    assert isinstance(picture, Picture)
+    assert vars(picture) == {"source": tmp_path / "a.png"}
+
+
+def test_a_task_with_pictures_travels_without_its_folder(tmp_path):
+    paint(tmp_path / "a.png")
+    sent = pickle.dumps(rows_in(tmp_path, {"prompt": "a", "image": "a.png"})[0])
+    (tmp_path / "a.png").unlink()
+    assert colors(pickle.loads(sent)) == ["red"]  # noqa: S301 - as Ray does
+
+
+def test_a_source_names_the_folders_of_its_entries(tmp_path):
+    class Source(list):
+        def folder(self, index):
+            return tmp_path / str(index)
+
+    for index, color in enumerate(("red", "blue")):
+        paint(tmp_path / str(index) / "a.png", color)
+    taskset = Taskset(Source([{"prompt": "a", "image": "a.png"}] * 2), order="sequential")
+    assert list(map(colors, taskset)) == [["red"], ["blue"]]
+
+
+def test_a_resumed_run_compares_pictures_by_content(tmp_path):
+    def made(color="red", folder="data", **entry):
+        paint(tmp_path / folder / "a.png", color)
+        paint(tmp_path / folder / "b.png", "blue")
+        return rows_in(tmp_path / folder, {"prompt": "a", "image": "a.png"} | entry, {"prompt": "b", "image": "b.png"})
+
+    taskset = made()
+    taskset.next_batch(1)
+    state = taskset.state_dict()
+    made().load_state_dict(state)
+    made(folder="elsewhere").load_state_dict(state)
+    for other in ({"color": "green"}, {"image": "b.png"}, {"image": ["a.png", "b.png"]}, {"image": None}):
+        with refuses("taskset") as refused:
+            made(**other).load_state_dict(state)
+        assert "line 1 of" in str(refused.value)
+
+
+@pytest.mark.parametrize("form", ["pillow", "bytes", "in messages"])
+def test_a_resumed_run_compares_pictures_in_memory(form, tmp_path):
+    def entries(color):
+        content = paint(tmp_path / "a.png", color).read_bytes()
+        if form == "in messages":
+            return [{"messages": [{"role": "user", "content": [PLACE | {"image": content}]}]}]
+        return [{"prompt": "a", "image": Image.new("RGB", (3, 3), color) if form == "pillow" else content}]
+
+    taskset = Taskset(entries("red"))
+    taskset.next_batch(1)
+    Taskset(entries("red")).load_state_dict(taskset.state_dict())
+    with refuses("taskset"):
+        Taskset(entries("blue")).load_state_dict(taskset.state_dict())
+
+
+def test_checksums_of_text_stay_those_of_earlier_checkpoints():
+    """Runs that were saved before there were pictures have these numbers in their state."""
+    entries = [
+        {"prompt": "a", "images": None, "n": 1},
+        {"messages": CHAT, "images": [], "x": {"y": 1.5}},
+        {"prompt": "b", "photo": Image.new("RGB", (2, 2)), "image": ""},
+    ]
+    taskset = Taskset(entries, order="sequential")
+    taskset.next_batch(3)
+    assert taskset.state_dict()["seen"] == [[0, 1, 2], [119776955, 436755716, 2428045871]]
 
 
 # The built-in sums
