@@ -412,8 +412,8 @@ def paint(file, color="red", size=(4, 4)):
 def rows_in(folder, *rows, name="tasks.jsonl", **options):
     folder.mkdir(exist_ok=True)
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"name": "t", "source": "dataset", "order": "sequential"} | options
-    return Taskset.from_config(TasksetConfig(path=str(folder / name), **options))
+    path = str(folder / name)
+    return Taskset.from_config(TasksetConfig(name="t", source="dataset", path=path, order="sequential", **options))
 
 
 def colors(task):
@@ -548,9 +548,10 @@ def test_a_resumed_run_compares_pictures_by_content(tmp_path):
     state = taskset.state_dict()
     made().load_state_dict(state)
     made(folder="elsewhere").load_state_dict(state)
-    for other in ({"color": "green"}, {"image": "b.png"}, {"image": ["a.png", "b.png"]}, {"image": None}):
+    images = [{"image": value} for value in ("b.png", ["a.png", "b.png"], None)]
+    for color, entry in (("green", {}), *(("red", image) for image in images)):
         with refuses("taskset") as refused:
-            made(**other).load_state_dict(state)
+            made(color, **entry).load_state_dict(state)
         assert "line 1 of" in str(refused.value)
 
 
