@@ -111,8 +111,8 @@ def read_pictures_of(entry: Mapping[str, Any], field: str = PICTURES[0], folder:
         ConfigError: as in `read_picture`.
     """
     fields = PICTURES if field == PICTURES[0] else (field,)
-    value = next((entry[name] for name in fields if not is_empty(entry.get(name))), [])
-    return read_pictures(value, folder)
+    values = (entry[name] for name in fields if not is_empty(entry.get(name)))
+    return next((read_pictures(value, folder) for value in values), [])
 
 
 def read_tools(entry: Mapping[str, Any]) -> list[dict[str, Any]]:

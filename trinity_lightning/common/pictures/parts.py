@@ -90,6 +90,8 @@ def placed(messages: Messages, pictures: Sequence[Picture], folder: Path) -> tup
     Raises:
         ConfigError: a picture cannot be read, or there are fewer or more places than pictures.
     """
+    if not pictures and not count_places(messages):
+        return messages, []
     messages = [
         message | {"content": read_parts(message["content"])} if has_pictures(message) else message
         for message in messages

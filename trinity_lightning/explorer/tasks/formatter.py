@@ -99,6 +99,8 @@ class Formatter:
         task: dict[str, Any] = {}
         if isinstance(conversation, str):
             task[PROMPT] = conversation
+            if self.system_prompt is None and not pictures:
+                return task
             conversation = [{"role": "user", "content": conversation}]
         else:
             self._check(field, conversation)
