@@ -36,7 +36,7 @@ from trinity_lightning.engines import (
     check_room,
     engines_of,
     settle_dtypes,
-    tell_thoughts,
+    tell_settings,
     thread_share,
 )
 from trinity_lightning.errors import ConfigError, ModelNotSavedError, TrinityError, causes, configured_at
@@ -385,7 +385,7 @@ def explorer_callback(
     warn_of_trained_entries(trained, config.eval_tasksets.values())
     models = [[model] for model in auxiliary_models.values()]
     engines = _engines(config, folder)
-    tell_thoughts(engines, config)
+    tell_settings(engines, config)
     explorer = Explorer(config.explorer, engines, train_source(config), eval_sources(config), models)
     return ExplorerCallback(
         explorer,

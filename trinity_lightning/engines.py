@@ -37,9 +37,10 @@ def engines_of(config: TrainConfig, folder: Path) -> list[Engine]:
     return list(engine.of_run(config, folder))
 
 
-def tell_thoughts(engines: Sequence[Engine], config: TrainConfig) -> None:
-    """Tell the engines of the policy the configured markers of its thoughts."""
+def tell_settings(engines: Sequence[Engine], config: TrainConfig) -> None:
+    """Tell the engines of the policy the configured markers of its thoughts, and the arguments of its processor."""
     for engine in engines:
+        engine.processor_args = config.model.processor_args
         engine.thoughts = Markers(*config.model.thoughts) if config.model.thoughts else None
 
 

@@ -14,7 +14,7 @@ from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.config.engines import TRAINER_GPU
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import typed_config
-from trinity_lightning.engines import auxiliary_models_of, check_room, engines_of, settle_dtypes, tell_thoughts
+from trinity_lightning.engines import auxiliary_models_of, check_room, engines_of, settle_dtypes, tell_settings
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.engine import Engine
@@ -106,7 +106,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     L.seed_everything(typed.seed, verbose=False)
     check_room(typed, sends=bool(checkpoints))
     engines = engines_of(typed, folder)
-    tell_thoughts(engines, typed)
+    tell_settings(engines, typed)
     if any(engine.capabilities.shares_weights for engine in engines):
         policy = PolicyModule(typed.model.name, dtype=typed.model.dtype)
         policy.configure_model()

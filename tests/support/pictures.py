@@ -11,9 +11,9 @@ from transformers import AutoModelForImageTextToText
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.pictures.picture import Picture
-from trinity_lightning.common.pictures.processor import PictureProcessor
+from trinity_lightning.common.pictures.processor import PictureProcessor, load_processor
 from trinity_lightning.common.pictures.prompt import PLACES, PicturePrompt
-from trinity_lightning.config.models import load_processor, load_tokenizer, resolve_model
+from trinity_lightning.config.models import load_tokenizer, resolve_model
 
 
 @cache

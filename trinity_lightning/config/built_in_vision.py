@@ -1,6 +1,7 @@
 """Builder of `tiny_vision`, a small random model that sees; `models.resolve_model` writes its files into the cache."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
@@ -36,6 +37,7 @@ def build_tiny_vision(folder: Path) -> None:
     pictures = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
     processor = Idefics3Processor(pictures, tokenizer, image_seq_len=_PICTURE_TOKENS, chat_template=_CHATML)
     pad, end = TINY_SPECIALS.index("<|pad|>"), TINY_SPECIALS.index("<|im_end|>")
+    special: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": pad}
     config = Idefics3Config(
         vision_config={
             "hidden_size": 64,
@@ -55,17 +57,13 @@ def build_tiny_vision(folder: Path) -> None:
             "num_key_value_heads": 4,
             "head_dim": 32,
             "max_position_embeddings": TINY_CONTEXT,
-            "bos_token_id": None,
-            "eos_token_id": end,
-            "pad_token_id": pad,
+            **special,
             "tie_word_embeddings": True,  # vLLM reads it here
         },
         image_token_id=processor.image_token_id,
         scale_factor=_SHUFFLE,
-        pad_token_id=pad,
-        bos_token_id=None,
-        eos_token_id=end,
         tie_word_embeddings=True,
+        **special,
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(TINY_SEED)

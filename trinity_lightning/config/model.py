@@ -1,6 +1,8 @@
 """The policy: its model, adapters and optimizer."""
 
 import importlib.util
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -88,7 +90,7 @@ class ModelConfig(Section, key="model"):
     """The policy.
 
     Attributes:
-        name: `smollm2`, `tiny`, a folder with a Hugging Face checkpoint, or a hub name `org/name`.
+        name: `smollm2`, `tiny`, `tiny_vision`, a folder with a Hugging Face checkpoint, or a hub name `org/name`.
         dtype: dtype of the weights while training: `bf16` or `fp16` with float32 masters in the optimizer, or `fp32`.
             `fp16` scales the loss, so that small gradients survive; it is for GPUs without bfloat16, and on a CPU it is
             slow. `auto`: bf16 on a GPU, or fp16 if it has no bfloat16; on a CPU bf16 or fp32, whichever multiplies
@@ -103,6 +105,9 @@ class ModelConfig(Section, key="model"):
         thoughts: [opening, closing] marker of the model's thoughts, in place of the usual ones such as <think> and
             </think>. Text before the last closing marker is no part of the answer, and a response that is cut off in
             its thoughts has no answer. Null: the usual markers, and those of the tokenizer.
+        processor_args: arguments of a picture model's processor, shared by engine and trainer, such as {max_pixels:
+            200000}, {size: {longest_edge: 512}} or {do_image_splitting: false}, by which a picture takes fewer tokens
+            (`+model.processor_args.max_pixels=200000`). The saved model keeps the processor's own settings.
         chat_template_kwargs: variables of the chat template, such as {enable_thinking: false}, for rollouts,
             evaluations, expert data and dataset examples (`+model.chat_template_kwargs.enable_thinking=false`). The
             `chat_template_kwargs` of an entry take precedence, key by key. Judges and teachers get no variables.
@@ -116,6 +121,7 @@ class ModelConfig(Section, key="model"):
     attn_implementation: str = "sdpa"
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     thoughts: list[str] | None = None
+    processor_args: dict[str, Any] = field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -126,7 +132,43 @@ class ModelConfig(Section, key="model"):
                 key="model.thoughts",
                 fix="give [opening, closing], two different texts, such as ['<think>', '</think>']",
             )
+        check_processor_args(self.processor_args)
         self.chat_template_kwargs = check_template_variables("model.chat_template_kwargs", self.chat_template_kwargs)
+
+
+# Arguments that the library sets itself, or that would change the form of the processor's tensors.
+NO_PROCESSOR_ARGS = (
+    "text", "images", "videos", "audio", "return_tensors", "data_format", "input_data_format", "device",
+    "disable_grouping", "return_row_col_info", "image_seq_len", "image_seq_length", "add_special_tokens", "padding",
+    "truncation", "max_length", "patch_size", "merge_size", "temporal_patch_size",
+)  # fmt: skip
+_EDGES = ("longest_edge", "shortest_edge", "height", "width")
+
+
+def check_processor_args(args: Mapping[str, Any]) -> None:
+    """Refuse arguments that no processor of pictures may be given; a ConfigError.
+
+    `processor.load_processor` compares their names with those that the model's own processor has.
+    """
+    for name, value in args.items():
+        key = f"model.processor_args.{name}"
+        if name in NO_PROCESSOR_ARGS:
+            raise ConfigError(f"{key} cannot be chosen: it belongs to the model or to the run", key=key)
+        if name in ("min_pixels", "max_pixels"):
+            whole_number(key, value, least=1)
+        elif name in ("size", "max_image_size"):
+            if not isinstance(value, Mapping) or not value:
+                raise ConfigError(f"{key} is {value!r}", key=key, fix="give a mapping, such as {longest_edge: 512}")
+            for edge, pixels in value.items():
+                if edge in _EDGES:
+                    whole_number(f"{key}.{edge}", pixels, least=1)
+        elif name.startswith("do_") and not isinstance(value, bool):
+            raise ConfigError(f"{key} is {value!r}", key=key, fix="give true or false")
+    if args.get("min_pixels", 0) > args.get("max_pixels", math.inf):
+        raise ConfigError(
+            f"model.processor_args.min_pixels is {args['min_pixels']}, above max_pixels, {args['max_pixels']}",
+            key="model.processor_args.min_pixels",
+        )
 
 
 OFFLOADED = "adamw_offload"

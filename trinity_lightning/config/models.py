@@ -24,13 +24,12 @@ from trinity_lightning.errors import ConfigError, ModelLoadError
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-    from trinity_lightning.common.pictures.processor import PictureProcessor
-
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "TRINITY_LIGHTNING_CACHE"
 BUILT_IN_MODELS = tuple(PARTS["built-in model"])
 HUB_SECONDS = 10  # time for an answer of the hub
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _HUB_NAME = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+")
 # Names of transformers' classes whose models cannot continue a text.
@@ -113,12 +112,22 @@ def write_once(target: Path, build: Callable[[Path], None]) -> None:
 
 def generation_file(name: str) -> bytes | None:
     """The bytes of a model's generation_config.json; None if it has none. Errors as `resolve_model`."""
-    source = str(resolve_model(name))
+    return _file_of(resolve_model(name), "generation_config.json")
+
+
+def processor_files(name: str) -> dict[str, bytes]:
+    """The bytes of the files of a picture model's processor, by their names. Errors as `resolve_model`."""
+    source = resolve_model(name)
+    files = {file: _file_of(source, file) for file in _PROCESSOR_FILES}
+    return {file: content for file, content in files.items() if content is not None}
+
+
+def _file_of(source: Path | str, name: str) -> bytes | None:
     from transformers.utils.hub import cached_file
 
     file = cached_file(
-        source,
-        "generation_config.json",
+        str(source),
+        name,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,  # without a network, only the cache counts
         _raise_exceptions_for_gated_repo=False,
@@ -127,7 +136,7 @@ def generation_file(name: str) -> bytes | None:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. If it has no pad token, its end token serves as one.
+    """The tokenizer of a model. If it has no pad token, its end token serves as one; it has its processor's template.
 
     Raises:
         ConfigError: as `resolve_model`.
@@ -147,6 +156,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise ModelLoadError(f"the tokenizer of model '{name}' has no end token: set eos_token in its files.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.chat_template is None and (saved := _file_of(source, "chat_template.json")) is not None:
+        tokenizer.chat_template = json.loads(saved).get("chat_template")  # as processors had it before transformers 5
     return tokenizer
 
 
@@ -158,52 +169,16 @@ def is_picture_model(config: Any) -> bool:
     return sees or config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
-def load_processor(name: str, args: Mapping[str, Any] | None = None) -> PictureProcessor | None:
-    """The processor of a model that reads pictures; None: the model reads text alone.
+def model_class(source: Path | str) -> Any:
+    """The class of transformers that loads a model: of text, or of text and pictures. It raises transformers' errors.
 
     Args:
-        name: name of the model.
-        args: arguments of the processor's calls (`model.processor_args`).
-
-    Raises:
-        ConfigError: as `resolve_model`.
-        ModelLoadError: the model reads pictures, and its processor cannot be loaded.
+        source: as `resolve_model` returns it.
     """
-    source = resolve_model(name)
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    try:
-        config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot load the configuration of model '{name}': {error}") from error
-    if not is_picture_model(config):
-        return None
-    kind = cast("type[PictureProcessor]", import_object("trinity_lightning.common.pictures.processor.PictureProcessor"))
-    return kind(_hugging_face_processor(name, source, config), args)
-
-
-def _hugging_face_processor(name: str, source: Path | str, config: Any) -> Any:
-    """The processor of a picture model; of SmolVLM its part for pictures, if its part for videos cannot be loaded."""
-    from transformers import AutoImageProcessor, AutoProcessor
-
-    try:
-        try:
-            processor = AutoProcessor.from_pretrained(source)
-        except ImportError:  # SmolVLM reads videos by torchvision and num2words; its pictures are those of Idefics3
-            if config.model_type != "smolvlm":
-                raise
-            from transformers import Idefics3Processor
-
-            processor = Idefics3Processor.from_pretrained(source)
-        if not hasattr(processor, "image_processor"):  # of a folder without its files AutoProcessor loads a tokenizer
-            AutoImageProcessor.from_pretrained(source)
-            raise ValueError(f"{type(processor).__name__} takes no pictures.")
-    except (ImportError, OSError, ValueError) as error:
-        raise ModelLoadError(
-            f"cannot load the processor of model '{name}', which reads pictures: {error} "
-            "A checkpoint folder needs the processor's files too: processor.save_pretrained(folder)."
-        ) from error
-    return processor
+    sees = is_picture_model(AutoConfig.from_pretrained(source))
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def load_generation_config(name: str) -> GenerationConfig:
@@ -295,8 +270,44 @@ def check_same_vocabulary(key: str, name: str, tokenizer: Any) -> None:
         )
 
 
+def reads_pictures(name: str) -> bool | None:
+    """True if a model reads pictures, False if it reads text alone; None: its name or its folder does not tell.
+
+    This is for checks at the start: neither transformers nor the hub is asked.
+    """
+    if name in BUILT_IN_MODELS:
+        return name == "tiny_vision"
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file():
+        return None
+    config = config_of(folder)
+    if "vision_config" in config:
+        return True
+    kinds = [str(kind) for kind in config.get("architectures") or ()]
+    return False if kinds and all(kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds) else None
+
+
+def check_processor_args_of(name: str, args: Mapping[str, Any]) -> None:
+    """Refuse `model.processor_args` of a model that is known to read text alone; a ConfigError."""
+    if args and reads_pictures(name) is False:
+        raise reads_text_alone(name)
+
+
+def reads_text_alone(name: str) -> ConfigError:
+    """The refusal of `model.processor_args` of this model."""
+    return ConfigError(
+        f"model '{name}' reads text alone, and has no processor of pictures",
+        key="model.processor_args",
+        fix="leave it out, or choose a model that reads pictures",
+    )
+
+
 def check_trainable(name: str) -> None:
-    """Refuse a folder with damaged files, a quantised checkpoint, or a model that cannot generate; a ConfigError."""
+    """Refuse a folder with damaged or missing files, a quantised checkpoint, or a model that cannot generate.
+
+    Raises:
+        ConfigError: as above.
+    """
     folder = Path(name).expanduser()
     if name in BUILT_IN_MODELS or not (folder / "config.json").is_file():
         return
@@ -317,6 +328,13 @@ def check_trainable(name: str) -> None:
                 "give the model that it was made from, "
                 "and engine.args.quantization=fp8 for vLLM to round what it is sent"
             ),
+        )
+
+    if "vision_config" in config and not any((folder / file).is_file() for file in _PROCESSOR_FILES):
+        raise ConfigError(
+            f"model '{name}' reads pictures, and its folder has no processor (preprocessor_config.json)",
+            key="model.name",
+            fix="write it there with processor.save_pretrained(folder)",
         )
 
 

@@ -53,7 +53,12 @@ from trinity_lightning.config.lightning_objects import FREE, lightning_objects
 from trinity_lightning.config.loss_arguments import check_loss
 from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.config.model import ModelConfig, OptimizerConfig
-from trinity_lightning.config.models import check_model_name, check_on_hub, check_trainable
+from trinity_lightning.config.models import (
+    check_model_name,
+    check_on_hub,
+    check_processor_args_of,
+    check_trainable,
+)
 from trinity_lightning.config.registry import ASKING_WORKFLOWS, PARTS, import_object
 from trinity_lightning.config.sections import Section, checked, choice_of, strategies, unknown_key
 from trinity_lightning.config.servers import check_adapters, check_servers, check_synchronizer, check_vllm
@@ -301,6 +306,7 @@ def validate(config: DictConfig, *, trains: bool = True, here: bool = True) -> T
     run, trainer = typed_config(config), config.trainer or {}
     check_model_name(run.model.name)
     check_trainable(run.model.name)
+    check_processor_args_of(run.model.name, run.model.processor_args)
     if run.buffer.has_rollouts:
         check_strategies(run)
         check_teachers(run)

@@ -143,9 +143,10 @@ class SyncPolicy:
             message = f"an engine's tokenizer is not that of '{policy.model_name}'"
             raise ConfigError(message, key="engine", fix="give it that model, too")
         room = min(engine.max_model_len for engine in engines) - 1
-        has_pictures = policy.processor is not None and all(engine.processor is not None for engine in engines)
+        processors = [engine.processor for engine in engines if engine.processor is not None]
+        has_pictures = len(processors) == len(engines) > 0
         if has_pictures:
-            token_ids = PicturePrompt.joined(probe_picture(policy.processor), token_ids)
+            token_ids = PicturePrompt.joined(probe_picture(processors[0]), token_ids)
         del token_ids[room:]
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),

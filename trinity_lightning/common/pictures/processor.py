@@ -2,11 +2,15 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.prompt import PLACES, Expansion
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.config.model import NO_PROCESSOR_ARGS
+from trinity_lightning.config.models import is_picture_model, reads_text_alone, resolve_model
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError, ModelLoadError
 
 # Expansions that a processor keeps: the rollouts of a prompt share its tensors, however late each is asked for.
 MOST_KEPT = 256
@@ -78,3 +82,69 @@ class PictureProcessor:
         tensors[PLACES] = (token_ids == self.token_id).nonzero()[:, 0]
         unexpanded = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return Expansion(tuple(unexpanded), tuple(pictures), tuple(token_ids.tolist()), tensors)
+
+
+# -- the processor of a model ------------------------------------------------------------------------------------------
+
+
+def load_processor(name: str, args: Mapping[str, Any] | None = None) -> PictureProcessor | None:
+    """The processor of a model that reads pictures; None: the model reads text alone.
+
+    Args:
+        name: name of the model.
+        args: arguments of the processor's calls (`model.processor_args`).
+
+    Raises:
+        ConfigError: as `resolve_model`.
+        ModelLoadError: the model reads pictures, and its processor cannot be loaded.
+    """
+    source = resolve_model(name)
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot load the configuration of model '{name}': {error}") from error
+    if not is_picture_model(config):
+        if args:
+            raise reads_text_alone(name)
+        return None
+    processor = _hugging_face_processor(name, source, config)
+    _check_names(processor, args or {})
+    return PictureProcessor(processor, args)
+
+
+def _check_names(processor: Any, args: Mapping[str, Any]) -> None:
+    """Refuse arguments that a processor's part for pictures does not have; a ConfigError."""
+    typed = getattr(processor.image_processor, "valid_kwargs", None)
+    known = {*getattr(typed, "__annotations__", ())} - {*NO_PROCESSOR_ARGS}
+    for argument in args if typed else ():  # a class of the model's own may have declared none
+        if argument not in known:
+            raise ConfigError(
+                unknown_name(f"argument of {type(processor).__name__}", argument, known),
+                key=f"model.processor_args.{argument}",
+            )
+
+
+def _hugging_face_processor(name: str, source: Path | str, config: Any) -> Any:
+    """The processor of a picture model; of SmolVLM its part for pictures, if its part for videos cannot be loaded."""
+    from transformers import AutoImageProcessor, AutoProcessor
+
+    try:
+        try:
+            processor = AutoProcessor.from_pretrained(source)
+        except ImportError:  # SmolVLM reads videos by torchvision and num2words; its pictures are those of Idefics3
+            if config.model_type != "smolvlm":
+                raise
+            from transformers import Idefics3Processor
+
+            processor = Idefics3Processor.from_pretrained(source)
+        if not hasattr(processor, "image_processor"):  # of a folder without its files AutoProcessor loads a tokenizer
+            AutoImageProcessor.from_pretrained(source)
+            raise ValueError(f"{type(processor).__name__} takes no pictures.")
+    except (ImportError, OSError, ValueError) as error:
+        raise ModelLoadError(
+            f"cannot load the processor of model '{name}', which reads pictures: {error} "
+            "A checkpoint folder needs the processor's files too: processor.save_pretrained(folder)."
+        ) from error
+    return processor

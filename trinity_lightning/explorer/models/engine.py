@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +77,8 @@ class Engine(ABC):
     restarts: int | None = None
     # Processor of a model that takes pictures, set by `load`; None: the model, or this engine, takes none.
     processor: PictureProcessor | None = None
+    # Arguments of that processor (`model.processor_args`), set before `load`.
+    processor_args: Mapping[str, Any] = MappingProxyType({})
     # Markers around the model's thoughts (`model.thoughts`); None: the common ones, and those of its tokenizer.
     thoughts: Markers | None = None
 

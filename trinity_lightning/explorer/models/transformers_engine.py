@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.pictures.processor import load_processor
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.pictures.states import PICTURES, PictureInputs, picture_inputs, with_states
 from trinity_lightning.common.pictures.tensors import PictureTensors
 from trinity_lightning.config.engines import CAPABILITIES, EngineConfig
-from trinity_lightning.config.models import load_processor, load_tokenizer
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import InProcessEngine, response_text, written_text
 from trinity_lightning.explorer.models.turns import end_tokens
@@ -215,7 +216,7 @@ class TransformersEngine(InProcessEngine):
             raise ConfigError("the transformers engine generates with the training model: bind(model) it first.")
         self._tokenizer = load_tokenizer(self._model_name)
         self.generation_config = self._model.generation_config
-        self.processor = load_processor(self._model_name)
+        self.processor = load_processor(self._model_name, self.processor_args)
 
     def _add(self, request_id: str, token_ids: list[int], n: int, sampling: dict[str, Any]) -> None:
         if unknown := sorted(set(sampling) - set(SUPPORTED)):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trinity_lightning.common.hardware import GIB, forget, trim_heap
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.pictures.processor import load_processor
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.random_state import random_state, restore_random_state
 from trinity_lightning.config.engines import (
@@ -27,7 +28,7 @@ from trinity_lightning.config.engines import (
     reason_of,
     require_vllm,
 )
-from trinity_lightning.config.models import load_generation_config, load_processor, resolve_model
+from trinity_lightning.config.models import load_generation_config, resolve_model
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine
@@ -195,7 +196,7 @@ class VLLMEngine(InProcessEngine):
                 self._engine = self._build(path)
                 self._tokenizer, self._dtype = self._engine.get_tokenizer(), self._engine.model_config.dtype
                 self.generation_config = load_generation_config(self._model)
-                if (processor := load_processor(self._model)) is not None:
+                if (processor := load_processor(self._model, self.processor_args)) is not None:
                     self.processor = processor
                     self._pictures = VLLMPictures(self._engine.renderer, processor.args)
                 self._packed = self._packed_weights() if self._on_cpu else None
@@ -228,6 +229,8 @@ class VLLMEngine(InProcessEngine):
         check_known(self._config.args, [field.name for field in dataclasses.fields(EngineArgs)])
         on_cpu = current_platform.is_cpu()
         arguments = engine_args(path, self._config, on_cpu)
+        if self.processor_args:
+            arguments = {**arguments, "mm_processor_kwargs": dict(self.processor_args)}
         with quick_start():
             if on_cpu:
                 return built_on_cpu(lambda: LLMEngine.from_engine_args(EngineArgs(**arguments)))
