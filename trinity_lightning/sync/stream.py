@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trinity_lightning.common.words import listed
+from trinity_lightning.config.models import model_class
 from trinity_lightning.config.values import nearest
 from trinity_lightning.errors import WeightSyncError
 
@@ -154,10 +155,11 @@ def in_parts(model: nn.Module) -> Parts | None:
 
 def skeleton(path: str) -> Any:
     """The Hugging Face model in a folder (or of a hub name), from its config, without any weights in memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    kind = model_class(path)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        return kind.from_config(AutoConfig.from_pretrained(path))
 
 
 def parameter_shapes(path: str) -> dict[str, Shape]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from trinity_lightning.config.model import ALL_LINEAR, LoRAConfig, ModelConfig, settled_alpha
-from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.models import is_picture_model, resolve_model
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.sync.proof import DRILL_SEED, noise, perturbed_tensors
@@ -217,9 +217,9 @@ def shapes_alone(config: ModelConfig) -> dict[str, Shape]:
 def check_adapter(config: ModelConfig) -> None:
     """Refuse targets that the model lacks, or a rank above the rank of all weights; loads no weights. A ConfigError."""
     model = skeleton(str(resolve_model(config.name)))
-    targets = _targets(model, config.lora.targets)
-    adapted = [module for name, module in model.named_modules() if name.rpartition(".")[2] in targets]
-    most = max(min(module.weight.shape) for module in adapted if isinstance(module, (nn.Linear, Conv1D)))
+    targets = {*_targets(model, config.lora.targets)}
+    adapted = [module for name, module in _adaptable(model) if targets & {name, name.rpartition(".")[2]}]
+    most = max(min(module.weight.shape) for module in adapted)  # type: ignore[union-attr]
     if (config.lora.r or 0) > most:
         raise ConfigError(
             f"model.lora.r is {config.lora.r}, and no layer's weight has a rank above {most}",
@@ -246,16 +246,33 @@ def put_base_in(checkpoint: dict[str, Any], module: Any) -> None:
 
 
 def _targets(model: Any, asked: str | list[str]) -> list[str]:
-    """Last parts of the names of the linear layers to adapt; a ConfigError if there is no such layer."""
-    head = model.get_output_embeddings()
-    linear = [
-        name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D)) and module is not head
-    ]
-    present = {name.rpartition(".")[2] for name in linear}
+    """Names of the linear layers to adapt, as peft takes them: their last parts; of a picture model their whole names.
+
+    Layers of a picture model's vision tower may have the same last parts, and get no adapters.
+
+    Raises:
+        ConfigError: there is no such layer.
+    """
+    present = [name for name, _ in _adaptable(model)]
+    last_parts = {name.rpartition(".")[2] for name in present}
     for name in [] if asked == ALL_LINEAR else asked:
-        if name not in present:
-            raise ConfigError(unknown_name("model.lora.targets", name, present), key="model.lora.targets")
-    return sorted(present if asked == ALL_LINEAR else asked)
+        if name not in last_parts:
+            raise ConfigError(unknown_name("model.lora.targets", name, last_parts), key="model.lora.targets")
+    chosen = last_parts if asked == ALL_LINEAR else {*asked}
+    if is_picture_model(model.config):
+        return [name for name in present if name.rpartition(".")[2] in chosen]
+    return sorted(chosen)
+
+
+def _adaptable(model: Any) -> list[tuple[str, nn.Module]]:
+    """The linear layers of the model's language part, without its head, by name."""
+    head = model.get_output_embeddings()
+    language = {*model.get_decoder().modules()} if is_picture_model(model.config) else None
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and (language is None or module in language)
+    ]
 
 
 def _local(parameter: Any) -> Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.common.pictures.states import takes_pictures, with_states
+from trinity_lightning.common.pictures.states import with_states
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.model import Dropout
-from trinity_lightning.config.models import load_generation_config, resolve_model
+from trinity_lightning.config.models import is_picture_model, load_generation_config, model_class, resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.head import Head, token_logprobs
 from trinity_lightning.trainer.layers import HALF, SHORT_SDPA, attention_implementation, lean_layers
@@ -31,14 +31,14 @@ def load_model(
 ) -> Any:
     """Load a causal language model of transformers on the CPU; with `lean_layers` in 16 bits if it is not compiled.
 
+    A model that reads pictures is loaded with its vision tower.
+
     Raises:
         ModelLoadError: the model does not exist, or is no causal language model.
     """
-    from transformers import AutoModelForCausalLM
-
     path, attention = str(resolve_model(name)), attention_implementation(attn_implementation)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = model_class(path).from_pretrained(
             path, dtype=dtype, attn_implementation=attention, generation_config=load_generation_config(name)
         )
     except Exception as error:  # whatever wrong files provoke in transformers
@@ -229,7 +229,7 @@ def usable_layout(layout: Layout, model: Any, function: LogprobFn) -> Layout:
 
 def _obstacle(model: Any, function: LogprobFn) -> str | None:
     """The reason why the model's rows cannot share prefixes; None if they can."""
-    if takes_pictures(model.config) and model.config.model_type not in SHARING_FAMILIES:
+    if is_picture_model(model.config) and model.config.model_type not in SHARING_FAMILIES:
         return "takes pictures, and prefixes with pictures are shared only by " + ", ".join(SHARING_FAMILIES)
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -299,7 +299,7 @@ def _probe(model: Any) -> nn.Parameter | None:
     embeddings = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
     left_out = {id(parameter) for layer in embeddings for parameter in layer.parameters()}
     # A tower for pictures has no part in log-probabilities of text.
-    language = model.get_decoder() if takes_pictures(model.config) else model
+    language = model.get_decoder() if is_picture_model(model.config) else model
     others = [parameter for parameter in language.parameters() if id(parameter) not in left_out]
     return next((parameter for parameter in others if parameter.ndim == 1), others[0] if others else None)
 

@@ -5,7 +5,6 @@ budget, so their number varies. There is exactly one optimizer step per `trainin
 checkpoints and schedulers behave as in any Lightning module.
 """
 
-import atexit
 import gc
 import logging
 import math
@@ -28,13 +27,12 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, await_kernels, reuse_large_buffers
 from trinity_lightning.common.model_memory import useful_tokens
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.common.pictures.processor import PictureProcessor
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.random_state import random_state
 from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.config.checkpoints import check_file
 from trinity_lightning.config.model import Dropout, LoRAConfig, OptimizerConfig, WeightDtype
-from trinity_lightning.config.models import generation_file, load_processor, load_tokenizer, resolve_model
+from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.sections import plain, section_of
 from trinity_lightning.config.trainer import check_half, check_trainer_settings
 from trinity_lightning.config.values import AUTO
@@ -53,6 +51,7 @@ from trinity_lightning.trainer.checkpoint import (
 )
 from trinity_lightning.trainer.critic import Critic
 from trinity_lightning.trainer.flops import ModelSize, Peak, products_dtype, step_costs
+from trinity_lightning.trainer.garbage import Thaw
 from trinity_lightning.trainer.head import lean_embeddings
 from trinity_lightning.trainer.layout import Part, collate, trained_tokens
 from trinity_lightning.trainer.loss_scale import LossScale
@@ -192,8 +191,8 @@ class PolicyModule(L.LightningModule):
             for callback in self.trainer.checkpoint_callbacks:
                 check_local(getattr(callback, "dirpath", None) or "")
         # One is enough: in a second fit Lightning would announce that the first one's is replaced.
-        present = any(isinstance(callback, _Thaw) for callback in vars(self.trainer)["callbacks"])
-        return [] if present else [_Thaw()]
+        present = any(isinstance(callback, Thaw) for callback in vars(self.trainer)["callbacks"])
+        return [] if present else [Thaw()]
 
     def setup(self, stage: str) -> None:
         """Prepare for experiences of older weights, if the data module has any.
@@ -295,11 +294,6 @@ class PolicyModule(L.LightningModule):
     def tokenizer(self) -> Any:
         """The policy's tokenizer."""
         return load_tokenizer(self.model_name)
-
-    @cached_property
-    def processor(self) -> PictureProcessor | None:
-        """The policy's processor of pictures; None: it reads text alone."""
-        return load_processor(self.model_name)
 
     @property
     def max_tokens(self) -> int:
@@ -551,7 +545,7 @@ class PolicyModule(L.LightningModule):
     @cached_property
     def _files(self) -> ModelFiles:
         """The model's other files, first read by `try_saving`: their folder may be gone once the model is trained."""
-        return ModelFiles(self.model_name, self.tokenizer, generation_file(self.model_name))
+        return ModelFiles.of(self.model_name, self.tokenizer, self.policy.config)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -593,19 +587,3 @@ class PolicyModule(L.LightningModule):
             check_file(Path(checkpoint_path))
             saved_weights(checkpoint_path)
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
-
-
-class _Thaw(L.Callback):
-    """Unfreezes Python's collector when a fit ends, also by an error: Lightning tells callbacks of it, not modules.
-
-    A policy that stays frozen would never be freed, and at the end of the process nanobind would report leaks.
-    """
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        gc.unfreeze()
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        gc.unfreeze()
-
-
-atexit.register(gc.unfreeze)  # a second Ctrl-C ends a fit before all callbacks know

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trinity_lightning.common.files import disk_full_named
+from trinity_lightning.config.models import generation_file, is_picture_model, processor_files
 from trinity_lightning.errors import ConfigError, DiskFullError
 from trinity_lightning.sync.stream import check_conversion
 
@@ -22,11 +23,19 @@ class ModelFiles:
         name: the model's name or folder, for messages.
         tokenizer: the model's tokenizer.
         generation: contents of the model's own generation_config.json; None: it has none.
+        processor: contents of the files of a picture model's processor, by their names.
     """
 
     name: str
     tokenizer: Any
     generation: bytes | None
+    processor: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, name: str, tokenizer: Any, config: Any) -> "ModelFiles":
+        """The files of the model of that name, whose configuration and tokenizer are loaded."""
+        processor = processor_files(name) if is_picture_model(config) else {}
+        return cls(name, tokenizer, generation_file(name), processor)
 
     def write(self, folder: Path, model: Any, weights: Mapping[str, Tensor]) -> None:
         """Write the weights first, then everything else that belongs to the model."""
@@ -38,6 +47,8 @@ class ModelFiles:
             if self.generation is not None:
                 generation.write_bytes(self.generation)
             self.tokenizer.save_pretrained(folder)
+            for file, content in self.processor.items():
+                (folder / file).write_bytes(content)
         except Exception as error:
             error.add_note(f"The weights are in '{folder}', whole; only other files are missing.")
             raise

@@ -14,11 +14,6 @@ from trinity_lightning.errors import ModelLoadError
 PICTURES = "pictures"  # key of a batch's inputs
 
 
-def takes_pictures(config: Any) -> bool:
-    """True for the configuration of a Hugging Face model that reads pictures too."""
-    return getattr(config, "vision_config", None) is not None
-
-
 @dataclass(frozen=True)
 class PictureInputs:
     """The different pictures of a batch, and the tokens that stand for them.
