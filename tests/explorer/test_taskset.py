@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from typing import Any
 
 import datasets
 import datasets.config
@@ -538,7 +539,7 @@ def test_a_source_names_the_folders_of_its_entries(tmp_path):
 
 
 def test_a_resumed_run_compares_pictures_by_content(tmp_path):
-    def made(color="red", folder="data", **entry):
+    def made(color="red", folder="data", **entry: Any):
         paint(tmp_path / folder / "a.png", color)
         paint(tmp_path / folder / "b.png", "blue")
         return rows_in(tmp_path / folder, {"prompt": "a", "image": "a.png"} | entry, {"prompt": "b", "image": "b.png"})
@@ -548,10 +549,9 @@ def test_a_resumed_run_compares_pictures_by_content(tmp_path):
     state = taskset.state_dict()
     made().load_state_dict(state)
     made(folder="elsewhere").load_state_dict(state)
-    images = [{"image": value} for value in ("b.png", ["a.png", "b.png"], None)]
-    for color, entry in (("green", {}), *(("red", image) for image in images)):
+    for color, image in (("green", "a.png"), ("red", "b.png"), ("red", ["a.png", "b.png"]), ("red", None)):
         with refuses("taskset") as refused:
-            made(color, **entry).load_state_dict(state)
+            made(color, image=image).load_state_dict(state)
         assert "line 1 of" in str(refused.value)
 
 
