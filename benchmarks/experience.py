@@ -155,10 +155,10 @@ def compare(experiences: list[Experience], prompt: int, response: int, seconds: 
 def make_pictured(count: int, prompts: int, side: int) -> list[Experience]:
     """Experiences of 1,024 tokens, a quarter of them prompt; those of a prompt follow each other."""
     experiences = make_experiences(count, 1024, 256)
+    pictures = [torch.randn(1, 3, side, side) for _ in range(prompts)]
+    inputs = [{"pixel_values": picture, "picture_places": torch.arange(64)} for picture in pictures]
     for index, experience in enumerate(experiences):
-        if index % (count // prompts) == 0:
-            inputs = {"pixel_values": torch.randn(1, 3, side, side), "picture_places": torch.arange(64)}
-        experience.multi_modal_inputs = inputs
+        experience.multi_modal_inputs = inputs[index * prompts // count]
     return experiences
 
 

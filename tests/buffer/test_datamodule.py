@@ -80,7 +80,7 @@ def test_the_step_of_rank_0_comes_to_other_ranks_with_its_pictures():
 
     modules = [ExperienceDataModule("grpo") for _ in range(2)]
     for rank, module in enumerate(modules):
-        module.trainer = Ranked(rank)
+        module.trainer = Ranked(rank)  # type: ignore[assignment]
     modules[0].storage.ready[1] = step
     first, second = (module.share(1) for module in modules)
     assert len(sent[0]) < 50_000

@@ -1,5 +1,6 @@
 """Pictures in a database, SQLite or, where it is installed, PostgreSQL: each is there once, as long as it is used."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,22 @@ def test_a_step_that_is_replaced_between_two_queries_of_a_reader(place: str, mon
     monkeypatch.setattr(sql, "_pictures_of", replace_once)
     with SqlReader(place) as reader:
         assert reader.read(3) == (before if place.endswith(".db") else after)
+
+
+def test_runs_that_replace_their_steps_at_the_same_time_keep_the_pictures_of_each_other(place: str) -> None:
+    """A picture that one run no longer uses may be taken up by another at that moment."""
+    groups = [pictured(groups=2)[:3], pictured(groups=2)[3:]]
+    SqlStorage(place).close()
+
+    def work(run: int) -> None:
+        for number in range(10):
+            keep_step(place, str(run), 1, groups[(number + run) % 2])
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    with SqlReader(place) as reader:
+        assert len(reader.read(100)) == 9
+    assert stored(place) == 2 + PLACES
 
 
 def test_missing_and_damaged_pictures_are_errors_that_name_the_place(place: str) -> None:
