@@ -45,10 +45,14 @@ def test_killed_ray_workers_lose_nothing(run_benchmark: RunBenchmark) -> None:
 
 
 def test_experience_measures_every_size(run_benchmark: RunBenchmark) -> None:
-    results = run_benchmark("experience.py", "--sizes", "4x64", "2x128", "--seconds", "0")
+    sizes = ("--sizes", "4x64", "2x128", "--pictures", "8x1x96")
+    results = run_benchmark("experience.py", *sizes, "--seconds", "0")
     for size in ("4x64", "2x128"):
         measured = results[size]
         assert all(measured[name]["ratio"] > 0 for name in ("serialize", "deserialize", "gather"))
+    pictures = results["pictures 8x1x96"]
+    assert all(pictures[name]["ratio"] > 0 for name in ("serialize", "deserialize"))
+    assert pictures["payload_mb"] < pictures["version_2_mb"] / 3
 
 
 def test_contended_training_measures_every_setting(run_benchmark: RunBenchmark) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.buffer import filled, make_group, names, through_a_file
 from support.errors import refuses
+from support.experiences import pictured
 
 from trinity_lightning.algorithm.add_strategy import AddStrategy
 from trinity_lightning.buffer.datamodule import ExperienceDataModule, ExperienceLoader, MemoryStorage
@@ -42,6 +43,50 @@ def test_grpo_weighs_each_group_and_the_loader_hands_it_out():
     for experience, reward in zip(rollouts[:4], WEIGHED, strict=True):
         assert advantages[experience.eid.uid] == pytest.approx([(reward - mean) / std] * 2, abs=1e-4)
     assert all(advantages[e.eid.uid] == pytest.approx([0.0, 0.0], abs=1e-4) for e in rollouts[4:])
+
+
+def test_pictures_are_one_object_in_the_buffer_and_in_its_checkpoint():
+    """Rollouts of several workers come with pictures that are equal, and not the same objects."""
+    data, rollouts = ExperienceDataModule("grpo"), pictured(groups=2, size=4, pixels=10_000)
+    assert len({id(experience.multi_modal_inputs) for experience in rollouts}) == 8
+    fill(data, rollouts, 1)
+    data.storage.ready[2] = pictured(groups=1)
+    state = through_a_file(data.state_dict())
+    assert len(state["payload"]) < 100_000
+    resumed = ExperienceDataModule("grpo")
+    resumed.load_state_dict(state)
+    for module in (data, resumed):
+        inputs = [experience.multi_modal_inputs for experience in module.storage.experiences]
+        assert [id(of_one) for of_one in inputs] == [id(inputs[0])] * 4 + [id(inputs[4])] * 4
+        assert inputs[0] is not inputs[4]
+    assert resumed.storage.experiences == data.storage.experiences
+    assert resumed.storage.ready == data.storage.ready
+
+
+def test_the_step_of_rank_0_comes_to_other_ranks_with_its_pictures():
+    """Each rank has a Lightning strategy, which broadcasts what rank 0 hands in."""
+    sent, step = [], pictured(size=8, pixels=10_000)
+
+    class Strategy:
+        def broadcast(self, payload):
+            sent.append(payload)
+            return sent[0]
+
+    class Ranked:
+        world_size, strategy = 2, Strategy()
+
+        def __init__(self, rank):
+            self.is_global_zero = rank == 0
+
+    modules = [ExperienceDataModule("grpo") for _ in range(2)]
+    for rank, module in enumerate(modules):
+        module.trainer = Ranked(rank)  # type: ignore[assignment]
+    modules[0].storage.ready[1] = step
+    first, second = (module.share(1) for module in modules)
+    assert len(sent[0]) < 50_000
+    assert first is step
+    assert second == step
+    assert len({id(experience.multi_modal_inputs) for experience in second}) == 1
 
 
 def test_several_strategies_with_arguments_follow_each_other():

@@ -13,7 +13,7 @@ from support.crashes import count_up, processes  # noqa: F401  # a fixture
 from support.errors import refuses
 from support.postgres import postgres_url  # noqa: F401  # a fixture
 
-from trinity_lightning.buffer import sql
+from trinity_lightning.buffer import database
 from trinity_lightning.buffer.sql import ReplayReader, SqlReader, SqlStorage, keep_step
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.errors import StorageError, StorageFormatError, StorageLockedError
@@ -287,7 +287,7 @@ def test_a_locked_database_is_waited_for_and_then_an_error(tmp_path, monkeypatch
         for storage in (impatient, patient):  # fail at once instead of after SQLite's own five seconds
             with storage._database._engine.connect() as connection:
                 connection.exec_driver_sql("PRAGMA busy_timeout=1")
-        monkeypatch.setattr(sql, "RETRY_FOR", 0.5)
+        monkeypatch.setattr(database, "RETRY_FOR", 0.5)
         with pytest.raises(StorageLockedError, match=r"buffer\.db.*busy"):
             impatient.write(make_group(0, 1))
         monkeypatch.undo()
@@ -337,7 +337,7 @@ def test_urls_that_cannot_work_are_refused(url):
 
 
 def test_passwords_stay_out_of_messages(monkeypatch):
-    monkeypatch.setattr(sql, "RETRY_FOR", 0)
+    monkeypatch.setattr(database, "RETRY_FOR", 0)
     with pytest.raises(StorageError) as caught:
         SqlStorage("postgresql://me:secret@127.0.0.1:1/none")
     assert "secret" not in str(caught.value)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 from support.buffer import make_group, through_a_file
+from support.experiences import pictured
 
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.step_files import StepReader, keep_step, read_experiences
@@ -139,6 +140,21 @@ def test_the_data_module_keeps_what_the_trainer_is_given(tmp_path):
     assert stored[4:] == data.storage.experiences
     assert all(experience.advantages is not None for experience in stored)
     assert from_hf_datasets(to_hf_datasets(stored)) == stored
+
+
+def test_a_group_has_its_picture_once_in_a_file_and_in_memory(tmp_path):
+    group = pictured(size=8, pixels=50_000)
+    path = keep_step(tmp_path, 1, group)
+    assert path.stat().st_size < 250_000
+    assert read_experiences(path) == group
+    keep_step(tmp_path, 2, group)
+    with StepReader(tmp_path) as reader:
+        again = reader.read(16)  # of both files
+    assert again == [*group, *group]
+    assert len({id(experience.multi_modal_inputs) for experience in again}) == 1
+    of_rows = from_hf_datasets(to_hf_datasets(again))
+    assert of_rows == again
+    assert len({id(experience.multi_modal_inputs) for experience in of_rows}) == 1
 
 
 def test_nothing_is_kept_unless_asked_for(tmp_path, monkeypatch):

@@ -17,12 +17,14 @@ from typing import Any
 import psutil
 import pytest
 import ray
+import torch
 from support.compose import composed
 from support.errors import refuses
 from support.fake_model import FakeModel, Scripted, ScriptedRepeatable, an_experience, hang, scripted, succeed
 from support.runs import environment
 
 from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.experience.fields import PLACES
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.run import validate
@@ -151,6 +153,22 @@ def test_results_are_those_of_local_runners(cluster: Cluster) -> None:
     assert there == here
     assert [info["model_version"] for *_, info, _ in there[1]] == [5] * 9
     assert there[0][3][:2] == (False, "2 of 2 runs failed: 2 x PromptTooLongError: prompt_truncated: 600 tokens")
+
+
+async def see(flow: Any) -> list[Experience]:
+    """One experience a run, with the same picture."""
+    runs = range(flow.run_id_base, flow.run_id_base + flow.repeat_times)
+    inputs = {"pixels": torch.arange(6.0), PLACES: torch.tensor([0])}
+    return [Experience(eid=EID(run=run), tokens=[9, 1], multi_modal_inputs=inputs) for run in runs]
+
+
+def test_pictures_come_back_and_are_shared(cluster: Cluster) -> None:
+    _, experiences = cluster.results([scripted(see, ScriptedRepeatable, repeat_times=4)])
+    inputs = [experience.multi_modal_inputs for experience in experiences]
+    assert len(inputs) == 4
+    assert all(of_one is inputs[0] for of_one in inputs)
+    assert inputs[0] is not None
+    assert {name: tensor.tolist() for name, tensor in inputs[0].items()} == {"pixels": [*range(6)], PLACES: [0]}
 
 
 def dying(folder: Path, times: int) -> Callable[[Any], Coroutine[Any, Any, list[Experience]]]:

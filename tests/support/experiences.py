@@ -137,6 +137,25 @@ def sample() -> list[Experience]:
     return [single, multi, pair]
 
 
+def pictured(groups: int = 1, size: int = 3, pixels: int = 6) -> list[Experience]:
+    """Groups of rollouts, each of a prompt with a picture, which are equal and not the same objects."""
+    return [
+        Experience(
+            eid=EID(1, group, run, suffix="p"),
+            tokens=[5, 9, 9, 10 + run, 2],
+            prompt_length=3,
+            logprobs=[-0.5, -1.0],
+            reward=float(run),
+            multi_modal_inputs={
+                "pixels": torch.arange(float(pixels)) + group,
+                "picture_places": torch.tensor([1, 2]),
+            },
+        )
+        for group in range(groups)
+        for run in range(size)
+    ]
+
+
 def fixed() -> list[Experience]:
     """The experiences of tests/common/experience/version_2.bin: every dtype and kind of value, and fixed ids."""
     chat = [{"role": "user", "content": "Hi", "tool_calls": [{"id": 1}]}]

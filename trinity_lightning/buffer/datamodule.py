@@ -14,6 +14,7 @@ from torch import Tensor
 from trinity_lightning.buffer.operators.experience_operator import AuxiliaryModels, Operators
 from trinity_lightning.buffer.pipeline import ExperiencePipeline, MoreRollouts, StrategySpec
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.experience.inputs import share_inputs
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.registry import Registry
@@ -252,6 +253,7 @@ class ExperienceDataModule(UnmovedDataModule):
             joining = self._experts.read(step)
             weighed += joining
             metrics["experience_pipeline/expert"] = float(len(joining))
+        await asyncio.to_thread(share_inputs, weighed)  # a group's rollouts may be of several workers
         if self._keep is not None:
             await asyncio.to_thread(self._keep, step, weighed)
         self.storage.ready[step] = weighed  # at the end: an interruption during an await must find the step not taken

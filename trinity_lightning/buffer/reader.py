@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.experience.inputs import share_inputs
 from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.errors import ForeignPositionError
@@ -37,7 +38,7 @@ class BufferReader(ABC):
         wait: float = 0.0,
         pause: Callable[[float], None] = time.sleep,
     ) -> list[Experience]:
-        """The next experiences, in the reader's order.
+        """The next experiences, in the reader's order. Those with equal pictures share them.
 
         Args:
             count: how many at most.
@@ -56,6 +57,7 @@ class BufferReader(ABC):
         while True:
             left = deadline - time.monotonic()
             if (experiences := self._try_read(count, whole_groups, last=left <= 0)) is not None:
+                share_inputs(experiences)  # some were fetched in different turns
                 return experiences
             pause(min(POLL, max(left, 0.0)))
 

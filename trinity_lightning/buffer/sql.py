@@ -1,6 +1,7 @@
 """Experiences in a database, which any number of processes write and read: SQLite, or PostgreSQL by its URL.
 
-A row is an experience: a payload of version 2, and the values by which readers choose.
+A row is an experience: a payload, and the values by which readers choose. Its pictures lie in a table of their own,
+once each, and the payload names them.
 
 Every row has a position, and rows become visible in the order of their positions. A writer takes its positions from a
 counter in the database, in the transaction that inserts the rows: the next writer waits at the counter until they are
@@ -12,41 +13,24 @@ import asyncio
 import math
 import random
 import secrets
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from torch import Tensor
 
 from trinity_lightning.algorithm.add_strategy.add_strategy import BufferWriter
+from trinity_lightning.buffer.database import PICTURE_TABLES, PICTURES, READS, ROWS, USES, Database, sa
 from trinity_lightning.buffer.reader import BufferReader, Cursor, CursorReader, Item, check_source, group_of
 from trinity_lightning.buffer.step_files import FOLDER, folder_id
 from trinity_lightning.common.experience import Experience, ExperienceError, ExperienceFormatError
+from trinity_lightning.common.experience.codec import names_apart, write_payload
+from trinity_lightning.common.experience.experience import read_payload
+from trinity_lightning.common.experience.inputs import InputTable
+from trinity_lightning.common.experience.payload import Writer, unpack
 from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.values import number, one_of, whole_number
-from trinity_lightning.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
-
-try:
-    import sqlalchemy as sa
-    from sqlalchemy import event
-    from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
-except ModuleNotFoundError as error:
-    if error.name != "sqlalchemy":
-        raise
-    raise ConfigError(
-        "experiences in a database need SQLAlchemy. Install it with `pip install 'trinity-lightning[sql]'`, or choose "
-        "files: buffer.storage=file, buffer.keep=true."
-    ) from error
-
-T = TypeVar("T")
-
-FORMAT = 1
-RETRY_FOR = 60.0  # seconds for which a busy or restarting database is asked again
-# Seconds between attempts: doubled each time, and never in step with another process.
-FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
-# PostgreSQL: serialization failure, deadlock, lock not available, and a server that stops or starts.
-_TRANSIENT = frozenset({"40001", "40P01", "55P03", "57P01", "57P02", "57P03"})
-_CREATING = 0x7472696E69747921  # a number that nobody else locks
-_BUSY = ("database is locked", "database table is locked", "database schema is locked")
+from trinity_lightning.errors import StorageError, StorageFormatError
 
 
 def reader_of(buffer: BufferConfig, seed: int) -> BufferReader:
@@ -71,220 +55,11 @@ def keeper_of(buffer: BufferConfig, folder: Path) -> Callable[[int, list[Experie
     return lambda step, experiences: keep_step(place, folder_id(folder), step, experiences)
 
 
-# -- the tables --------------------------------------------------------------------------------------------------------
-
-METADATA = sa.MetaData()
-# One experience a row. `position` orders the rows; those of one write share a `write_id`; `task` is the group, `step`
-# the explore step; `uses` is the number of replays.
-ROWS = sa.Table(
-    "experiences",
-    METADATA,
-    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("write_id", sa.String(32), nullable=False, index=True),
-    sa.Column("ends_write", sa.Boolean, nullable=False),
-    sa.Column("task", sa.Text),
-    sa.Column("step", sa.BigInteger, nullable=False),
-    sa.Column("priority", sa.Double, nullable=False),
-    sa.Column("log_priority", sa.Double, nullable=False),
-    sa.Column("uses", sa.Integer, nullable=False),
-    sa.Column("payload", sa.LargeBinary, nullable=False),
-)
-# The rows that each read of a replaying reader took: a reader that is resumed from before takes them back.
-READS = sa.Table(
-    "experiences_reads",
-    METADATA,
-    sa.Column("reader", sa.String(255), primary_key=True),
-    sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
-)
-# Format and id of the buffer, and the counters at which writers and readers queue.
-INFO = sa.Table(
-    "experiences_info",
-    METADATA,
-    sa.Column("key", sa.String(32), primary_key=True),
-    sa.Column("number", sa.BigInteger, nullable=False),
-    sa.Column("text", sa.Text, nullable=False),
-)
-
-
-# -- the database ------------------------------------------------------------------------------------------------------
-
-
-def database_url(place: str | Path) -> sa.URL:
-    """The URL of a database, given as a URL or as the path of a SQLite file.
-
-    Raises:
-        ConfigError: it is no URL, or the database is in memory, where no other process would see it.
-    """
-    if isinstance(place, Path) or "://" not in place:
-        return sa.URL.create("sqlite", database=str(place))
-    try:
-        url = sa.make_url(place)
-    except ArgumentError as error:
-        raise ConfigError(
-            f"url is {place!r}",
-            key=".url",
-            fix="give one such as sqlite:///FILE or postgresql://USER@HOST/NAME",
-        ) from error
-    if url.drivername == "postgresql":
-        url = url.set(drivername="postgresql+psycopg")
-    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
-        raise ConfigError(
-            "url names a database in memory",
-            key=".url",
-            fix="give a file, sqlite:///FILE, or buffer.storage=memory",
-        )
-    return url
-
-
-class Database:
-    """An open buffer in a database. It does not survive a fork: each process opens its own.
-
-    Args:
-        place: a URL, or the path of a SQLite file.
-        create: create a missing file and missing tables, which are an error otherwise.
-
-    Raises:
-        ConfigError: `place` is a wrong URL, or the driver is not installed.
-        StorageError: there is no such buffer, or no connection.
-        StorageFormatError: the database holds something else.
-    """
-
-    def __init__(self, place: str | Path, create: bool) -> None:
-        url = database_url(place)
-        self.where = url.render_as_string(hide_password=True)
-        self._opened = False
-        file = Path(url.database or "") if url.get_backend_name() == "sqlite" else None
-        if file is not None and not file.exists():
-            if not create:
-                raise StorageError(f"{self.where}: there is no such file; a writer (`SqlStorage`) creates it.")
-            file.parent.mkdir(parents=True, exist_ok=True)
-        self._engine = _make_engine(url, create)
-        try:
-            self.source = self.transact(lambda c, _: self._open(c, create), write=create)
-        except BaseException:
-            self.close()
-            raise
-        self._opened = True
-
-    def _open(self, connection: sa.Connection, create: bool) -> str:
-        """The id of the buffer, which is created if `create` is set."""
-        if create and connection.dialect.name == "postgresql":  # two that create the same tables would collide
-            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_CREATING)))
-        inspector = sa.inspect(connection)
-        if inspector.has_table(INFO.name):
-            columns = {column["name"] for column in inspector.get_columns(INFO.name)}
-            info = {}
-            if columns == set(INFO.columns.keys()):
-                info = {row.key: row for row in connection.execute(sa.select(INFO))}
-            if "id" not in info or info["format"].number != FORMAT:
-                raise StorageFormatError(f"{self.where}: not of format {FORMAT}. Choose another database.")
-            return info["id"].text
-        if inspector.has_table(ROWS.name):
-            raise StorageFormatError(f"{self.where}: a table '{ROWS.name}' of another kind. Choose another database.")
-        if not create:
-            raise StorageError(
-                f"{self.where}: there is no such table as '{ROWS.name}'; a writer (`SqlStorage`) creates it."
-            )
-        METADATA.create_all(connection)
-        identity = secrets.token_hex(8)
-        numbers = {"format": FORMAT, "id": 0, "positions": 0, "reads": 0}
-        rows = [{"key": key, "number": n, "text": identity if key == "id" else ""} for key, n in numbers.items()]
-        connection.execute(INFO.insert(), rows)
-        return identity
-
-    def transact(self, work: Callable[[sa.Connection, bool], T], write: bool = False) -> T:
-        """Do `work` in one transaction, again and again while the database is busy; returns its result.
-
-        Args:
-            work: called with the connection, and with True if an earlier attempt failed. If the connection broke at the
-                commit, that attempt may have succeeded all the same.
-            write: True if it writes.
-
-        Raises:
-            StorageLockedError: the database was busy for too long.
-            StorageFormatError: the database is damaged, or the file is no database.
-            StorageError: it failed otherwise.
-        """
-        deadline, pause, again = time.monotonic() + RETRY_FOR, FIRST_PAUSE, False
-        jitter = random.SystemRandom()  # leaves the global generator alone, which training may have seeded
-        while True:
-            try:
-                with self._engine.connect().execution_options(trinity_write=write) as connection, connection.begin():
-                    return work(connection, again)
-            except DBAPIError as error:
-                if not self._is_transient(error):
-                    raise self._explain(error) from error
-                if time.monotonic() >= deadline:
-                    raise StorageLockedError(
-                        f"{self.where}: busy for {RETRY_FOR:g} s ({error.orig}). Look for a process that holds it (a "
-                        "stopped debugger, a long transaction)."
-                    ) from error
-            time.sleep(pause * jitter.uniform(0.5, 1.0))
-            pause, again = min(2 * pause, LONGEST_PAUSE), True
-
-    def _is_transient(self, error: DBAPIError) -> bool:
-        """True if the same attempt may succeed later."""
-        if self._engine.dialect.name == "sqlite":
-            return any(words in str(error.orig) for words in _BUSY)
-        state = getattr(error.orig, "sqlstate", None)
-        lost = error.connection_invalidated or (self._opened and state is None and isinstance(error, OperationalError))
-        return lost or state in _TRANSIENT
-
-    def _explain(self, error: DBAPIError) -> StorageError:
-        text = str(error.orig).strip()
-        if "not a database" in text or "malformed" in text:
-            return StorageFormatError(
-                f"{self.where}: {text}. Restore the file from a copy (or rescue what there is with sqlite3's "
-                "`.recover`), or give another path."
-            )
-        return StorageError(f"{self.where}: {text}")
-
-    def take(self, connection: sa.Connection, counter: str, amount: int) -> int:
-        """Raise a counter; returns its value before. A second process waits here until the first has committed."""
-        connection.execute(INFO.update().where(INFO.c.key == counter).values(number=INFO.c.number + amount))
-        return connection.execute(sa.select(INFO.c.number).where(INFO.c.key == counter)).scalar_one() - amount
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._engine.dispose()
-
-
-def _make_engine(url: sa.URL, create: bool) -> sa.Engine:
-    try:
-        engine = sa.create_engine(url, pool_pre_ping=url.get_backend_name() != "sqlite")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"url needs the driver '{error.name}'. Install it: `pip install 'trinity-lightning[sql]'` brings "
-            "that of PostgreSQL.",
-            key=".url",
-        ) from error
-    except NoSuchModuleError as error:
-        raise ConfigError(f"url: SQLAlchemy knows no database '{url.drivername}'.", key=".url") from error
-    if engine.dialect.name != "sqlite":
-        return engine
-
-    @event.listens_for(engine, "connect")
-    def set_up(connection: Any, _record: Any) -> None:
-        connection.isolation_level = None  # sqlite3 begins no transactions of its own; `begin` below does
-        connection.execute("PRAGMA busy_timeout=5000")
-        if create:  # readers and the writer then do not wait for each other; the file remembers it
-            connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=FULL")  # a commit is on the disk, also when the power fails
-
-    @event.listens_for(engine, "begin")
-    def begin(connection: sa.Connection) -> None:
-        # A writer that begins as a reader cannot wait for another: its snapshot would be old by then.
-        writes = connection.get_execution_options().get("trinity_write")
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-    return engine
-
-
 # -- writing, and reading in order -------------------------------------------------------------------------------------
 
 
-def _row(experience: Experience, write_id: str) -> dict[str, Any]:
+def _row(experience: Experience, write_id: str, pictures: InputTable) -> dict[str, Any]:
+    """The columns of an experience, without its position; `pictures` takes its pictures."""
     priority = experience.info.get("priority", 1.0)
     if not isinstance(priority, (int, float)) or not 0 <= priority < math.inf:
         raise ExperienceError(
@@ -301,23 +76,13 @@ def _row(experience: Experience, write_id: str) -> dict[str, Any]:
         "priority": float(priority),
         "log_priority": math.log(priority) if priority > 0 else 0.0,  # a row of priority 0 is never chosen
         "uses": 0,
-        "payload": experience.serialize(),
+        "payload": write_payload([experience], pictures),
     }
 
 
 def run_of(write_id: str) -> str:
     """The run whose `keep_step` wrote the rows with this `write_id`; empty if another writer did."""
     return write_id.rpartition("/")[0]
-
-
-def experience_at(where: str, position: int, payload: bytes) -> Experience:
-    """The experience in a row. StorageFormatError: the row is damaged."""
-    try:
-        return Experience.deserialize(payload)
-    except (ExperienceError, ExperienceFormatError) as error:
-        raise StorageFormatError(
-            f"{where}, position {position}: {error} Restore the database from a copy, or delete that row."
-        ) from error
 
 
 class SqlStorage(BufferWriter):
@@ -349,7 +114,8 @@ class SqlStorage(BufferWriter):
         if not experiences and name is None:
             return
         write_id = name or secrets.token_hex(16)
-        rows = [_row(experience, write_id) for experience in experiences]
+        pictures = InputTable()
+        rows = [_row(experience, write_id, pictures) for experience in experiences]
         written = ROWS.c.write_id == write_id
 
         def insert(connection: sa.Connection, again: bool) -> None:
@@ -361,6 +127,8 @@ class SqlStorage(BufferWriter):
                 return
             if rows:
                 connection.execute(ROWS.insert(), [{**row, "position": start + n} for n, row in enumerate(rows, 1)])
+            if pictures.tensors or (name is not None and sa.inspect(connection).has_table(USES.name)):
+                _write_pictures(connection, write_id, pictures.tensors)
 
         self._database.transact(insert, write=True)
 
@@ -402,12 +170,85 @@ class SqlReader(CursorReader):
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         query = sa.select(ROWS.c.position, ROWS.c.payload, ROWS.c.write_id)
         query = query.where(ROWS.c.position > cursor[0]).order_by(ROWS.c.position).limit(count)
-        rows = self._database.transact(lambda connection, _: connection.execute(query).all())
-        experiences = [experience_at(self._where, row.position, row.payload) for row in rows]
+        rows, pictures = self._database.transact(lambda connection, _: _read_rows(connection, query))
+        experiences = _experiences_of(self._where, rows, pictures)
         return [Item(e, (row.position,), run_of(row.write_id)) for e, row in zip(experiences, rows, strict=True)]
 
     def close(self) -> None:
         self._database.close()
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+# A write keeps its pictures after it has taken its positions, so that no other writer does so at the same time.
+
+_AT_ONCE = 500  # pictures named in a query, which SQLite bounds
+_ATTEMPTS = 3
+
+
+def _write_pictures(connection: sa.Connection, write_id: str, tensors: Mapping[str, Tensor]) -> None:
+    """Keep the tensors of a write by their hashes, in place of those of an earlier write of that name."""
+    PICTURE_TABLES.create_all(connection)
+    used = USES.c.write_id == write_id
+    before = connection.execute(sa.select(USES.c.hash).where(used)).scalars().all()
+    connection.execute(USES.delete().where(used))
+    for hashes in _in_parts(tensors):
+        present = set(connection.execute(sa.select(PICTURES.c.hash).where(PICTURES.c.hash.in_(hashes))).scalars())
+        for hashed in hashes:
+            if hashed not in present:
+                connection.execute(PICTURES.insert(), {"hash": hashed, "payload": Writer().pack(tensors[hashed])})
+        connection.execute(USES.insert(), [{"write_id": write_id, "hash": hashed} for hashed in hashes])
+    for hashes in _in_parts(before):
+        still = connection.execute(sa.select(USES.c.hash).where(USES.c.hash.in_(hashes))).scalars()
+        connection.execute(PICTURES.delete().where(PICTURES.c.hash.in_(set(hashes).difference(still))))
+
+
+def _in_parts(hashes: Iterable[str]) -> Iterator[list[str]]:
+    everything = list(hashes)
+    for start in range(0, len(everything), _AT_ONCE):
+        yield everything[start : start + _AT_ONCE]
+
+
+def _read_rows(connection: sa.Connection, query: sa.Executable) -> tuple[Sequence[Any], dict[str, bytes]]:
+    """The rows of a query, with `position` and `payload` among them, and the payloads of their pictures by hash."""
+    attempts = 0
+    while True:
+        rows, pictures = connection.execute(query).all(), dict[str, bytes]()
+        hashes = {hashed for row in rows for hashed in _pictures_of(row.payload)}
+        for part in _in_parts(hashes):
+            of_part = connection.execute(sa.select(PICTURES).where(PICTURES.c.hash.in_(part)))
+            pictures |= {row.hash: row.payload for row in of_part}
+        attempts += 1
+        # PostgreSQL: if a step was replaced between the queries, its old pictures are gone, and so are its old rows.
+        if len(pictures) == len(hashes) or attempts == _ATTEMPTS:
+            return rows, pictures
+
+
+def _pictures_of(payload: bytes) -> list[str]:
+    """Hashes of the pictures that a row's payload names."""
+    try:
+        return names_apart(memoryview(payload))
+    except ExperienceFormatError:
+        return []  # `_experiences_of` names the row
+
+
+def _experiences_of(where: str, rows: Sequence[Any], pictures: Mapping[str, bytes]) -> list[Experience]:
+    """The experiences in rows, which share their pictures. StorageFormatError: a row or a picture is damaged."""
+    tensors: dict[str, Tensor] = {}
+    experiences: list[Experience] = []
+    place = ""
+    try:
+        for hashed, payload in pictures.items():
+            place = f"picture {hashed}"
+            tensors[hashed] = unpack(memoryview(payload))
+        for row in rows:
+            place = f"position {row.position}"
+            (experience,) = read_payload(memoryview(row.payload), tensors)
+            experiences.append(experience)
+    except ValueError as error:
+        raise StorageFormatError(
+            f"{where}, {place}: {error} Restore the database from a copy, or delete that row."
+        ) from error
+    return experiences
 
 
 # -- replaying: by priority or at random, the same experience several times --------------------------------------------
@@ -464,7 +305,7 @@ class ReplayReader(BufferReader):
     def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
         number = self._number + 1
 
-        def read(connection: sa.Connection, again: bool) -> list[tuple[int, bytes]] | None:
+        def read(connection: sa.Connection, again: bool) -> tuple[list[Any], dict[str, bytes]] | None:
             # Readers take turns, so that two do not choose the same; writers need not wait.
             self._database.take(connection, "reads", 1)
             taken = self._taken(number)
@@ -478,13 +319,16 @@ class ReplayReader(BufferReader):
                 chosen = _whole_groups(candidates, count) if whole_groups else positions
                 self._log(connection, number, chosen)
             query = sa.select(ROWS.c.position, ROWS.c.payload).where(ROWS.c.position.in_(taken))
-            payloads = {row.position: row.payload for row in connection.execute(query)}
-            return [(p, payloads[p]) for p in chosen if p in payloads]  # the other rows were replaced
+            rows, pictures = _read_rows(connection, query)
+            by_position = {row.position: row for row in rows}
+            return [by_position[p] for p in chosen if p in by_position], pictures  # the other rows were replaced
 
-        rows = self._database.transact(read, write=True)
-        if rows:
+        answer = self._database.transact(read, write=True)
+        if answer is None:
+            return None
+        if answer[0]:
             self._number = number
-        return None if rows is None else [experience_at(self._database.where, p, data) for p, data in rows]
+        return _experiences_of(self._database.where, *answer)
 
     def _candidates(self, connection: sa.Connection, number: int, most: int | None) -> Sequence[Any]:
         """Rows that may be read, the first choice first; at least the first `most` of them."""

@@ -278,10 +278,14 @@ def test_serializing_takes_hardly_more_memory_than_the_payload():
     assert peak <= 1.2 * len(payload)
 
 
-def test_a_payload_of_an_earlier_version_is_read_and_written_to_the_byte():
-    payload = Path(__file__).with_name("version_2.bin").read_bytes()
-    assert Experience.deserialize_many(payload) == fixed()
-    assert Experience.serialize_many(fixed()) == payload
+def test_payloads_of_earlier_versions_are_read_and_those_of_text_written_to_the_byte():
+    folder = Path(__file__).parent
+    assert Experience.deserialize_many((folder / "version_2.bin").read_bytes()) == fixed()
+    text = [experience for experience in fixed() if experience.multi_modal_inputs is None]
+    for name, batch in (("version_2_text.bin", text), ("version_3.bin", fixed())):
+        payload = (folder / name).read_bytes()
+        assert Experience.deserialize_many(payload) == batch
+        assert Experience.serialize_many(batch) == payload
 
 
 def test_serializing_leaves_the_experience_alone():

@@ -31,9 +31,20 @@ def test_a_partial_mask_reads_as_several_turns():
     assert Experience.deserialize(write_version_1([multi])).experience_type == "multi_turn"
 
 
-def test_version_1_written_again_is_version_2():
+def test_version_1_written_again_is_version_2_or_with_multi_modal_inputs_3():
     batch = Experience.deserialize_many(write_version_1(plain_sample()[1:]))
-    assert Experience.serialize_many(batch)[4] == 2
+    assert Experience.serialize_many(batch)[4] == 3
+    assert Experience.serialize_many(batch[1:])[4] == 2
+
+
+def test_equal_pictures_of_version_1_are_read_as_one():
+    pictures = [torch.arange(6.0), torch.arange(6.0), torch.ones(6)]
+    batch = [Experience(tokens=[1, 2, 3], multi_modal_inputs={"pixels": picture}) for picture in pictures]
+    again = Experience.deserialize_many(write_version_1(batch))
+    assert again == batch
+    first, twin, other = (experience.multi_modal_inputs for experience in again)
+    assert first is twin
+    assert first is not other
 
 
 class Bomb:

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 import msgpack
 import pytest
+import torch
 import xxhash
-from support.experiences import plain_sample, sample, write_version_1
+from support.experiences import pictured, plain_sample, sample, write_version_1
 
 from trinity_lightning.common.experience import Experience, ExperienceFormatError
 
@@ -105,19 +106,29 @@ def nothing_runs_and_memory_stays_small() -> Iterator[None]:
     assert peak < SLACK
 
 
-def test_damaged_payloads_are_refused():
-    for payload in mutations(Experience.serialize_many(sample()), 0, PAYLOADS // 3):
+def payload_of(version: int) -> bytes:
+    """A payload of text (version 2), or one with pictures, which some experiences share (version 3)."""
+    experiences = [experience for experience in sample() if version == 3 or experience.multi_modal_inputs is None]
+    payload = Experience.serialize_many(experiences + pictured() if version == 3 else experiences)
+    assert payload[4] == version
+    return payload
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_damaged_payloads_are_refused(version: int):
+    for payload in mutations(payload_of(version), 0, PAYLOADS // 6):
         check(payload)
 
 
-def test_forged_payloads_with_a_good_checksum_are_refused_or_valid():
-    payload = Experience.serialize_many(sample())
+@pytest.mark.parametrize("version", [2, 3])
+def test_forged_payloads_with_a_good_checksum_are_refused_or_valid(version: int):
+    payload = payload_of(version)
     size = struct.unpack_from("<Q", payload, 8)[0]
     parts = {"tensors": payload[32 : 32 + size], "metadata": payload[32 + size :]}
     for part, content in parts.items():
-        for mutated in mutations(content, 1, PAYLOADS // 6):
+        for mutated in mutations(content, 1, PAYLOADS // 12):
             tensors, metadata = (parts | {part: bytes(mutated)}).values()
-            check(_forge(tensors, metadata), may_be_valid=True)
+            check(_forge(tensors, metadata, version), may_be_valid=True)
 
 
 def test_mutated_version_1_payloads_are_refused_or_valid():
@@ -131,27 +142,31 @@ def test_mutated_version_1_payloads_are_refused_or_valid():
 
 
 def test_every_truncation_and_every_trailing_byte_is_refused():
-    for payload in (Experience.serialize_many(sample()[:1]), write_version_1(plain_sample()[:1])):
+    of_text = Experience.serialize_many(sample()[:1]), write_version_1(plain_sample()[:1])
+    for payload in (*of_text, Experience.serialize_many(pictured())):
         for end in range(len(payload)):
             check(payload[:end])
         check(payload + b"\0")
         check(payload * 2)
 
 
-def test_every_flipped_byte_of_version_2_is_refused():
-    payload = Experience.serialize_many([Experience(tokens=[1, 2], info={"a": (1, "b")})])
+@pytest.mark.parametrize("pictures", [None, {"pixels": torch.ones(3)}])
+def test_every_flipped_byte_of_versions_2_and_3_is_refused(pictures: dict[str, torch.Tensor] | None):
+    batch = [Experience(tokens=[1, 2], info={"a": (1, "b")}, multi_modal_inputs=pictures) for _ in range(2)]
+    payload = Experience.serialize_many(batch)
     for at in range(len(payload)):
         damaged = bytearray(payload)
         damaged[at] ^= 0xFF
         check(damaged)
 
 
+@pytest.mark.parametrize("written", [2, 3])
 @pytest.mark.parametrize(
     ("version", "at_fault"),
-    [(0, "version 2"), (1, "bytes"), (3, "version 2"), (255, "version 2")],  # version 1 has another header
+    [(0, "version 2 or 3"), (1, "bytes"), (255, "version 2 or 3")],  # version 1 has another header
 )
-def test_other_versions_are_refused(version, at_fault):
-    payload = bytearray(Experience.serialize_many(sample()))
+def test_other_versions_are_refused(written, version, at_fault):
+    payload = bytearray(payload_of(written))
     payload[4] = version
     with pytest.raises(ExperienceFormatError, match=at_fault):
         Experience.deserialize_many(payload)
@@ -159,8 +174,18 @@ def test_other_versions_are_refused(version, at_fault):
         Experience.deserialize_many(seal(payload))
 
 
-def _forge(tensors: bytes, metadata: bytes) -> bytearray:
-    head = struct.pack("<4sB3xQQQ", b"TRXP", 2, len(tensors), len(metadata), 0)
+@pytest.mark.parametrize(("written", "claimed"), [(2, 3), (3, 2)])
+def test_a_version_with_the_content_of_another_is_refused(written, claimed):
+    payload = bytearray(payload_of(written))
+    payload[4] = claimed
+    with pytest.raises(ExperienceFormatError, match="checksum"):
+        Experience.deserialize_many(payload)
+    with pytest.raises(ExperienceFormatError, match="unexpected fields"):
+        Experience.deserialize_many(seal(payload))
+
+
+def _forge(tensors: bytes, metadata: bytes, version: int = 2) -> bytearray:
+    head = struct.pack("<4sB3xQQQ", b"TRXP", version, len(tensors), len(metadata), 0)
     return seal(bytearray(head + tensors + metadata))
 
 
@@ -233,6 +258,76 @@ def test_forged_content_is_refused(case):
 
 def test_the_forger_can_make_a_valid_payload():
     assert Experience.deserialize_many(_forge(EMPTY, _metadata())) == []
+
+
+# -- forged references to pictures -------------------------------------------------------------------------------------
+
+
+def _claims(**changes: object) -> bytearray:
+    """A payload of two experiences that share a picture, with changed entries, and a good checksum."""
+    payload = Experience.serialize_many(pictured()[:2])
+    size = struct.unpack_from("<Q", payload, 8)[0]
+    value = msgpack.unpackb(payload[32 + size :], strict_map_key=False)
+    column = changes.pop("column", value["columns"]["multi_modal_inputs"])
+    value["columns"]["multi_modal_inputs"] = column
+    return _forge(payload[32 : 32 + size], msgpack.packb(value | changes) or b"", 3)
+
+
+def _tensor_claim(*shape: int) -> list[object]:
+    return [msgpack.ExtType(2, b""), "float32", [*shape]]
+
+
+PLACES_CLAIM = [msgpack.ExtType(2, b""), "int64", [2]]
+BOTH = {"pixels": 0, "picture_places": 1}
+WRONG_REFERENCES: dict[str, dict[str, object]] = {
+    "index beyond the dicts": {"column": [0, 1]},
+    "negative index": {"column": [0, -1]},
+    "huge index": {"column": [0, 2**63]},
+    "boolean index": {"column": [0, False]},
+    "index that is no number": {"column": [0, "0"]},
+    "index that is a list": {"column": [0, [0]]},
+    "dict in place of an index": {"column": [0, {}]},
+    "too few indices": {"column": [0]},
+    "indices that are a number": {"column": 0},
+    "dict that no experience has": {"inputs": [BOTH, BOTH]},
+    "no dicts": {"inputs": []},
+    "dicts that are a dict": {"inputs": {0: BOTH}},
+    "dict that is a list": {"inputs": [[0, 1]]},
+    "name that is a number": {"inputs": [{0: 0, "picture_places": 1}]},
+    "tensor beyond the tensors": {"inputs": [{"pixels": 0, "picture_places": 2}]},
+    "negative tensor": {"inputs": [{"pixels": -1, "picture_places": 0}]},
+    "tensor in place of its index": {"inputs": [{"pixels": None, "picture_places": 1}]},
+    "dict within a dict": {"inputs": [{"pixels": BOTH, "picture_places": 1}]},
+    "tensor that no dict has": {"inputs": [{"pixels": 0}]},
+    "no tensors": {"tensors": []},
+    "tensors that are one tensor": {"tensors": _tensor_claim(6)},
+    "tensors that are a dict": {"tensors": {0: _tensor_claim(6), 1: PLACES_CLAIM}},
+    "number in place of a tensor": {"tensors": [1, PLACES_CLAIM]},
+    "list in place of a tensor": {"tensors": [[_tensor_claim(6)], PLACES_CLAIM]},
+    "tensor of 2**62": {"tensors": [_tensor_claim(2**62), PLACES_CLAIM]},
+    "tensor that lies elsewhere": {"tensors": ["0" * 32, PLACES_CLAIM]},
+    "array in place of a tensor": {"tensors": [[msgpack.ExtType(3, b""), "float32", [6]], PLACES_CLAIM]},
+    "unknown entry": {"more": []},
+}
+
+
+@pytest.mark.parametrize("case", WRONG_REFERENCES)
+def test_forged_references_are_refused(case):
+    check(_claims(**WRONG_REFERENCES[case]))
+
+
+def test_the_forger_of_references_can_make_a_valid_payload():
+    assert len(Experience.deserialize_many(_claims())) == 2
+
+
+def test_a_missing_column_or_entry_of_version_3_is_refused():
+    payload = Experience.serialize_many(pictured())
+    size = struct.unpack_from("<Q", payload, 8)[0]
+    for entry in ("inputs", "tensors", "multi_modal_inputs"):
+        value = msgpack.unpackb(payload[32 + size :], strict_map_key=False)
+        value["columns"].pop(entry, None)
+        value.pop(entry, None)
+        check(_forge(payload[32 : 32 + size], msgpack.packb(value) or b"", 3))
 
 
 @pytest.mark.parametrize("at", [8, 16])

@@ -5,10 +5,15 @@ field, and for each part of the identity ("eid.batch"); a field that no experien
 tensor field one chunk [dtype, indices, lengths] for each dtype: the experiences that have it (None: all), and the
 lengths of their rows, whose numbers lie in the flat tensor "<field>.<dtype>".
 
+Experiences with multi-modal inputs make a payload of version 3, in which equal tensors are once. It has two more
+entries. `tensors` is a list of the tensors. `inputs` has each dict of inputs, as the indices of its tensors by name,
+and the column "multi_modal_inputs" the index of each experience's dict. Tensors that are kept elsewhere are in
+`tensors` by their hash.
+
 Everything is checked in bulk, in both directions: fields may have been assigned since the constructor checked them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, eq
 from types import NoneType
@@ -28,11 +33,17 @@ from trinity_lightning.common.experience.fields import (
     ExperienceFormatError,
     reward_value,
 )
+from trinity_lightning.common.experience.inputs import InputTable, Key, misplaced
 from trinity_lightning.common.experience.payload import (
+    BODY,
     DTYPE_NAMES,
+    EXTENDED,
+    HEADER,
+    VERSION,
     Reader,
     Writer,
     find_unencodable,
+    format_errors,
     host_tensor,
     known_dtype,
 )
@@ -73,8 +84,13 @@ _kind_of = attrgetter("dtype", "ndim", "is_cpu", "layout")
 _Kind = tuple[torch.dtype, int, bool, torch.layout]
 
 
-def write_payload(experiences: Sequence["Experience"]) -> bytes:
-    """A payload of experiences; see `Experience.serialize_many`."""
+def write_payload(experiences: Sequence["Experience"], apart: InputTable | None = None) -> bytes:
+    """A payload of experiences; see `Experience.serialize_many`.
+
+    Args:
+        experiences: any number.
+        apart: takes the tensors of multi-modal inputs in place of the payload, which then names them by their hash.
+    """
     columns, writer = _plain_columns(experiences), Writer()
     chunks, lengths = {}, {}
     for name in TENSOR_FIELDS:
@@ -82,12 +98,17 @@ def write_payload(experiences: Sequence["Experience"]) -> bytes:
         if chunks[name]:
             lengths[name] = row_lengths
     _refuse(_find_misfit(columns, lengths), experiences)
+    value, version = {"count": len(experiences), "columns": columns, "rows": chunks}, VERSION
+    if any(columns["multi_modal_inputs"]):
+        masks = [experience.action_mask for experience in experiences]
+        _refuse(_find_misplaced(columns, [experience.tokens for experience in experiences], masks), experiences)
+        value, version = value | _separate_inputs(experiences, columns, apart), EXTENDED
     for name, kinds in _OPTIONAL.items():  # left out if all are None, or all empty where None is not allowed
         column = columns[name]
         if column.count(None) == len(column) if NoneType in kinds else not any(column):
             del columns[name]
     try:
-        return writer.pack({"count": len(experiences), "columns": columns, "rows": chunks})
+        return writer.pack(value, version)
     except ExperienceError:
         _refuse(_find_unencodable(columns), experiences)
         raise
@@ -150,6 +171,26 @@ def _group_by_kind(tensors: Sequence[Any]) -> list[tuple[_Kind | None, list[int]
     return list(groups.items())
 
 
+def _separate_inputs(
+    experiences: Sequence["Experience"], columns: Columns, apart: InputTable | None
+) -> dict[str, list[Any]]:
+    """The entries `inputs` and `tensors`; the column "multi_modal_inputs" then has indices."""
+    table = apart or InputTable()
+    keys: list[Key | None] = []
+    for row, inputs in enumerate(columns["multi_modal_inputs"]):
+        try:
+            keys.append(None if inputs is None else table.key_of(inputs))
+        except ExperienceError as error:
+            _refuse((row, f"multi_modal_inputs{error}"), experiences)
+    dicts = {key: index for index, key in enumerate(dict.fromkeys(key for key in keys if key is not None))}
+    hashes = {hashed: index for index, hashed in enumerate(dict.fromkeys(h for key in dicts for _, h in key))}
+    columns["multi_modal_inputs"] = [None if key is None else dicts[key] for key in keys]
+    return {
+        "inputs": [{name: hashes[hashed] for name, hashed in key} for key in dicts],
+        "tensors": list(hashes) if apart is not None else [table.tensors[hashed] for hashed in hashes],
+    }
+
+
 def custom_field_rows(custom_fields: Sequence[CustomField]) -> list[list[str]]:
     """Custom fields as rows [source, destination, dtype name]."""
     for custom in custom_fields:
@@ -163,21 +204,27 @@ def custom_field_rows(custom_fields: Sequence[CustomField]) -> list[list[str]]:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_fields(reader: Reader) -> Columns:
+def read_fields(reader: Reader, apart: Mapping[str, Tensor]) -> Columns:
     """The values of every field of the experiences in a payload, `experience_type` included, by the field's name.
 
     Forged content raises an error of some kind: see `payload.unpack`.
+
+    Args:
+        reader: reads the payload.
+        apart: tensors that the payload names by their hash.
     """
     count, columns, chunks = reader.value["count"], reader.value["columns"], reader.value["rows"]
-    if len(reader.value) != 3 or not _REQUIRED.keys() <= columns.keys() <= COLUMN_TYPES.keys():
+    entries = 3 if reader.version == VERSION else 5
+    if len(reader.value) != entries or not _REQUIRED.keys() <= columns.keys() <= COLUMN_TYPES.keys():
         raise ExperienceFormatError(f"metadata: unexpected fields {[*reader.value, *columns]!r:.300}.")
     for name, column in columns.items():
         if type(column) is not list or len(column) != count:
             raise ExperienceFormatError(f"metadata: {name} is not a list of {count!r:.40} values.")
+    if reader.version == EXTENDED:
+        columns["multi_modal_inputs"] = _take_inputs(reader.value, columns["multi_modal_inputs"], apart)
     _check(_find_wrong_type(columns))
-    for inputs in columns.get("multi_modal_inputs", ()):
-        if inputs and not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in inputs.items()):
-            raise ExperienceFormatError("metadata: multi_modal_inputs: expected tensors by name.")
+    if reader.version == VERSION and any(columns.get("multi_modal_inputs", ())):
+        columns["multi_modal_inputs"] = _take_own_inputs(columns["multi_modal_inputs"])
     if set(chunks) != set(TENSOR_FIELDS):
         raise ExperienceFormatError(f"metadata: unexpected tensor fields {[*chunks]!r:.300}.")
     for name in COLUMN_TYPES.keys() - columns.keys():
@@ -190,6 +237,7 @@ def read_fields(reader: Reader) -> Columns:
         if chunks[name]:
             columns[name], lengths[name] = _take_field(name, chunks[name], count, reader)
     _check(_find_misfit(columns, lengths))
+    _check(_find_misplaced(columns, columns["tokens"], columns["action_mask"]))
     columns["eid"] = list(map(EID, *(columns.pop(f"eid.{part}") for part in _EID_PARTS)))
     return columns
 
@@ -219,6 +267,55 @@ def _take_field(name: str, chunks: list[Any], count: int, reader: Reader) -> tup
         for row, tensor in zip(rows.tolist(), reader.take_rows(f"{name}.{dtype}", row_lengths), strict=True):
             field[row] = tensor
     return field, lengths
+
+
+def _take_inputs(value: dict[str, Any], column: list[Any], apart: Mapping[str, Tensor]) -> list[dict[str, Any] | None]:
+    """The column "multi_modal_inputs" of a payload of version 3, in which equal dicts, and equal tensors, are one."""
+    dicts, tensors = value["inputs"], value["tensors"]
+    if type(dicts) is not list or type(tensors) is not list:
+        raise ExperienceFormatError("metadata: multi_modal_inputs: expected lists of dicts and of tensors.")
+    for index, tensor in enumerate(tensors):
+        if type(tensor) is str:
+            if tensor not in apart:
+                raise ExperienceFormatError(f"a tensor of its multi_modal_inputs, {tensor:.40}, is not in the payload.")
+            tensors[index] = apart[tensor]
+        elif not isinstance(tensor, Tensor):
+            raise ExperienceFormatError("metadata: multi_modal_inputs: expected tensors.")
+    _check_indices([index for indices in dicts for index in indices.values()], tensors, "tensor")
+    _check_indices([index for index in column if index is not None], dicts, "dict")
+    if not all(isinstance(name, str) for indices in dicts for name in indices):
+        raise ExperienceFormatError("metadata: multi_modal_inputs: expected tensors by name.")
+    dicts = [{name: tensors[index] for name, index in indices.items()} for indices in dicts]
+    return [None if index is None else dicts[index] for index in column]
+
+
+def _check_indices(indices: list[Any], values: list[Any], kind: str) -> None:
+    """Refuse indices unless they are those of all values."""
+    if any(type(index) is not int for index in indices) or set(indices) != set(range(len(values))):
+        raise ExperienceFormatError(
+            f"metadata: multi_modal_inputs: expected each {kind} of {len(values)} by its index, got {indices!r:.100}."
+        )
+
+
+def _take_own_inputs(column: list[Any]) -> list[dict[str, Tensor] | None]:
+    """The column "multi_modal_inputs" of a payload of version 2: equal dicts become one, and equal tensors too."""
+    table = InputTable()
+    try:
+        return [table.shared(inputs) if inputs else inputs for inputs in column]
+    except ExperienceError as error:
+        raise ExperienceFormatError(f"metadata: multi_modal_inputs{error}") from error
+
+
+def names_apart(view: memoryview) -> list[str]:
+    """Hashes of the tensors that a payload names without having them.
+
+    Raises:
+        ExperienceFormatError: it is damaged.
+    """
+    if len(view) < BODY or HEADER.unpack_from(view)[1] != EXTENDED:
+        return []
+    with format_errors():
+        return [tensor for tensor in Reader(view).value["tensors"] if type(tensor) is str]
 
 
 def read_custom_fields(rows: list[list[str]]) -> list[CustomField]:
@@ -276,6 +373,14 @@ def _find_misfit(columns: Columns, lengths: dict[str, np.ndarray]) -> tuple[int,
             row = int(np.flatnonzero(~holds.astype(bool))[0])
             of_row = {name: int(length[row]) for name, length in lengths.items() if length[row] >= 0}
             return row, f"{message}, got lengths {of_row} and prompt_length {prompt[row]}."
+    return None
+
+
+def _find_misplaced(columns: Columns, tokens: list[Any], masks: list[Any]) -> tuple[int, str] | None:
+    """The first experience whose pictures have wrong places; all must have tokens."""
+    for row, inputs in enumerate(columns["multi_modal_inputs"]):
+        if inputs and (problem := misplaced(inputs, len(tokens[row]), columns["prompt_length"][row], masks[row])):
+            return row, problem
     return None
 
 

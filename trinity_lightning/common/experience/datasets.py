@@ -21,6 +21,7 @@ from trinity_lightning.common.experience.fields import (
     ExperienceFormatError,
     ExperienceType,
 )
+from trinity_lightning.common.experience.inputs import share_inputs
 from trinity_lightning.common.experience.payload import DTYPE_NAMES, TORCH_DTYPES, Writer, known_dtype, unpack
 
 if TYPE_CHECKING:
@@ -185,6 +186,8 @@ def _to_row(experience: Experience) -> dict[str, Any]:
 def from_hf_datasets(dataset: "Dataset") -> list[Experience]:
     """The experiences of a dataset made by `to_hf_datasets`, or of some of its rows, in the dataset's order.
 
+    Experiences with equal multi-modal inputs share them.
+
     Raises:
         ExperienceError: a column is missing, or per-token fields of a row differ in length.
         ExperienceFormatError: a cell is not as `to_hf_datasets` makes it, or one of `exact` is damaged.
@@ -194,7 +197,10 @@ def from_hf_datasets(dataset: "Dataset") -> list[Experience]:
     if missing:
         raise ExperienceError(f"dataset: expected the columns of to_hf_datasets, lacks {missing}.")
     columns = dataset.with_format(None)[:]
-    return [_from_row(dict(zip(names, cells, strict=True))) for cells in zip(*map(columns.get, names), strict=True)]
+    rows = zip(*map(columns.get, names), strict=True)
+    experiences = [_from_row(dict(zip(names, cells, strict=True))) for cells in rows]
+    share_inputs(experiences)  # every row has its own
+    return experiences
 
 
 def _from_row(row: dict[str, Any]) -> Experience:

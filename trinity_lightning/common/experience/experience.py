@@ -2,9 +2,10 @@
 
 import dataclasses
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from trinity_lightning.common.experience.fields import (
     ExperienceFormatError,
     ExperienceType,
 )
+from trinity_lightning.common.experience.inputs import misplaced, share_inputs
 from trinity_lightning.common.experience.payload import MAGIC, Buffer, format_errors, unpack, view_of
 
 
@@ -55,7 +57,9 @@ class Experience:
         messages, tools: the conversation, and the tools offered in it.
         chosen, rejected: token ids of the better and the worse response, [their own length].
         chosen_messages, rejected_messages: the same as conversations.
-        multi_modal_inputs: the processor's tensors by name.
+        multi_modal_inputs: the processor's tensors by name. Under the key "picture_places" may be the places of the
+            tokens that stand for pictures, [m], rising; none may be trained on. The rollouts of a prompt share one
+            dict.
         teacher_logprobs: log-probability of each response token under a teacher, [resp].
         custom_fields: the entries of `info` that become columns of the batch.
 
@@ -140,6 +144,8 @@ class Experience:
             self.custom_fields = fields.optional(fields.custom_fields, custom_fields, "custom_fields") or []
             self._set_type_and_mask()
             self._check_lengths()
+            if self.multi_modal_inputs:
+                self._check_places(self.multi_modal_inputs)
         except ExperienceError as error:
             raise ExperienceError(f"experience {self.eid.uid}: {error}") from error
 
@@ -174,6 +180,10 @@ class Experience:
             if tensor is not None and len(tensor) != expected:
                 raise ExperienceError(f"{name}: expected length {expected} (one a response token), got {len(tensor)}.")
 
+    def _check_places(self, inputs: dict[str, Tensor]) -> None:
+        if problem := misplaced(inputs, len(self.tokens), self.prompt_length, self.action_mask):
+            raise ExperienceError(problem)
+
     @property
     def response_length(self) -> int:
         """Length of the per-token fields: `resp`, or, in a single turn with a truncated prompt, `len(logprobs)`."""
@@ -194,7 +204,9 @@ class Experience:
 
     @staticmethod
     def serialize_many(experiences: Sequence["Experience"]) -> bytes:
-        """Experiences as one payload of version 2: msgpack, safetensors, checksum; no pickle.
+        """Experiences as one payload: msgpack, safetensors, checksum; no pickle.
+
+        It is of version 2, or, if there are multi-modal inputs, of version 3, which has equal tensors among them once.
 
         Raises:
             ExperienceError: a value cannot be encoded, or has a type or length that its field must not have (fields
@@ -222,8 +234,10 @@ class Experience:
     def deserialize_many(data: Buffer, allow_pickle: bool = False) -> list["Experience"]:
         """The experiences of a payload; their tensors are copies, so the payload may be freed.
 
+        Experiences with equal multi-modal inputs share them.
+
         Args:
-            data: a payload of version 2, or of version 1 (Trinity-RFT's).
+            data: a payload of version 2 or 3, or of version 1 (Trinity-RFT's).
             allow_pickle: also read plain pickles. Unpickling runs any code that the bytes name: allow it only for bytes
                 that you wrote yourself.
 
@@ -233,10 +247,11 @@ class Experience:
         view = view_of(data)
         if legacy.is_version_1(view):
             with format_errors():
-                return [Experience(**arguments) for arguments in legacy.read_version_1(view)]
+                experiences = [Experience(**arguments) for arguments in legacy.read_version_1(view)]
+                share_inputs(experiences)
+                return experiences
         if view[: len(MAGIC)] == MAGIC:
-            with _without_collection():
-                return _restored(unpack(view, codec.read_fields))
+            return read_payload(view, {})
         if allow_pickle:
             return _unpickled(view)
         raise ExperienceFormatError(
@@ -264,6 +279,17 @@ class Experience:
 # -- reading payloads --------------------------------------------------------------------------------------------------
 
 _STATE = (*(field.name for field in dataclasses.fields(Experience)), "experience_type")
+
+
+def read_payload(view: memoryview, apart: Mapping[str, Tensor]) -> list[Experience]:
+    """The experiences of a payload of version 2 or 3; errors as in `Experience.deserialize_many`.
+
+    Args:
+        view: the payload.
+        apart: tensors of multi-modal inputs that the payload names by their hash, see `codec.write_payload`.
+    """
+    with _without_collection():
+        return _restored(unpack(view, partial(codec.read_fields, apart=apart)))
 
 
 def _restored(values: codec.Columns) -> list[Experience]:

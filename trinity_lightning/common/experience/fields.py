@@ -19,6 +19,9 @@ ExperienceType = Literal["single_turn", "multi_turn", "dpo"]
 RESPONSE_FIELDS = ("logprobs", "token_level_reward", "advantages", "returns", "action_mask", "teacher_logprobs")
 # Sequences of token ids, each of its own length.
 TOKEN_FIELDS = ("tokens", "chosen", "rejected")
+# Key of `Experience.multi_modal_inputs`: places of the tokens that stand for pictures, int64 [m], in their order. The
+# same token elsewhere is text: the policy may have sampled it.
+PLACES = "picture_places"
 INTEGER_DTYPES = frozenset({getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)})
 
 
@@ -210,18 +213,21 @@ def reward_value(value: Any) -> float | None:
 
 
 def tensors_by_name(value: Any, name: str) -> dict[str, Tensor]:
-    """A dict of tensors; values that are no tensors yet are converted."""
+    """A dict of tensors: the same one, which rollouts share, unless it has values that are yet to be converted."""
     if not isinstance(value, dict):
         raise ExperienceError(f"{name}: expected dict or None, got {type(value).__name__}.")
-    tensors = {}
+    converted = {}
     for key, item in value.items():
         if not isinstance(key, str):
             raise ExperienceError(f"{name}: expected keys of type str, got {key!r}.")
+        if isinstance(item, Tensor):
+            continue
         try:
-            tensors[key] = item if isinstance(item, Tensor) else torch.tensor(item)
+            tensor = torch.tensor(item)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ExperienceError(f"{name}[{key!r}]: cannot be made a tensor: {error}") from error
-    return tensors
+        converted[key] = tensor.long() if key == PLACES and not tensor.numel() else tensor  # [] would be float32
+    return {key: converted.get(key, item) for key, item in value.items()} if converted else value
 
 
 def custom_fields(value: Any, name: str) -> list[CustomField]:

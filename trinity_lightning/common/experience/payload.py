@@ -2,7 +2,7 @@
 
 offset  size  content
 0       4     b"TRXP"
-4       1     version, 2
+4       1     version: 2, or 3, by which a value says that it has more entries (see `codec`)
 5       3     zero
 8       8     length of the tensors, little-endian
 16      8     length of the metadata, little-endian
@@ -42,6 +42,7 @@ Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"TRXP"
 VERSION = 2
+EXTENDED = 3  # version of a payload that has more entries
 HEADER = struct.Struct("<4sB3xQQ")
 NUMBER = struct.Struct("<Q")
 BODY = HEADER.size + NUMBER.size
@@ -127,7 +128,7 @@ class Writer:
         self._lengths.setdefault(f"{name}.{dtype_name}", []).extend(lengths)
         return dtype_name
 
-    def pack(self, value: Any) -> bytes:
+    def pack(self, value: Any, version: int = VERSION) -> bytes:
         """A payload of the value (plain containers and values, tensors and arrays) and of all rows.
 
         Raises:
@@ -144,7 +145,7 @@ class Writer:
         with buffer.getbuffer() as view:
             if len(view) >= _HUGE:
                 advise("MADV_HUGEPAGE", ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
-            HEADER.pack_into(view, 0, MAGIC, VERSION, size, len(metadata))
+            HEADER.pack_into(view, 0, MAGIC, version, size, len(metadata))
             digest = xxhash.xxh3_64(view[: HEADER.size])
             view[BODY : BODY + len(header)] = header
             digest.update(header)
@@ -259,6 +260,7 @@ class Reader:
     """A payload's value, and its rows, which are taken in order. Everything that it gives out is a copy.
 
     Attributes:
+        version: VERSION or EXTENDED.
         value: the value that was packed.
 
     Raises:
@@ -269,9 +271,11 @@ class Reader:
     def __init__(self, view: memoryview) -> None:
         if len(view) < BODY:
             raise ExperienceFormatError(f"payload of {len(view)} bytes is shorter than its header of {BODY}.")
-        magic, version, size, metadata_size = HEADER.unpack_from(view)
-        if magic != MAGIC or version != VERSION:
-            raise ExperienceFormatError(f"expected magic {MAGIC!r} and version {VERSION}, got {magic!r} and {version}.")
+        magic, self.version, size, metadata_size = HEADER.unpack_from(view)
+        if magic != MAGIC or self.version not in (VERSION, EXTENDED):
+            raise ExperienceFormatError(
+                f"expected magic {MAGIC!r} and version {VERSION} or {EXTENDED}, got {magic!r} and {self.version}."
+            )
         check_size(view, BODY + size + metadata_size)
         digest = xxhash.xxh3_64(view[: HEADER.size])
         digest.update(view[BODY:])

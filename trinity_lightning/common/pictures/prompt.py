@@ -6,11 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trinity_lightning.common.experience.fields import PLACES as PLACES
 from trinity_lightning.common.pictures.picture import Picture
-
-# Key of `Experience.multi_modal_inputs`: places of the tokens that stand for pictures, int64 [m], in their order. The
-# same token elsewhere is text: the policy may have sampled it.
-PLACES = "picture_places"
 
 
 @dataclass(frozen=True, eq=False)
