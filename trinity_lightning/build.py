@@ -3,7 +3,7 @@
 import functools
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +24,8 @@ from trinity_lightning.buffer.offline import expert_data, offline_parts, summary
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.config.checkpoints import checkpoints_in, holds_a_run, resume_command
-from trinity_lightning.config.engines import SENT, EngineConfig, capabilities_of, gpu_count
-from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.config.engines import CAPABILITIES, SENT, EngineConfig, capabilities_of, gpu_count
+from trinity_lightning.config.models import load_tokenizer, reads_pictures
 from trinity_lightning.config.own_code import where
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.run import TrainConfig, typed_config, workflow_arguments
@@ -386,7 +386,9 @@ def explorer_callback(
     models = [[model] for model in auxiliary_models.values()]
     engines = _engines(config, folder)
     tell_settings(engines, config)
-    explorer = Explorer(config.explorer, engines, train_source(config), eval_sources(config), models)
+    source, evaluated = train_source(config), eval_sources(config)
+    check_pictures(config, [source, *evaluated])
+    explorer = Explorer(config.explorer, engines, source, evaluated, models)
     return ExplorerCallback(
         explorer,
         config.synchronizer,
@@ -433,6 +435,27 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
     ]
     with configured_at("eval_workflow" if config.eval_workflow else "workflow"):
         return [TaskSource(taskset, *settings, *rendering) for taskset in tasksets]
+
+
+def check_pictures(config: TrainConfig, sources: Sequence[TaskSource]) -> None:
+    """Refuse tasks with pictures for a model that reads text alone, or an engine that takes no pictures: ConfigError."""
+    tasksets = [taskset for source in sources for taskset in source.taskset.tasksets.values() if taskset.most_pictures]
+    if not tasksets:
+        return
+    model, engine = config.model.name, config.engine.name
+    if not reads_pictures(model):
+        raise ConfigError(
+            f"the entries of taskset '{tasksets[0].name}' have pictures, and model '{model}' reads text alone",
+            key="model.name",
+            fix="choose a model that reads pictures, or leave their field out of the entries",
+        )
+    if not capabilities_of(engine).takes_pictures:
+        able = " or ".join(name for name, capabilities in CAPABILITIES.items() if capabilities.takes_pictures)
+        raise ConfigError(
+            f"the entries of taskset '{tasksets[0].name}' have pictures, and engine '{engine}' takes none",
+            key="engine.name",
+            fix=f"choose engine={able}",
+        )
 
 
 @functools.lru_cache(maxsize=1)
