@@ -55,7 +55,7 @@ def test_what_is_free_matters_on_a_cpu_alone(free: Any) -> None:
 
 
 def test_the_tensors_of_pictures_are_counted() -> None:
-    """Those that the backward pass of a tower saves, at most and closely."""
+    """The backward pass of a tower saves about as many bytes."""
     model: Any = AutoModelForImageTextToText.from_pretrained(resolve_model("tiny_vision"))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
