@@ -77,7 +77,7 @@ MAY_IMPORT = {
 MAY_USE_LIGHTNING = {
     *TOP,
     f"{PACKAGE}.explorer.interruption",
-    *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "ddp", "fsdp", "checkpoint", "optim")),
+    *(f"{PACKAGE}.trainer.{name}" for name in ("policy", "garbage", "ddp", "fsdp", "checkpoint", "optim")),
 }
 
 # Programs: they refuse a wrong command before they import what a run needs.

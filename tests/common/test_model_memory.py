@@ -1,5 +1,6 @@
 """`algorithm.max_tokens_per_micro_batch=auto` stands for tokens that fit into free memory, chosen once a run."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,21 @@ import pytest
 import torch
 from support.policy import batch_of, fit, make_experiences, make_policy
 from support.shapes import SMOLLM2
+from transformers import AutoModelForImageTextToText
 
 from trinity_lightning.common import model_memory
 from trinity_lightning.common.hardware import GIB
-from trinity_lightning.common.model_memory import CPU_TOKENS, GPU_TOKENS, tokens_that_fit, useful_tokens
+from trinity_lightning.common.model_config import TowerSizes
+from trinity_lightning.common.model_memory import (
+    CPU_TOKENS,
+    GPU_TOKENS,
+    ModelShape,
+    Training,
+    tokens_that_fit,
+    tower_bytes,
+    useful_tokens,
+)
+from trinity_lightning.config.models import resolve_model
 
 
 @pytest.fixture
@@ -40,6 +52,36 @@ def test_what_is_free_matters_on_a_cpu_alone(free: Any) -> None:
     assert useful_tokens(policy.policy, torch.device("cpu"), trainers=10**6) == CPU_TOKENS[-1]
     free(0)
     assert useful_tokens(policy.policy, torch.device("cpu")) == CPU_TOKENS[-1]
+
+
+def test_the_tensors_of_pictures_are_counted() -> None:
+    """The backward pass of a tower saves about as many bytes."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(resolve_model("tiny_vision"))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    pixels: Any = torch.rand(1, 4, 3, 64, 64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.get_image_features(pixels)
+    tower = ModelShape.of(model).tower
+    assert tower is not None
+    with_mask = pixels.nbytes + pixels.nbytes * 2 // 3 + sum(saved.values())
+    counted = 4 * 16 * tower_bytes(tower, Training(4, 0))
+    assert 0.8 * with_mask < counted < 1.2 * with_mask
+    frozen = tower_bytes(tower, Training(4, 0, adapters=1))
+    assert frozen == tower_bytes(replace(tower, layers=1), Training(4, 0))  # the layer that is computed now
+
+
+def test_a_model_that_reads_pictures_computes_fewer_tokens_at_once(free: Any) -> None:
+    tower = TowerSizes(layers=12, hidden=768, intermediate=3072, edge=16, patches=16)
+    smolvlm = replace(SMOLLM2, tower=tower)
+    assert tokens_that_fit(SMOLLM2, width=2, free=8 * GIB) == 4096
+    assert tokens_that_fit(smolvlm, width=2, free=8 * GIB) < 1024
 
 
 SMOLLM2_TRAINED = 12 * SMOLLM2.parameters  # gradients and moments

@@ -1,18 +1,24 @@
 """Operations of a training step, held against those that torch counts."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.picture_models import FAMILIES, family_model
+from support.pictures import picture_groups
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForImageTextToText, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from trinity_lightning.common import hardware
+from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.model import LoRAConfig
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.trainer.adapter import Adapter
-from trinity_lightning.trainer.flops import ModelSize, Peak, Work, attended, peak_flops, product_shapes
-from trinity_lightning.trainer.layout import Part, PrefixGroup, cut_padded
+from trinity_lightning.trainer.flops import ModelSize, Peak, Work, attended, peak_flops, picture_tokens, product_shapes
+from trinity_lightning.trainer.layout import Part, PrefixGroup, cut, cut_padded
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -47,6 +53,63 @@ def test_weights_that_only_adapters_are_trained_of_have_no_gradient() -> None:
         model(input_ids=torch.ones(rows, width, dtype=torch.int64)).logits.sum().backward()
     work = Work(tokens=rows * width, predicted=rows * width, pairs=rows * width**2)
     assert ModelSize.of(model).training_flops(work) == pytest.approx(counter.get_total_flops(), rel=0.1)
+
+
+def picture_model() -> Any:
+    return AutoModelForImageTextToText.from_pretrained(resolve_model("tiny_vision"), attn_implementation="eager")
+
+
+def counted_with_two_pictures(model: Any) -> int:
+    """The operations that torch counts for 3 rows of 60 tokens, of which the first two have a picture."""
+    tokens = torch.full((3, 60), 5)
+    tokens[:2, 4:20] = model.config.image_token_id
+    pixels = torch.ones(2, 1, 3, 64, 64)
+    with FlopCounterMode(display=False) as counter:
+        states = model.get_image_features(pixels.view(1, 2, 3, 64, 64)).pooler_output
+        vectors = model.get_input_embeddings()(tokens).masked_scatter(
+            (tokens == model.config.image_token_id)[..., None], states
+        )
+        model(inputs_embeds=vectors).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def test_pictures_are_multiplied_by_the_tower_for_each_patch() -> None:
+    model = picture_model()
+    text, pictures = Work(tokens=180, predicted=180, pairs=3 * 60**2), (16, 16)
+    size = ModelSize.of(model)
+    assert size.training_flops(replace(text, pictures=pictures)) == pytest.approx(
+        counted_with_two_pictures(model), rel=0.05
+    )
+    assert size.training_flops(text) < 0.9 * counted_with_two_pictures(model)
+
+
+def test_a_frozen_tower_is_computed_forward_alone() -> None:
+    model = picture_model()
+    Adapter(model, LoRAConfig(r=1), "small")
+    work = Work(tokens=180, predicted=180, pairs=3 * 60**2, pictures=(16, 16))
+    assert ModelSize.of(model).training_flops(work) == pytest.approx(counted_with_two_pictures(model), rel=0.1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_tower_whose_weights_are_counted_once(family: str) -> None:
+    model = family_model(family)
+    size = ModelSize.of(model)
+    assert size.tower is not None
+    tables = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    tables.add(model.get_output_embeddings().weight)
+    others = sum(p.numel() for p in model.parameters()) - sum(table.numel() for table in tables)
+    assert size.body + size.tower.body + size.tower.projector == others
+    assert min(size.tower.body, size.body) > 0
+    assert size.tower.patches == {"llava": 1}.get(family, 4)
+
+
+def test_a_picture_counts_once_in_every_micro_batch() -> None:
+    rows = picture_groups(runs=2)
+    batch = OptimizerBatch.of(rows, 0)
+    whole = cut(batch, range(len(rows)), 10_000, Layout.padded)
+    assert picture_tokens(rows, whole) == (16, 16)  # all rows have these two
+    alone = [part for row in range(len(rows)) for part in cut(batch, [row], 10_000, Layout.padded)]
+    assert len(picture_tokens(rows, alone)) == 2 + 2 + 2 * 2 + 2 + 0
 
 
 def test_a_token_is_multiplied_by_its_experts_only() -> None:

@@ -17,6 +17,7 @@ from trinity_lightning.common.model_config import (
     CHUNK_BYTES,
     GPU_BLOCK_BYTES,
     GPU_CHUNK_BYTES,
+    TowerSizes,
     layer_configs,
     query_width,
 )
@@ -38,6 +39,7 @@ class ModelShape:
     key_width: int  # heads of the keys times their width; the values' width is the same
     vocabulary: int
     outside: int  # parameters outside the layers: embeddings, head, last norm
+    tower: TowerSizes | None = None  # of a model that reads pictures
 
     @classmethod
     def of(cls, model: Any) -> "ModelShape":
@@ -62,6 +64,7 @@ class ModelShape:
             key_width=(_largest(layers, "num_key_value_heads") or heads) * (queries // heads),
             vocabulary=config.vocab_size,
             outside=sum(size for name, size in sizes.items() if not re.search(r"\.\d+\.", name)),
+            tower=TowerSizes.of(model.config),
         )
 
 
@@ -122,6 +125,21 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
     return norms + attention + feed_forward + width * -(-training.adapter_width // shape.layers)
 
 
+def tower_bytes(tower: TowerSizes, training: Training) -> int:
+    """Most bytes for each computed token that its pictures take: as if every token were one of another picture.
+
+    Rows that share a prefix have it once. The pixels are there in float32 and in the weights' dtype, with a mask of 8
+    bytes a pixel. A layer saves the input and the output of its two norms, queries, keys, values and the result of
+    attention, and the feed-forward part before and after its activation. With adapters nothing is saved: they are
+    of the language layers.
+    """
+    width = training.width
+    layer = width * (8 * tower.hidden + 2 * tower.intermediate)
+    saved = tower.layers * width * tower.hidden + layer if training.checkpointing else tower.layers * layer
+    pixels = tower.edge**2 * (3 * (FLOAT + width) + 8)
+    return tower.patches * (pixels + (layer if training.adapters else saved))
+
+
 def activations(shape: ModelShape, training: Training, tokens: int) -> int:
     """Bytes that a forward and backward pass over `tokens` computed tokens takes at its peak, without gradients.
 
@@ -139,7 +157,8 @@ def activations(shape: ModelShape, training: Training, tokens: int) -> int:
     values = 0
     if training.value_model is not None:  # it predicts no tokens
         values = activations(replace(training.value_model, vocabulary=0), replace(training, value_model=None), tokens)
-    return tokens * (saved + rest) + head + (0 if training.adapters else gradient * shape.largest) + values
+    pictures = 0 if shape.tower is None else tower_bytes(shape.tower, training)
+    return tokens * (saved + rest + pictures) + head + (0 if training.adapters else gradient * shape.largest) + values
 
 
 # -- algorithm.max_tokens_per_micro_batch=auto without a memory plan ---------------------------------------------------

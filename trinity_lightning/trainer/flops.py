@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import SHAPE, TORCH_DTYPES, known_gpu, product_flops
-from trinity_lightning.common.model_config import layer_configs, query_width
+from trinity_lightning.common.model_config import TowerSizes, layer_configs, query_width
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.pictures.tensors import PictureTensors
 from trinity_lightning.trainer.layout import Part, computed_tokens, trained_tokens
 
 logger = logging.getLogger(__name__)
@@ -107,16 +109,20 @@ class Work:
         tokens: tokens through the layers, padding included.
         predicted: positions through the head.
         pairs: pairs of a token and a token that it attends to (itself, or one before), in one layer.
+        pictures: tokens of each different picture of each micro-batch; the tower computes it once.
     """
 
     tokens: int
     predicted: int
     pairs: int
+    pictures: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, lengths: Sequence[int], parts: Sequence[Part], predicted: int) -> "Work":
-        """The work of micro-batches of rows with these lengths."""
-        return cls(computed_tokens(parts), predicted, sum(_pairs(lengths, part) for part in parts))
+    def of(
+        cls, lengths: Sequence[int], parts: Sequence[Part], predicted: int, pictures: tuple[int, ...] = ()
+    ) -> "Work":
+        """The work of micro-batches of rows with these lengths, and with these pictures."""
+        return cls(computed_tokens(parts), predicted, sum(_pairs(lengths, part) for part in parts), pictures)
 
 
 def _pairs(lengths: Sequence[int], part: Part) -> int:
@@ -128,9 +134,63 @@ def _pairs(lengths: Sequence[int], part: Part) -> int:
     )
 
 
+def picture_tokens(rows: Sequence[Experience], parts: Sequence[Part]) -> tuple[int, ...]:
+    """Number of tokens of each different picture of each micro-batch."""
+    counts: list[int] = []
+    for part in parts:
+        of_rows = [PictureTensors.of_experience(rows[row]) for row in part.rows]
+        different = {
+            hashed: len(places)
+            for pictures in of_rows
+            if pictures is not None
+            for hashed, places in zip(pictures.hashes, pictures.places, strict=True)
+        }
+        counts += different.values()
+    return tuple(counts)
+
+
 def attended(tokens: int, before: int = 0) -> int:
     """Number of pairs among `tokens` tokens under a causal mask, if each also attends to `before` earlier tokens."""
     return tokens * before + tokens * (tokens + 1) // 2
+
+
+@dataclass(frozen=True)
+class TowerSize:
+    """Weights that pictures are multiplied by.
+
+    Attributes:
+        body: weights of the vision tower, for each patch.
+        projector: weights between tower and language layers, for each token of a picture.
+        attention: width of all queries of a patch, over all layers.
+        patches: patches of a picture behind each of its tokens.
+        frozen: neither tower nor projector is trained, and no gradient goes through them.
+    """
+
+    body: int
+    projector: int
+    attention: int
+    patches: int
+    frozen: bool
+
+    @classmethod
+    def of(cls, model: Any) -> "TowerSize | None":
+        """The size of a Hugging Face model's tower; None for a text model."""
+        if (sizes := TowerSizes.of(model.config)) is None:
+            return None
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        language = {id(p) for p in (*model.get_decoder().parameters(), model.get_output_embeddings().weight)}
+        tower = {id(p): p for p in model.get_encoder("image").parameters() if id(p) not in tables}
+        rest = [p for p in model.parameters() if id(p) not in language | tables | tower.keys()]
+        body, projector = (sum(p.numel() for p in part) for part in (tower.values(), rest))
+        frozen = not any(p.requires_grad for p in (*tower.values(), *rest))
+        return cls(body, projector, sizes.layers * sizes.hidden, sizes.patches, frozen)
+
+    def training_flops(self, pictures: Sequence[int]) -> int:
+        """Operations forward and backward for pictures of so many tokens; forward alone if it is frozen."""
+        patches = [self.patches * tokens for tokens in pictures]
+        weights = self.body * sum(patches) + self.projector * sum(pictures)
+        pairs = self.attention * sum(count**2 for count in patches)
+        return (2 if self.frozen else 6) * weights + (4 if self.frozen else 12) * pairs
 
 
 @dataclass(frozen=True)
@@ -142,12 +202,14 @@ class ModelSize:
         head: weights of the output embeddings, tied or not. Input embeddings are looked up, and multiply nothing.
         attention: width of all queries of a token, over all layers that attend.
         frozen: only adapters are trained: a frozen weight has no gradient.
+        tower: what pictures are multiplied by; None: the model reads text alone.
     """
 
     body: int
     head: int
     attention: int
     frozen: bool = False
+    tower: TowerSize | None = None
 
     @classmethod
     def of(cls, model: Any) -> "ModelSize":
@@ -157,16 +219,17 @@ class ModelSize:
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} | {id(head)}
         experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
         share = config.num_experts_per_tok / experts if experts else 1.0
+        tower = TowerSize.of(model)
         body = sum(
             parameter.numel() * (share if ".experts." in name else 1.0)
-            for name, parameter in model.named_parameters()
+            for name, parameter in (model if tower is None else model.get_decoder()).named_parameters()
             if id(parameter) not in tables
         )
         layers = layer_configs(config)
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
         attend = "full_attention", "sliding_attention"  # not linear_attention
         width = sum(query_width(layer) for layer, kind in zip(layers, kinds, strict=False) if kind in attend)
-        return cls(round(body), head.numel(), width, frozen=not head.requires_grad)
+        return cls(round(body), head.numel(), width, frozen=not head.requires_grad, tower=tower)
 
     def training_flops(self, work: Work) -> int:
         """Operations forward and backward: 6 for a token and weight, 4 + 8 for a pair and unit of the queries' width.
@@ -174,7 +237,8 @@ class ModelSize:
         A frozen weight takes 4 for a token. Adapters count as frozen weights: they are small.
         """
         weights = self.body * work.tokens + self.head * work.predicted
-        return (4 if self.frozen else 6) * weights + 12 * self.attention * work.pairs
+        pictures = 0 if self.tower is None else self.tower.training_flops(work.pictures)
+        return (4 if self.frozen else 6) * weights + 12 * self.attention * work.pairs + pictures
 
 
 def products_dtype(model: Any, device: torch.device, precision: Any) -> torch.dtype:
@@ -203,5 +267,6 @@ def step_costs(
         "time/train": seconds,
     }
     if peak is not None:
-        costs["perf/mfu"] = peak.share(size.training_flops(Work.of(lengths, parts, trained)) / seconds)
+        work = Work.of(lengths, parts, trained, picture_tokens(batch.experiences, parts))
+        costs["perf/mfu"] = peak.share(size.training_flops(work) / seconds)
     return costs

@@ -32,7 +32,7 @@ from trinity_lightning.config.models import load_generation_config, resolve_mode
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine
-from trinity_lightning.explorer.models.vllm_pictures import VLLMPictures
+from trinity_lightning.explorer.models.vllm_pictures import VLLMPictures, picture_arguments
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes, skeleton
 
 # -- vLLM's arguments, the same for the engine in this process and for servers -----------------------------------------
@@ -229,8 +229,7 @@ class VLLMEngine(InProcessEngine):
         check_known(self._config.args, [field.name for field in dataclasses.fields(EngineArgs)])
         on_cpu = current_platform.is_cpu()
         arguments = engine_args(path, self._config, on_cpu)
-        if self.processor_args:
-            arguments = {**arguments, "mm_processor_kwargs": dict(self.processor_args)}
+        arguments = {**arguments, **picture_arguments(path, arguments, self.processor_args)}
         with quick_start():
             if on_cpu:
                 return built_on_cpu(lambda: LLMEngine.from_engine_args(EngineArgs(**arguments)))

@@ -1,14 +1,35 @@
 """Prompts with pictures as vLLM takes them: each text with pictures is processed by vLLM once."""
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from transformers import AutoConfig
+
 from trinity_lightning.common.pictures.prompt import Expansion, PicturePrompt
 from trinity_lightning.errors import RolloutError
 
 IMAGE = "image"  # vLLM's name of the modality
+
+
+def picture_arguments(path: str, given: Mapping[str, Any], processor_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of vLLM that a model which reads pictures needs besides those given: none for a text model.
+
+    vLLM's class for SmolVLM loads a processor that reads videos too, by torchvision and num2words. Without them it is
+    loaded as Idefics3, which has the same weights and computes the same.
+
+    Args:
+        path: the model's folder, or its hub name.
+        given: arguments of vLLM.
+        processor_args: arguments of the model's processor.
+    """
+    arguments: dict[str, Any] = {"mm_processor_kwargs": dict(processor_args)} if processor_args else {}
+    lacks_videos = not all(map(importlib.util.find_spec, ("torchvision", "num2words")))
+    if lacks_videos and "hf_overrides" not in given and AutoConfig.from_pretrained(path).model_type == "smolvlm":
+        arguments["hf_overrides"] = {"architectures": ["Idefics3ForConditionalGeneration"]}
+    return arguments
 
 
 class VLLMPictures:
