@@ -6,10 +6,13 @@ import inspect
 from typing import Any
 
 import pytest
+from PIL import Image
 from support.errors import refuses
 from support.fake_model import FakeModel
 
 from trinity_lightning.common.inference import InferenceModel
+from trinity_lightning.common.messages import Conversation
+from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.common.threads import run_in_thread
 from trinity_lightning.explorer.models.blocking import BlockingModel
@@ -36,6 +39,23 @@ def test_every_call_has_a_seed_of_its_own_and_a_new_view_has_the_same() -> None:
 
     assert asyncio.run(calls()) == [rollout_seed(5, 7, 1, turn, 2) for turn in range(3)]
     assert asyncio.run(calls())[3:] == asyncio.run(calls())[:3]
+
+
+@pytest.mark.parametrize("variables", [None, {"mood": "calm"}])
+def test_a_conversation_keeps_its_pictures(variables: dict[str, Any] | None) -> None:
+    rendered: list[Conversation] = []
+
+    class Rendering(FakeModel):
+        async def render(self, messages: Any, tools: Any = None, so_far: Any = ()) -> list[int]:
+            rendered.append(messages)
+            return [1]
+
+    picture = Picture(Image.new("RGB", (2, 2), "red"))
+    bound = BoundModel(Rendering(), run_seed=5, batch=7, task=1, run=2, template_variables=variables)
+    asyncio.run(bound.render(Conversation([{"role": "user", "content": "a"}]).with_pictures([picture])))
+    assert rendered[0].pictures == [picture]
+    assert rendered[0][0]["content"][0] == {"type": "image"}
+    assert rendered[0].template_variables == (variables or {})
 
 
 def test_n_samples_are_those_of_n_runs() -> None:

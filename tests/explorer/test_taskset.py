@@ -349,6 +349,11 @@ SYSTEM = {"role": "system", "content": "be brief"}
         (Formatter(), {"prompt": "a", "answer": None}, {"prompt": "a"}),
         (Formatter(), {"prompt": "a", "answer": 0}, {"prompt": "a", "answer": 0}),
         (
+            Formatter(images_field="x"),
+            {"prompt": "a", "x": None, "images": [3], "image": "b"},
+            {"prompt": "a", "x": None},
+        ),
+        (
             Formatter(system_prompt="be brief"),
             {"prompt": "a"},
             {"prompt": "a", "messages": [SYSTEM, {"role": "user", "content": "a"}]},

@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from PIL import Image
 from support.errors import refuses
 from support.fake_model import FakeModel
 
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.errors import ConfigError, UnfinishedClassError
@@ -154,6 +156,14 @@ def test_math_is_judged_by_the_boxed_answer_unless_told_otherwise() -> None:
     assert [e.metrics for e in tried(task, model)[1]] == [{"reward/math": 1.0}] * 2
     task = Task("math", {"prompt": "2 + 2", "answer": "4"}, reward_fn="last_number")
     assert [e.metrics for e in tried(task, model)[1]] == [{"reward/last_number": 0.0}] * 2
+
+
+def test_a_question_has_its_pictures() -> None:
+    picture = Picture(Image.new("RGB", (2, 2)))
+    workflow: Any = SimpleWorkflow(Task("simple", {"prompt": "What is <image>?", "images": [picture]}), FakeModel())
+    assert workflow.messages.pictures == [picture]
+    texts = [{"type": "text", "text": text} for text in ("What is ", "?")]
+    assert workflow.messages == [{"role": "user", "content": [texts[0], {"type": "image"}, texts[1]]}]
 
 
 def test_reset_takes_another_task() -> None:

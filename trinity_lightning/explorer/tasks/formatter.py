@@ -84,6 +84,8 @@ class Formatter:
         read_template_variables(entry)
         conversation = self._conversation(fields, folder)
         replaced = (PROMPT, ANSWER, MESSAGES, *(self.picture_fields if IMAGES in conversation else ()))
+        if self.images_field != IMAGES:
+            replaced += PICTURES  # whatever they have, it is not shown to the model
         task = {key: value for key, value in entry.items() if key not in replaced} | conversation
         if fields.get(self.answer_field) is not None:
             task[ANSWER] = fields[self.answer_field]
