@@ -86,10 +86,8 @@ def test_a_micro_batch_without_pictures_has_none() -> None:
 @pytest.mark.parametrize("places", [None, 31])
 def test_tensors_and_places_that_do_not_fit_are_refused(places: int | None) -> None:
     row = experience(prompt_of("<image><image>", [random_picture(1), random_picture(2)]), [5])
-    assert row.multi_modal_inputs is not None
-    if places is None:
-        del row.multi_modal_inputs[PLACES]
-    else:
-        row.multi_modal_inputs[PLACES] = row.multi_modal_inputs[PLACES][:places]
+    inputs = dict(row.multi_modal_inputs or {})  # the row's own are those of all rows of that prompt
+    removed = inputs.pop(PLACES)
+    row.multi_modal_inputs = inputs if places is None else {**inputs, PLACES: removed[:places]}
     with pytest.raises(ExperienceError, match=PLACES):
         PictureTensors.of_experience(row)

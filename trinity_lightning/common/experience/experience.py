@@ -59,7 +59,7 @@ class Experience:
         chosen_messages, rejected_messages: the same as conversations.
         multi_modal_inputs: the processor's tensors by name. Under the key "picture_places" may be the places of the
             tokens that stand for pictures, [m], rising; none may be trained on. The rollouts of a prompt share one
-            dict.
+            dict: assign another one to change it.
         teacher_logprobs: log-probability of each response token under a teacher, [resp].
         custom_fields: the entries of `info` that become columns of the batch.
 
