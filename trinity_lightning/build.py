@@ -443,7 +443,7 @@ def check_pictures(config: TrainConfig, sources: Sequence[TaskSource]) -> None:
     if not tasksets:
         return
     model, engine = config.model.name, config.engine.name
-    if not reads_pictures(model):
+    if reads_pictures(model) is False:  # None: the engine will tell
         raise ConfigError(
             f"the entries of taskset '{tasksets[0].name}' have pictures, and model '{model}' reads text alone",
             key="model.name",
