@@ -307,7 +307,15 @@ def test_vllm_is_started_with_what_the_plan_gives_it(sleep: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "settings", "graph"), [(512, {}, None), (1024, {}, 1024), (1024, {"speculative": 3}, None)]
+    ("requests", "settings", "graph"),
+    [
+        (512, {}, None),
+        (1000, {}, 1008),  # vLLM's graphs are 16 requests apart
+        (1024, {}, 1024),
+        (1024, {"speculative": 3}, None),
+        (1024, {"args": {"cudagraph_capture_sizes": [8, 256]}}, None),  # vLLM refuses both
+        (1024, {"args": {"compilation_config": {"mode": 0}}}, None),
+    ],
 )
 def test_steps_of_more_requests_than_vllms_largest_graph_get_a_larger_one(
     requests: int, settings: dict[str, Any], graph: int | None

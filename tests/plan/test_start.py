@@ -48,6 +48,10 @@ def test_attention_goes_by_dtype_and_gpu(engine: dict[str, Any], capability: tup
     [
         ({"max_num_seqs": 100}, "vLLM graphs of steps of at most 200 requests"),
         ({"max_num_seqs": 1024}, "vLLM graphs of steps of at most 1024 requests"),
+        (
+            {"max_num_seqs": 1024, "args": {"cudagraph_capture_sizes": [8, 256]}},
+            "vLLM graphs of steps of at most 256 requests",
+        ),
         ({"args": {"enforce_eager": True}}, "vLLM none (enforce_eager)"),
         ({"name": "transformers"}, "trainer kernel by kernel (model.compile=false)"),
     ],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ VLLM_DTYPES = {
 }
 CPU_REQUESTS, GPU_REQUESTS = 64, 256
 LARGEST_GRAPH = 512  # requests; a step of more is launched kernel by kernel unless vLLM is asked for larger graphs
+GRAPH_STEP = 16  # requests between two of vLLM's larger graphs
+GRAPHS = ("cudagraph_capture_sizes", "compilation_config")  # of engine.args; vLLM refuses another largest graph beside
 CPU_CACHE_GB = 0.5
 CPU_BLOCK_TOKENS = 32  # tokens of a cache block: the fewest that vLLM's kernels for AMX take
 
@@ -67,8 +70,8 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
     if config.speculative:
         drafts = {"num_speculative_tokens": config.speculative, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
         arguments["speculative_config"] = {"method": "ngram", **drafts}
-    elif not on_cpu and arguments["max_num_seqs"] > LARGEST_GRAPH:
-        arguments["max_cudagraph_capture_size"] = arguments["max_num_seqs"]
+    elif not on_cpu and arguments["max_num_seqs"] > LARGEST_GRAPH and not any(name in config.args for name in GRAPHS):
+        arguments["max_cudagraph_capture_size"] = GRAPH_STEP * math.ceil(arguments["max_num_seqs"] / GRAPH_STEP)
     if EngineSleep(config.sleep) is EngineSleep.always:
         arguments["enable_sleep_mode"] = True
     if on_cpu:
@@ -87,7 +90,8 @@ def graph_requests(config: EngineConfig) -> int:
     """The most requests of a decoding step that a GPU computes as one graph; 0: none, as it is told to be eager."""
     arguments = engine_args("", config, on_cpu=False)
     default = min(2 * arguments["max_num_seqs"], LARGEST_GRAPH)
-    return 0 if arguments.get("enforce_eager") else arguments.get("max_cudagraph_capture_size", default)
+    largest = max(arguments.get("cudagraph_capture_sizes") or [default])
+    return 0 if arguments.get("enforce_eager") else arguments.get("max_cudagraph_capture_size", largest)
 
 
 def with_end_tokens(sampling: Mapping[str, Any], ends: Collection[int]) -> dict[str, Any]:
