@@ -393,27 +393,31 @@ FREE_SHARE = 0.95  # share of the free memory that vLLM is asked for, so that it
 
 
 def args_of_gpu(kind: type[Any], arguments: dict[str, Any]) -> Any:
-    """vLLM's EngineArgs (the class `kind`) of these arguments, for the current GPU.
+    """vLLM's EngineArgs (the class `kind`) of these arguments, for the current GPU; errors as in `with_share`."""
+    # This rank's GPU: not the first one on ranks other than 0 (engine.per_rank).
+    gpu = torch.cuda.current_device()
+    return (_for_gpu(kind, gpu) if gpu else kind)(**with_share(kind, arguments))
+
+
+def with_share(kind: type[Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with a share of the GPU that is free if they have the cache's size.
 
     Raises:
         ConfigError: less is free than the share of the GPU that vLLM would take.
     """
     free, total = torch.cuda.mem_get_info()
-    if "kv_cache_memory_bytes" not in arguments:
-        share = arguments.get("gpu_memory_utilization", kind.gpu_memory_utilization)
-        if share * total > free:
-            raise ConfigError(
-                f"vLLM would take {share:.0%} of this GPU, {share * total / GIB:.1f} GiB, and {free / GIB:.1f} GiB are "
-                "free: a policy in this process, or another program, has the rest",
-                key="engine.kv_cache_gb",
-                fix="give the size of vLLM's cache, such as kv_cache_gb=4, and it takes no more than it needs",
-            )
-    else:
+    if "kv_cache_memory_bytes" in arguments:
         # vLLM refuses a GPU of which less than a share is free, 92% by default, even if the cache's size is given.
-        arguments = {"gpu_memory_utilization": round(FREE_SHARE * free / total, 4), **arguments}
-    # This rank's GPU: not the first one on ranks other than 0 (engine.per_rank).
-    gpu = torch.cuda.current_device()
-    return (_for_gpu(kind, gpu) if gpu else kind)(**arguments)
+        return {"gpu_memory_utilization": round(FREE_SHARE * free / total, 4), **arguments}
+    share = arguments.get("gpu_memory_utilization", kind.gpu_memory_utilization)
+    if share * total > free:
+        raise ConfigError(
+            f"vLLM would take {share:.0%} of this GPU, {share * total / GIB:.1f} GiB, and {free / GIB:.1f} GiB are "
+            "free: a policy in this process, or another program, has the rest",
+            key="engine.kv_cache_gb",
+            fix="give the size of vLLM's cache, such as kv_cache_gb=4, and it takes no more than it needs",
+        )
+    return arguments
 
 
 def _for_gpu(kind: type[Any], gpu: int) -> type[Any]:
