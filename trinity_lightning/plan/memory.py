@@ -354,7 +354,7 @@ class _Planner:
         options: list[tuple[str, _Planner, int]] = [
             ("model.gradient_checkpointing=true takes {} less", self._trained(checkpointing=True), tokens),
             ("without a reference (algorithm.kl.coef=0) {} less", self._trained(reference=False), tokens),
-            ("model.dtype=bf16 takes {} less", self._trained(width=2), tokens),
+            ("model.dtype=bf16 (fp16 on a GPU without it) takes {} less", self._trained(width=2), tokens),
         ]
         if not training.adapters:
             shards = self._shards_that_fit(way)

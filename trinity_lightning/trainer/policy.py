@@ -142,7 +142,7 @@ class PolicyModule(L.LightningModule):
         self._reference: list[Any] = []
         self._optimizer_factory = optimizer_factory
         if WeightDtype(dtype) is WeightDtype.auto:
-            raise ConfigError("dtype is auto, which the commands settle: give bf16, fp16, fp32, or faster_dtype().")
+            raise ConfigError("dtype is auto, which the commands settle", fix="give bf16, fp16, fp32 or faster_dtype()")
         self._dtype = TORCH_DTYPES[WeightDtype(dtype)]
         self.loss_scale = LossScale() if self._dtype == torch.float16 else None
         self._resumption: Resumption | None = None  # until a resumed run trains
