@@ -175,7 +175,7 @@ def run(job: Job, *overrides: str, steps: int = 3) -> dict[str, Any]:
         )
         if done.returncode:
             print(done.stdout)  # into the stage's log
-            raise (RefusedError if done.returncode == REFUSED else RuntimeError)(said(done.stdout))
+            raise (RefusedError if done.returncode == REFUSED else RuntimeError)(refusal_or_end(done.stdout))
         with Path(scratch, "run", "metrics.csv").open() as file:
             rows = [row for row in csv.DictReader(file) if row.get("time/train")]
         results = {name: median(rows[1:], column, 4) for name, column in COLUMNS.items()}
@@ -183,7 +183,7 @@ def run(job: Job, *overrides: str, steps: int = 3) -> dict[str, Any]:
         return {"steps": len(rows), "whole_run_s": round(time.perf_counter() - start, 1), **results}
 
 
-def said(output: str) -> str:
+def refusal_or_end(output: str) -> str:
     """The sentence with which a command was refused, or else its last words."""
     lines = [line for line in output.splitlines() if line.strip()]
     refusals = [line for line in lines if line.startswith("trinity-lightning: ")]

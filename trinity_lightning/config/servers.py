@@ -189,7 +189,7 @@ def sync_method(
     if not set(SENT) <= set(capabilities.sync_methods):
         return next(iter(capabilities.sync_methods), "memory"), ""
     method = "ipc" if not engine.gpus or TRAINER_GPU in engine.gpus else "nccl"
-    own = [name for name in SET_BY[method] if name in engine.args]
+    in_args = [name for name in SET_BY[method] if name in engine.args]
     version, nodes = vllm_version() if gpus is not None else None, trainer.get("num_nodes", 1)
     reasons = {
         "the trainer has no GPU": gpus == 0 or trainer.get("accelerator") == "cpu",
@@ -197,7 +197,7 @@ def sync_method(
         "synchronizer.folder is set": chosen.folder is not None,
         "servers read adapters from a folder": chosen.lora == "adapter",
         f"trainer.num_nodes is {nodes}": nodes > 1,
-        f"engine.args sets {', '.join(own)}": bool(own),
+        f"engine.args sets {', '.join(in_args)}": bool(in_args),
         f"vLLM is older than {'.'.join(map(str, OLDEST_VLLM))}": version is not None and version < OLDEST_VLLM,
         "memory in expandable segments (PYTORCH_CUDA_ALLOC_CONF) is not shared": method == "ipc" and _is_expandable(),
     }
