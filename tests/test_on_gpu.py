@@ -38,6 +38,7 @@ pytestmark = [
 LAYOUTS = (Layout.padded, Layout.shared_prefix)
 QUICK = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=4", "explorer.repeat_times=4")
 QUICK += ("sampling.max_tokens=12", "explorer.eval_on_startup=false", "explorer.eval_interval=0")
+ADAPTER = ("model.lora.r=4", "synchronizer.lora=adapter")
 EAGER = {"enforce_eager": True}  # vLLM would compile for a minute
 BATCHES = [batch_of(groups(count=16, seed=seed), step=seed + 1) for seed in range(3)]
 
@@ -189,6 +190,9 @@ def test_an_engine_in_this_process_takes_the_weights_and_sleeps() -> None:
         ("engine=vllm", "engine.sleep=always"),
         ("engine=vllm_server",),
         ("engine=vllm", "model.dtype=fp16"),
+        ("engine=vllm", "engine.speculative=3"),
+        ("engine=vllm", "model.dtype=fp16", *ADAPTER),
+        ("engine=vllm_server", "model.dtype=fp16", *ADAPTER),
         ("engine=vllm_server", "synchronizer=ipc"),
         ("engine=vllm_server", "synchronizer=checkpoint"),
     ],

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._inductor.config  # reads now with how many threads torch compiles: importing vLLM sets one
 from torch import Tensor
 
 from trinity_lightning.common.hardware import GIB, forget, trim_heap
