@@ -92,6 +92,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -269,6 +270,7 @@ def test_a_rank_other_than_0_plans_for_its_own_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: {1: (free * GIB, 24 * GIB)}[gpu])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: {1: (8, 0)}[gpu])
     estimate = follower_plan(run, 1)
     assert estimate is not None
     assert (estimate.micro_batch_tokens, estimate.device) == (tokens, free * GIB)

@@ -238,7 +238,7 @@ def _hardware(plan_config: "PlanConfig", gpu: tuple[str, Gpu] | None, run: Train
             )
         count, total, host = 1, int(known.gib * GIB), host or ENOUGH_HOST
         free = total - (CUDA_CONTEXT - WORKSPACES)
-    gpus = Gpus(count, memory or free, memory or total, host)
+    gpus = Gpus(count, memory or free, memory or total, host, known.before_ampere)
     return Hardware(name, False, gpus, speed, bandwidth or known.bandwidth)
 
 
@@ -282,7 +282,8 @@ def _on_gpus(
     run: TrainConfig, shape: ModelShape, machine: Gpus, engines: Engines | None
 ) -> tuple[TrainConfig, list[Share]]:
     """The configuration with the plan's values, and the memory of the trainers' GPUs and of the servers' GPUs."""
-    devices, training = trainers_of(run.trainer or {}, machine.count), training_of(run, machine.count)
+    devices = trainers_of(run.trainer or {}, machine.count)
+    training = training_of(run, machine.count, machine.before_ampere)
     unplanned = run.buffer.has_rollouts and not capabilities_of(run.engine.name).is_vllm
     if training.tokens is None and unplanned:  # the trainer chooses them when its weights are loaded
         loaded = (training.width + (FLOAT if training.width < FLOAT else 0)) * shape.parameters // training.shards

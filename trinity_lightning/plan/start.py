@@ -1,11 +1,12 @@
 """Rows of the table at a run's start: the attention, graphs, weight sync and micro-batches that it gets on a GPU."""
 
+from trinity_lightning.common.hardware import AMPERE
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.explorer.models.vllm_engine import graph_requests
 
-AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
+HOPPER = (9, 0)  # its compute capability
 SYNC_WAYS = {
     "memory": "within this process",
     "ipc": "within the GPU (ipc)",
