@@ -234,7 +234,6 @@ def test_a_run_of_a_70b_model_on_paper(folder: Any) -> None:
     overrides = (f"model.name={folder(LLAMA_70B)}", "plan.device=H100-80GB", "trainer=fsdp2", "engine=vllm_server")
     overrides += ("engine.max_model_len=4096", "sampling.max_tokens=2048", "plan.prompt_tokens=500")
     overrides += ("explorer.batch_size=64", "model.gradient_checkpointing=true")
-    overrides += ("algorithm.max_tokens_per_micro_batch=auto",)
     with pytest.raises(ConfigError, match=r"trainer=fsdp2 with trainer\.devices=64 \(of all machines together\)"):
         planned(*overrides, "trainer.devices=8", "engine.urls=[http://node9:8000]")
     estimate = planned(*overrides, "trainer.devices=4", "+trainer.num_nodes=16", "engine.gpus=[4,5,6,7]")
@@ -312,10 +311,9 @@ def test_processes_of_one_cpu_are_no_faster_than_one() -> None:
 @pytest.mark.slow
 def test_a_machine_has_its_own_memory_for_its_own_processes() -> None:
     overrides = (*(override.replace("trainer=cpu", "trainer=ddp") for override in CPU), "trainer.accelerator=cpu")
-    one = planned(*overrides, "trainer.devices=2", "algorithm.max_tokens_per_micro_batch=auto").shares
-    two = planned(
-        *overrides, "trainer.devices=2", "+trainer.num_nodes=2", "algorithm.max_tokens_per_micro_batch=auto"
-    ).shares
+    overrides += ("trainer.devices=2", "engine.max_model_len=1024")  # a context for which the free memory counts
+    one = planned(*overrides).shares
+    two = planned(*overrides, "+trainer.num_nodes=2").shares
     assert [share.memory for share in two] == [share.memory for share in one]
     assert [share.devices for share in two] == [1, 3]
 
@@ -401,8 +399,7 @@ def test_a_value_model_costs_a_second_training_without_a_head_and_a_critic_a_for
 def test_all_ranks_are_planned_with_the_tokens_that_they_agree_on(folder: Any) -> None:
     small = QWEN_7B | {"num_hidden_layers": 4}
     overrides = ("trainer=ddp", "trainer.devices=2", "plan.device=H100-80GB", "engine=vllm_server", "engine.gpus=[2]")
-    tokens = "algorithm.max_tokens_per_micro_batch=auto"
-    estimate = planned(f"model.name={folder(small)}", *overrides, tokens)
+    estimate = planned(f"model.name={folder(small)}", *overrides)
     first, other, _ = (share.memory for share in estimate.shares)
     assert first.training[ACTIVATIONS] == other.training[ACTIVATIONS]
     assert estimate.tokens["of a micro-batch"] == other.micro_batch_tokens

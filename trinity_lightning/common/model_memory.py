@@ -163,6 +163,9 @@ def gradient_bytes(shape: ModelShape, training: Training, tokens: int) -> int:
 # in micro-batches of 512, 1,024 and 2,048 tokens, and `ragged` 19.6 and 16.2 s in micro-batches of 2,048 and 4,096
 # (49 and 44 s without AMX's products).
 CPU_TOKENS = (4096, 2048, 1024, 512, 256)
+# The budget on a CPU for rows that are no longer, whatever memory is free (`plan.gpu.tokens_on_a_cpu`): short rows gain
+# less from more tokens, of which 1,024 of SmolLM2 take 0.8 GB.
+SHORT_ROWS = 512
 # Budgets on a GPU: more tokens gain nothing, and fewer cost further passes over the gradient. Halves, as on a CPU.
 GPU_TOKENS = (16384, 8192, 4096)
 # The share of the free memory that activations may take: temporaries, fragments and other programs need the rest.

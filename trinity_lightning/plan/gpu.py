@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.hardware import GIB, free_memory, is_before_ampere
-from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training
+from trinity_lightning.common.model_memory import FLOAT, SHORT_ROWS, ModelShape, Training
 from trinity_lightning.config.engines import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
 from trinity_lightning.config.model import ADAM, OFFLOADED, WeightDtype, room_for
 from trinity_lightning.config.models import resolve_model
@@ -63,7 +63,7 @@ def with_memory_plan(
     Raises:
         ConfigError: as `planned`; or the checkpoint is of an earlier version.
     """
-    if not _trains_on_gpus(config):
+    if not trains_on_gpus(config):
         return config, None
     free, total = torch.cuda.mem_get_info(TRAINER_GPU)
     tokens = _tokens_of(config, checkpoint)
@@ -95,17 +95,13 @@ def follower_plan(config: TrainConfig, gpu: int, checkpoint: str | None = None) 
         ConfigError: it does not fit.
     """
     is_vllm, has_rollouts = capabilities_of(config.engine.name).is_vllm, config.buffer.has_rollouts
-    if not _trains_on_gpus(config) or (has_rollouts and not is_vllm):
+    if not trains_on_gpus(config) or (has_rollouts and not is_vllm):
         return None
     count, (free, _) = torch.cuda.device_count(), torch.cuda.mem_get_info(gpu)
     training = training_of(config, count, is_before_ampere(gpu))
     training = replace(training, tokens=training.tokens or _tokens_of(config, checkpoint))
     rollouts = rollouts_of(config, count) if has_rollouts and config.engine.per_rank else None
     return plan(ModelShape.of(skeleton(str(resolve_model(config.model.name)))), training, rollouts, free, free_memory())
-
-
-def _trains_on_gpus(config: TrainConfig) -> bool:
-    return (config.trainer or {}).get("accelerator", "auto") != "cpu" and torch.cuda.is_available()
 
 
 def _tokens_of(config: TrainConfig, checkpoint: str | None) -> int | None:
@@ -248,6 +244,20 @@ def training_of(config: TrainConfig, gpus: int, before_ampere: bool = False) -> 
         on_host=trainers if config.optimizer.name == OFFLOADED else 0,
         offloadable=trainers if config.optimizer.name in ADAM else 0,
     )
+
+
+def tokens_on_a_cpu(config: TrainConfig) -> int | None:
+    """Tokens of a micro-batch under `auto` on a CPU if all rows are short; None: the free memory decides.
+
+    Neither a run's sums nor the memory that it takes then depend on what other programs leave free.
+    """
+    bounded = config.buffer.storage != "dataset"  # an example may be longer than the context of an engine
+    return SHORT_ROWS if bounded and config.engine.max_model_len <= SHORT_ROWS else None
+
+
+def trains_on_gpus(config: TrainConfig) -> bool:
+    """True if the trainer has a GPU."""
+    return (config.trainer or {}).get("accelerator", "auto") != "cpu" and torch.cuda.is_available()
 
 
 def value_model_of(config: TrainConfig) -> Any:
