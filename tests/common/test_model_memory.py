@@ -11,12 +11,14 @@ import torch
 from support.policy import batch_of, fit, make_experiences, make_policy
 from support.shapes import SMOLLM2
 from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from trinity_lightning.common import model_memory
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.model_memory import (
     CPU_TOKENS,
     GPU_TOKENS,
+    ModelShape,
     Training,
     activations,
     gradient_bytes,
@@ -94,10 +96,52 @@ def test_the_heads_gradient_takes_more_with_several_chunks_of_logits(
         assert gradient_bytes(shape, frozen, tokens) == 0
 
 
-def peak_of(backward: Callable[[], Any]) -> int:
+@pytest.mark.parametrize(
+    ("chunk", "settings"),
+    [
+        (64, {"tie_word_embeddings": False}),
+        (64, {"tie_word_embeddings": True}),
+        (256, {"tie_word_embeddings": False}),
+        (64, {"tie_word_embeddings": False, "checkpointing": True}),
+        (256, {"tie_word_embeddings": True, "vocab_size": 500}),  # most is in the layers
+        (256, {"tie_word_embeddings": True, "vocab_size": 500, "checkpointing": True}),
+    ],
+)
+def test_a_pass_takes_no_more_than_is_counted_and_not_much_less(
+    chunk: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that autograd allocates in a forward and backward pass, in the way of a GPU."""
+    sizes: dict[str, Any] = {"vocab_size": 4000, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
+    checkpointing = bool(settings.get("checkpointing"))
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes | heads | settings)).bfloat16().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.lm_head.__class__ = PlainLinear
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.zeros(parameter.shape)
+    vocabulary = model.config.vocab_size
+    monkeypatch.setattr(head, "CHUNK_BYTES", chunk * vocabulary * 2)
+    monkeypatch.setattr(head, "BLOCK_BYTES", 8 * vocabulary * 4)
+    monkeypatch.setattr(model_memory, "GPU_CHUNK_BYTES", chunk * vocabulary * 2)
+    monkeypatch.setattr(model_memory, "GPU_BLOCK_BYTES", 8 * vocabulary * 4)
+    rows, length = 2, 128
+    targets = torch.zeros(rows * length, dtype=torch.long)
+
+    def passes() -> None:
+        states = model.model(input_ids=targets.view(rows, length), use_cache=False).last_hidden_state.flatten(0, 1)
+        logprobs, _ = head.token_logprobs(head.Head(model.lm_head), states, targets, torch.ones(len(targets)))
+        logprobs.sum().backward()
+
+    counted = activations(ModelShape.of(model), Training(2, length, checkpointing=checkpointing), len(targets))
+    assert 0.8 * counted < peak_of(passes) < counted
+
+
+def peak_of(work: Callable[[], Any]) -> int:
     """The most bytes that were allocated at once."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        backward()
+        work()
     events: Any = profiled.profiler
     changes = [event for event in events.kineto_results.events() if event.name() == "[memory]"]
     return max(accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))

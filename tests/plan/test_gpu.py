@@ -166,7 +166,7 @@ def test_vllm_sleeps_only_if_its_container_has_memory_for_that(
     free: int, sleeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_plan, "free_memory", lambda: free)
-    estimate = with_memory_plan(replace(config(), algorithm=AlgorithmConfig(max_tokens_per_micro_batch=70_000)))[1]
+    estimate = with_memory_plan(replace(config(), algorithm=AlgorithmConfig(max_tokens_per_micro_batch=100_000)))[1]
     assert estimate is not None
     assert estimate.sleep is sleeps
 

@@ -128,18 +128,25 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
 def activations(shape: ModelShape, training: Training, tokens: int) -> int:
     """Bytes that a forward and backward pass over `tokens` computed tokens takes at its peak, without gradients.
 
-    One chunk of logits is kept, and one computed again.
+    The peak is in the backward pass: in the head, which has all that the layers saved, two chunks of logits (one kept,
+    one computed again) and its own gradient; or in a layer. If embeddings and head are one tensor, the head's gradient
+    waits for that of the embeddings meanwhile.
     """
     width, layer = training.width, layer_bytes(shape, training)
-    saved = shape.layers * width * shape.hidden + layer if training.checkpointing else shape.layers * layer
-    # The last norm, and in the backward pass the present layer.
-    rest = (FLOAT + 2 * width) * shape.hidden + 3 * width * shape.intermediate + 2 * FLOAT * shape.hidden
+    saved = shape.layers * (width * shape.hidden if training.checkpointing else layer)
+    norm = (3 * FLOAT + 2 * width) * shape.hidden  # what the last one saves, and the gradients of hidden states
     chunk, block = (CHUNK_BYTES, BLOCK_BYTES) if training.on_cpu else (GPU_CHUNK_BYTES, GPU_BLOCK_BYTES)
-    head = min(width * tokens * shape.vocabulary, 2 * chunk) + 3 * block
+    logits, gradient = min(width * tokens * shape.vocabulary, 2 * chunk), gradient_bytes(shape, training, tokens)
+    present = 3 * width * shape.intermediate + (layer if training.checkpointing else 0)
+    in_head = tokens * (saved + norm) + logits + 3 * block + gradient
+    if training.on_cpu:  # the heap keeps what the forward pass of a layer has freed
+        in_head += tokens * present
+    tied = shape.outside < 2 * shape.largest
+    in_layer = tokens * (saved + norm + present) + (FLOAT * shape.largest if gradient and tied else 0)
     values = 0
     if training.value_model is not None:  # it predicts no tokens
         values = activations(replace(training.value_model, vocabulary=0), replace(training, value_model=None), tokens)
-    return tokens * (saved + rest) + head + gradient_bytes(shape, training, tokens) + values
+    return max(in_head, in_layer) + values
 
 
 def gradient_bytes(shape: ModelShape, training: Training, tokens: int) -> int:
@@ -164,7 +171,7 @@ def gradient_bytes(shape: ModelShape, training: Training, tokens: int) -> int:
 # (49 and 44 s without AMX's products).
 CPU_TOKENS = (4096, 2048, 1024, 512, 256)
 # The budget on a CPU for rows that are no longer, whatever memory is free (`plan.gpu.tokens_on_a_cpu`): short rows gain
-# less from more tokens, of which 1,024 of SmolLM2 take 0.8 GB.
+# less from more tokens, of which 1,024 of SmolLM2 take 0.5 GB.
 SHORT_ROWS = 512
 # Budgets on a GPU: more tokens gain nothing, and fewer cost further passes over the gradient. Halves, as on a CPU.
 GPU_TOKENS = (16384, 8192, 4096)
