@@ -78,7 +78,7 @@ class PlainLinear(torch.nn.Linear):
 def test_the_heads_gradient_takes_more_with_several_chunks_of_logits(
     tokens: int, a_weight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What autograd allocates at its peak, besides the sum of micro-batches."""
+    """Bytes at the peak, besides the sum of micro-batches."""
     vocabulary, hidden, chunk = 512, 2048, 8  # the weight is much larger than logits and hidden states
     monkeypatch.setattr(head, "CHUNK_BYTES", chunk * vocabulary * 2)
     monkeypatch.setattr(model_memory, "GPU_CHUNK_BYTES", chunk * vocabulary * 2)
