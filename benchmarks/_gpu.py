@@ -150,7 +150,7 @@ def sizes(job: Job) -> list[str]:
     """The settings of a step of 512 rollouts of about 1k tokens; on a CPU of 8 short ones."""
     groups, size, tokens, context = (2, 4, 8, 128) if job.small else (64, 8, 960, 1152)
     settings = [f"explorer.batch_size={groups}", f"explorer.repeat_times={size}", f"sampling.max_tokens={tokens}"]
-    return [*settings, f"engine.max_model_len={context}", "algorithm.max_tokens_per_micro_batch=auto"]
+    return [*settings, f"engine.max_model_len={context}"]
 
 
 def run(job: Job, *overrides: str, steps: int = 3) -> dict[str, Any]:

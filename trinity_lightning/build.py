@@ -52,7 +52,7 @@ from trinity_lightning.monitor.machine import CPULoad
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.wandb_logger import RunLogger, run_id
-from trinity_lightning.plan.gpu import follower_plan, with_memory_plan
+from trinity_lightning.plan.gpu import follower_plan, tokens_on_a_cpu, trains_on_gpus, with_memory_plan
 from trinity_lightning.plan.memory import MemoryPlan
 from trinity_lightning.plan.run import rows_on_a_cpu
 from trinity_lightning.plan.start import rows_on_a_gpu
@@ -289,6 +289,7 @@ def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
     if config.model.lora.r is not None:
         check_adapter(config.model)
     steps = config.optimizer.total_steps or config.steps * config.items
+    on_cpu = None if trains_on_gpus(config) else tokens_on_a_cpu(config)
     policy = PolicyModule(
         config.model.name,
         config.algorithm,
@@ -299,7 +300,7 @@ def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
         gradient_checkpointing=config.model.gradient_checkpointing,
         attn_implementation=config.model.attn_implementation,
         lora=config.model.lora,
-        planned_tokens=None if plan is None else plan.micro_batch_tokens,
+        planned_tokens=on_cpu if plan is None else plan.micro_batch_tokens,
     )
     if plan is not None:
         may_sleep = plan.shared and not plan.sleep and not capabilities_of(config.engine.name).overlaps_training

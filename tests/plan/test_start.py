@@ -1,4 +1,4 @@
-"""Rows of the table at the start of a run on a GPU: attention, graphs, weight sync, tokens of a micro-batch."""
+"""Rows of the table at the start of a run on a GPU: attention, graphs, requests, weight sync, micro-batches."""
 
 import re
 from dataclasses import replace
@@ -24,6 +24,7 @@ def test_the_rows_of_a_run_on_an_h100() -> None:
     assert rows(RUN) == {
         "attention": "trainer sdpa (flash), FlexAttention where rows share a prefix; vLLM FLASH_ATTN",
         "graphs": "trainer kernel by kernel (model.compile=false); vLLM graphs of steps of at most 512 requests",
+        "requests": "at most 256 at once",
         "weight sync": "within this process",
         "micro-batches": "at most 8,192 computed tokens, by the memory plan",
     }
@@ -58,6 +59,19 @@ def test_attention_goes_by_dtype_and_gpu(engine: dict[str, Any], capability: tup
 )
 def test_graphs_reach_as_far_as_vllm_captures_them(engine: dict[str, Any], graphs: str) -> None:
     assert rows(replace(RUN, engine=replace(RUN.engine, **engine)))["graphs"].endswith(graphs)
+
+
+@pytest.mark.parametrize(
+    ("engine", "requests"),
+    [
+        ({"max_num_seqs": 1024}, "at most 1,024 at once"),
+        ({"max_num_seqs": 1024, "args": {"max_num_seqs": 99}}, "at most 99 at once"),
+        ({"name": "vllm_server", "urls": ["http://node7:8000"]}, None),  # as its servers were started
+        ({"name": "transformers"}, None),
+    ],
+)
+def test_vllm_decodes_as_many_requests_at_once_as_the_plan_says(engine: dict[str, Any], requests: str | None) -> None:
+    assert rows(replace(RUN, engine=replace(RUN.engine, **engine))).get("requests") == requests
 
 
 def test_a_folder_has_its_reason_and_ranks_take_the_fewest_tokens() -> None:

@@ -270,6 +270,9 @@ def faster_dtype(accelerator: object = "auto") -> WeightDtype:
 # -- GPUs by the names that CUDA gives them ----------------------------------------------------------------------------
 
 
+AMPERE = (8, 0)  # compute capability of the first GPUs with bfloat16
+
+
 class Gpu(NamedTuple):
     """Memory and speed of a kind of GPU."""
 
@@ -280,6 +283,11 @@ class Gpu(NamedTuple):
     flops: float
     bandwidth: float  # bytes a second of its memory
     half: WeightDtype = WeightDtype.bf16  # the 16 bits of model.dtype=auto
+
+    @property
+    def before_ampere(self) -> bool:
+        """True for an architecture before Ampere, whose tensor cores know no bfloat16."""
+        return self.half is WeightDtype.fp16
 
 
 # The first one whose expression fits a name counts. Lightning's own table includes sparsity for some GPUs, and leaves
@@ -302,6 +310,12 @@ GPUS = {
     "RTX-3090": Gpu(r"\bRTX 3090$", 23.6, 7.1e13, 9.36e11),
     "T4": Gpu(r"\bT4\b", 14.6, 6.5e13, 3.2e11, WeightDtype.fp16),
 }
+
+
+def is_before_ampere(device: torch.device | int) -> bool:
+    """True for a GPU of an architecture before Ampere: for these, torch has no FlashAttention."""
+    is_gpu = isinstance(device, int) or device.type == "cuda"
+    return is_gpu and torch.cuda.get_device_capability(device) < AMPERE
 
 
 def known_gpu(name: str) -> Gpu | None:

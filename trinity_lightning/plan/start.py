@@ -1,11 +1,12 @@
-"""Rows of the table at a run's start: the attention, graphs, weight sync and micro-batches that it gets on a GPU."""
+"""Rows of the table at a run's start: attention, graphs, requests, weight sync and micro-batches on a GPU."""
 
+from trinity_lightning.common.hardware import AMPERE
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.values import AUTO
-from trinity_lightning.explorer.models.vllm_engine import graph_requests
+from trinity_lightning.explorer.models.vllm_engine import engine_args, graph_requests
 
-AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
+HOPPER = (9, 0)  # its compute capability
 SYNC_WAYS = {
     "memory": "within this process",
     "ipc": "within the GPU (ipc)",
@@ -27,6 +28,8 @@ def rows_on_a_gpu(
         why_folder: the reason why synchronizer=auto took a folder; "" if there is none.
     """
     rows = [("attention", _attention(run, capability)), ("graphs", _graphs(run))]
+    if run.buffer.has_rollouts and capabilities_of(run.engine.name).is_vllm and not run.engine.urls:
+        rows.append(("requests", f"at most {engine_args('', run.engine, on_cpu=False)['max_num_seqs']:,} at once"))
     if run.buffer.has_rollouts and not capabilities_of(run.engine.name).shares_weights:
         method = run.synchronizer.method
         if method == AUTO:

@@ -17,6 +17,8 @@ from torch.autograd import Function
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention, silu
 
+from trinity_lightning.common.hardware import is_before_ampere
+
 # -- attention over rows that share prefixes ---------------------------------------------------------------------------
 # Every token attends causally within its own segment: a prefix, or the rest of a row behind its prefix. The rest of a
 # row also attends to its whole prefix.
@@ -436,17 +438,13 @@ def _for_older_gpus(module: torch.nn.Module, key: Tensor, value: Tensor) -> tupl
     these GPUs do not have: torch would then compute all scores at once. Its memory-efficient kernel takes copies.
     """
     groups: Any = getattr(module, "num_key_value_groups", 1)
-    if groups == 1 or not _is_before_ampere(key.device):
+    if groups == 1 or not is_before_ampere(key.device):
         return key, value
     from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 
     if not use_gqa_in_sdpa(None, key, value):  # transformers repeats them itself
         return key, value
     return repeat_kv(key, groups), repeat_kv(value, groups)
-
-
-def _is_before_ampere(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 # -- norms and feed-forward parts that keep less for the backward pass on a CPU, and compute the same ------------------
