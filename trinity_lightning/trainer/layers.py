@@ -358,6 +358,31 @@ def _rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(1).int()[None, None], order.int()[None, None]
 
 
+# -- attention over rows that lie one behind another -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of the same length, one behind another in one row of tokens; each attends to itself alone.
+
+    Attributes:
+        count: number of rows, B.
+    """
+
+    count: int
+
+    def apart(self, states: Tensor) -> Tensor:
+        """States [1, heads, B * S, D] as [B, heads, S, D]."""
+        return states[0].unflatten(1, (self.count, -1)).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """The attention of a micro-batch that is one row; one class for all, since torch.compile tells classes apart."""
+
+    attention: CpuSharedPrefix | FlexSharedPrefix | Rows
+
+
 # -- the attention that models are loaded with -------------------------------------------------------------------------
 
 SHORT_SDPA = "sdpa_short"
@@ -388,7 +413,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    shared_prefix: CpuSharedPrefix | FlexSharedPrefix | None = None,
+    shared_prefix: CpuSharedPrefix | FlexSharedPrefix | OneRow | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """Compute transformers' `sdpa`; or the attention `shared_prefix`, if the model's forward pass is given one.
@@ -401,6 +426,14 @@ def attention(
     """
     if shared_prefix is None:
         return _short_attention(module, query, key, value, attention_mask, **settings)
+    if isinstance(shared_prefix, OneRow):
+        inner = shared_prefix.attention
+        if isinstance(inner, Rows):
+            states, _ = _short_attention(module, *map(inner.apart, (query, key, value)), None, **settings)
+        else:
+            states, _ = attention(module, query, key, value, None, inner, **settings)
+        # Of a view torch.compile also looks at the shape of what it views.
+        return torch.ops.aten._unsafe_view(states, (1, query.shape[2], *states.shape[2:])), None
     unknown = [name for name in NOT_SHARED if settings.get(name)]
     if unknown or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"no shared prefixes with {', '.join(unknown) or 'attention that looks ahead'}")
@@ -469,6 +502,13 @@ def lean_layers(model: nn.Module) -> None:
                     tried[key] = _computes_the_same(kind, module)
                 if tried[key]:
                     module.__class__ = _lean(kind, original)
+
+
+def plain_layers(model: nn.Module) -> None:
+    """Undo `lean_layers`, in place: torch.compile decides itself what it keeps."""
+    for module in model.modules():
+        if isinstance(module, LeanNorm | LeanFeedForward):
+            module.__class__ = type(module).__mro__[2]  # as `_lean` lists them
 
 
 @cache

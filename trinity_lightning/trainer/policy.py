@@ -49,6 +49,7 @@ from trinity_lightning.trainer.checkpoint import (
     check_local,
     misfit,
 )
+from trinity_lightning.trainer.compiled import check_compilable, compile_layers
 from trinity_lightning.trainer.critic import Critic
 from trinity_lightning.trainer.flops import ModelSize, Peak, products_dtype, step_costs
 from trinity_lightning.trainer.head import lean_embeddings
@@ -56,15 +57,13 @@ from trinity_lightning.trainer.layout import Part, collate, trained_tokens
 from trinity_lightning.trainer.loss_scale import LossScale
 from trinity_lightning.trainer.masters import settings_of
 from trinity_lightning.trainer.model import (
-    check_compilable,
-    compile_layers_of,
     load_model,
     logprob_function,
     usable_layout,
 )
 from trinity_lightning.trainer.objective import Objective, count_bad_step
 from trinity_lightning.trainer.out_of_memory import Expected, out_of_memory
-from trinity_lightning.trainer.passes import LogprobFn, Passes, idle
+from trinity_lightning.trainer.passes import Compiled, LogprobFn, Passes, idle
 from trinity_lightning.trainer.placement import WHOLE, Whole
 from trinity_lightning.trainer.saving import ModelFiles, allow_reading
 
@@ -155,6 +154,7 @@ class PolicyModule(L.LightningModule):
         self._budget = planned_tokens if isinstance(budget, str) else budget  # None: chosen for the device
         self._passes: Passes | None = None
         self._function: LogprobFn | None = None
+        self._compiled: Compiled | None = None
         arguments = {
             "model": model,
             "algorithm": plain(self.algorithm),
@@ -222,8 +222,7 @@ class PolicyModule(L.LightningModule):
             self.critic = Critic(self.algorithm.critic, self.policy, self.tokenizer, self._load_model)
         if self.objective.needs_reference and self.adapter is None:
             reference = self._load_model(self.model_name).eval()
-            # A compiled reference shares the policy's graphs only with gradients, else the first KL estimate is not 0.
-            self._reference = [reference.requires_grad_(self.hparams["compile_layers"])]
+            self._reference = [reference.requires_grad_(False)]
 
     def configure_optimizers(self) -> Any:
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
@@ -237,7 +236,7 @@ class PolicyModule(L.LightningModule):
 
     def _load_model(self, name: str) -> Any:
         dropout, attention = Dropout(self.hparams["dropout"]), self.hparams["attn_implementation"]
-        model = load_model(name, self._dtype, dropout, attention, self.hparams["compile_layers"])
+        model = load_model(name, self._dtype, dropout, attention)
         if self.hparams["gradient_checkpointing"]:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
@@ -256,12 +255,18 @@ class PolicyModule(L.LightningModule):
         self._passes = replace(self.passes(), max_tokens=min(tokens for tokens, _ in settled), layout=settled[0][1])
         dtype = products_dtype(self.policy, self.device, self.trainer.precision_plugin)
         self.peak = Peak.of(self.policy, self.device, dtype, self._passes.max_tokens, self.placement.ranks.size)
-        if self.hparams["compile_layers"]:  # only now: the trials above would be compiled too
-            for model in (self.policy, self.reference, getattr(self.critic, "model", None)):
-                if model is not None:
-                    compile_layers_of(model)
+        self._compile()  # only now: the trials above would be compiled too
         if self._resumption is not None:
             self._resumption.begin(self.device)
+
+    def _compile(self) -> None:
+        if self._compiled is None:  # a second fit finds its layers compiled
+            others = [model for model in (self.reference, getattr(self.critic, "model", None)) if model is not None]
+            self._compiled = compile_layers(self.hparams["compile_layers"], self.passes(), self.policy, others)
+        self._passes = replace(self.passes(), compiled=self._compiled)
+        if self._compiled is not None and self.reference is not None:
+            # It shares the policy's graphs, or the first KL would not be 0.
+            self.reference.requires_grad_().train(not self._compiled.has_dropout)
 
     def on_train_start(self) -> None:
         """Give a resumed run's optimizer its configured settings, once it has loaded the checkpoint's state."""
@@ -309,7 +314,7 @@ class PolicyModule(L.LightningModule):
             ModelLoadError: its log-probabilities cannot be computed.
             ConfigError: `algorithm.layout` is not for this architecture, or the model cannot be compiled as asked.
         """
-        if self.hparams["compile_layers"]:
+        if self.hparams["compile_layers"] is True:
             check_compilable(self.policy)
         device = device or self.device
         if self._passes is not None and self._passes.device != device:  # settled for a script's log-probabilities
@@ -328,8 +333,7 @@ class PolicyModule(L.LightningModule):
                 trainers = getattr(self._trainer, "num_devices", 1)
                 tokens = useful_tokens(self.policy, device, trainers, getattr(self.critic, "model", None))
                 logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
-            all_rows, as_trained = self.objective.needs_all_rows, self.hparams["compile_layers"]
-            passes = Passes(device, layout, tokens, function, all_rows, as_trained)
+            passes = Passes(device, layout, tokens, function, self.objective.needs_all_rows, self._compiled)
             if self.critic is not None:
                 self.critic.check(passes, self.policy)
             self._passes = passes
