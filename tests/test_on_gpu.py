@@ -90,7 +90,7 @@ def test_the_softmax_of_the_head_is_two_kernels_without_float32_logits() -> None
     expected, _ = softmax_of_the_head("cpu")
     softmax_of_the_head("cuda")  # compiles
     mine, taken = softmax_of_the_head("cuda")
-    assert fused.is_usable(torch.device("cuda", 0))
+    assert fused.is_usable(torch.device("cuda", 0), torch.bfloat16, 50_000)
     for tensor, want in zip(mine, expected, strict=True):
         torch.testing.assert_close(tensor, want, rtol=1e-2, atol=1e-4)
     assert taken < 1.5 * 2 * 300 * 50_000 * 2  # the gradient twice, in bfloat16

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from trinity_lightning.config.algorithm import KLConfig, Layout
 from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.sync.stream import weight_stream
-from trinity_lightning.trainer import model as models
+from trinity_lightning.trainer import compiled
 
 pytestmark = [
     pytest.mark.slow,  # compilers are started
@@ -84,7 +84,7 @@ def test_many_kinds_of_graphs_stay_those_of_training(layout, graphs):
 
 
 def test_a_model_without_layers_of_transformers_is_refused_before_training(monkeypatch):
-    monkeypatch.setattr(models, "layers_of", lambda model: [])
+    monkeypatch.setattr(compiled, "layers_of", lambda model: [])
     with refuses("model.compile"):
         trained([batch_of(groups())], Layout.padded, compile_layers=True)
 

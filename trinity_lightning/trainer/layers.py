@@ -270,6 +270,8 @@ class FlexSharedPrefix:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Map query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
         query, key = query.to(value.dtype), key.to(value.dtype)  # one dtype, or there is no backward pass
+        for states in (query, key, value):
+            torch._dynamo.mark_static(states, [0, 1, 3])  # all but the tokens: as many heads as blocks mean nothing
         out = _compiled()(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).contiguous()
 
@@ -280,7 +282,7 @@ class FlexTables:
 
     Attributes:
         tensors: segment of each token, the prefix that it sees, and the tables of blocks (see `block_mask`).
-        padding: number of tokens to append to the T, up to whole blocks.
+        padding: number of tokens to append to the T, up to whole blocks, at least two.
     """
 
     tensors: tuple[Tensor, ...]
@@ -307,12 +309,13 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def token_segments(segments: Segments) -> tuple[Tensor, Tensor]:
-    """Segment of each token, and the prefix that it sees (-1: none), int64 [T] each, padded to whole blocks.
+    """Segment of each token, and the prefix that it sees (-1: none), int64 [T] each, padded to two blocks or more.
 
-    Prefixes are the first segments; padding is one more segment at the end.
+    Prefixes are the first segments; padding is one more segment at the end. A single block would have a kernel of its
+    own.
     """
     segment, prefix = segments.of_tokens()
-    padding = (0, -len(segment) % BLOCK_TOKENS)
+    padding = (0, max(2 * BLOCK_TOKENS - len(segment), -len(segment) % BLOCK_TOKENS))
     return pad(segment, padding, value=int(segment[-1]) + 1), pad(prefix, padding, value=-1)
 
 
@@ -429,11 +432,12 @@ def attention(
     if isinstance(shared_prefix, OneRow):
         inner = shared_prefix.attention
         if isinstance(inner, Rows):
-            states, _ = _short_attention(module, *map(inner.apart, (query, key, value)), None, **settings)
+            query, key, value = map(inner.apart, (query, key, value))
+            states, _ = _short_attention(module, query, key, value, None, **settings)
         else:
             states, _ = attention(module, query, key, value, None, inner, **settings)
         # Of a view torch.compile also looks at the shape of what it views.
-        return torch.ops.aten._unsafe_view(states, (1, query.shape[2], *states.shape[2:])), None
+        return torch.ops.aten._unsafe_view(states, (1, -1, *states.shape[2:])), None
     unknown = [name for name in NOT_SHARED if settings.get(name)]
     if unknown or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"no shared prefixes with {', '.join(unknown) or 'attention that looks ahead'}")

@@ -50,6 +50,13 @@ def name_of(model: Any) -> str:
     return f"{type(model).__name__} ({model.config.model_type})"
 
 
+def layers_of(model: Any) -> list[nn.Module]:
+    """The layers that transformers can checkpoint one at a time."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 # -- dropout: the first ratio of a PPO step must be 1 ------------------------------------------------------------------
 
 # Names of dropout shares and noise amplitudes in configurations and modules of transformers, such as attention_dropout,
@@ -291,7 +298,8 @@ def _agrees(function: LogprobFn, model: Any, tokens: Tensor, logits: Tensor, lim
     positions = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)[:, :-1].flatten()
     targets, temperature = tokens[:, 1:].flatten(), torch.ones(len(positions), device=tokens.device)
     results = _results_or_error(function, model, {"input_ids": tokens}, positions, targets, temperature)
-    expected = token_logprobs(Head(nn.Identity()), logits.flatten(0, 1)[positions], targets, temperature)
+    log_p = logits.flatten(0, 1)[positions].log_softmax(-1)
+    expected = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     if isinstance(results, Exception):
         logger.info("%s has no %s: %s", name_of(model), function.__name__, results)
         return False

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental import _config as shapes
+from torch.fx.experimental import _config
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
@@ -16,6 +16,10 @@ from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.trainer.layers import OneRow, Rows
 from trinity_lightning.trainer.layout import MicroBatch, Part, better_layout, collate, cut, deal, rows_to_train
 from trinity_lightning.trainer.placement import Whole
+
+# torch's settings of symbolic sizes. By default sizes that are the same when a graph is made are one: if there are as
+# many tokens as a state has elements, the graph would hold for this number of tokens alone.
+SHAPES: Any = _config
 
 # (model, inputs, positions [n], targets [n], temperature [n]) -> log-probabilities and entropies, float32 [n]. Inputs
 # are arguments of the forward pass, among them `input_ids` [B, S]. A position is the place, in the flattened tokens, of
@@ -77,6 +81,11 @@ class Passes:
     all_rows: bool
     compiled: "Compiled | None" = None
 
+    @property
+    def switches_mode(self) -> bool:
+        """True if columns are computed in evaluation mode. Compiled layers have graphs for either mode."""
+        return self.compiled is None or self.compiled.has_dropout
+
     def rows(self, batch: OptimizerBatch) -> list[int]:
         """Rows of the batch that are computed."""
         return rows_to_train(batch, skip_zero_advantage=not self.all_rows)
@@ -96,7 +105,7 @@ class Passes:
         one_row = self.compiled is not None and self.compiled.one_row
         inputs = in_one_row(micro.inputs) if one_row else micro.inputs
         arguments = inputs, micro.states, micro.targets, micro.temperature[micro.rows]
-        with nullcontext() if self.compiled is None else shapes.patch(use_duck_shape=False):
+        with nullcontext() if self.compiled is None else SHAPES.patch(use_duck_shape=False):
             results = placement.logprobs(self.function, model, *arguments)
         return tuple(map(micro.spread, results))
 
@@ -118,7 +127,7 @@ class Passes:
         ranks = placement.ranks if shared else ALONE
         columns = [[torch.zeros(e.response_length) for e in batch.experiences] for _ in results]
         was_training = model.training
-        if self.compiled is None or self.compiled.has_dropout:
+        if self.switches_mode:
             model.eval()  # without dropout
         shares = self.shares(batch, self.rows(batch), ranks.size)
         for part in placement.passes(shares) if ranks.size > 1 else shares[0]:

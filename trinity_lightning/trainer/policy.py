@@ -80,7 +80,7 @@ class PolicyModule(L.LightningModule):
         optimizer_factory: makes an optimizer of your own from the groups of `optim.parameter_groups`.
         dtype: `bf16` or `fp16` computes in 16 bits with float32 masters in the optimizer; `fp32` is float32 throughout.
         dropout: `off` sets the model's dropout to 0; `keep` trains with the dropout of its configuration.
-        compile_layers: compile the model's layers with torch.compile when training starts.
+        compile_layers: compile the model's layers with torch.compile when training starts; auto: as `model.compile`.
         gradient_checkpointing: recompute activations in the backward pass.
         attn_implementation: attention of transformers.
         lora: adapters to train in place of the weights.
@@ -112,7 +112,7 @@ class PolicyModule(L.LightningModule):
         optimizer_factory: Callable[[Any], Optimizer] | None = None,
         dtype: WeightDtype | str = WeightDtype.bf16,
         dropout: Dropout | str = Dropout.off,
-        compile_layers: bool = False,
+        compile_layers: bool | str = AUTO,
         gradient_checkpointing: bool = False,
         attn_implementation: str = "sdpa",
         lora: LoRAConfig | Mapping[str, Any] | None = None,
@@ -255,18 +255,12 @@ class PolicyModule(L.LightningModule):
         self._passes = replace(self.passes(), max_tokens=min(tokens for tokens, _ in settled), layout=settled[0][1])
         dtype = products_dtype(self.policy, self.device, self.trainer.precision_plugin)
         self.peak = Peak.of(self.policy, self.device, dtype, self._passes.max_tokens, self.placement.ranks.size)
-        self._compile()  # only now: the trials above would be compiled too
+        if self._compiled is None:  # only now: the trials above would be compiled too
+            others = (self.reference, getattr(self.critic, "model", None))
+            self._compiled = compile_layers(self.hparams["compile_layers"], self._passes, self.policy, *others)
+        self._passes = replace(self._passes, compiled=self._compiled)
         if self._resumption is not None:
             self._resumption.begin(self.device)
-
-    def _compile(self) -> None:
-        if self._compiled is None:  # a second fit finds its layers compiled
-            others = [model for model in (self.reference, getattr(self.critic, "model", None)) if model is not None]
-            self._compiled = compile_layers(self.hparams["compile_layers"], self.passes(), self.policy, others)
-        self._passes = replace(self.passes(), compiled=self._compiled)
-        if self._compiled is not None and self.reference is not None:
-            # It shares the policy's graphs, or the first KL would not be 0.
-            self.reference.requires_grad_().train(not self._compiled.has_dropout)
 
     def on_train_start(self) -> None:
         """Give a resumed run's optimizer its configured settings, once it has loaded the checkpoint's state."""
