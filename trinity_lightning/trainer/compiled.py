@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trinity_lightning.common.hardware import name_vectors
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer import fused
@@ -84,6 +85,8 @@ def compile_layers_of(model: Any) -> None:
     # torch counts all layers of a class as one function, and runs it uncompiled once it has 8 graphs, torch's limit.
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, MOST_GRAPHS)
+    if model.device.type == "cpu":
+        name_vectors()
     plain_layers(model)
     embeddings = model.get_input_embeddings()
     if not any(parameter.requires_grad for parameter in embeddings.parameters()):
