@@ -99,7 +99,7 @@ def test_a_machine_without_a_compiler_is_refused_before_training(monkeypatch):
 
 
 class OnAGpu:
-    """What `compile_layers` is given on a GPU: the models are on the CPU, and the kernels are taken to work."""
+    """Calls of `compile_layers` as on a GPU: the models are on the CPU, and kernels are taken to work."""
 
     def __init__(self, **model):
         self.policy = make_policy(model=model)

@@ -17,7 +17,7 @@ from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.trainer import fused
 from trinity_lightning.trainer.head import Head
-from trinity_lightning.trainer.layers import plain_layers
+from trinity_lightning.trainer.lean import plain_layers
 from trinity_lightning.trainer.model import has_dropout, layers_of, logprob_function, name_of, one_row_obstacle
 from trinity_lightning.trainer.passes import Compiled, LogprobFn, Passes
 

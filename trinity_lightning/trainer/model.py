@@ -16,8 +16,9 @@ from trinity_lightning.config.model import Dropout
 from trinity_lightning.config.models import load_generation_config, resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.head import Head, token_logprobs
-from trinity_lightning.trainer.layers import HALF, SHORT_SDPA, attention_implementation, lean_layers
+from trinity_lightning.trainer.layers import HALF, SHORT_SDPA, attention_implementation
 from trinity_lightning.trainer.layout import collate, cut
+from trinity_lightning.trainer.lean import lean_layers
 from trinity_lightning.trainer.passes import LogprobFn, in_one_row
 
 logger = logging.getLogger(__name__)
