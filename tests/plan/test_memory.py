@@ -47,7 +47,7 @@ from trinity_lightning.plan.memory import (
 )
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.adapter import Adapter
-from trinity_lightning.trainer.layers import lean_layers
+from trinity_lightning.trainer.lean import lean_layers
 
 HOST = 200 * GIB
 

@@ -27,13 +27,11 @@ from trinity_lightning.trainer import layers
 from trinity_lightning.trainer.layers import (
     SHORT_TOKENS,
     CpuSharedPrefix,
-    LeanFeedForward,
-    LeanNorm,
     Segments,
     attention,
     attention_implementation,
-    lean_layers,
 )
+from trinity_lightning.trainer.lean import LeanFeedForward, LeanNorm, lean_layers
 
 # -- attention of short sequences in 16 bits on the CPU: as transformers', closer to the truth -------------------------
 

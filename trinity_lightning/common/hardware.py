@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -321,3 +321,20 @@ def is_before_ampere(device: torch.device | int) -> bool:
 def known_gpu(name: str) -> Gpu | None:
     """The kind of GPU with this name, as CUDA gives it; None if it is unknown."""
     return next((gpu for gpu in GPUS.values() if re.search(gpu.name, name)), None)
+
+
+# -- compiled code -----------------------------------------------------------------------------------------------------
+
+
+def name_vectors() -> None:
+    """Let torch's cache of compiled code on disk tell apart code for vectors of different length.
+
+    Otherwise code that was generated under ATEN_CPU_CAPABILITY=avx2, or by a CPU without AVX-512, is compiled for
+    AVX-512 by the next process: it then writes 16 numbers where 8 have room, and the process ends at some later time.
+    """
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    settings: Any = config.cpp
+    if settings.simdlen is None and (vectors := pick_vec_isa()):
+        settings.simdlen = vectors.bit_width()

@@ -308,7 +308,7 @@ def check_start(config: DictConfig, hydra: Any) -> None:
 def check_shards(run: "TrainConfig", trainer: Mapping[str, Any]) -> None:
     """Refuse settings that do not work with a policy in shards; a ConfigError."""
     has_critic = run.algorithm.critic is not None
-    check_shards_of(trainer.get("precision"), run.model.compile, run.optimizer.name, has_critic=has_critic)
+    check_shards_of(trainer.get("precision"), run.model.compile is True, run.optimizer.name, has_critic=has_critic)
     check_distributed_checkpoint(trainer["strategy"].get("save_distributed_checkpoint", AUTO))
     if run.synchronizer.lora == "adapter":
         raise ConfigError(

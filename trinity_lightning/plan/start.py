@@ -3,6 +3,7 @@
 from trinity_lightning.common.hardware import AMPERE
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
 from trinity_lightning.config.run import TrainConfig
+from trinity_lightning.config.trainer import SHARDS, strategy_of
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.explorer.models.vllm_engine import engine_args, graph_requests
 
@@ -65,12 +66,21 @@ def vllm_attention(engine: EngineConfig, capability: tuple[int, int]) -> str:
 
 def _graphs(run: TrainConfig) -> str:
     """The CUDA graphs of vLLM, and how the trainer's layers are computed, in words."""
-    layers = "layers compiled" if run.model.compile else "kernel by kernel (model.compile=false)"
+    layers = _layers(run)
     if not run.buffer.has_rollouts or not capabilities_of(run.engine.name).is_vllm or run.engine.urls:
         return f"trainer {layers}"
     requests = graph_requests(run.engine)
     graphs = f"graphs of steps of at most {requests} requests" if requests else "none (enforce_eager)"
     return f"trainer {layers}; vLLM {graphs}"
+
+
+def _layers(run: TrainConfig) -> str:
+    """The trainer's layers, compiled or not, in words."""
+    if run.model.compile != AUTO:
+        return "layers compiled" if run.model.compile else "kernel by kernel (model.compile=false)"
+    if strategy_of(run.trainer or {}) == SHARDS:
+        return "kernel by kernel (layers in shards)"
+    return "layers compiled, where the model's architecture allows it (model.compile=auto)"
 
 
 def _micro_batches(run: TrainConfig, planned: int | None, ranks: int) -> str:

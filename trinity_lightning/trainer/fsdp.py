@@ -470,7 +470,7 @@ class ShardStrategy(ReplicaStrategy):
             )
         name = module.optimizer_config.name
         has_critic = module.algorithm.critic is not None
-        check_shards_of(module.trainer.precision, module.hparams["compile_layers"], name, has_critic=has_critic)
+        check_shards_of(module.trainer.precision, module.hparams["compile_layers"] is True, name, has_critic=has_critic)
         module.check_trainable(self.root_device)  # tried while it is whole
         self.placement = self.shards = Shards(module, self.ranks, self.root_device, self._in_shards)
         self.ranks.serve = self.shards.serve
