@@ -150,7 +150,7 @@ def sizes(job: Job) -> list[str]:
     """The settings of a step of 512 rollouts of about 1k tokens; on a CPU of 8 short ones."""
     groups, size, tokens, context = (2, 4, 8, 128) if job.small else (64, 8, 960, 1152)
     settings = [f"explorer.batch_size={groups}", f"explorer.repeat_times={size}", f"sampling.max_tokens={tokens}"]
-    return [*settings, f"engine.max_model_len={context}", "algorithm.max_tokens_per_micro_batch=auto"]
+    return [*settings, f"engine.max_model_len={context}"]
 
 
 def run(job: Job, *overrides: str, steps: int = 3) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def run(job: Job, *overrides: str, steps: int = 3) -> dict[str, Any]:
         )
         if done.returncode:
             print(done.stdout)  # into the stage's log
-            raise (RefusedError if done.returncode == REFUSED else RuntimeError)(said(done.stdout))
+            raise (RefusedError if done.returncode == REFUSED else RuntimeError)(refusal_or_end(done.stdout))
         with Path(scratch, "run", "metrics.csv").open() as file:
             rows = [row for row in csv.DictReader(file) if row.get("time/train")]
         results = {name: median(rows[1:], column, 4) for name, column in COLUMNS.items()}
@@ -183,7 +183,7 @@ def run(job: Job, *overrides: str, steps: int = 3) -> dict[str, Any]:
         return {"steps": len(rows), "whole_run_s": round(time.perf_counter() - start, 1), **results}
 
 
-def said(output: str) -> str:
+def refusal_or_end(output: str) -> str:
     """The sentence with which a command was refused, or else its last words."""
     lines = [line for line in output.splitlines() if line.strip()]
     refusals = [line for line in lines if line.startswith("trinity-lightning: ")]

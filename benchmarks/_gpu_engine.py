@@ -93,11 +93,12 @@ def engine(job: Job) -> None:
     with job.part("start", **beside.settings) as values:
         values["seconds"] = round(beside.do(beside.engine.load), 2)
         values |= {"threads_before": threads, "threads_after": torch.get_num_threads()}
-    if "failed" in values:
-        return
     try:
+        if not {"failed", "refused"}.isdisjoint(values):
+            return
         differences(job, beside)
         slept(job, beside)
+        slept_without_weights(job, beside)
         for count in counts:
             with job.part("speed", requests=count, new_tokens=new_tokens) as values:
                 values |= speed(beside, count, new_tokens)
@@ -126,6 +127,23 @@ def slept(job: Job, beside: Engine) -> None:
             awake.append(beside.do(beside.engine.wake_up))
         values |= {"seconds": spread(asleep, 4), "wake_up_s": spread(awake, 4), "first_s": round(asleep[0], 3)}
         values |= {"freed_gb": round(statistics.median(freed), 2), "after_sleep": beside.difference()}
+
+
+def slept_without_weights(job: Job, beside: Engine) -> None:
+    """Report the seconds of a sleep that drops the weights, as between a step and its sync, and of waking and syncing.
+
+    `dropped` is False on a CPU, where vLLM does not sleep.
+    """
+    with job.part("sleep until a sync") as values:
+        asleep, awake, synced, dropped = [], [], [], True
+        for number in range(SLEEPS):
+            start = clock()
+            dropped = beside.driver.run(beside.engine.sleep_until_sync()) and dropped
+            asleep.append(clock() - start)
+            awake.append(beside.do(beside.engine.wake_up))
+            synced.append(beside.sync(SYNCS + 1 + number))
+        values |= {"dropped": dropped, "seconds": spread(asleep, 4), "wake_up_s": spread(awake, 4)}
+        values |= {"sync_s": spread(synced, 4), "after_sync": beside.difference()}
 
 
 def speed(beside: Engine, count: int, new_tokens: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-from _gpu import HERE, Job, run, said
+from _gpu import HERE, Job, refusal_or_end, run
 
 TESTS = HERE.parent / "tests" / "test_on_gpu.py"
 METHODS = ("ipc", "checkpoint")
@@ -21,7 +21,7 @@ def tests(job: Job) -> None:
         done = subprocess.run(command, cwd=HERE.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         print(done.stdout)  # into the stage's log
         if not report.exists():
-            raise RuntimeError(said(done.stdout))
+            raise RuntimeError(refusal_or_end(done.stdout))
         suite = next(ElementTree.parse(report).iter("testsuite"))
         counts = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
         values |= counts | {"seconds": round(float(suite.get("time", "0")), 1)}

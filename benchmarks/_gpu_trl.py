@@ -4,7 +4,10 @@ One side after the other, each in a process that has the device to itself: the m
 """
 
 import importlib.util
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -133,13 +136,24 @@ def whole_step(job: Job) -> None:
         for rows_a_pass in rows:
             if "trl" in answers or job.left < LEAST_SECONDS:
                 break
-            settings = {"rows_a_pass": rows_a_pass, "trl": version("trl"), "trl_vllm": not job.small}
-            with job.part("step of TRL", rollouts=groups * size, **settings) as values:
+            with job.part("step of TRL", rollouts=groups * size, rows_a_pass=rows_a_pass) as values:
+                values["trl_side"] = installed(job.trl_python)  # not what `on` has, which is of this process
                 side = spec | {"rows_a_pass": rows_a_pass}
                 answers["trl"], peaks["trl"] = vs_trl_step.alone(side, "trl", steps, job.trl_python)
                 values |= parts_of(answers["trl"], peaks["trl"])
     if len(answers) == 2:
         job.report("step against TRL", rollouts=groups * size, **vs_trl_step.summary(answers, peaks))
+
+
+def installed(python: str | None = None) -> dict[str, str | None]:
+    """The versions of packages that an interpreter imports, for TRL's side of a whole step; None: this interpreter."""
+    packages = ("trl", "vllm", "torch", "transformers")
+    code = f"""
+import importlib.metadata, json
+versions = {{package.name: package.version for package in importlib.metadata.distributions()}}
+print(json.dumps({{name: versions.get(name) for name in {packages}}}))
+"""
+    return json.loads(subprocess.check_output([python or sys.executable, "-c", code], text=True))
 
 
 def parts_of(steps: list[dict[str, Any]], peak: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.config.model import LoRAConfig, OptimizerConfig
+from trinity_lightning.config.values import AUTO
 from trinity_lightning.trainer.policy import PolicyModule
 
 WARM_UP = 4  # steps until buffers and compiled primitives are there
@@ -65,7 +66,7 @@ def fit(
     algorithm: AlgorithmConfig | None = None,
     callbacks: Sequence[L.Callback] = (),
     accelerator: str = "cpu",
-    compile_layers: bool = False,
+    compile_layers: bool | str = AUTO,
     lora: LoRAConfig | None = None,
     optimizer: str = "adamw",
 ) -> None:

@@ -76,7 +76,7 @@ def make_trainer(
     """
     from datasets import Dataset
 
-    settings = DTYPES[dtype] | settings
+    settings = {"gradient_checkpointing": False} | DTYPES[dtype] | settings
     if "model_init_kwargs" in settings:
         settings["model_init_kwargs"] = DTYPES[dtype].get("model_init_kwargs", {}) | settings["model_init_kwargs"]
     arguments = GRPOConfig(
@@ -85,7 +85,6 @@ def make_trainer(
         save_strategy="no",
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
-        gradient_checkpointing=False,
         loss_type="dapo",
         learning_rate=1e-6,
         lr_scheduler_type="constant",

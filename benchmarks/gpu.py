@@ -6,7 +6,8 @@
 The stages, in the order of their worth:
 
   a  tests/test_on_gpu.py
-  b  the engine: start, weight sync, sleep, and its speed at 512 and 1,024 requests against vLLM's LLM.generate
+  b  the engine: start, weight sync, sleep with and without its weights, and its speed at 512 and 1,024 requests against
+     vLLM's LLM.generate
   c  the training phase: 128 and 512 rows of 1k tokens with 512, 4,096 and 16,384 tokens a micro-batch, MFU, peak memory
      beside the memory plan's, compilations, and a profile by kind of work
   d  the training phase against TRL's GRPOTrainer: the same rollouts, TRL's best settings of those that are tried
@@ -17,10 +18,10 @@ The stages, in the order of their worth:
 
 Each stage is a process of its own with a time limit, and prints a line of JSON for each result at once. A stage that
 fails or takes too long does not end the others; within a stage, an error is the result of its part, and so is a refusal
-of the project's (`refused`). `--minutes` leaves
-out the stages for which no time is left, and each line of a stage that is left out or fails says why. What else a stage
-prints is in a file that its line names. Models are random, of published shapes, and made on the spot: no network is
-needed. `--device cpu --model qwen2` takes the same steps with few and short rollouts: whether it all works.
+of the project's (`refused`). `--minutes` leaves out the stages for which no time is left, and each line of a stage that
+is left out or fails says why. What else a stage prints is in a file that its line names. Models are random, of
+published shapes, and made on the spot: no network is needed. `--device cpu --model qwen2` takes the same steps with few
+and short rollouts: whether it all works.
 
 `--table` writes the lines of a file into docs/gpu.md, between its two marks.
 """

@@ -35,11 +35,10 @@ STEP = (
     "explorer.repeat_times=8",
     "sampling.max_tokens=1024",
     "engine.max_model_len=1280",
-    "algorithm.max_tokens_per_micro_batch=auto",
     "plan.prompt_tokens=64",
 )
 DEVICES = {
-    "16 GB": ("plan.device=L4", "plan.memory_gb=14.1"),
+    "16 GB": ("plan.device=T4",),
     "24 GB": ("plan.device=L4",),
     "80 GB": ("plan.device=H100-80GB",),
 }

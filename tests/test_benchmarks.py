@@ -1,9 +1,12 @@
 """Benchmarks run; what they measure is judged by people, what they check is checked here too."""
 
+import asyncio
 import importlib
+import importlib.metadata
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from support.compose import composed
 from support.runs import ROOT, RunTrain
 
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.registry import options
 from trinity_lightning.config.run import typed_config
 from trinity_lightning.trainer.policy import PolicyModule
@@ -214,6 +218,36 @@ def test_the_table_of_gpu_is_written_between_its_marks(gpu: Any) -> None:
     assert part.index("stage b") < part.index("stage c")
     assert table.with_measured(written, []) == table.with_measured(page, [])
     assert table.NOTHING in table.with_measured(page, [])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # TRL's, of another vLLM
+def test_trl_can_be_given_any_settings_and_its_side_says_what_it_runs_with(gpu: Any) -> None:
+    pytest.importorskip("trl")
+    trl, stage = importlib.import_module("_trl"), importlib.import_module("_gpu_trl")
+    for settings in ({}, {"gradient_checkpointing": True}, {"model_init_kwargs": {"attn_implementation": "eager"}}):
+        trainer = trl.make_trainer(str(resolve_model("tiny")), "bf16_weights", 8, 4, trl.OnStep(), **settings)
+        assert trainer.args.gradient_checkpointing is settings.get("gradient_checkpointing", False)
+        assert trainer.args.model_init_kwargs["dtype"] == "bfloat16"
+    assert stage.installed()["trl"] == importlib.metadata.version("trl")
+
+
+def test_scripts_may_ask_an_engine_for_other_rollouts(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = importlib.import_module("rollout")
+    engine = SimpleNamespace(tokenizer=load_tokenizer("tiny"))
+    monkeypatch.setattr(rollout, "REQUESTS", 3)
+    assert [len(rollout.prompts(engine, count)) for count in (None, 2)] == [3, 2]
+    asked: list[int] = []
+
+    async def generate(prompt: list[int], max_tokens: int) -> list[Any]:
+        asked.append(max_tokens)
+        return [SimpleNamespace(token_ids=[0] * max_tokens)]
+
+    engine.generate, driver = generate, SimpleNamespace(run=asyncio.run)
+    monkeypatch.setattr(rollout, "sampling", lambda i: {"max_tokens": 10 + i})
+    assert rollout.run_async(engine, driver, [[1], [2]]) == 21
+    assert rollout.run_async(engine, driver, [[1], [2]], lambda i: {"max_tokens": 5}) == 10
+    assert asked == [10, 11, 5, 5]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import psutil
 import pytest
 import torch
@@ -17,6 +18,7 @@ from support.policy import Gradients, assert_same_gradients, batch_of, fit, grou
 from support.runs import WITHIN_A_PASS, imitation, only, rows, start, wait_for
 from support.tiny_model import tiny_model, train_a_little
 from support.tiny_vllm import tiny_engine
+from torch._dynamo.utils import counters
 
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.engines import EngineSleep
@@ -38,13 +40,14 @@ pytestmark = [
 LAYOUTS = (Layout.padded, Layout.shared_prefix)
 QUICK = ("+recipe=grpo", "model=tiny", "reward=contains_digits", "explorer.batch_size=4", "explorer.repeat_times=4")
 QUICK += ("sampling.max_tokens=12", "explorer.eval_on_startup=false", "explorer.eval_interval=0")
+ADAPTER = ("model.lora.r=4", "synchronizer.lora=adapter")
 EAGER = {"enforce_eager": True}  # vLLM would compile for a minute
 BATCHES = [batch_of(groups(count=16, seed=seed), step=seed + 1) for seed in range(3)]
 
 
 def trained(accelerator: str, optimizer: str = "adamw", **settings: Any) -> tuple[Gradients, dict[str, torch.Tensor]]:
-    """Losses and gradients of three steps, on the CPU; and the weights after them."""
-    seen = Gradients()
+    """Losses and gradients of three steps, on the CPU; and the weights after them. By default no layer is compiled."""
+    seen, settings["model"] = Gradients(), {"compile_layers": False, **settings.get("model", {})}
     policy = make_policy(OptimizerConfig(name=optimizer, lr=1e-3), **settings)
     fit(policy, BATCHES, seen, accelerator=accelerator)
     seen.steps = [{name: tensor.cpu() for name, tensor in step.items()} for step in seen.steps]
@@ -90,15 +93,17 @@ def test_the_softmax_of_the_head_is_two_kernels_without_float32_logits() -> None
     expected, _ = softmax_of_the_head("cpu")
     softmax_of_the_head("cuda")  # compiles
     mine, taken = softmax_of_the_head("cuda")
-    assert fused.is_usable(torch.device("cuda", 0))
+    assert fused.is_usable(torch.device("cuda", 0), torch.bfloat16, 50_000)
     for tensor, want in zip(mine, expected, strict=True):
         torch.testing.assert_close(tensor, want, rtol=1e-2, atol=1e-4)
     assert taken < 1.5 * 2 * 300 * 50_000 * 2  # the gradient twice, in bfloat16
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", [{}, {"gradient_checkpointing": True}, {"compile_layers": True}])
-def test_steps_are_those_of_a_cpu(layout: Layout, model: dict[str, Any]) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compiles", [False, "auto"])
+def test_steps_are_those_of_a_cpu(layout: Layout, compiles: bool | str, checkpointing: bool) -> None:
+    model = {"compile_layers": compiles, "gradient_checkpointing": checkpointing}
     mine, _ = trained("gpu", layout=layout, model=model)
     cpu, _ = trained("cpu", layout=layout)
     assert mine.losses == pytest.approx(cpu.losses, rel=1e-4)
@@ -145,6 +150,23 @@ def test_nothing_of_ours_waits_for_the_gpu_within_a_micro_batch(layout: Layout) 
     assert len(waits) <= 1, waits
 
 
+@pytest.mark.parametrize("lora", [None, LoRAConfig(r=4)])
+def test_ragged_steps_compile_nothing_after_the_first(lora: LoRAConfig | None) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    graphs: list[int] = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            graphs.append(counters["stats"]["unique_graphs"])
+
+    batches = [batch_of(groups(count=count, seed=count)) for count in (12, 1, 9, 16, 4)]
+    policy = make_policy(dtype="bf16", layout=Layout.auto, model={} if lora is None else {"lora": lora})
+    fit(policy, batches, Look(), accelerator="gpu")
+    assert graphs[0] > 4  # the layers' and others
+    assert graphs[1:] == graphs[:1] * 4
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_offload"])
 def test_a_step_is_repeated_to_the_bit(optimizer: str, dtype: str) -> None:
@@ -189,6 +211,9 @@ def test_an_engine_in_this_process_takes_the_weights_and_sleeps() -> None:
         ("engine=vllm", "engine.sleep=always"),
         ("engine=vllm_server",),
         ("engine=vllm", "model.dtype=fp16"),
+        ("engine=vllm", "engine.speculative=3"),
+        ("engine=vllm", "model.dtype=fp16", *ADAPTER),
+        ("engine=vllm_server", "model.dtype=fp16", *ADAPTER),
         ("engine=vllm_server", "synchronizer=ipc"),
         ("engine=vllm_server", "synchronizer=checkpoint"),
     ],

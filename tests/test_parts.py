@@ -78,15 +78,20 @@ def disk_full(_: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "devices", "names"),
+    ("overrides", "devices", "names", "tokens"),
     [
-        (("+recipe=grpo",), "cpu", ["while training", "while generating"]),
-        (("+recipe=sft", "buffer.path=data.jsonl"), "cpu", ["while training"]),
-        (("+recipe=grpo", *TWO), "2 x cpu", ["memory of rank 1, each", "while generating"]),
+        (("+recipe=grpo",), "cpu", ["while training", "while generating"], 512),
+        (("+recipe=sft", "buffer.path=data.jsonl"), "cpu", ["while training"], None),  # chosen by the free memory
+        (("+recipe=grpo", *TWO), "2 x cpu", ["memory of rank 1, each", "while generating"], 512),
     ],
 )
 def test_the_table_at_the_start_says_what_memory_is_expected_on_which_devices(
-    overrides: tuple[str, ...], devices: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: tuple[str, ...],
+    devices: str,
+    names: list[str],
+    tokens: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
@@ -97,6 +102,7 @@ def test_the_table_at_the_start_says_what_memory_is_expected_on_which_devices(
     assert "device memory" not in table
     assert ("while generating" in table) == ("while generating" in names)
     assert all("GiB" in table[name] for name in names)
+    assert run.policy.hparams["planned_tokens"] == tokens
 
 
 def test_a_rank_other_than_0_has_a_plan_of_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,8 +345,13 @@ REFUSED = {
     "text for a switch": (["+recipe=grpo", "save_model=perhaps"], ["save_model is 'perhaps': give true or false."]),
     **{
         f"a number for the switch {key}": (["+recipe=grpo", f"{key}={value}"], [f"{key} is '{value}': give true or"])
-        for key, value in (("save_model", 3), ("model.compile", 0), ("model.lora.rslora", 1), ("engine.per_rank", 2))
+        for key, value in (("save_model", 3), ("model.lora.rslora", 1), ("engine.per_rank", 2))
     },
+    "a number for a switch with auto": (
+        ["+recipe=grpo", "model.compile=2"],
+        ["model.compile is '2': give true, false or"],
+    ),
+    "text for a switch with auto": (["+recipe=grpo", "model.compile=perhaps"], "model.compile"),
     "a number for a switch in a text": (["+recipe=grpo", "save_model='1'"], ["save_model is '1': give true or false."]),
     "a score that no evaluation measures": (
         ["+recipe=grpo", "sweep.metric=eval/sums/mean@1"],

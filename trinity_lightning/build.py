@@ -52,7 +52,7 @@ from trinity_lightning.monitor.machine import CPULoad
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.monitor.wandb_logger import RunLogger, run_id
-from trinity_lightning.plan.gpu import follower_plan, with_memory_plan
+from trinity_lightning.plan.gpu import follower_plan, tokens_on_a_cpu, trains_on_gpus, with_memory_plan
 from trinity_lightning.plan.memory import MemoryPlan
 from trinity_lightning.plan.run import rows_on_a_cpu
 from trinity_lightning.plan.start import rows_on_a_gpu
@@ -289,6 +289,7 @@ def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
     if config.model.lora.r is not None:
         check_adapter(config.model)
     steps = config.optimizer.total_steps or config.steps * config.items
+    on_cpu = None if trains_on_gpus(config) else tokens_on_a_cpu(config)
     policy = PolicyModule(
         config.model.name,
         config.algorithm,
@@ -299,7 +300,7 @@ def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
         gradient_checkpointing=config.model.gradient_checkpointing,
         attn_implementation=config.model.attn_implementation,
         lora=config.model.lora,
-        planned_tokens=None if plan is None else plan.micro_batch_tokens,
+        planned_tokens=on_cpu if plan is None else plan.micro_batch_tokens,
     )
     if plan is not None:
         may_sleep = plan.shared and not plan.sleep and not capabilities_of(config.engine.name).overlaps_training
@@ -438,24 +439,23 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
 
 
 def check_pictures(config: TrainConfig, sources: Sequence[TaskSource]) -> None:
-    """Refuse tasks with pictures for a model that reads text alone, or an engine that takes no pictures: ConfigError."""
+    """Refuse tasks with pictures where the model reads text alone, or an engine would not get them; a ConfigError."""
     tasksets = [taskset for source in sources for taskset in source.taskset.tasksets.values() if taskset.most_pictures]
     if not tasksets:
         return
-    model, engine = config.model.name, config.engine.name
-    if reads_pictures(model) is False:  # None: the engine will tell
-        raise ConfigError(
-            f"the entries of taskset '{tasksets[0].name}' have pictures, and model '{model}' reads text alone",
-            key="model.name",
-            fix="choose a model that reads pictures, or leave their field out of the entries",
-        )
-    if not capabilities_of(engine).takes_pictures:
-        able = " or ".join(name for name, capabilities in CAPABILITIES.items() if capabilities.takes_pictures)
-        raise ConfigError(
-            f"the entries of taskset '{tasksets[0].name}' have pictures, and engine '{engine}' takes none",
-            key="engine.name",
-            fix=f"choose engine={able}",
-        )
+    has, name = f"the entries of taskset '{tasksets[0].name}' have pictures, and", config.model.name
+    if reads_pictures(name) is False:  # None: the engine will tell
+        fix = "choose a model that reads pictures, or leave their field out of the entries"
+        raise ConfigError(f"{has} model '{name}' reads text alone", key="model.name", fix=fix)
+    if not capabilities_of(config.engine.name).takes_pictures:
+        able = " or ".join(engine for engine, capabilities in CAPABILITIES.items() if capabilities.takes_pictures)
+        raise ConfigError(f"{has} engine '{config.engine.name}' takes none", key="engine.name", fix=f"choose {able}")
+    if config.engine.per_rank:
+        fix = "leave the key out: the engine of rank 0 generates then"
+        raise ConfigError(f"{has} engines of other ranks are sent tokens alone", key="engine.per_rank", fix=fix)
+    if config.synchronizer.lora == "adapter":
+        fix = "set synchronizer.lora=merged"
+        raise ConfigError(f"{has} adapters are not sent alone to an engine of such", key="synchronizer.lora", fix=fix)
 
 
 @functools.lru_cache(maxsize=1)

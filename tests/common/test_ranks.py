@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,7 @@ from trinity_lightning.common import ranks as ranks_module
 from trinity_lightning.common.ranks import ALONE, Ranks
 from trinity_lightning.errors import RankError, RankTerminatedError
 from trinity_lightning.trainer.ddp import join
-from trinity_lightning.trainer.fsdp import Gather
+from trinity_lightning.trainer.fsdp import Gather, Scatter
 
 SIZE = 3
 CPU = torch.device("cpu")
@@ -305,6 +305,21 @@ def test_nccl_is_aborted_for_a_rank_that_is_stuck_when_another_process_ends(end:
     assert not ranks.is_stuck(ranks._waits)
     ranks._in_pass = True
     assert ranks.is_stuck(ranks._waits)
+
+
+def test_nothing_waits_for_a_collective_that_nccl_puts_into_the_present_stream() -> None:
+    """`ProcessGroupNCCL::collective` ends with `return asyncOp ? work : nullptr`; `meta` stands for a GPU."""
+    begun: list[tuple[str, bool]] = []
+
+    def begin(collective: str, received: torch.Tensor, sent: torch.Tensor, options: Any) -> None:
+        begun.append((collective, options.asyncOp))
+
+    names = ("_allgather_base", "_reduce_scatter_base")
+    group: Any = SimpleNamespace(**{name: partial(begin, name) for name in names})
+    ranks, (one, two) = Ranks(0, 2, pass_group=group), (torch.empty(size, device="meta") for size in (2, 4))
+    Gather(ranks)(two, one, group)
+    Scatter(ranks)(one, two, group, None)
+    assert begun == [(name, False) for name in names]
 
 
 def rolling_out(ranks: Ranks, seconds: float = 20.0) -> None:

@@ -177,6 +177,31 @@ def test_many_coroutines_share_the_steps(driver: Driver, engine: CountingEngine)
     assert engine.loads == 1
 
 
+def test_text_is_made_by_another_thread_while_the_engine_computes_other_requests(
+    driver: Driver, engine: CountingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, decoding, is_made = Letters.decode, set[int](), threading.Event()
+    in_time: list[bool] = []
+
+    def noted(tokens: Sequence[int], **settings: Any) -> str:
+        decoding.add(threading.get_ident())
+        is_made.set()
+        return decode(tokens, **settings)
+
+    def wait_for_text() -> None:
+        if engine.steps == 2:  # the first response has ended in the step before, the second goes on
+            in_time.append(is_made.wait(10))
+
+    async def both() -> tuple[list[Completion], list[Completion]]:
+        return await asyncio.gather(engine.generate("short."), engine.generate("long.", steps=3))
+
+    monkeypatch.setattr(Letters, "decode", staticmethod(noted))
+    engine.before_step = wait_for_text
+    assert [completion.text for [completion] in driver.run(both())] == ["short", "long"]
+    assert in_time == [True]
+    assert engine.threads.isdisjoint(decoding)
+
+
 def test_requests_of_the_same_moment_share_the_first_step_whichever_thread_is_quicker(
     driver: Driver, engine: CountingEngine
 ) -> None:

@@ -15,7 +15,7 @@ from support.rollouts import training_rollouts
 
 from trinity_lightning.config.engines import EngineConfig, EngineSleep
 from trinity_lightning.config.explorer import ExplorerConfig
-from trinity_lightning.errors import ConfigError, RolloutError
+from trinity_lightning.errors import ConfigError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models import vllm_engine
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine, args_of_gpu
@@ -111,6 +111,16 @@ def test_an_engine_without_its_weights_answers_nothing_until_it_has_them(monkeyp
 
     asyncio.run(turns())
     assert engine._engine.calls == ["sleep 2", "wake up", "reload_weights", "sleep 1", "wake up"]
+
+
+def test_a_cache_of_old_weights_that_stays_is_a_failed_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**_: Any) -> bool:
+        raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
+
+    engine = loaded(monkeypatch, LLMEngine())
+    monkeypatch.setattr(engine._engine, "reset_prefix_cache", fails)
+    with pytest.raises(WeightSyncError, match=r"Failed to reset KV cache .*build another engine"):
+        asyncio.run(engine.sync_weights(WeightStream.of([("w", torch.ones(1))]), version=1))
 
 
 def test_without_sleep_mode_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

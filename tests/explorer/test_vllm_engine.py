@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -134,6 +137,18 @@ def test_vllm_reads_how_n_grams_are_proposed() -> None:
     assert set(arguments) <= set(SpeculativeConfig.__dataclass_fields__)
     assert (arguments["method"], arguments["num_speculative_tokens"]) == ("ngram", 3)
     assert "speculative_config" not in engine_args("model", EngineConfig(), on_cpu=False)
+
+
+def test_the_trainer_compiles_with_as_many_threads_as_before_vllm_was_imported() -> None:
+    code = f"import {VLLMEngine.__module__}, vllm; from torch._inductor import config; print(config.compile_threads)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "3"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[-1] == "3"
 
 
 def test_an_argument_that_vllm_does_not_know_is_a_configuration_error() -> None:

@@ -9,7 +9,7 @@ import torch
 from support.errors import refuses
 from support.shapes import SMOLLM2
 
-from trinity_lightning.common.hardware import GIB
+from trinity_lightning.common.hardware import GIB, GPUS, known_gpu
 from trinity_lightning.common.model_memory import Training
 from trinity_lightning.config.algorithm import AlgorithmConfig, KLConfig
 from trinity_lightning.config.buffer import BufferConfig, DatasetConfig
@@ -21,8 +21,17 @@ from trinity_lightning.config.trainer import REPLICAS
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
 from trinity_lightning.plan import gpu as gpu_plan
-from trinity_lightning.plan.gpu import follower_plan, planned_engine, rollouts_of, training_of, with_memory_plan
-from trinity_lightning.plan.memory import REFERENCE, Rollouts, plan
+from trinity_lightning.plan.gpu import (
+    Gpus,
+    follower_plan,
+    planned,
+    planned_engine,
+    rollouts_of,
+    tokens_on_a_cpu,
+    training_of,
+    with_memory_plan,
+)
+from trinity_lightning.plan.memory import ACTIVATIONS, REFERENCE, Rollouts, plan
 
 
 def test_counting_adapters_draws_no_random_numbers_of_the_run() -> None:
@@ -56,6 +65,17 @@ def test_a_plan_is_asked_for_what_is_configured() -> None:
     assert rollouts_of(config(speculative=4), 1).drafted == 4
 
 
+def test_before_ampere_keys_are_repeated_for_torchs_kernel() -> None:
+    run = replace(config(), model=ModelConfig("smollm2", WeightDtype.fp16))
+    assert training_of(run, 1, before_ampere=True) == replace(training_of(run, 1), repeats_keys=True)
+    assert training_of(config(), 1, before_ampere=True) == training_of(config(), 1)  # eager attention always does
+    gpus = Gpus(1, 14 * GIB, 15 * GIB, 10**15)
+    older, newer = (planned(run, replace(gpus, before_ampere=before))[1].training for before in (True, False))
+    assert older[ACTIVATIONS] > newer[ACTIVATIONS]
+    assert known_gpu("Tesla T4") == GPUS["T4"]
+    assert [name for name, gpu in GPUS.items() if gpu.before_ampere] == ["T4"]
+
+
 def test_engines_of_all_ranks_share_the_tasks_and_their_weights_sleep_in_one_host() -> None:
     """As many as the planned machine has GPUs, however many there are here."""
     trainer = {"devices": "auto", "strategy": {"_target_": REPLICAS}}
@@ -69,6 +89,21 @@ def test_adamw_moves_to_the_host_with_all_trainers_of_a_machine(name: str, on_ho
     trainer = {"devices": 2, "strategy": {"_target_": REPLICAS}}
     training = training_of(replace(config(), trainer=trainer, optimizer=OptimizerConfig(name=name)), 8)
     assert (training.on_host, training.offloadable) == (on_host, offloadable)
+
+
+@pytest.mark.parametrize(
+    ("context", "buffer", "tokens"),
+    [
+        (256, {}, 512),
+        (512, {}, 512),
+        (513, {}, None),
+        (256, {"storage": "file", "path": "."}, 512),
+        (256, {"storage": "dataset", "path": "org/name"}, None),
+    ],
+)
+def test_short_rows_have_the_same_tokens_on_every_cpu(context: int, buffer: dict[str, Any], tokens: int | None) -> None:
+    run = replace(config(), engine=EngineConfig(max_model_len=context), buffer=BufferConfig(**buffer))
+    assert tokens_on_a_cpu(run) == tokens
 
 
 def test_an_optimizer_of_ones_own_does_not_move_to_the_host() -> None:
@@ -92,6 +127,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -130,7 +166,7 @@ def test_vllm_sleeps_only_if_its_container_has_memory_for_that(
     free: int, sleeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_plan, "free_memory", lambda: free)
-    estimate = with_memory_plan(replace(config(), algorithm=AlgorithmConfig(max_tokens_per_micro_batch=70_000)))[1]
+    estimate = with_memory_plan(replace(config(), algorithm=AlgorithmConfig(max_tokens_per_micro_batch=100_000)))[1]
     assert estimate is not None
     assert estimate.sleep is sleeps
 
@@ -269,6 +305,7 @@ def test_a_rank_other_than_0_plans_for_its_own_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: {1: (free * GIB, 24 * GIB)}[gpu])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: {1: (8, 0)}[gpu])
     estimate = follower_plan(run, 1)
     assert estimate is not None
     assert (estimate.micro_batch_tokens, estimate.device) == (tokens, free * GIB)
@@ -307,7 +344,15 @@ def test_vllm_is_started_with_what_the_plan_gives_it(sleep: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "settings", "graph"), [(512, {}, None), (1024, {}, 1024), (1024, {"speculative": 3}, None)]
+    ("requests", "settings", "graph"),
+    [
+        (512, {}, None),
+        (1000, {}, 1008),  # vLLM's graphs are 16 requests apart
+        (1024, {}, 1024),
+        (1024, {"speculative": 3}, None),
+        (1024, {"args": {"cudagraph_capture_sizes": [8, 256]}}, None),  # vLLM refuses both
+        (1024, {"args": {"compilation_config": {"mode": 0}}}, None),
+    ],
 )
 def test_steps_of_more_requests_than_vllms_largest_graph_get_a_larger_one(
     requests: int, settings: dict[str, Any], graph: int | None

@@ -24,6 +24,7 @@ from trinity_lightning.plan.memory import (
     BLOCK_TOKENS,
     CACHE,
     COPIES,
+    COUNTS,
     CUDA_CONTEXT,
     GATHERED,
     GRADIENTS,
@@ -36,15 +37,17 @@ from trinity_lightning.plan.memory import (
     Rollouts,
     auxiliary_server,
     cache_bytes,
+    engine_alone,
     engine_weights,
     micro_batch_tokens,
     plan,
     states_on_host,
+    token_counts,
     weight_states,
 )
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.adapter import Adapter
-from trinity_lightning.trainer.layers import lean_layers
+from trinity_lightning.trainer.lean import lean_layers
 
 HOST = 200 * GIB
 
@@ -171,7 +174,8 @@ def test_masters_and_moments_of_all_trainers_of_a_machine_are_in_its_memory_or_r
 
 def test_vllm_sleeps_in_what_the_optimizer_leaves_of_the_host() -> None:
     training, rollouts = Training(2, 1024, on_host=1, checkpointing=True), Rollouts(2, 1024, 512)
-    needed = sum(states_on_host(QWEN_1_5B, training).values()) + PINNED * engine_weights(QWEN_1_5B, rollouts)
+    asleep = engine_weights(QWEN_1_5B, rollouts) + token_counts(QWEN_1_5B, rollouts)
+    needed = sum(states_on_host(QWEN_1_5B, training).values()) + PINNED * asleep
     assert plan(QWEN_1_5B, training, rollouts, 16 * GIB, needed).sleep
     with pytest.raises(ConfigError, match=r"does not fit into the 16\.0 GiB"):
         plan(QWEN_1_5B, training, rollouts, 16 * GIB, needed - 1)
@@ -182,16 +186,16 @@ def test_vllm_sleeps_in_what_the_optimizer_leaves_of_the_host() -> None:
     [  # micro-batch, GiB of cache, utilization, sleep, offload
         (SMOLLM2, 139, {}, {}, (16384, 11.2, 0.09, False, False)),
         (QWEN_1_5B, 139, {}, {}, (16384, 14.0, 0.14, False, False)),
-        (QWEN_1_5B, 78, {}, {}, (8192, 14.0, 0.25, False, False)),
-        (QWEN_1_5B, 78, {"tokens": 2000}, {}, (2000, 14.0, 0.25, False, False)),
-        (QWEN_1_5B, 78, {}, {"kv_cache": 3 * GIB}, (8192, 3.0, 0.11, False, False)),
-        (QWEN_1_5B, 78, {}, {"sleep": True}, (8192, 14.0, 0.25, True, False)),
-        (QWEN_1_5B, 78, {}, {"sleep": False, "max_num_seqs": 1024}, (8192, 17.9, 0.32, False, False)),
-        (QWEN_1_5B, 78, {}, {"beside": 10 * GIB}, (8192, 7.9, 0.18, False, False)),
-        (QWEN_1_5B, 60, {}, {}, (4096, 12.8, 0.31, False, False)),
-        (QWEN_1_5B, 44, {"checkpointing": True}, {}, (4096, 7.8, 0.31, False, False)),
-        (QWEN_1_5B, 36, {"checkpointing": True}, {}, (8192, 8.1, 0.39, True, False)),
-        (QWEN_1_5B, 32, {"checkpointing": True}, {}, (2048, 14.0, 0.62, True, True)),
+        (QWEN_1_5B, 78, {}, {}, (8192, 14.0, 0.26, False, False)),
+        (QWEN_1_5B, 78, {"tokens": 2000}, {}, (2000, 14.0, 0.26, False, False)),
+        (QWEN_1_5B, 78, {}, {"kv_cache": 3 * GIB}, (8192, 3.0, 0.12, False, False)),
+        (QWEN_1_5B, 78, {}, {"sleep": True}, (8192, 14.0, 0.26, True, False)),
+        (QWEN_1_5B, 78, {}, {"sleep": False, "max_num_seqs": 1024}, (8192, 16.8, 0.32, False, False)),
+        (QWEN_1_5B, 78, {}, {"beside": 10 * GIB}, (8192, 7.1, 0.17, False, False)),
+        (QWEN_1_5B, 60, {}, {}, (4096, 11.8, 0.3, False, False)),
+        (QWEN_1_5B, 44, {"checkpointing": True}, {}, (4096, 7.2, 0.3, False, False)),
+        (QWEN_1_5B, 36, {"checkpointing": True}, {}, (16384, 7.8, 0.39, True, False)),
+        (QWEN_1_5B, 32, {"checkpointing": True}, {}, (2048, 14.0, 0.63, True, True)),
     ],
 )
 def test_the_cheapest_way_with_room_for_all_rollouts_is_taken(
@@ -218,15 +222,16 @@ def test_masters_and_moments_move_only_to_a_host_with_room_for_them() -> None:
     training, rollouts = Training(2, 1024, checkpointing=True), Rollouts(2, 1024, 512)
     assert plan(QWEN_1_5B, training, rollouts, 32 * GIB, HOST).offload
     assert not plan(QWEN_1_5B, training, rollouts, 32 * GIB, host=8 * GIB).offload
-    # Float32 masters, two moments, and vLLM's weights, which it pins tensor by tensor, each as a power of two.
-    needed = (4 + 8 + PINNED * 2) * QWEN_1_5B.parameters
+    # Float32 masters, two moments, and what vLLM pins, each tensor as a power of two: weights, and an int32 and a bit
+    # for each of 512 requests and each token of the vocabulary.
+    needed = (4 + 8 + PINNED * 2) * QWEN_1_5B.parameters + PINNED * 512 * (4 * 151936 + 151936 // 8)
     assert plan(QWEN_1_5B, training, rollouts, 32 * GIB, needed).offload
     assert not plan(QWEN_1_5B, training, rollouts, 32 * GIB, needed - 1).offload
 
 
 def test_engines_of_all_processes_sleep_in_the_memory_of_one_machine() -> None:
     training, rollouts = Training(2, 1024, checkpointing=True), Rollouts(2, 1024, 512, processes=8)
-    needed = 2 * 8 * engine_weights(QWEN_1_5B, rollouts)
+    needed = 2 * 8 * (engine_weights(QWEN_1_5B, rollouts) + token_counts(QWEN_1_5B, rollouts))
     assert plan(QWEN_1_5B, training, rollouts, 36 * GIB, needed).sleep
     assert not plan(QWEN_1_5B, training, rollouts, 36 * GIB, needed - 1).sleep
 
@@ -246,6 +251,25 @@ def test_the_host_is_advised_only_if_it_has_room_for_all_trainers(processes: int
         with pytest.raises(ConfigError) as refused:
             plan(QWEN_1_5B, asked, None, 24 * GIB, host)
         assert (advice in str(refused.value)) is offered
+
+
+def test_vllms_token_counts_sleep_with_its_weights() -> None:
+    """4 bytes and a bit for each request and token of the vocabulary: 0.6 GB for 1,024 requests of Qwen2.5."""
+    rollouts = Rollouts(2, 1024, 2000)
+    counts = 1024 * (4 * 151936 + 151936 // 8)
+    for sleep, servers in ((False, 0), (False, 2), (True, 0)):
+        chosen = replace(rollouts, sleep=sleep, servers=servers)
+        estimate = plan(QWEN_1_5B, Training(2, 1024), chosen, 139 * GIB, HOST)
+        assert estimate.generating[COUNTS] == max(servers, 1) * counts
+        assert estimate.training.get(COUNTS, 0) == (0 if sleep else estimate.generating[COUNTS])
+    alone = engine_alone(QWEN_1_5B, rollouts, 79 * GIB)
+    assert alone.training[COUNTS] == counts
+    assert alone.engine == sum(alone.training.values())
+    shared = plan(QWEN_1_5B, Training(2, 1024), rollouts, 139 * GIB, HOST)
+    own = ("vLLM's weights", COUNTS, "vLLM's graphs", "what vLLM computes with", CACHE)
+    assert shared.engine == sum(shared.generating[part] for part in own)
+    on_cpu = plan(SMOLLM2, Training(2, 256, on_cpu=True), Rollouts(2, 256, 64), 16 * GIB, 0)
+    assert COUNTS not in on_cpu.generating  # vLLM's runner for CPUs has none
 
 
 def test_servers_on_the_trainers_device_have_caches_of_their_own() -> None:
@@ -312,7 +336,8 @@ def test_the_server_of_an_auxiliary_model_has_room_for_half_of_its_requests(
     rollouts = Rollouts(2, 1024, 0, kv_cache=kv_cache)
     cache, size = auxiliary_server(QWEN_1_5B, rollouts)
     assert cache == gigabytes * GIB
-    assert size - cache == pytest.approx(6.2 * GIB, rel=0.01)  # weights 2.9, graphs and context 1 each, and to compute
+    # Weights 2.9, token counts 0.15, graphs and context 1 each, and to compute.
+    assert size - cache == pytest.approx(6.35 * GIB, rel=0.01)
     one = auxiliary_server(QWEN_1_5B, replace(rollouts, context=1 << 20, max_num_seqs=1, kv_cache=None))[0]
     assert one == pytest.approx(28 * GIB, rel=1e-4)  # and a block
 

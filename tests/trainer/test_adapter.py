@@ -292,6 +292,17 @@ def test_settings_that_cannot_work_are_refused(key: str, overrides: list[str]) -
         validate(composed("model=tiny", *overrides))
 
 
+@pytest.mark.parametrize("overrides", [["model.dtype=fp32"], ["model.dtype=bf16", "engine.dtype=fp32"]])
+def test_adapters_are_not_computed_in_float32_by_vllm_on_a_gpu(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate(composed("model=tiny", *ADAPTER, *overrides))  # without one they are
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with refuses("engine.dtype"):
+        validate(composed("model=tiny", *ADAPTER, *overrides))
+    validate(composed("model=tiny", *ADAPTER, *overrides, "engine.dtype=bf16"))
+
+
 def test_an_unknown_setting_of_adapters_is_refused() -> None:
     with refuses("model.lora.modules_to_save"):
         validate(composed("model=tiny", "model.lora.r=4", "+model.lora.modules_to_save=[lm_head]"))

@@ -27,13 +27,11 @@ from trinity_lightning.trainer import layers
 from trinity_lightning.trainer.layers import (
     SHORT_TOKENS,
     CpuSharedPrefix,
-    LeanFeedForward,
-    LeanNorm,
     Segments,
     attention,
     attention_implementation,
-    lean_layers,
 )
+from trinity_lightning.trainer.lean import LeanFeedForward, LeanNorm, lean_layers
 
 # -- attention of short sequences in 16 bits on the CPU: as transformers', closer to the truth -------------------------
 
@@ -93,7 +91,7 @@ def test_everything_else_is_transformers_own(length, dtype, queries):
 @pytest.mark.parametrize("mask", [None, torch.ones(9, 9, dtype=torch.bool).tril()[None, None]])
 def test_heads_are_repeated_for_gpus_without_flash_attention(mask, monkeypatch):
     """torch is handed as many heads of keys and values as of queries, by us or by transformers."""
-    monkeypatch.setattr(layers, "_is_before_ampere", lambda device: True)
+    monkeypatch.setattr(layers, "is_before_ampere", lambda device: True)
     inputs, heads = tensors(9, torch.float64), []
     sdpa = torch.nn.functional.scaled_dot_product_attention
 

@@ -292,12 +292,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, run_train: Commands) -> list
 @pytest.mark.slow
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_all_ranks_leave_out_the_step_that_overflows_on_one(ranks: list[Any], way: str) -> None:
-    alone, found = overflow(), [rank[way]["overflow"] for rank in ranks]
-    for result in found:
+    alone, of_ranks = overflow(), [rank[way]["overflow"] for rank in ranks]
+    for result in of_ranks:
         names = ("actor/skipped_steps", "actor/loss_scale", "actor/bad_steps")
         logged = [tuple(item[name] for name in names) for item in result["metrics"]]
         assert logged == [(0, SCALE, 0), (1, SCALE / 2, 0), (1, SCALE / 2, 0)]
-        torch.testing.assert_close(result["weights"], found[0]["weights"], rtol=0, atol=0)
+        torch.testing.assert_close(result["weights"], of_ranks[0]["weights"], rtol=0, atol=0)
         for mine, expected in zip(result["gradients"], alone["gradients"], strict=True):
             assert_same_gradients(mine, expected, tolerance=0.01)
 
@@ -305,12 +305,12 @@ def test_all_ranks_leave_out_the_step_that_overflows_on_one(ranks: list[Any], wa
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "case"), HERE)
 def test_two_processes_train_as_one_but_for_rounding(ranks: list[Any], way: str, case: str) -> None:
-    alone, found = ON_RANKS[case](), [rank[way][case] for rank in ranks]
-    assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-3, abs=1e-4)
-    for mine, expected in zip(found[0]["gradients"], alone["gradients"], strict=True):
+    alone, of_ranks = ON_RANKS[case](), [rank[way][case] for rank in ranks]
+    assert of_ranks[0]["losses"] == pytest.approx(alone["losses"], rel=1e-3, abs=1e-4)
+    for mine, expected in zip(of_ranks[0]["gradients"], alone["gradients"], strict=True):
         assert error_of(mine, expected) < 0.01
     for part in ("weights", "losses"):
-        torch.testing.assert_close(found[1][part], found[0][part], rtol=0, atol=0)
+        torch.testing.assert_close(of_ranks[1][part], of_ranks[0][part], rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -373,10 +373,10 @@ def test_engine_and_trainer_differ_by_about_an_eighth_of_bfloat16s_difference(
     """SmolLM2 on PROBE_TEXT, with vLLM: 0.0044 nats on average against 0.040, and 0.028 against 0.45 at most."""
     if make is of_vllm:
         request.getfixturevalue("needs_vllm")
-    found = []
+    differences = []
     for dtype in ("fp16", "bf16"):
         policy = make_policy(dtype=dtype)
         policy.configure_model()
-        found.append(difference(make(policy, dtype), policy))
-    half, rounded = found
+        differences.append(difference(make(policy, dtype), policy))
+    half, rounded = differences
     assert 4 < rounded / half < 16

@@ -3,6 +3,7 @@
 There an `.item()`, a `.tolist()`, an `if` of a tensor or a mask as an index is an error, as tensors have shapes alone.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -58,13 +59,14 @@ def eager_kernels(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
 
     monkeypatch.setattr(layers, "_compiled", lambda: attend)
-    monkeypatch.setattr(fused, "is_usable", lambda device: False)
+    monkeypatch.setattr(fused, "is_usable", lambda *arguments: False)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # there is none on "meta"
     return masks
 
 
 @pytest.fixture
 def waits_of_libraries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The only wait of a library, left out here: transformers asks if a padded row holds several sequences."""
+    """The only wait of a library, left out here: transformers asks for each model if rows hold several sequences."""
     waits: list[str] = []
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: waits.append("packed rows"))
     return waits
@@ -77,8 +79,10 @@ def waits_of_libraries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         {"policy_loss": "ppo", "entropy_coef": 0.1, "kl": KLConfig("k3", 0.1)},
         {"policy_loss": "mix", "entropy_coef": 0.1},
         {"policy_loss": STREAMS["policy_loss"]},
+        {"critic": {"lr": 1e-3}},
+        {"critic": {"lr": 1e-3, "model": "tiny"}},
     ],
-    ids=["ppo", "mix", "streams"],
+    ids=["ppo", "mix", "streams", "critic", "value model"],
 )
 def test_one_copy_brings_a_micro_batch_and_nothing_is_read_back(
     layout: Layout, settings: dict[str, Any], eager_kernels: list[Any], waits_of_libraries: list[str]
@@ -91,16 +95,24 @@ def test_one_copy_brings_a_micro_batch_and_nothing_is_read_back(
     policy.objective.add_columns(batch)
     if "kl" in settings:
         batch.columns["ref_logprobs"] = [torch.zeros(e.response_length) for e in batch.experiences]
+    if (critic := policy.critic) is not None:
+        passes = critic.with_values(passes)
+        for name in ("values", "returns", "advantages", "old_logprobs"):
+            batch.columns[name] = [torch.zeros(e.response_length) for e in batch.experiences]
+        critic.begin(batch, 0)
     policy.to("meta")
     [part] = cut(batch, range(len(batch.experiences)), 10_000, layout)
     waits_of_libraries.clear()
     with Waits() as waits:
         micro = collate(batch, part, META)
-        logprobs, entropies = passes.through(policy.policy, micro, WHOLE)
+        logprobs, entropies, *values = passes.through(policy.policy, micro, WHOLE)
         loss, _ = policy.objective(logprobs, entropies, micro, batch, batch.num_tokens, batch.num_tokens)
+        if critic is not None:
+            loss, _ = critic.joined(loss, values, micro, batch)
         loss.backward()
     assert waits.seen == ["aten._to_copy.default"]
     assert all(parameter.grad is not None for parameter in policy.policy.parameters())
-    assert waits_of_libraries == (["packed rows"] if layout is Layout.padded else [])
+    models = 1 if critic is None or critic.model is None else 2
+    assert waits_of_libraries == (["packed rows"] * models if layout is Layout.padded else [])
     assert bool(eager_kernels) == (layout is Layout.shared_prefix)
     assert all(mask.kv_indices.device == META for mask in eager_kernels)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from support.policy import Prepare, batch_of, fit, groups, make_policy
 
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.config.algorithm import KLConfig
+from trinity_lightning.config.model import OptimizerConfig
 from trinity_lightning.errors import DeviceMemoryError
 from trinity_lightning.explorer.interruption import FILE, StopCheckpoint
 from trinity_lightning.trainer.layout import Part
@@ -110,3 +112,32 @@ def test_a_run_that_is_out_of_memory_leaves_a_checkpoint_and_goes_on_from_it(
     resumed = make_policy()
     fit(resumed, batches, ckpt_path=tmp_path / FILE)
     assert all(torch.equal(value, resumed.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "may_sleep", "knobs"),
+    [
+        ("adamw", False, "optimizer.name=adamw_offload"),
+        ("adamw", True, "engine.sleep=always or optimizer.name=adamw_offload"),
+        ("torch.optim.SGD", False, "a GPU that has more"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_lack_of_memory_in_the_optimizers_step_is_not_put_down_to_micro_batches(
+    name: str, may_sleep: bool, knobs: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moments are made in the first step; what it was cut short in is not saved."""
+
+    def full(*arguments: Any, **settings: Any) -> None:
+        raise torch.OutOfMemoryError(TORCHS)
+
+    def begin(*_: Any) -> None:  # not before: an optimizer of one's own is tried first
+        for kind in (torch.optim.Adam, torch.optim.SGD):
+            monkeypatch.setattr(kind, "_init_group", full)
+
+    policy = make_policy(OptimizerConfig(name=name), dtype)
+    policy.expected = Expected(may_sleep=may_sleep)
+    with pytest.raises(DeviceMemoryError) as told:
+        fit(policy, [batch_of(groups())], LambdaCallback(on_train_start=begin))
+    assert "out of memory on cpu in the optimizer's step" in str(told.value)
+    assert str(told.value).endswith(f"Go on from the last checkpoint with {knobs}.")

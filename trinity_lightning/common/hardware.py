@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -270,6 +270,9 @@ def faster_dtype(accelerator: object = "auto") -> WeightDtype:
 # -- GPUs by the names that CUDA gives them ----------------------------------------------------------------------------
 
 
+AMPERE = (8, 0)  # compute capability of the first GPUs with bfloat16
+
+
 class Gpu(NamedTuple):
     """Memory and speed of a kind of GPU."""
 
@@ -280,6 +283,11 @@ class Gpu(NamedTuple):
     flops: float
     bandwidth: float  # bytes a second of its memory
     half: WeightDtype = WeightDtype.bf16  # the 16 bits of model.dtype=auto
+
+    @property
+    def before_ampere(self) -> bool:
+        """True for an architecture before Ampere, whose tensor cores know no bfloat16."""
+        return self.half is WeightDtype.fp16
 
 
 # The first one whose expression fits a name counts. Lightning's own table includes sparsity for some GPUs, and leaves
@@ -304,6 +312,29 @@ GPUS = {
 }
 
 
+def is_before_ampere(device: torch.device | int) -> bool:
+    """True for a GPU of an architecture before Ampere: for these, torch has no FlashAttention."""
+    is_gpu = isinstance(device, int) or device.type == "cuda"
+    return is_gpu and torch.cuda.get_device_capability(device) < AMPERE
+
+
 def known_gpu(name: str) -> Gpu | None:
     """The kind of GPU with this name, as CUDA gives it; None if it is unknown."""
     return next((gpu for gpu in GPUS.values() if re.search(gpu.name, name)), None)
+
+
+# -- compiled code -----------------------------------------------------------------------------------------------------
+
+
+def name_vectors() -> None:
+    """Let torch's cache of compiled code on disk tell apart code for vectors of different length.
+
+    Otherwise code that was generated under ATEN_CPU_CAPABILITY=avx2, or by a CPU without AVX-512, is compiled for
+    AVX-512 by the next process: it then writes 16 numbers where 8 have room, and the process ends at some later time.
+    """
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    settings: Any = config.cpp
+    if settings.simdlen is None and (vectors := pick_vec_isa()):
+        settings.simdlen = vectors.bit_width()

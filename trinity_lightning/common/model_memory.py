@@ -87,6 +87,7 @@ class Training:
     reference: bool = False  # a frozen copy of the policy is kept
     checkpointing: bool = False  # activations are computed again in the backward pass
     eager: bool = False  # attention keeps its weights, whose number is the square of the length
+    repeats_keys: bool = False  # attention keeps keys and values once for every head (sdpa on a GPU before Ampere)
     shards: int = 1  # devices that weights, moments and reference are split over (trainer=fsdp2)
     on_cpu: bool = False
     adapters: int = 0  # parameters of adapters (model.lora), which are trained in place of the weights
@@ -107,9 +108,10 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
     """Bytes for each token that autograd saves in one layer.
 
     Each of the two norms saves a float32 copy of its input, and its normalised and its scaled output. Attention saves
-    queries, keys, values and its result. The feed-forward part saves the gate, its activation, the other branch and the
-    product. In bfloat16 on a CPU (`trainer.layers`) a norm saves its input in place of the float32 copy and the
-    normalised output, and activation and product are computed again (with adapters, the activation alone).
+    queries, keys, values and its result; if keys and values are repeated, only the repeated ones. The feed-forward part
+    saves the gate, its activation, the other branch and the product. In bfloat16 on a CPU (`trainer.layers`) a norm
+    saves its input in place of the float32 copy and the normalised output, and activation and product are computed
+    again (with adapters, the activation alone).
 
     Eager attention also saves keys and values once for every head, and in each head one weight for every token of the
     row: in float32, and again in the weights' dtype if that is another. Adapters save `adapter_width` numbers more.
@@ -117,7 +119,8 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
     width = training.width
     lean = training.on_cpu and width < FLOAT
     norms = 2 * (2 * width + (0 if lean else FLOAT)) * shape.hidden
-    attention = 2 * width * (shape.query_width + shape.key_width)
+    keys = shape.query_width if training.repeats_keys else shape.key_width
+    attention = 2 * width * (shape.query_width + keys)
     if training.eager:
         weight = FLOAT + (width if width < FLOAT else 0)
         attention += shape.heads * training.longest_row * weight + 2 * width * shape.query_width
@@ -143,22 +146,40 @@ def tower_bytes(tower: TowerSizes, training: Training) -> int:
 def activations(shape: ModelShape, training: Training, tokens: int) -> int:
     """Bytes that a forward and backward pass over `tokens` computed tokens takes at its peak, without gradients.
 
-    One chunk of logits is kept, and one computed again. On a CPU the gradients of embeddings and head are added up in
-    place. Elsewhere autograd makes the gradient of the largest tensor anew, and it is cast to float32, unless only
-    adapters are trained.
+    The peak is in the backward pass: in the head, which has all that the layers saved, two chunks of logits (one kept,
+    one computed again) and its own gradient; or in a layer. If embeddings and head are one tensor, the head's gradient
+    waits for that of the embeddings meanwhile.
     """
     width, layer = training.width, layer_bytes(shape, training)
-    saved = shape.layers * width * shape.hidden + layer if training.checkpointing else shape.layers * layer
-    # The last norm, and in the backward pass the present layer.
-    rest = (FLOAT + 2 * width) * shape.hidden + 3 * width * shape.intermediate + 2 * FLOAT * shape.hidden
-    sizes = (CHUNK_BYTES, BLOCK_BYTES, 0) if training.on_cpu else (GPU_CHUNK_BYTES, GPU_BLOCK_BYTES, width + FLOAT)
-    chunk, block, gradient = sizes
-    head = min(width * tokens * shape.vocabulary, 2 * chunk) + 3 * block
+    saved = shape.layers * (width * shape.hidden if training.checkpointing else layer)
+    norm = (3 * FLOAT + 2 * width) * shape.hidden  # what the last one saves, and the gradients of hidden states
+    chunk, block = (CHUNK_BYTES, BLOCK_BYTES) if training.on_cpu else (GPU_CHUNK_BYTES, GPU_BLOCK_BYTES)
+    logits, gradient = min(width * tokens * shape.vocabulary, 2 * chunk), gradient_bytes(shape, training, tokens)
+    present = 3 * width * shape.intermediate + (layer if training.checkpointing else 0)
+    in_head = tokens * (saved + norm) + logits + 3 * block + gradient
+    if training.on_cpu:  # the heap keeps what the forward pass of a layer has freed
+        in_head += tokens * present
+    tied = shape.outside < 2 * shape.largest
+    in_layer = tokens * (saved + norm + present) + (FLOAT * shape.largest if gradient and tied else 0)
     values = 0
     if training.value_model is not None:  # it predicts no tokens
         values = activations(replace(training.value_model, vocabulary=0), replace(training, value_model=None), tokens)
     pictures = 0 if shape.tower is None else tower_bytes(shape.tower, training)
-    return tokens * (saved + rest + pictures) + head + (0 if training.adapters else gradient * shape.largest) + values
+    return max(in_head, in_layer) + tokens * pictures + values
+
+
+def gradient_bytes(shape: ModelShape, training: Training, tokens: int) -> int:
+    """Bytes for the gradient of the largest tensor, the head's or the embeddings', besides the sum of micro-batches.
+
+    Autograd makes it anew and casts it to float32. If there are several chunks of logits, each has a gradient, and
+    autograd adds these up in float32 first; in shards, `plan.memory.GATHERED` counts that sum. On a CPU they are added
+    up in place; frozen weights have none.
+    """
+    if training.on_cpu or training.adapters:
+        return 0
+    width = training.width
+    in_chunks = training.shards == 1 and width < FLOAT and width * tokens * shape.vocabulary > GPU_CHUNK_BYTES
+    return (width + FLOAT + (FLOAT if in_chunks else 0)) * shape.largest
 
 
 # -- algorithm.max_tokens_per_micro_batch=auto without a memory plan ---------------------------------------------------
@@ -168,6 +189,9 @@ def activations(shape: ModelShape, training: Training, tokens: int) -> int:
 # in micro-batches of 512, 1,024 and 2,048 tokens, and `ragged` 19.6 and 16.2 s in micro-batches of 2,048 and 4,096
 # (49 and 44 s without AMX's products).
 CPU_TOKENS = (4096, 2048, 1024, 512, 256)
+# The budget on a CPU for rows that are no longer, whatever memory is free (`plan.gpu.tokens_on_a_cpu`): short rows gain
+# less from more tokens, of which 1,024 of SmolLM2 take 0.5 GB.
+SHORT_ROWS = 512
 # Budgets on a GPU: more tokens gain nothing, and fewer cost further passes over the gradient. Halves, as on a CPU.
 GPU_TOKENS = (16384, 8192, 4096)
 # The share of the free memory that activations may take: temporaries, fragments and other programs need the rest.

@@ -337,6 +337,8 @@ class Ranks(Alone):
         began, limit = time.monotonic(), min(timeout or self.timeout, self._time_left())
         try:
             work = begin(limit)
+            if work is None:  # NCCL's, if it is not asynchronous: it is in the present stream, and nothing waits for it
+                return None, False
             if device.type == "cpu":
                 self._watch(work, timeout == PATIENCE)
             work.wait()

@@ -115,10 +115,11 @@ class AlgorithmConfig(Section, key="algorithm"):
             they save a fifth of the tokens. The loss is the same. Models with layers other than full attention keep
             `padded`.
         max_tokens_per_micro_batch: computed tokens of one forward and backward pass, which bound the memory. Padding
-            counts; a shared prefix counts once. A longer row or pair is a micro-batch of its own. `auto` on a CPU: 256
-            to 4,096, by the free memory when the run starts; the number is recorded in config.yaml, and a resumed run
-            keeps it. `auto` on a GPU: by the memory plan, 16,384 or a half of it, and so on; several GPUs take the
-            fewest that any of them plans. With engine=transformers: 4,096 to 16,384, by the free memory.
+            counts; a shared prefix counts once. A longer row or pair is a micro-batch of its own. `auto` on a CPU: 512
+            if engine.max_model_len is at most 512; with a longer context, or a dataset of examples, 256 to 4,096, by
+            the free memory when the run starts. `auto` on a GPU: by the memory plan, 16,384 or a half of it, and so on;
+            several GPUs take the fewest that any of them plans. With engine=transformers: 4,096 to 16,384, by the free
+            memory. The number is recorded in config.yaml, and a resumed run keeps it.
         max_grad_norm: norm to which gradients are clipped; null: no clipping.
         max_bad_steps: a step whose gradient is not finite is left out and counted. This many in a row stop the run.
             Overflows of model.dtype=fp16 are left out too, and do not count.

@@ -184,7 +184,8 @@ class SynchronizerConfig(Section, key="synchronizer"):
         drill: before the first step, send perturbed weights and require the engine to compute with them.
         sync_timeout: seconds after which a hanging sync stops the run.
         lora: form in which adapters (model.lora) reach the engine: `merged` into the weights that are sent, or as an
-            `adapter` that vLLM computes beside its loaded weights (in this process, or in servers of this run).
+            `adapter` that vLLM computes beside its loaded weights (in this process, or in servers of this run; on a GPU
+            in 16 bits only).
     """
 
     method: str = checked("auto", one_of, names=("auto", "memory", "checkpoint", *SENT))

@@ -12,7 +12,7 @@ from omegaconf import MISSING
 from trinity_lightning.config.chat_template import check_template_variables
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.sections import Section, checked, part_config
-from trinity_lightning.config.values import number, one_of, whole_number
+from trinity_lightning.config.values import AUTO, flag, number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
 
@@ -97,8 +97,10 @@ class ModelConfig(Section, key="model"):
             matrices faster, timed at the start and recorded in the run's config.yaml. A resumed run keeps its dtype.
         dropout: `off` sets the model's dropout to 0, also in the saved model, because old and new log-probabilities
             would differ with dropout. `keep` trains with dropout. (In a YAML file, 'off' needs quotes.)
-        compile: compile the layers with torch.compile when training starts. This takes minutes for a large model, and
-            on a CPU it needs a C++ compiler. Attention runs between the graphs; weights keep their names.
+        compile: compile the layers with torch.compile when training starts. This takes a minute or more, and needs a
+            C++ compiler on a CPU. Attention runs between the graphs; weights keep their names. `auto`: on a GPU, if the
+            rows of this architecture can be computed as one row of tokens, so that few graphs are compiled (full
+            attention, no dropout); not with trainer=fsdp2, and not on a CPU, where it gains little.
         gradient_checkpointing: recompute activations in the backward pass, which is slower and needs less memory.
         attn_implementation: attention of transformers; `sdpa` works everywhere.
         lora: adapters, trained in place of the weights.
@@ -116,7 +118,7 @@ class ModelConfig(Section, key="model"):
     name: str = MISSING
     dtype: WeightDtype = WeightDtype.auto
     dropout: Dropout = Dropout.off
-    compile: bool = False
+    compile: bool | str = checked(AUTO, flag, auto=True)
     gradient_checkpointing: bool = False
     attn_implementation: str = "sdpa"
     lora: LoRAConfig = field(default_factory=LoRAConfig)

@@ -465,7 +465,7 @@ def _check_rollouts(run: TrainConfig, trainer: Mapping[str, Any], here: bool) ->
         require_vllm()
     _check_engine(run, capabilities, here)
     check_synchronizer(run, capabilities)
-    check_adapters(run)
+    check_adapters(run, trainer, here)
     check_servers(run, capabilities, trainer, here)
     models = list(run.auxiliary_models)
     workflow_arguments(run.workflow.name, run.workflow.args, models)

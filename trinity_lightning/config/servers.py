@@ -15,6 +15,7 @@ from trinity_lightning.config.engines import (
     TRAINER_GPU,
     Capabilities,
     EngineConfig,
+    EngineDtype,
     EngineSleep,
     check_vllm_args,
     gpu_count,
@@ -23,7 +24,7 @@ from trinity_lightning.config.engines import (
 from trinity_lightning.config.explorer import AuxiliaryConfig
 from trinity_lightning.config.model import LORA_ARGUMENTS, LORA_RANKS
 from trinity_lightning.config.models import check_model_name
-from trinity_lightning.config.trainer import processes_of
+from trinity_lightning.config.trainer import compute_dtype, processes_of
 from trinity_lightning.config.values import AUTO, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -189,7 +190,7 @@ def sync_method(
     if not set(SENT) <= set(capabilities.sync_methods):
         return next(iter(capabilities.sync_methods), "memory"), ""
     method = "ipc" if not engine.gpus or TRAINER_GPU in engine.gpus else "nccl"
-    own = [name for name in SET_BY[method] if name in engine.args]
+    in_args = [name for name in SET_BY[method] if name in engine.args]
     version, nodes = vllm_version() if gpus is not None else None, trainer.get("num_nodes", 1)
     reasons = {
         "the trainer has no GPU": gpus == 0 or trainer.get("accelerator") == "cpu",
@@ -197,7 +198,7 @@ def sync_method(
         "synchronizer.folder is set": chosen.folder is not None,
         "servers read adapters from a folder": chosen.lora == "adapter",
         f"trainer.num_nodes is {nodes}": nodes > 1,
-        f"engine.args sets {', '.join(own)}": bool(own),
+        f"engine.args sets {', '.join(in_args)}": bool(in_args),
         f"vLLM is older than {'.'.join(map(str, OLDEST_VLLM))}": version is not None and version < OLDEST_VLLM,
         "memory in expandable segments (PYTORCH_CUDA_ALLOC_CONF) is not shared": method == "ipc" and _is_expandable(),
     }
@@ -305,8 +306,14 @@ def _check_nccl(engine: EngineConfig, capabilities: Capabilities, gpus: int | No
 MERGE = "leave synchronizer.lora merged"
 
 
-def check_adapters(run: "TrainConfig") -> None:
-    """Refuse synchronizer.lora=adapter without adapters, or with an engine that does not take them; a ConfigError."""
+def check_adapters(run: "TrainConfig", trainer: Mapping[str, Any], here: bool) -> None:
+    """Refuse synchronizer.lora=adapter without adapters, or with an engine that does not take them; a ConfigError.
+
+    Args:
+        run: the configuration.
+        trainer: arguments of Lightning's Trainer.
+        here: True to refuse also what this machine's GPUs do not compute.
+    """
     engine, rank = run.engine, run.model.lora.r
     if run.synchronizer.lora != "adapter":
         return
@@ -337,6 +344,15 @@ def check_adapters(run: "TrainConfig") -> None:
             "synchronizer.lora=adapter, and engine.args quantises the weights that the adapters are trained for: "
             f"{MERGE}, or leave the quantization out.",
             key="synchronizer.lora",
+        )
+    dtype = engine.dtype
+    if dtype is EngineDtype.auto:
+        dtype = compute_dtype(run.model.dtype, trainer.get("precision"))
+    if dtype is EngineDtype.fp32 and here and gpu_count():
+        raise ConfigError(
+            "synchronizer.lora=adapter, and on a GPU vLLM computes adapters in 16 bits only, not in float32",
+            key="engine.dtype",
+            fix=f"set engine.dtype=bf16, or {MERGE}",
         )
     if rank > LORA_RANKS[-1]:
         raise ConfigError(

@@ -83,10 +83,11 @@ def whole_number(
     return value
 
 
-def flag(key: str, value: T) -> T:
-    """Check that the value is True or False."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key} is {value!r}", key=key, fix="give true or false")
+def flag(key: str, value: T, *, auto: bool = False) -> T:
+    """Check that the value is True or False; "auto" is allowed if `auto`."""
+    if not isinstance(value, bool) and not (auto and value == AUTO):
+        choices = f"true, false or {AUTO}" if auto else "true or false"
+        raise ConfigError(f"{key} is {value!r}", key=key, fix=f"give {choices}")
     return value
 
 

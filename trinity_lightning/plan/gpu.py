@@ -10,8 +10,8 @@ import torch
 from omegaconf import OmegaConf
 
 from trinity_lightning.common.checkpoints import contents
-from trinity_lightning.common.hardware import GIB, free_memory
-from trinity_lightning.common.model_memory import FLOAT, ModelShape, Training
+from trinity_lightning.common.hardware import GIB, free_memory, is_before_ampere
+from trinity_lightning.common.model_memory import FLOAT, SHORT_ROWS, ModelShape, Training
 from trinity_lightning.config.engines import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
 from trinity_lightning.config.model import ADAM, OFFLOADED, WeightDtype, room_for
 from trinity_lightning.config.models import resolve_model
@@ -37,12 +37,14 @@ class Gpus:
         free: free memory of one GPU, once a process has its CUDA context there.
         total: all memory of one GPU.
         host: free memory of the machine itself.
+        before_ampere: True for an architecture before Ampere.
     """
 
     count: int
     free: int
     total: int
     host: int
+    before_ampere: bool = False
 
 
 def with_memory_plan(
@@ -61,13 +63,13 @@ def with_memory_plan(
     Raises:
         ConfigError: as `planned`; or the checkpoint is of an earlier version.
     """
-    if not _trains_on_gpus(config):
+    if not trains_on_gpus(config):
         return config, None
     free, total = torch.cuda.mem_get_info(TRAINER_GPU)
     tokens = _tokens_of(config, checkpoint)
     if config.buffer.has_rollouts and not capabilities_of(config.engine.name).is_vllm:
         return with_auxiliary_shares(config, total)[0], None
-    gpus = Gpus(torch.cuda.device_count(), free, total, free_memory())
+    gpus = Gpus(torch.cuda.device_count(), free, total, free_memory(), is_before_ampere(TRAINER_GPU))
     shared = config.buffer.has_rollouts and _shares_the_gpu(config.engine)
     recorded = replace(config, engine=_as_recorded(config.engine, record)) if shared else config
     try:
@@ -93,17 +95,13 @@ def follower_plan(config: TrainConfig, gpu: int, checkpoint: str | None = None) 
         ConfigError: it does not fit.
     """
     is_vllm, has_rollouts = capabilities_of(config.engine.name).is_vllm, config.buffer.has_rollouts
-    if not _trains_on_gpus(config) or (has_rollouts and not is_vllm):
+    if not trains_on_gpus(config) or (has_rollouts and not is_vllm):
         return None
     count, (free, _) = torch.cuda.device_count(), torch.cuda.mem_get_info(gpu)
-    training = training_of(config, count)
+    training = training_of(config, count, is_before_ampere(gpu))
     training = replace(training, tokens=training.tokens or _tokens_of(config, checkpoint))
     rollouts = rollouts_of(config, count) if has_rollouts and config.engine.per_rank else None
     return plan(ModelShape.of(skeleton(str(resolve_model(config.model.name)))), training, rollouts, free, free_memory())
-
-
-def _trains_on_gpus(config: TrainConfig) -> bool:
-    return (config.trainer or {}).get("accelerator", "auto") != "cpu" and torch.cuda.is_available()
 
 
 def _tokens_of(config: TrainConfig, checkpoint: str | None) -> int | None:
@@ -138,7 +136,7 @@ def planned(config: TrainConfig, gpus: Gpus, tokens: int | None = None) -> tuple
         engine = replace(engine, max_num_seqs=rollouts_of(config, gpus.count).at_once)
         config = replace(config, engine=engine)
     shape = ModelShape.of(skeleton(str(resolve_model(config.model.name))))
-    training = training_of(config, gpus.count)
+    training = training_of(config, gpus.count, gpus.before_ampere)
     training = replace(training, tokens=training.tokens or tokens)
     if not has_rollouts or not _shares_the_gpu(engine):
         return config, beside_others(plan(shape, training, None, gpus.free - beside, gpus.host), beside)
@@ -222,7 +220,7 @@ def _with_share(engine: EngineConfig, cache: int, share: float) -> EngineConfig:
 # -- the planner's description of training and rollouts ----------------------------------------------------------------
 
 
-def training_of(config: TrainConfig, gpus: int) -> Training:
+def training_of(config: TrainConfig, gpus: int, before_ampere: bool = False) -> Training:
     """The planner's description of training, on machines with `gpus` GPUs. Mixed precision has float32 weights."""
     settings = config.trainer or {}
     adapters, adapter_width = adapters_of(config)
@@ -237,6 +235,7 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
         reference=objective.needs_reference and not adapters,  # with adapters, the policy without them is the reference
         checkpointing=config.model.gradient_checkpointing,
         eager=config.model.attn_implementation == "eager",
+        repeats_keys=before_ampere and config.model.attn_implementation == "sdpa",
         shards=trainers_of(settings, gpus) if strategy_of(settings) == SHARDS else 1,
         adapters=adapters,
         adapter_width=adapter_width,
@@ -245,6 +244,20 @@ def training_of(config: TrainConfig, gpus: int) -> Training:
         on_host=trainers if config.optimizer.name == OFFLOADED else 0,
         offloadable=trainers if config.optimizer.name in ADAM else 0,
     )
+
+
+def tokens_on_a_cpu(config: TrainConfig) -> int | None:
+    """Tokens of a micro-batch under `auto` on a CPU if all rows are short; None: the free memory decides.
+
+    Neither a run's sums nor the memory that it takes then depend on what other programs leave free.
+    """
+    bounded = config.buffer.storage != "dataset"  # an example may be longer than the context of an engine
+    return SHORT_ROWS if bounded and config.engine.max_model_len <= SHORT_ROWS else None
+
+
+def trains_on_gpus(config: TrainConfig) -> bool:
+    """True if the trainer has a GPU."""
+    return (config.trainer or {}).get("accelerator", "auto") != "cpu" and torch.cuda.is_available()
 
 
 def value_model_of(config: TrainConfig) -> Any:

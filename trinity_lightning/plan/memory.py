@@ -49,6 +49,7 @@ POLICY, MASTERS, MOMENTS, GRADIENTS = "policy", "masters", "Adam's moments", "gr
 REFERENCE, GATHERED, VALUE_MODEL = "reference", "gathered layers and gradients", "value model"
 ACTIVATIONS, ENGINE_WEIGHTS, CACHE = "activations and logits", "vLLM's weights", "key-value cache"
 GRAPHS, WORKING, BESIDE = "vLLM's graphs", "what vLLM computes with", "auxiliary models"
+COUNTS = "vLLM's token counts"
 CONTEXTS, RESERVE = "servers' contexts", "libraries, workspaces and fragments"
 COPIES = "copies of gradients"
 
@@ -303,6 +304,8 @@ class _Planner:
             return MemoryPlan(self.device, {**trainer, **rest}, {**resting, **rest}, tokens)
         engines = max(rollouts.servers, 1)
         weights = {ENGINE_WEIGHTS: engines * engine_weights(shape, rollouts)}
+        if not training.on_cpu:
+            weights[COUNTS] = engines * token_counts(shape, rollouts)
         working = {WORKING: engines * _working(shape, rollouts)}
         rest = {GRAPHS: engines * (VLLM_LIBRARIES if training.on_cpu else CUDA_GRAPHS), **rest}
         if rollouts.servers:  # they compute at the same time as the trainer
@@ -354,7 +357,7 @@ class _Planner:
         options: list[tuple[str, _Planner, int]] = [
             ("model.gradient_checkpointing=true takes {} less", self._trained(checkpointing=True), tokens),
             ("without a reference (algorithm.kl.coef=0) {} less", self._trained(reference=False), tokens),
-            ("model.dtype=bf16 takes {} less", self._trained(width=2), tokens),
+            ("model.dtype=bf16 (fp16 on a GPU without it) takes {} less", self._trained(width=2), tokens),
         ]
         if not training.adapters:
             shards = self._shards_that_fit(way)
@@ -410,9 +413,18 @@ def engine_weights(shape: ModelShape, rollouts: Rollouts) -> int:
     return rollouts.width * (shape.parameters + rollouts.adapters) // rollouts.gpus
 
 
+def token_counts(shape: ModelShape, rollouts: Rollouts) -> int:
+    """Bytes of a GPU in which vLLM counts tokens for penalties, whether or not a request has any.
+
+    Its Model Runner V2 keeps an int32 for each request and token of the vocabulary, and a bit for those of the prompt.
+    It allocates them with its weights, and they sleep with these.
+    """
+    return rollouts.at_once * (4 * shape.vocabulary + shape.vocabulary // 8)
+
+
 def _asleep(shape: ModelShape, rollouts: Rollouts) -> int:
-    """Bytes of host memory for the weights of a machine's engines while these sleep."""
-    return PINNED * rollouts.processes * engine_weights(shape, rollouts)
+    """Bytes of host memory for what a machine's engines keep there while they sleep."""
+    return PINNED * rollouts.processes * (engine_weights(shape, rollouts) + token_counts(shape, rollouts))
 
 
 def cache_bytes(shape: ModelShape, rollouts: Rollouts, requests: int) -> int:
@@ -443,7 +455,8 @@ def _working(shape: ModelShape, rollouts: Rollouts) -> int:
 
 def _engine(shape: ModelShape, rollouts: Rollouts, cache: int) -> int:
     """All bytes of an engine with a cache of `cache` bytes."""
-    return engine_weights(shape, rollouts) + CUDA_GRAPHS + _working(shape, rollouts) + cache
+    constant = engine_weights(shape, rollouts) + token_counts(shape, rollouts) + CUDA_GRAPHS
+    return constant + _working(shape, rollouts) + cache
 
 
 def auxiliary_server(shape: ModelShape, rollouts: Rollouts) -> tuple[int, int]:
@@ -468,8 +481,8 @@ def engine_alone(shape: ModelShape, rollouts: Rollouts, device: int) -> MemoryPl
     Raises:
         ConfigError: the cache has no room for one request.
     """
-    parts = {ENGINE_WEIGHTS: engine_weights(shape, rollouts), WORKING: _working(shape, rollouts)}
-    parts |= {GRAPHS: CUDA_GRAPHS, RESERVE: CUDA_CONTEXT}
+    parts = {ENGINE_WEIGHTS: engine_weights(shape, rollouts), COUNTS: token_counts(shape, rollouts)}
+    parts |= {WORKING: _working(shape, rollouts), GRAPHS: CUDA_GRAPHS, RESERVE: CUDA_CONTEXT}
     cache, one = rollouts.kv_cache, cache_bytes(shape, rollouts, 1)
     if cache is None:
         cache = max(int(SERVER_SHARE * device) - sum(parts.values()), 0)

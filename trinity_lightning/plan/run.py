@@ -20,7 +20,16 @@ from trinity_lightning.config.values import AUTO, unknown_name
 from trinity_lightning.engines import settle_dtypes
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import engine_args
-from trinity_lightning.plan.gpu import Gpus, adapters_of, planned, rollouts_of, trainers_of, training_of, value_model_of
+from trinity_lightning.plan.gpu import (
+    Gpus,
+    adapters_of,
+    planned,
+    rollouts_of,
+    tokens_on_a_cpu,
+    trainers_of,
+    training_of,
+    value_model_of,
+)
 from trinity_lightning.plan.memory import (
     CUDA_CONTEXT,
     WORKSPACES,
@@ -238,7 +247,7 @@ def _hardware(plan_config: "PlanConfig", gpu: tuple[str, Gpu] | None, run: Train
             )
         count, total, host = 1, int(known.gib * GIB), host or ENOUGH_HOST
         free = total - (CUDA_CONTEXT - WORKSPACES)
-    gpus = Gpus(count, memory or free, memory or total, host)
+    gpus = Gpus(count, memory or free, memory or total, host, known.before_ampere)
     return Hardware(name, False, gpus, speed, bandwidth or known.bandwidth)
 
 
@@ -282,7 +291,8 @@ def _on_gpus(
     run: TrainConfig, shape: ModelShape, machine: Gpus, engines: Engines | None
 ) -> tuple[TrainConfig, list[Share]]:
     """The configuration with the plan's values, and the memory of the trainers' GPUs and of the servers' GPUs."""
-    devices, training = trainers_of(run.trainer or {}, machine.count), training_of(run, machine.count)
+    devices = trainers_of(run.trainer or {}, machine.count)
+    training = training_of(run, machine.count, machine.before_ampere)
     unplanned = run.buffer.has_rollouts and not capabilities_of(run.engine.name).is_vllm
     if training.tokens is None and unplanned:  # the trainer chooses them when its weights are loaded
         loaded = (training.width + (FLOAT if training.width < FLOAT else 0)) * shape.parameters // training.shards
@@ -314,7 +324,8 @@ def _on_a_cpu(run: TrainConfig, shape: ModelShape, free: int) -> tuple[TrainConf
     devices, training = trainers_of(run.trainer or {}, 1), replace(training_of(run, 1), on_cpu=True)
     local = devices // int((run.trainer or {}).get("num_nodes", 1))  # processes of each machine
     if training.tokens is None:
-        training = replace(training, tokens=tokens_that_fit(shape, training.width, free // local, training.value_model))
+        tokens = tokens_on_a_cpu(run) or tokens_that_fit(shape, training.width, free // local, training.value_model)
+        training = replace(training, tokens=tokens)
     rollouts: Rollouts | None = None
     if run.buffer.has_rollouts and capabilities_of(run.engine.name).is_vllm and not run.engine.urls:
         args = engine_args(run.model.name, run.engine, on_cpu=True)

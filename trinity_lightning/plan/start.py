@@ -1,11 +1,13 @@
-"""Rows of the table at a run's start: the attention, graphs, weight sync and micro-batches that it gets on a GPU."""
+"""Rows of the table at a run's start: attention, graphs, requests, weight sync and micro-batches on a GPU."""
 
+from trinity_lightning.common.hardware import AMPERE
 from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
 from trinity_lightning.config.run import TrainConfig
+from trinity_lightning.config.trainer import SHARDS, strategy_of
 from trinity_lightning.config.values import AUTO
-from trinity_lightning.explorer.models.vllm_engine import graph_requests
+from trinity_lightning.explorer.models.vllm_engine import engine_args, graph_requests
 
-AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
+HOPPER = (9, 0)  # its compute capability
 SYNC_WAYS = {
     "memory": "within this process",
     "ipc": "within the GPU (ipc)",
@@ -27,6 +29,8 @@ def rows_on_a_gpu(
         why_folder: the reason why synchronizer=auto took a folder; "" if there is none.
     """
     rows = [("attention", _attention(run, capability)), ("graphs", _graphs(run))]
+    if run.buffer.has_rollouts and capabilities_of(run.engine.name).is_vllm and not run.engine.urls:
+        rows.append(("requests", f"at most {engine_args('', run.engine, on_cpu=False)['max_num_seqs']:,} at once"))
     if run.buffer.has_rollouts and not capabilities_of(run.engine.name).shares_weights:
         method = run.synchronizer.method
         if method == AUTO:
@@ -62,12 +66,21 @@ def vllm_attention(engine: EngineConfig, capability: tuple[int, int]) -> str:
 
 def _graphs(run: TrainConfig) -> str:
     """The CUDA graphs of vLLM, and how the trainer's layers are computed, in words."""
-    layers = "layers compiled" if run.model.compile else "kernel by kernel (model.compile=false)"
+    layers = _layers(run)
     if not run.buffer.has_rollouts or not capabilities_of(run.engine.name).is_vllm or run.engine.urls:
         return f"trainer {layers}"
     requests = graph_requests(run.engine)
     graphs = f"graphs of steps of at most {requests} requests" if requests else "none (enforce_eager)"
     return f"trainer {layers}; vLLM {graphs}"
+
+
+def _layers(run: TrainConfig) -> str:
+    """The trainer's layers, compiled or not, in words."""
+    if run.model.compile != AUTO:
+        return "layers compiled" if run.model.compile else "kernel by kernel (model.compile=false)"
+    if strategy_of(run.trainer or {}) == SHARDS:
+        return "kernel by kernel (layers in shards)"
+    return "layers compiled, where the model's architecture allows it (model.compile=auto)"
 
 
 def _micro_batches(run: TrainConfig, planned: int | None, ranks: int) -> str:

@@ -122,7 +122,7 @@ class Critic(nn.Module):
         self, passes: Passes, policy: Any, batch: OptimizerBatch, placement: Whole = WHOLE
     ) -> dict[str, list[Tensor]]:
         """The columns old_logprobs and values, from one pass without dropout."""
-        self.eval()
+        self.train(not passes.switches_mode)
         old_logprobs, values = self.with_values(passes).columns(policy, batch, placement, results=(0, 2))
         self.train(policy.training)
         return {"old_logprobs": old_logprobs, "values": values}

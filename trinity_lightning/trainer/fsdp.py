@@ -468,9 +468,9 @@ class ShardStrategy(ReplicaStrategy):
             raise ConfigError(
                 "trainer=fsdp2 trains a PolicyModule that no other Trainer has trained in shards.", key="trainer"
             )
-        name = module.optimizer_config.name
+        settings = module.model_name, module.trainer.precision, module.hparams["compile_layers"] is True
         has_critic = module.algorithm.critic is not None
-        check_shards_of(module.trainer.precision, module.hparams["compile_layers"], name, has_critic=has_critic)
+        check_shards_of(*settings, module.optimizer_config.name, has_critic=has_critic)
         module.check_trainable(self.root_device)  # tried while it is whole
         self.placement = self.shards = Shards(module, self.ranks, self.root_device, self._in_shards)
         self.ranks.serve = self.shards.serve

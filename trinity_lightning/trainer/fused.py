@@ -39,14 +39,16 @@ def one_kernel(function: Callable[..., T]) -> Callable[..., T]:
 
 
 @cache
-def is_usable(device: torch.device) -> bool:
+def is_usable(device: torch.device, dtype: torch.dtype, vocabulary: int) -> bool:
     """True if compiled kernels run on the device, which they are tried on; it is False for a CPU.
 
-    On a CPU blocks of a few tokens stay in its caches, which is quicker than what torch.compile makes.
+    They are tried with the dtype and the width of the logits, since others would be compiled apart. On a CPU blocks of
+    a few tokens stay in its caches, which is quicker than what torch.compile makes.
     """
     if device.type == "cpu":
         return False
-    logits, targets = torch.zeros(2, 8, device=device), torch.zeros(2, 1, dtype=torch.int64, device=device)
+    logits = torch.zeros(2, vocabulary, device=device, dtype=dtype)
+    targets = torch.zeros(2, 1, dtype=torch.int64, device=device)
     temperature = torch.ones(2, device=device)
     try:
         logprobs, entropy, highest, log_sum = statistics(logits, targets, temperature)

@@ -177,7 +177,9 @@ class _LogSoftmax(Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, reusable: bool
     ) -> tuple[Tensor, Tensor]:
-        ctx.fused = targets.shape[1] == 1 and fused.is_usable(logits.device)
+        # A single row would have kernels of its own.
+        ctx.fused = targets.shape[1] == 1 and len(logits) > 1
+        ctx.fused = ctx.fused and fused.is_usable(logits.device, logits.dtype, logits.shape[1])
         statistics = fused.statistics if ctx.fused else _statistics
         logprobs, entropy, highest, log_sum = statistics(logits, targets, temperature)
         ctx.save_for_backward(logits, targets, temperature, entropy, highest, log_sum)

@@ -1,10 +1,5 @@
-"""Replaces layers of transformers: attention, and norms and feed-forward parts that keep less for the backward pass.
+"""Attention in place of transformers' own: for rows that share prefixes, and short sequences in 16 bits on a CPU."""
 
-The attention is for rows that share prefixes, and for short sequences in 16 bits on a CPU.
-"""
-
-import copy
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.functional import pad, scaled_dot_product_attention, silu
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from trinity_lightning.common.hardware import is_before_ampere
 
 # -- attention over rows that share prefixes ---------------------------------------------------------------------------
 # Every token attends causally within its own segment: a prefix, or the rest of a row behind its prefix. The rest of a
@@ -270,6 +267,8 @@ class FlexSharedPrefix:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Map query [1, heads, T, D], key and value [1, key-value heads, T, D] to results [1, T, heads, D]."""
         query, key = query.to(value.dtype), key.to(value.dtype)  # one dtype, or there is no backward pass
+        for states in (query, key, value):
+            torch._dynamo.mark_static(states, [0, 1, 3])  # all but the tokens: as many heads as blocks mean nothing
         out = _compiled()(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).contiguous()
 
@@ -280,7 +279,7 @@ class FlexTables:
 
     Attributes:
         tensors: segment of each token, the prefix that it sees, and the tables of blocks (see `block_mask`).
-        padding: number of tokens to append to the T, up to whole blocks.
+        padding: number of tokens to append to the T, up to whole blocks, at least two.
     """
 
     tensors: tuple[Tensor, ...]
@@ -307,12 +306,13 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def token_segments(segments: Segments) -> tuple[Tensor, Tensor]:
-    """Segment of each token, and the prefix that it sees (-1: none), int64 [T] each, padded to whole blocks.
+    """Segment of each token, and the prefix that it sees (-1: none), int64 [T] each, padded to two blocks or more.
 
-    Prefixes are the first segments; padding is one more segment at the end.
+    Prefixes are the first segments; padding is one more segment at the end. A single block would have a kernel of its
+    own.
     """
     segment, prefix = segments.of_tokens()
-    padding = (0, -len(segment) % BLOCK_TOKENS)
+    padding = (0, max(2 * BLOCK_TOKENS - len(segment), -len(segment) % BLOCK_TOKENS))
     return pad(segment, padding, value=int(segment[-1]) + 1), pad(prefix, padding, value=-1)
 
 
@@ -358,6 +358,31 @@ def _rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(1).int()[None, None], order.int()[None, None]
 
 
+# -- attention over rows that lie one behind another -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of the same length, one behind another in one row of tokens; each attends to itself alone.
+
+    Attributes:
+        count: number of rows, B.
+    """
+
+    count: int
+
+    def apart(self, states: Tensor) -> Tensor:
+        """States [1, heads, B * S, D] as [B, heads, S, D]."""
+        return states[0].unflatten(1, (self.count, -1)).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """The attention of a micro-batch that is one row; one class for all, since torch.compile tells classes apart."""
+
+    attention: CpuSharedPrefix | FlexSharedPrefix | Rows
+
+
 # -- the attention that models are loaded with -------------------------------------------------------------------------
 
 SHORT_SDPA = "sdpa_short"
@@ -388,7 +413,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    shared_prefix: CpuSharedPrefix | FlexSharedPrefix | None = None,
+    shared_prefix: CpuSharedPrefix | FlexSharedPrefix | OneRow | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
     """Compute transformers' `sdpa`; or the attention `shared_prefix`, if the model's forward pass is given one.
@@ -401,6 +426,15 @@ def attention(
     """
     if shared_prefix is None:
         return _short_attention(module, query, key, value, attention_mask, **settings)
+    if isinstance(shared_prefix, OneRow):
+        inner = shared_prefix.attention
+        if isinstance(inner, Rows):
+            query, key, value = map(inner.apart, (query, key, value))
+            states, _ = _short_attention(module, query, key, value, None, **settings)
+        else:
+            states, _ = attention(module, query, key, value, None, inner, **settings)
+        # Of a view torch.compile also looks at the shape of what it views.
+        return torch.ops.aten._unsafe_view(states, (1, -1, *states.shape[2:])), None
     unknown = [name for name in NOT_SHARED if settings.get(name)]
     if unknown or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"no shared prefixes with {', '.join(unknown) or 'attention that looks ahead'}")
@@ -436,144 +470,10 @@ def _for_older_gpus(module: torch.nn.Module, key: Tensor, value: Tensor) -> tupl
     these GPUs do not have: torch would then compute all scores at once. Its memory-efficient kernel takes copies.
     """
     groups: Any = getattr(module, "num_key_value_groups", 1)
-    if groups == 1 or not _is_before_ampere(key.device):
+    if groups == 1 or not is_before_ampere(key.device):
         return key, value
     from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 
     if not use_gqa_in_sdpa(None, key, value):  # transformers repeats them itself
         return key, value
     return repeat_kv(key, groups), repeat_kv(value, groups)
-
-
-def _is_before_ampere(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-
-
-# -- norms and feed-forward parts that keep less for the backward pass on a CPU, and compute the same ------------------
-
-CHECKED_ROWS = 4
-
-
-def lean_layers(model: nn.Module) -> None:
-    """Let norms and gated feed-forward parts keep less for the backward pass, in place.
-
-    A module changes if it has the parts of a kind below, and if its results on random weights stay the same to the bit.
-    """
-    tried: dict[tuple[type, ...], bool] = {}
-    for module in list(model.modules()):
-        original = type(module)
-        for kind in (LeanNorm, LeanFeedForward):
-            if kind.has_parts_of(module):
-                key = kind, original, type(getattr(module, "act_fn", None))
-                if key not in tried:
-                    tried[key] = _computes_the_same(kind, module)
-                if tried[key]:
-                    module.__class__ = _lean(kind, original)
-
-
-@cache
-def _lean(kind: type, original: type) -> type:
-    """The class of a lean module: `kind` first, then the module's own class."""
-    return type(f"Lean{original.__name__}", (kind, original), {})
-
-
-@torch.no_grad()
-def _computes_the_same(kind: type, module: nn.Module) -> bool:
-    """True if a copy of the module with random weights has the same results as a lean one."""
-    if len(inspect.signature(module.forward).parameters) != 1:
-        return False
-    tried = copy.deepcopy(module)
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        # The device is named: Lightning makes models on a GPU with the GPU as torch's default.
-        return torch.randn(*shape, generator=generator, device="cpu")
-
-    for parameter in tried.parameters():
-        parameter.copy_(drawn(*parameter.shape))
-    first = next(tried.parameters())
-    states = drawn(CHECKED_ROWS, first.shape[-1]).to(first)
-    expected = tried(states)
-    tried.__class__ = _lean(kind, type(module))
-    return torch.equal(tried(states), expected)
-
-
-class LeanNorm(nn.Module):
-    """A root-mean-square norm that keeps only its input, not copies of it in float32 and normalised."""
-
-    weight: nn.Parameter
-    variance_epsilon: float
-
-    @classmethod
-    def has_parts_of(cls, module: nn.Module) -> bool:
-        return hasattr(module, "variance_epsilon") and [name for name, _ in module.named_parameters()] == ["weight"]
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if not _is_rounded_on_cpu(hidden_states) or self.weight.dtype != hidden_states.dtype:
-            return super().forward(hidden_states)
-        return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
-
-
-class _Norm(Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        exact = states.float()
-        scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + epsilon)
-        ctx.save_for_backward(states, weight, scale)
-        return exact.mul_(scale).to(states.dtype).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        states, weight, scale = ctx.saved_tensors
-        normalised, grad = states.float().mul_(scale), grads[0].float()
-        products = grad * normalised
-        weight_grad = products.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        # With n = x s and s = (mean x^2 + epsilon)^(-1/2): d/dx = s (d/dn - n mean(n d/dn)).
-        mean = (products @ weight.float()).div_(-grad.shape[-1])
-        grad = grad.mul_(weight).addcmul_(normalised, mean[..., None])
-        return grad.mul_(scale).to(states.dtype), weight_grad, None
-
-
-class LeanFeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)), which keeps gate(x) and up(x); the product too if `down` has adapters or hooks."""
-
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-
-    @classmethod
-    def has_parts_of(cls, module: nn.Module) -> bool:
-        return [name for name, _ in module.named_children()] == ["gate_proj", "up_proj", "down_proj", "act_fn"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not _is_rounded_on_cpu(x):
-            return super().forward(x)
-        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
-        if type(down) is nn.Linear and down.bias is None and not (down._forward_hooks or down._forward_pre_hooks):
-            return _GatedSilu.apply(gate, up, down.weight)
-        return down(_GatedSilu.apply(gate, up, None))
-
-
-class _GatedSilu(Function):
-    """silu(gate) * up; given the weight of a linear layer, the product with it, without keeping that layer's input."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        states = silu(gate).mul_(up)
-        return states if weight is None else states @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        (gate, up, weight), grad, weight_grad = ctx.saved_tensors, grads[0], None
-        activated = silu(gate)
-        if ctx.needs_input_grad[2]:
-            # Copied when transposed: with AMX the product takes two thirds longer on the view.
-            weight_grad = grad.flatten(0, -2).T.contiguous() @ (activated * up).flatten(0, -2)
-        grad = grad if weight is None else grad @ weight
-        return torch.ops.aten.silu_backward(grad * up, gate), activated.mul_(grad), weight_grad
-
-
-def _is_rounded_on_cpu(states: Tensor) -> bool:
-    """True for 16 bits on a CPU: float32 would gain less, and mixed precision chooses dtypes itself."""
-    return states.device.type == "cpu" and states.dtype in HALF and not torch.is_autocast_enabled("cpu")

@@ -2,9 +2,7 @@
 
 import inspect
 import logging
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,17 +17,16 @@ from trinity_lightning.config.model import Dropout
 from trinity_lightning.config.models import is_picture_model, load_generation_config, model_class, resolve_model
 from trinity_lightning.errors import ConfigError, ModelLoadError
 from trinity_lightning.trainer.head import Head, token_logprobs
-from trinity_lightning.trainer.layers import HALF, SHORT_SDPA, attention_implementation, lean_layers
+from trinity_lightning.trainer.layers import HALF, SHORT_SDPA, attention_implementation
 from trinity_lightning.trainer.layout import collate, cut
-from trinity_lightning.trainer.passes import LogprobFn
+from trinity_lightning.trainer.lean import lean_layers
+from trinity_lightning.trainer.passes import LogprobFn, in_one_row
 
 logger = logging.getLogger(__name__)
 
 
-def load_model(
-    name: str, dtype: torch.dtype | str, dropout: Dropout, attn_implementation: str, compiles: bool = False
-) -> Any:
-    """Load a causal language model of transformers on the CPU; with `lean_layers` in 16 bits if it is not compiled.
+def load_model(name: str, dtype: torch.dtype | str, dropout: Dropout, attn_implementation: str) -> Any:
+    """Load a causal language model of transformers on the CPU; with `lean_layers` in 16 bits.
 
     A model that reads pictures is loaded with its vision tower.
 
@@ -45,7 +42,7 @@ def load_model(
         raise ModelLoadError(f"cannot load the model '{name}': {error or type(error).__name__}") from error
     if dropout is Dropout.off:
         switch_off_dropout(model)
-    if model.dtype in HALF and not compiles:
+    if model.dtype in HALF:
         lean_layers(model)
     return model
 
@@ -53,6 +50,13 @@ def load_model(
 def name_of(model: Any) -> str:
     """Class and type of a Hugging Face model, for messages."""
     return f"{type(model).__name__} ({model.config.model_type})"
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The layers that transformers can checkpoint one at a time."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 # -- dropout: the first ratio of a PPO step must be 1 ------------------------------------------------------------------
@@ -95,47 +99,6 @@ def _configs(config: Any) -> Iterator[Any]:
         yield config
         for part in vars(config).values():
             yield from _configs(part)
-
-
-# -- model.compile: layers compiled by torch.compile -------------------------------------------------------------------
-
-MOST_GRAPHS = 64  # a layer has a graph for each combination of layout, mode, gradients or not, one row or several
-
-
-def compile_layers_of(model: Any) -> None:
-    """Let torch.compile compile every layer in place, for any number of rows and tokens; names of weights stay.
-
-    Layers of one class share their graphs. `layers.attention` is in no graph: it compiles its own kernel.
-    """
-    # torch counts all layers of a class as one function, and runs it uncompiled once it has 8 graphs, torch's limit.
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, MOST_GRAPHS)
-    for layer in layers_of(model):
-        layer.compile(dynamic=True)
-
-
-def check_compilable(model: Any) -> None:
-    """Refuse a model that `compile_layers_of` finds no layers in, or a machine without a compiler; a ConfigError."""
-    if not layers_of(model):
-        raise ConfigError(
-            f"model.compile=true: {name_of(model)} has no layers of transformers' own",
-            key="model.compile",
-            fix="set it to false",
-        )
-    compiler = os.environ.get("CXX", "g++")  # as torch's inductor finds it
-    if model.device.type == "cpu" and shutil.which(compiler) is None:
-        raise ConfigError(
-            f"model.compile=true needs a C++ compiler, and there is no {compiler}",
-            key="model.compile",
-            fix="install it, or name yours in CXX",
-        )
-
-
-def layers_of(model: Any) -> list[nn.Module]:
-    """The layers that transformers can checkpoint one at a time."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 # -- the function that computes log-probabilities, chosen by trial -----------------------------------------------------
@@ -214,7 +177,7 @@ def usable_layout(layout: Layout, model: Any, function: LogprobFn) -> Layout:
     Raises:
         ConfigError: it is `shared_prefix`, and the model cannot; the message says why.
     """
-    obstacle = None if layout is Layout.padded else _obstacle(model, function)
+    obstacle = None if layout is Layout.padded else _obstacle(model, function, function, Layout.shared_prefix)
     if obstacle is None:
         return layout
     if layout is Layout.shared_prefix:
@@ -227,8 +190,17 @@ def usable_layout(layout: Layout, model: Any, function: LogprobFn) -> Layout:
     return Layout.padded
 
 
-def _obstacle(model: Any, function: LogprobFn) -> str | None:
-    """The reason why the model's rows cannot share prefixes; None if they can."""
+def one_row_obstacle(model: Any, function: LogprobFn) -> str | None:
+    """The reason why padded rows of the model cannot be one row (`passes.in_one_row`); None if they can."""
+
+    def in_one(model: Any, inputs: dict[str, Any], *others: Tensor) -> tuple[Tensor, ...]:
+        return function(model, in_one_row(inputs), *others)
+
+    return _obstacle(model, function, in_one, Layout.padded)
+
+
+def _obstacle(model: Any, function: LogprobFn, other: LogprobFn, layout: Layout) -> str | None:
+    """The reason why the function `other` in this layout is not `function` with padded rows; None if it is."""
     if is_picture_model(model.config) and model.config.model_type not in SHARING_FAMILIES:
         return "takes pictures, and prefixes with pictures are shared only by " + ", ".join(SHARING_FAMILIES)
     config = model.config.get_text_config()
@@ -245,13 +217,13 @@ def _obstacle(model: Any, function: LogprobFn) -> str | None:
             "has dropout (model.dropout=keep), or its adapters have (model.lora.dropout), which would drop a shared "
             "prefix for all of its rows alike"
         )
-    return _fault_of_sharing(model, function)
+    return _difference(model, function, other, layout)
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _fault_of_sharing(model: Any, function: LogprobFn) -> str | None:
-    """Try shared prefixes, and return what is wrong with them; None if nothing is.
+def _difference(model: Any, function: LogprobFn, other: LogprobFn, layout: Layout) -> str | None:
+    """Try `other` in this layout, and return what is wrong with it; None if nothing is.
 
     Two random responses to one prompt must have the same log-probabilities in both layouts, and give one parameter the
     same gradient, whether it is trained or not.
@@ -261,7 +233,7 @@ def _fault_of_sharing(model: Any, function: LogprobFn) -> str | None:
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     probe = _probe(model)
 
-    def with_gradient(model: Any, layout: Layout) -> tuple[Tensor, ...]:
+    def with_gradient(model: Any, function: LogprobFn, layout: Layout) -> tuple[Tensor, ...]:
         (part,) = cut(batch, [0, 1], tokens.numel(), layout)
         micro = collate(batch, part, model.device)
         results = function(model, micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows])
@@ -275,8 +247,8 @@ def _fault_of_sharing(model: Any, function: LogprobFn) -> str | None:
     try:
         with torch.no_grad():
             limit = _limit(model, model(input_ids=tokens, use_cache=False).logits)
-        whole = with_gradient(model, Layout.padded)
-        shared = _results_or_error(with_gradient, model, Layout.shared_prefix)
+        whole = with_gradient(model, function, Layout.padded)
+        shared = _results_or_error(with_gradient, model, other, layout)
     finally:
         model.train(was_training)
         for parameter, before in trained.items():
@@ -334,7 +306,8 @@ def _agrees(function: LogprobFn, model: Any, tokens: Tensor, logits: Tensor, lim
     positions = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)[:, :-1].flatten()
     targets, temperature = tokens[:, 1:].flatten(), torch.ones(len(positions), device=tokens.device)
     results = _results_or_error(function, model, {"input_ids": tokens}, positions, targets, temperature)
-    expected = token_logprobs(Head(nn.Identity()), logits.flatten(0, 1)[positions], targets, temperature)
+    log_p = logits.flatten(0, 1)[positions].log_softmax(-1)
+    expected = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     if isinstance(results, Exception):
         logger.info("%s has no %s: %s", name_of(model), function.__name__, results)
         return False

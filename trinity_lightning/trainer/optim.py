@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 
+from trinity_lightning.common.hardware import name_vectors
 from trinity_lightning.config.lightning_objects import check_arguments
 from trinity_lightning.config.model import ADAM, OFFLOADED, OptimizerConfig
 from trinity_lightning.config.own_code import where
@@ -104,6 +105,8 @@ def adamw_8bit(parameters: Any, **settings: Any) -> Optimizer:
 
     def announce(*_: Any) -> None:
         logger.info("optimizer.name=adamw_8bit: the first step compiles an update for each shape of a parameter")
+        if optimizer.param_groups[0]["params"][0].device.type == "cpu":
+            name_vectors()
         announced.remove()
 
     announced = optimizer.register_step_pre_hook(announce)

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.optim import AdamW, Optimizer
 
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.errors import DeviceMemoryError, causes
 from trinity_lightning.trainer.layout import Part
+from trinity_lightning.trainer.masters import parameters_of
 
 BUDGET_KEY = "algorithm.max_tokens_per_micro_batch"
 
@@ -48,11 +50,43 @@ def out_of_memory(
         rows_of_a_unit: rows that a micro-batch holds at least: 2 for preference pairs.
         checkpointing: True if activations are computed again in the backward pass (model.gradient_checkpointing).
     """
-    use = use_of(device)
+    use, optimizer = use_of(device), _stepping(error)
     for cause in causes(error):
         traceback.clear_frames(cause.__traceback__)  # they hold activations, and a checkpoint may need the room
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    sleep = ["engine.sleep=always"] if expected.may_sleep else []
+    if optimizer is None:
+        where, knobs = _in_a_pass(parts, max_tokens, rows_of_a_unit, checkpointing)
+        knobs += sleep
+    else:
+        where, knobs = "in the optimizer's step", [*sleep, *_without_moments(optimizer)]
+    planned = sum(expected.parts.values())
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in expected.parts.items())
+    plan = f"; the memory plan expected {planned / GIB:.1f} GiB while training ({listed})" if planned else ""
+    return DeviceMemoryError(
+        f"out of memory on {device} {where}: {_wanted(error)}{use}{plan}. Go on from the "
+        f"{'last ' if optimizer else ''}checkpoint with {' or '.join(knobs) or 'a GPU that has more'}."
+    )
+
+
+def _stepping(error: BaseException) -> Optimizer | None:
+    """The optimizer that was in its step, of which nothing is saved; None: none was."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "step"]
+    owners = [frame.f_locals.get("self") for frame in frames]
+    return next((owner for owner in reversed(owners) if isinstance(owner, Optimizer)), None)
+
+
+def _without_moments(optimizer: Optimizer) -> list[str]:
+    """The setting that keeps moments in the host's memory, if a run with this optimizer can go on with it."""
+    in_shards = any(hasattr(parameter, "to_local") for parameter in parameters_of(optimizer))
+    return ["optimizer.name=adamw_offload"] if type(optimizer) is AdamW and not in_shards else []
+
+
+def _in_a_pass(
+    parts: Sequence[Part], max_tokens: int, rows_of_a_unit: int, checkpointing: bool
+) -> tuple[str, list[str]]:
+    """The place of an error in a forward or backward pass, and the settings of such passes that help, in words."""
     largest = max(parts, key=lambda part: part.tokens, default=None)
     where = (
         f"in a micro-batch (the largest of {len(parts)} has {largest.tokens:,} computed tokens)"
@@ -61,19 +95,11 @@ def out_of_memory(
     )
     can_be_cut = largest is None or len(largest.rows) > rows_of_a_unit
     tokens = largest.tokens if largest is not None else max_tokens
-    knobs = [
+    return where, [
         *([f"{BUDGET_KEY}={max(min(tokens, max_tokens) // 2, 1)}"] if can_be_cut else []),
         *([] if checkpointing else ["model.gradient_checkpointing=true"]),
-        *(["engine.sleep=always"] if expected.may_sleep else []),
         *([] if can_be_cut else ["a lower engine.max_model_len: one row is as long as the micro-batch"]),
     ]
-    planned = sum(expected.parts.values())
-    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in expected.parts.items())
-    plan = f"; the memory plan expected {planned / GIB:.1f} GiB while training ({listed})" if planned else ""
-    return DeviceMemoryError(
-        f"out of memory on {device} {where}: {_wanted(error)}{use}{plan}. Go on from the checkpoint with "
-        f"{' or '.join(knobs) or 'a GPU that has more'}."
-    )
 
 
 def use_of(device: torch.device) -> str:

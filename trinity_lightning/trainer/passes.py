@@ -1,24 +1,64 @@
 """Passes of micro-batches through the policy, or through another model of its architecture."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.ranks import ALONE, Alone
 from trinity_lightning.config.algorithm import Layout
+from trinity_lightning.trainer.layers import OneRow, Rows
 from trinity_lightning.trainer.layout import MicroBatch, Part, better_layout, collate, cut, deal, rows_to_train
 from trinity_lightning.trainer.placement import Whole
+
+# torch's settings of symbolic sizes. By default sizes that are the same when a graph is made are one: if there are as
+# many tokens as a state has elements, the graph would hold for this number of tokens alone.
+SHAPES: Any = _config
 
 # (model, inputs, positions [n], targets [n], temperature [n]) -> log-probabilities and entropies, float32 [n]. Inputs
 # are arguments of the forward pass, among them `input_ids` [B, S]. A position is the place, in the flattened tokens, of
 # the state that predicts the target. With candidates there are 1 + k targets a position, and as many log-probabilities:
 # [n, 1 + k].
 LogprobFn = Callable[[Any, dict[str, Any], Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """How rows go through compiled layers: as much alike as can be, since each kind of pass takes graphs of its own.
+
+    Passes for columns build the graph for gradients too. Other graphs would round differently, and the first ratio
+    would not be 1.
+
+    Attributes:
+        one_row: rows side by side become one row of all their tokens (`in_one_row`).
+        has_dropout: columns are computed in evaluation mode, by graphs without dropout.
+    """
+
+    one_row: bool
+    has_dropout: bool
+
+
+def in_one_row(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the model's forward pass with all tokens in one row [1, B * S], as shared prefixes have them.
+
+    The number of tokens is then all that differs between micro-batches, of either layout.
+    """
+    if "shared_prefix" in inputs:
+        return inputs | {"shared_prefix": OneRow(inputs["shared_prefix"])}
+    ids = inputs["input_ids"]
+    rows, length = ids.shape
+    return inputs | {
+        "input_ids": ids.view(1, -1),
+        "position_ids": torch.arange(length, device=ids.device).repeat(rows)[None],
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),  # see `layout.NO_MASK`
+        "shared_prefix": OneRow(Rows(rows)),
+    }
 
 
 @dataclass(frozen=True)
@@ -31,8 +71,7 @@ class Passes:
         max_tokens: most computed tokens of a micro-batch.
         function: computes the results of the trained tokens; log-probabilities come first.
         all_rows: compute rows without advantage too.
-        as_trained: build the graph for gradients in `columns` too. Compiled layers round differently without it, and
-            the first ratio would not be 1.
+        compiled: how rows go through compiled layers; None: the layers are not compiled.
     """
 
     device: torch.device
@@ -40,7 +79,12 @@ class Passes:
     max_tokens: int
     function: LogprobFn
     all_rows: bool
-    as_trained: bool
+    compiled: "Compiled | None" = None
+
+    @property
+    def switches_mode(self) -> bool:
+        """True if columns are computed in evaluation mode. Compiled layers have graphs for either mode."""
+        return self.compiled is None or self.compiled.has_dropout
 
     def rows(self, batch: OptimizerBatch) -> list[int]:
         """Rows of the batch that are computed."""
@@ -58,8 +102,12 @@ class Passes:
 
     def through(self, model: Any, micro: MicroBatch, placement: Whole) -> tuple[Tensor, ...]:
         """The function's results for the computed tokens, each [B, R] (candidates: [B, R, 1 + k]); 0 elsewhere."""
-        arguments = micro.inputs, micro.states, micro.targets, micro.temperature[micro.rows]
-        return tuple(map(micro.spread, placement.logprobs(self.function, model, *arguments)))
+        one_row = self.compiled is not None and self.compiled.one_row
+        inputs = in_one_row(micro.inputs) if one_row else micro.inputs
+        arguments = inputs, micro.states, micro.targets, micro.temperature[micro.rows]
+        with nullcontext() if self.compiled is None else SHAPES.patch(use_duck_shape=False):
+            results = placement.logprobs(self.function, model, *arguments)
+        return tuple(map(micro.spread, results))
 
     def columns(
         self, model: Any, batch: OptimizerBatch, placement: Whole, results: Sequence[int] = (0,), shared: bool = True
@@ -79,13 +127,14 @@ class Passes:
         ranks = placement.ranks if shared else ALONE
         columns = [[torch.zeros(e.response_length) for e in batch.experiences] for _ in results]
         was_training = model.training
-        model.eval()  # without dropout
+        if self.switches_mode:
+            model.eval()  # without dropout
         shares = self.shares(batch, self.rows(batch), ranks.size)
         for part in placement.passes(shares) if ranks.size > 1 else shares[0]:
             if part is None:
                 idle(self, model, placement)
                 continue
-            with torch.set_grad_enabled(self.as_trained):
+            with torch.set_grad_enabled(self.compiled is not None):
                 outputs = self.through(model, collate(batch, part, model.device), placement)
             for column, values in zip(columns, (outputs[place].detach().cpu() for place in results), strict=True):
                 for row, value in zip(part.rows, values, strict=True):

@@ -49,6 +49,7 @@ from trinity_lightning.trainer.checkpoint import (
     check_local,
     misfit,
 )
+from trinity_lightning.trainer.compiled import check_compilable, compile_layers
 from trinity_lightning.trainer.critic import Critic
 from trinity_lightning.trainer.flops import ModelSize, Peak, products_dtype, step_costs
 from trinity_lightning.trainer.garbage import Thaw
@@ -57,15 +58,13 @@ from trinity_lightning.trainer.layout import Part, collate, trained_tokens
 from trinity_lightning.trainer.loss_scale import LossScale
 from trinity_lightning.trainer.masters import settings_of
 from trinity_lightning.trainer.model import (
-    check_compilable,
-    compile_layers_of,
     load_model,
     logprob_function,
     usable_layout,
 )
 from trinity_lightning.trainer.objective import Objective, count_bad_step
 from trinity_lightning.trainer.out_of_memory import Expected, out_of_memory
-from trinity_lightning.trainer.passes import LogprobFn, Passes, idle
+from trinity_lightning.trainer.passes import Compiled, LogprobFn, Passes, idle
 from trinity_lightning.trainer.placement import WHOLE, Whole
 from trinity_lightning.trainer.saving import ModelFiles, allow_reading
 
@@ -82,7 +81,7 @@ class PolicyModule(L.LightningModule):
         optimizer_factory: makes an optimizer of your own from the groups of `optim.parameter_groups`.
         dtype: `bf16` or `fp16` computes in 16 bits with float32 masters in the optimizer; `fp32` is float32 throughout.
         dropout: `off` sets the model's dropout to 0; `keep` trains with the dropout of its configuration.
-        compile_layers: compile the model's layers with torch.compile when training starts.
+        compile_layers: compile the model's layers with torch.compile when training starts; auto: as `model.compile`.
         gradient_checkpointing: recompute activations in the backward pass.
         attn_implementation: attention of transformers.
         lora: adapters to train in place of the weights.
@@ -114,7 +113,7 @@ class PolicyModule(L.LightningModule):
         optimizer_factory: Callable[[Any], Optimizer] | None = None,
         dtype: WeightDtype | str = WeightDtype.bf16,
         dropout: Dropout | str = Dropout.off,
-        compile_layers: bool = False,
+        compile_layers: bool | str = AUTO,
         gradient_checkpointing: bool = False,
         attn_implementation: str = "sdpa",
         lora: LoRAConfig | Mapping[str, Any] | None = None,
@@ -143,7 +142,7 @@ class PolicyModule(L.LightningModule):
         self._reference: list[Any] = []
         self._optimizer_factory = optimizer_factory
         if WeightDtype(dtype) is WeightDtype.auto:
-            raise ConfigError("dtype is auto, which the commands settle: give bf16, fp16, fp32, or faster_dtype().")
+            raise ConfigError("dtype is auto, which the commands settle", fix="give bf16, fp16, fp32 or faster_dtype()")
         self._dtype = TORCH_DTYPES[WeightDtype(dtype)]
         self.loss_scale = LossScale() if self._dtype == torch.float16 else None
         self._resumption: Resumption | None = None  # until a resumed run trains
@@ -156,6 +155,7 @@ class PolicyModule(L.LightningModule):
         self._budget = planned_tokens if isinstance(budget, str) else budget  # None: chosen for the device
         self._passes: Passes | None = None
         self._function: LogprobFn | None = None
+        self._compiled: Compiled | None = None
         arguments = {
             "model": model,
             "algorithm": plain(self.algorithm),
@@ -223,8 +223,7 @@ class PolicyModule(L.LightningModule):
             self.critic = Critic(self.algorithm.critic, self.policy, self.tokenizer, self._load_model)
         if self.objective.needs_reference and self.adapter is None:
             reference = self._load_model(self.model_name).eval()
-            # A compiled reference shares the policy's graphs only with gradients, else the first KL estimate is not 0.
-            self._reference = [reference.requires_grad_(self.hparams["compile_layers"])]
+            self._reference = [reference.requires_grad_(False)]
 
     def configure_optimizers(self) -> Any:
         """One optimizer, over float32 masters where the weights are bfloat16, and its schedule."""
@@ -238,7 +237,7 @@ class PolicyModule(L.LightningModule):
 
     def _load_model(self, name: str) -> Any:
         dropout, attention = Dropout(self.hparams["dropout"]), self.hparams["attn_implementation"]
-        model = load_model(name, self._dtype, dropout, attention, self.hparams["compile_layers"])
+        model = load_model(name, self._dtype, dropout, attention)
         if self.hparams["gradient_checkpointing"]:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
@@ -257,10 +256,10 @@ class PolicyModule(L.LightningModule):
         self._passes = replace(self.passes(), max_tokens=min(tokens for tokens, _ in settled), layout=settled[0][1])
         dtype = products_dtype(self.policy, self.device, self.trainer.precision_plugin)
         self.peak = Peak.of(self.policy, self.device, dtype, self._passes.max_tokens, self.placement.ranks.size)
-        if self.hparams["compile_layers"]:  # only now: the trials above would be compiled too
-            for model in (self.policy, self.reference, getattr(self.critic, "model", None)):
-                if model is not None:
-                    compile_layers_of(model)
+        if self._compiled is None:  # only now: the trials above would be compiled too
+            others = (self.reference, getattr(self.critic, "model", None))
+            self._compiled = compile_layers(self.hparams["compile_layers"], self._passes, self.policy, *others)
+        self._passes = replace(self._passes, compiled=self._compiled)
         if self._resumption is not None:
             self._resumption.begin(self.device)
 
@@ -310,7 +309,7 @@ class PolicyModule(L.LightningModule):
             ModelLoadError: its log-probabilities cannot be computed.
             ConfigError: `algorithm.layout` is not for this architecture, or the model cannot be compiled as asked.
         """
-        if self.hparams["compile_layers"]:
+        if self.hparams["compile_layers"] is True:
             check_compilable(self.policy)
         device = device or self.device
         if self._passes is not None and self._passes.device != device:  # settled for a script's log-probabilities
@@ -329,8 +328,7 @@ class PolicyModule(L.LightningModule):
                 trainers = getattr(self._trainer, "num_devices", 1)
                 tokens = useful_tokens(self.policy, device, trainers, getattr(self.critic, "model", None))
                 logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
-            all_rows, as_trained = self.objective.needs_all_rows, self.hparams["compile_layers"]
-            passes = Passes(device, layout, tokens, function, all_rows, as_trained)
+            passes = Passes(device, layout, tokens, function, self.objective.needs_all_rows, self._compiled)
             if self.critic is not None:
                 self.critic.check(passes, self.policy)
             self._passes = passes

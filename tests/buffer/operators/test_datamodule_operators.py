@@ -36,14 +36,24 @@ def with_operator(operator):
 
 @pytest.fixture
 def loop():
-    """A loop that runs in a thread of its own, as the host's does."""
+    """A loop that runs in a thread of its own, as the host's does; no task may be left on it in the end."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     yield loop
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    try:
+        asyncio.run_coroutine_threadsafe(left_alone(), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def left_alone():
+    """Wait until no other task is on the loop; TimeoutError: one stays."""
+    async with asyncio.timeout(5):
+        while len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def test_operators_tidy_what_fills_the_buffer():

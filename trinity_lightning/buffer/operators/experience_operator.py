@@ -260,9 +260,11 @@ class OperatorChain:
         if self._loop is None or not self._loop.is_running() or self._loop is running:
             with ThreadPoolExecutor(max_workers=1) as pool:  # this thread may have a running loop, as in a notebook
                 return pool.submit(lambda: asyncio.run(self.close())).result()
+        closing = asyncio.run_coroutine_threadsafe(self.close(), self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(self.close(), self._loop).result(seconds)
+            return closing.result(seconds)
         except TimeoutError as error:
+            closing.cancel()  # nobody waits for it any more
             raise OperatorError(f"the operators were not closed within {seconds:g} s.") from error
 
     async def process(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._inductor.config  # reads now with how many threads torch compiles: importing vLLM sets one
 from torch import Tensor
 
 from trinity_lightning.common.hardware import GIB, forget, trim_heap
@@ -46,6 +48,8 @@ VLLM_DTYPES = {
 }
 CPU_REQUESTS, GPU_REQUESTS = 64, 256
 LARGEST_GRAPH = 512  # requests; a step of more is launched kernel by kernel unless vLLM is asked for larger graphs
+GRAPH_STEP = 16  # requests between two of vLLM's larger graphs
+GRAPHS = ("cudagraph_capture_sizes", "compilation_config")  # of engine.args; vLLM refuses another largest graph beside
 CPU_CACHE_GB = 0.5
 CPU_BLOCK_TOKENS = 32  # tokens of a cache block: the fewest that vLLM's kernels for AMX take
 
@@ -70,8 +74,8 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
     if config.speculative:
         drafts = {"num_speculative_tokens": config.speculative, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
         arguments["speculative_config"] = {"method": "ngram", **drafts}
-    elif not on_cpu and arguments["max_num_seqs"] > LARGEST_GRAPH:
-        arguments["max_cudagraph_capture_size"] = arguments["max_num_seqs"]
+    elif not on_cpu and arguments["max_num_seqs"] > LARGEST_GRAPH and not any(name in config.args for name in GRAPHS):
+        arguments["max_cudagraph_capture_size"] = GRAPH_STEP * math.ceil(arguments["max_num_seqs"] / GRAPH_STEP)
     if EngineSleep(config.sleep) is EngineSleep.always:
         arguments["enable_sleep_mode"] = True
     if on_cpu:
@@ -90,7 +94,8 @@ def graph_requests(config: EngineConfig) -> int:
     """The most requests of a decoding step that a GPU computes as one graph; 0: none, as it is told to be eager."""
     arguments = engine_args("", config, on_cpu=False)
     default = min(2 * arguments["max_num_seqs"], LARGEST_GRAPH)
-    return 0 if arguments.get("enforce_eager") else arguments.get("max_cudagraph_capture_size", default)
+    largest = max(arguments.get("cudagraph_capture_sizes") or [default])
+    return 0 if arguments.get("enforce_eager") else arguments.get("max_cudagraph_capture_size", largest)
 
 
 def with_end_tokens(sampling: Mapping[str, Any], ends: Collection[int]) -> dict[str, Any]:
@@ -402,27 +407,31 @@ FREE_SHARE = 0.95  # share of the free memory that vLLM is asked for, so that it
 
 
 def args_of_gpu(kind: type[Any], arguments: dict[str, Any]) -> Any:
-    """vLLM's EngineArgs (the class `kind`) of these arguments, for the current GPU.
+    """vLLM's EngineArgs (the class `kind`) of these arguments, for the current GPU; errors as in `with_share`."""
+    # This rank's GPU: not the first one on ranks other than 0 (engine.per_rank).
+    gpu = torch.cuda.current_device()
+    return (_for_gpu(kind, gpu) if gpu else kind)(**with_share(kind, arguments))
+
+
+def with_share(kind: type[Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with a share of the GPU that is free if they have the cache's size.
 
     Raises:
         ConfigError: less is free than the share of the GPU that vLLM would take.
     """
     free, total = torch.cuda.mem_get_info()
-    if "kv_cache_memory_bytes" not in arguments:
-        share = arguments.get("gpu_memory_utilization", kind.gpu_memory_utilization)
-        if share * total > free:
-            raise ConfigError(
-                f"vLLM would take {share:.0%} of this GPU, {share * total / GIB:.1f} GiB, and {free / GIB:.1f} GiB are "
-                "free: a policy in this process, or another program, has the rest",
-                key="engine.kv_cache_gb",
-                fix="give the size of vLLM's cache, such as kv_cache_gb=4, and it takes no more than it needs",
-            )
-    else:
+    if "kv_cache_memory_bytes" in arguments:
         # vLLM refuses a GPU of which less than a share is free, 92% by default, even if the cache's size is given.
-        arguments = {"gpu_memory_utilization": round(FREE_SHARE * free / total, 4), **arguments}
-    # This rank's GPU: not the first one on ranks other than 0 (engine.per_rank).
-    gpu = torch.cuda.current_device()
-    return (_for_gpu(kind, gpu) if gpu else kind)(**arguments)
+        return {"gpu_memory_utilization": round(FREE_SHARE * free / total, 4), **arguments}
+    share = arguments.get("gpu_memory_utilization", kind.gpu_memory_utilization)
+    if share * total > free:
+        raise ConfigError(
+            f"vLLM would take {share:.0%} of this GPU, {share * total / GIB:.1f} GiB, and {free / GIB:.1f} GiB are "
+            "free: a policy in this process, or another program, has the rest",
+            key="engine.kv_cache_gb",
+            fix="give the size of vLLM's cache, such as kv_cache_gb=4, and it takes no more than it needs",
+        )
+    return arguments
 
 
 def _for_gpu(kind: type[Any], gpu: int) -> type[Any]:
