@@ -306,6 +306,19 @@ def _check_nccl(engine: EngineConfig, capabilities: Capabilities, gpus: int | No
 MERGE = "leave synchronizer.lora merged"
 
 
+def _check_dtype_of_adapters(run: "TrainConfig", trainer: Mapping[str, Any]) -> None:
+    """Refuse adapters in float32 on a GPU, for which vLLM has no kernels; a ConfigError."""
+    dtype = run.engine.dtype
+    if dtype is EngineDtype.auto:
+        dtype = compute_dtype(run.model.dtype, trainer.get("precision"))
+    if dtype is EngineDtype.fp32:
+        raise ConfigError(
+            "synchronizer.lora=adapter, and on a GPU vLLM computes adapters in 16 bits only, not in float32",
+            key="engine.dtype",
+            fix=f"set engine.dtype=bf16, or {MERGE}",
+        )
+
+
 def check_adapters(run: "TrainConfig", trainer: Mapping[str, Any], here: bool) -> None:
     """Refuse synchronizer.lora=adapter without adapters, or with an engine that does not take them; a ConfigError.
 
@@ -345,15 +358,8 @@ def check_adapters(run: "TrainConfig", trainer: Mapping[str, Any], here: bool) -
             f"{MERGE}, or leave the quantization out.",
             key="synchronizer.lora",
         )
-    dtype = engine.dtype
-    if dtype is EngineDtype.auto:
-        dtype = compute_dtype(run.model.dtype, trainer.get("precision"))
-    if dtype is EngineDtype.fp32 and here and gpu_count():
-        raise ConfigError(
-            "synchronizer.lora=adapter, and on a GPU vLLM computes adapters in 16 bits only, not in float32",
-            key="engine.dtype",
-            fix=f"set engine.dtype=bf16, or {MERGE}",
-        )
+    if here and gpu_count():
+        _check_dtype_of_adapters(run, trainer)
     if rank > LORA_RANKS[-1]:
         raise ConfigError(
             f"model.lora.r is {rank}, and vLLM takes adapters up to rank {LORA_RANKS[-1]}: {MERGE}.", key="model.lora.r"
