@@ -103,9 +103,10 @@ def test_a_command_is_accepted(command: str, tmp_path: Path, monkeypatch: pytest
     """Composed and validated, in a folder with the files that it names."""
     step_file = "outputs/grpo/TIME/experiences/step_1.trxp"
     data = [
-        f"{name}.jsonl" for name in ("subtraction", "expert", "games", "gsm8k", "heldout", "examples", "pairs", "sums")
+        f"{name}.jsonl"
+        for name in ("subtraction", "expert", "games", "gsm8k", "heldout", "examples", "pairs", "squares", "sums")
     ]
-    folders = ("FOLDER", "Qwen2.5-0.5B", "Qwen2.5-7B")
+    folders = ("FOLDER", "Qwen2.5-0.5B", "Qwen2.5-7B", "SmolVLM-256M-Instruct")
     for name in (*data, *(f"{folder}/config.json" for folder in folders), step_file):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
