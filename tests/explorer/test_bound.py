@@ -58,6 +58,21 @@ def test_a_conversation_keeps_its_pictures(variables: dict[str, Any] | None) -> 
     assert rendered[0].template_variables == (variables or {})
 
 
+def test_a_chat_brings_pictures_to_the_first_message_of_the_user() -> None:
+    asked: list[Conversation] = []
+
+    class Chatting(FakeModel):
+        async def chat(self, messages: Any, tools: Any = None, n: int = 1, **sampling: Any) -> Any:
+            asked.append(messages)
+            assert "images" not in sampling
+            return await super().chat([{"role": "user", "content": "a"}], tools, n, **sampling)
+
+    picture = Picture(Image.new("RGB", (2, 2), "red"))
+    asyncio.run(view(Chatting()).chat([{"role": "user", "content": "a"}], images=[picture]))
+    assert asked[0].pictures == [picture]
+    assert asked[0][0]["content"][0] == {"type": "image"}
+
+
 def test_n_samples_are_those_of_n_runs() -> None:
     async def texts(run: int, n: int) -> list[str]:
         return [completion.text for completion in await view(FakeModel(), run).generate([1], n=n)]

@@ -74,7 +74,11 @@ class InferenceModel(Protocol):
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
     ) -> list[Completion]:
-        """n completions of a conversation rendered with the model's chat template; errors as in `generate`."""
+        """n completions of a conversation rendered with the model's chat template; errors as in `generate`.
+
+        The model that a workflow is given, and the built-in engines, also take `images`: pictures that `read_picture`
+        reads, each of which has a place in the messages or comes before the first user's text.
+        """
         ...
 
     async def render(

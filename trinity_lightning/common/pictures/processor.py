@@ -12,8 +12,9 @@ from trinity_lightning.config.models import is_picture_model, reads_text_alone, 
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError
 
-# Expansions that a processor keeps: the rollouts of a prompt share its tensors, however late each is asked for.
-MOST_KEPT = 256
+# Bytes of tensors and decoded pictures in the expansions that a processor keeps: the rollouts of a prompt share them,
+# however late each is asked for.
+MOST_BYTES = 512 << 20
 _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # a processor's other tensors
 
 
@@ -31,6 +32,7 @@ class PictureProcessor:
     def __init__(self, processor: Any, args: Mapping[str, Any] | None = None) -> None:
         self._processor, self.args = processor, dict(args or {})
         self._expansions: OrderedDict[tuple[str, ...], Expansion] = OrderedDict()
+        self._bytes = 0
 
     @property
     def token(self) -> str:
@@ -54,10 +56,11 @@ class PictureProcessor:
         """
         key = (text, *(picture.digest for picture in pictures))
         if key not in self._expansions:
-            self._expansions[key] = self._expanded(text, pictures)
+            expansion = self._expansions[key] = self._expanded(text, pictures)
+            self._bytes += _bytes_of(expansion)
+            while self._bytes > MOST_BYTES and len(self._expansions) > 1:
+                self._bytes -= _bytes_of(self._expansions.popitem(last=False)[1])
         self._expansions.move_to_end(key)
-        if len(self._expansions) > MOST_KEPT:
-            self._expansions.popitem(last=False)
         return self._expansions[key]
 
     def _expanded(self, text: str, pictures: Sequence[Picture]) -> Expansion:
@@ -82,6 +85,11 @@ class PictureProcessor:
         tensors[PLACES] = (token_ids == self.token_id).nonzero()[:, 0]
         unexpanded = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return Expansion(tuple(unexpanded), tuple(pictures), tuple(token_ids.tolist()), tensors)
+
+
+def _bytes_of(expansion: Expansion) -> int:
+    pixels = sum(3 * width * height for width, height in (picture.image.size for picture in expansion.pictures))
+    return pixels + sum(tensor.nbytes for tensor in expansion.inputs.values())
 
 
 # -- the processor of a model ------------------------------------------------------------------------------------------

@@ -71,9 +71,17 @@ class BoundModel:
         return await self._model.generate(prompt, n=n, **self._next_call(sampling))
 
     async def chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        n: int = 1,
+        images: Sequence[Any] = (),
+        **sampling: Any,
     ) -> list[Completion]:
-        return await self._model.chat(self._conversation(messages), tools=tools, n=n, **self._next_call(sampling))
+        conversation = self._conversation(messages)
+        if images:
+            conversation = conversation.with_pictures(images)
+        return await self._model.chat(conversation, tools=tools, n=n, **self._next_call(sampling))
 
     async def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
@@ -91,7 +99,7 @@ class BoundModel:
         """Refuse the call with a RuntimeError: the model belongs to the explorer."""
         raise RuntimeError("a workflow must not shut the model down: other runs generate with it")
 
-    def _conversation(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _conversation(self, messages: list[dict[str, Any]]) -> Conversation:
         """The messages with the chat template's variables of this run."""
         conversation = Conversation.of(messages)
         variables: dict[str, Any] = {}

@@ -1,0 +1,50 @@
+"""The processor that engine and trainer share: one expansion for equal prompts, and a bound on what it keeps."""
+
+import pytest
+from support.errors import refuses
+from support.pictures import processor, random_picture
+
+from trinity_lightning.common.pictures import processor as module
+from trinity_lightning.common.pictures.processor import PictureProcessor
+from trinity_lightning.common.pictures.prompt import PLACES
+
+
+@pytest.fixture
+def fresh() -> PictureProcessor:
+    return PictureProcessor(processor()._processor)
+
+
+def test_equal_prompts_share_one_expansion(fresh: PictureProcessor) -> None:
+    first, again = (fresh.expand("<image>a", [random_picture(1)]) for _ in range(2))
+    assert first is again
+    assert fresh.expand("<image>a", [random_picture(2)]) is not first
+    assert fresh.expand("<image>b", [random_picture(1)]) is not first
+
+
+def test_places_are_the_tokens_of_the_pictures(fresh: PictureProcessor) -> None:
+    expansion = fresh.expand("a<image>b<image>", [random_picture(1), random_picture(2)])
+    tokens = [place for place, token in enumerate(expansion.token_ids) if token == fresh.token_id]
+    assert expansion.inputs[PLACES].tolist() == tokens
+    assert len(tokens) == 2 * 16
+    assert expansion.unexpanded.count(fresh.token_id) == 2
+    assert {name: len(tensor) for name, tensor in expansion.inputs.items() if name != PLACES} == {
+        "pixel_values": 2,
+        "pixel_attention_mask": 2,
+    }
+
+
+@pytest.mark.parametrize(("text", "count"), [("<image>", 0), ("<image>", 2), ("none", 1)])
+def test_places_and_pictures_must_be_as_many(fresh: PictureProcessor, text: str, count: int) -> None:
+    with refuses("taskset.images_field"):
+        fresh.expand(text, [random_picture(seed) for seed in range(count)])
+
+
+def test_old_expansions_are_forgotten_once_they_take_too_much_memory(
+    fresh: PictureProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = module._bytes_of(fresh.expand("<image>", [random_picture(0, (64, 64))]))
+    monkeypatch.setattr(module, "MOST_BYTES", 3 * one)
+    expansions = [fresh.expand("<image>", [random_picture(seed, (64, 64))]) for seed in range(1, 6)]
+    assert fresh.expand("<image>", [random_picture(5, (64, 64))]) is expansions[-1]
+    assert fresh.expand("<image>", [random_picture(1, (64, 64))]) is not expansions[0]
+    assert fresh._bytes <= 3 * one
