@@ -64,6 +64,7 @@ MODELS = {
 }
 NOT_HERE = {
     "grpo_gsm8k": "it is grpo, on a dataset of the hub",
+    "grpo_vision": "the tiny model reads no pictures; docs/pictures.md has what tiny_vision learns",
     "offline": "without rollouts it has no reward",
     "sweep_lr": "it is eight runs of grpo",
 }

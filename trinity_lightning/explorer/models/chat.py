@@ -85,7 +85,13 @@ def render_chat(
         ConfigError: the template refuses the messages, or leaves out every message of some role; a role is unknown; or
             a content is neither text nor, for a template that has places for them, pictures.
     """
-    return render_text(tokenizer, messages, tools, so_far, generation_config).token_ids(tokenizer)
+    if so_far:
+        return render_text(tokenizer, messages, tools, so_far, generation_config).token_ids(tokenizer)
+    conversation = _checked(tokenizer, messages, tools)
+    # The tokenizer's own ids, since some (Mistral's) do not read their template's text as the same ones.
+    return apply_template(
+        tokenizer, messages, conversation.tools, add_generation_prompt=True, **conversation.template_variables
+    )
 
 
 def render_text(
@@ -100,6 +106,17 @@ def render_text(
     Raises:
         ConfigError: as in `render_chat`; or there are not as many pictures as places for them.
     """
+    conversation = _checked(tokenizer, messages, tools)
+    if so_far:
+        return continued(
+            tokenizer, messages, conversation.tools, so_far, generation_config, **conversation.template_variables
+        )
+    settings = {"add_generation_prompt": True, "tokenize": False, **conversation.template_variables}
+    return Rendered((), apply_template(tokenizer, messages, conversation.tools, **settings))
+
+
+def _checked(tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
+    """The conversation, whose roles are known, and which has as many pictures as places for them; a ConfigError."""
     conversation = Conversation.of(messages, tools)
     if (places := count_places(conversation)) != len(conversation.pictures):
         raise ConfigError(
@@ -108,12 +125,7 @@ def render_text(
             fix="give the pictures in the task's entry, or to chat(messages, images=...)",
         )
     check_roles("", conversation, getattr(tokenizer, "chat_template", None))
-    if so_far:
-        return continued(
-            tokenizer, messages, conversation.tools, so_far, generation_config, **conversation.template_variables
-        )
-    settings = {"add_generation_prompt": True, "tokenize": False, **conversation.template_variables}
-    return Rendered((), apply_template(tokenizer, messages, conversation.tools, **settings))
+    return conversation
 
 
 def apply_template(
