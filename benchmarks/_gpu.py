@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 BENCHMARK = "gpu"
 HERE = Path(__file__).resolve().parent
@@ -91,6 +91,11 @@ class Job:
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
+
+
+def started(command: Sequence[str], errors: IO[str]) -> subprocess.Popen[str]:
+    """A stage's process, which leads a session; its results are read from `stdout`."""
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
 
 
 def here(device: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import _gpu
 from _gpu import BENCHMARK, Job, sentence
 
 BEGINNING = f'{{"benchmark": "{BENCHMARK}"'  # of the lines that are results
@@ -78,10 +79,7 @@ def take(job: Job, log: Path) -> dict[str, Any]:
     """Take a stage in a process of its own and pass its lines on; what failed in it, if anything."""
     command = [sys.executable, __file__, "--work", job.to_json()]
     late = threading.Event()
-    with (
-        log.open("w") as file,
-        subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=file, start_new_session=True) as process,
-    ):
+    with log.open("w") as file, _gpu.started(command, file) as process:
         alarm = threading.Timer(max(job.left, 0), lambda: (late.set(), end(process)))
         alarm.start()
         try:

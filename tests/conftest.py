@@ -14,12 +14,13 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # torch asks for the name of each process that connects, and without a network nobody answers.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-from support import garbage, tiers
+from support import garbage, installed, tiers
 
 if TYPE_CHECKING:  # imports torch, and the process that deals out the tests has no use for it
     from support.runs import Commands
 
 GUARD = tiers.Guard()
+installed.read_once()
 
 
 def pytest_configure(config: pytest.Config) -> None:

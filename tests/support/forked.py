@@ -29,13 +29,25 @@ def fork_sides(address: str, turns: Any) -> None:
     """From now on, sides of a comparison (benchmarks/_turns.py) are forked off the warm one that listens there."""
 
     def popen(command: Sequence[str], env: Mapping[str, str] | None, stderr: IO[Any], **_: Any) -> Forked:
-        answers, output = os.pipe()
-        with os.fdopen(output, "w") as file:
-            side = Forked(address, command[1:], Path.cwd(), env or {}, file, errors=stderr, asked=True)
-        side.stdout = os.fdopen(answers)
-        return side
+        return read_from(address, command, env or {}, stderr, asked=True)
 
     turns.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": popen})
+
+
+def fork_stages(address: str, gpu: Any) -> None:
+    """From now on, stages of a GPU's benchmark (benchmarks/_gpu.py) are forked off the warm one that listens there."""
+    gpu.started = lambda command, errors: read_from(address, command, {}, errors, leads=True)
+
+
+def read_from(
+    address: str, command: Sequence[str], environment: Mapping[str, str], errors: IO[Any], **kind: bool
+) -> Forked:
+    """A forked process, in the place of an interpreter with this command line, whose output is read from `stdout`."""
+    answers, output = os.pipe()
+    with os.fdopen(output, "w") as file:
+        process = Forked(address, command[1:], Path.cwd(), environment, file, errors=errors, **kind)
+    process.stdout = os.fdopen(answers)
+    return process
 
 
 def fork_servers(address: str, patch: Callable[[Any, str, Any], None] = setattr) -> None:

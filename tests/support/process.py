@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 
 class Forked:
@@ -29,6 +29,7 @@ class Forked:
         errors: where what it prints as errors goes; None: there, too.
         serves: whether it is a vLLM server: the leader of a session of its own.
         asked: whether it has a pipe as its `stdin`, as servers do.
+        leads: whether it leads a session, without being a server.
     """
 
     stdout: IO[str]
@@ -43,9 +44,11 @@ class Forked:
         errors: IO[Any] | None = None,
         serves: bool = False,
         asked: bool = False,
+        leads: bool = False,
     ) -> None:
         self.args = arguments
-        command = {"folder": str(folder), "environment": dict(environment), "arguments": arguments, "serves": serves}
+        command = {"folder": str(folder), "environment": dict(environment), "arguments": arguments}
+        command |= {"serves": serves, "leads": leads}
         reading, writing = os.pipe()
         self.stdin = os.fdopen(writing, "w")
         if not (serves or asked):
@@ -58,6 +61,14 @@ class Forked:
         self.pid = int(self._link.recv(64))
         self.returncode: int | None = None
         self._one_reads = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """As `subprocess.Popen` does: close what is read from it, and wait."""
+        self.stdout.close()
+        self.wait()
 
     def poll(self) -> int | None:
         """Its exit code, or None while it is at work."""

@@ -114,11 +114,11 @@ class Commands:
         return [process for process, leads in self._forked() if leads]
 
     def _forked(self) -> list[tuple[psutil.Process, bool]]:
-        """The forked processes, each with True if it leads a session; between it and the warm process one waits."""
+        """The forked processes, each with True if it leads a session."""
         forked = []
-        for parent in [] if self._warm is None else psutil.Process(self._warm.pid).children():
+        for process in [] if self._warm is None else psutil.Process(self._warm.pid).children():
             with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has ended since it was listed
-                forked += [(process, process.pid == os.getsid(process.pid)) for process in parent.children()]
+                forked.append((process, process.pid == os.getsid(process.pid)))
         return forked
 
     def close(self) -> None:

@@ -13,11 +13,11 @@ import os
 import pkgutil
 import runpy
 import select
-import signal
 import socket
 import sys
 import threading
 import warnings
+from contextlib import suppress
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,16 @@ from typing import Any
 import torch
 from hydra._internal.hydra import Hydra
 from hydra.core.plugins import Plugins
+from lightning.fabric.utilities import registry
 
 import trinity_lightning
-from support import garbage
-from support.compose import register_once
-from support.forked import fork_ranks, fork_servers, fork_sides
+from support import garbage, installed
+from support.compose import composed, register_once
+from support.forked import fork_ranks, fork_servers, fork_sides, fork_stages
 from trinity_lightning.common.hardware import ON_A_CPU, TORCH_DTYPES, product_flops, timed_product
 from trinity_lightning.config import hydra
 from trinity_lightning.explorer.models import vllm_engine
+from trinity_lightning.monitor.report import ENVIRONMENT
 
 OF_RUNS = ("hydra.main", "transformers.models.llama.modeling_llama", "transformers.optimization")
 NOT_BEFORE = "trinity_lightning.sync.ipc_worker"  # changes vLLM in a server that is told to import it
@@ -54,10 +56,13 @@ OF_SERVERS = (
     "v1.engine.async_llm",
     "v1.executor.multiproc_executor",
 )
+# Choices of the commands that most tests start, in the order in which they have them.
+CHOSEN = (("+recipe=grpo", "model=tiny", "logger=csv"), ("+recipe=sft", "model=tiny", "logger=csv"))
 
 
 def import_early() -> None:
     """Import what commands import, and prepare what is the same in each."""
+    installed.read_once(registry)
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # as an engine sets it: before vLLM is imported
     modules = (module.name for module in pkgutil.walk_packages(trinity_lightning.__path__, "trinity_lightning."))
     for name in (*OF_RUNS, *modules):
@@ -72,9 +77,21 @@ def import_early() -> None:
     configure_vllm()
     del os.environ["VLLM_LOGGING_LEVEL"]
     vllm_engine.CPU_CACHE_GB = 0.1  # engines start by filling it with zeros
+    prepare()
     for dtype in ON_A_CPU:
         product_flops(TORCH_DTYPES[dtype], torch.get_num_threads())  # timed once a process: commands have it from here
     timed_product()  # the same
+
+
+def prepare() -> None:
+    """Make what each process of a command would make for itself, and keep: patterns, templates, parsed files."""
+    for choices in CHOSEN:
+        composed(*choices, "sampling.max_tokens=8", "optimizer.lr=1e-3", "steps=2")
+    for template in ("report.html", "pictures.html"):
+        ENVIRONMENT.get_template(template)
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+    # One of the interpreters that a cluster starts: it asks for more machines where there are too few.
+    importlib.import_module("ray._private.node").Node.start_monitor = lambda node: None
 
 
 def import_vllm(names: tuple[str, ...]) -> None:
@@ -98,32 +115,45 @@ def configure_vllm() -> None:
 
 def next_command(address: str) -> tuple[dict[str, Any], list[int]]:
     """Returns in a forked process, with what it is to run and its files; in this one, at the end of the input, not."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that wait below end by themselves
+    asking: dict[int, tuple[int, socket.socket]] = {}  # forked processes and who asked for them, by a file of each
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen()
         print("ready", flush=True)
-        while select.select([listener, sys.stdin], [], [])[0] == [listener]:
-            connection, _ = listener.accept()
-            with connection:
-                if os.fork() == 0:
-                    listener.close()
-                    return fork_and_wait(connection)
+        sources: list[Any] = [listener, sys.stdin]
+        while sources or asking:  # those that are at work at the end of the input are waited for
+            ready = select.select([*sources, *asking], [], [])[0]
+            for ended in asking.keys() & {source for source in ready if isinstance(source, int)}:
+                answer(ended, *asking.pop(ended))
+            if listener in ready:
+                connection, _ = listener.accept()
+                message, files, *_ = socket.recv_fds(connection, 2**20, 3)
+                if (process := os.fork()) == 0:
+                    forget(connection, asking)
+                    return json.loads(message), files
+                for file in files:
+                    os.close(file)
+                connection.sendall(f"{process}\n".encode())
+                asking[os.pidfd_open(process)] = process, connection
+            if sys.stdin in ready:
+                sources.clear()
     os._exit(0)
 
 
-def fork_and_wait(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Returns in a process forked once more; this one answers with its id and, in the end, its exit code."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    message, files, *_ = socket.recv_fds(connection, 2**20, 3)
-    if (process := os.fork()) == 0:
-        return json.loads(message), files
-    for file in files:
-        os.close(file)
-    connection.sendall(f"{process}\n".encode())
+def answer(ended: int, process: int, connection: socket.socket) -> None:
+    """Tell who asked for a process its exit code, if they still listen."""
+    os.close(ended)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    connection.sendall(f"{code}\n".encode())
-    os._exit(0)
+    with connection, suppress(OSError):
+        connection.sendall(f"{code}\n".encode())
+
+
+def forget(connection: socket.socket, asking: dict[int, tuple[int, socket.socket]]) -> None:
+    """Close what only the process that forks needs: connections, and files of other processes."""
+    connection.close()
+    for other, (_, its_connection) in asking.items():
+        os.close(other)
+        its_connection.close()
 
 
 def become(command: dict[str, Any], files: list[int]) -> None:
@@ -152,7 +182,6 @@ def become_a_server() -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.logger import _configure_vllm_root_logger
 
-    os.setsid()
     # For 1 s after each message its processes ask for the next without a pause, and other tests want the cores.
     SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=0.01)  # type: ignore[assignment]
     _configure_vllm_root_logger()  # VLLM_LOGGING_LEVEL
@@ -168,6 +197,7 @@ def run(program: str, folder: str, address: str) -> int:
             sys.path[0] = str(Path(program).parent)
             if importlib.util.find_spec("_turns"):  # a benchmark
                 fork_sides(address, importlib.import_module("_turns"))
+                fork_stages(address, importlib.import_module("_gpu"))
             runpy.run_path(program, run_name="__main__")
         else:
             sys.path[0] = folder
@@ -200,6 +230,8 @@ if __name__ == "__main__":
     address = sys.argv[1]
     command, files = next_command(address)
     become(command, files)
+    if command["serves"] or command["leads"]:
+        os.setsid()
     if command["serves"]:
         become_a_server()
     else:
