@@ -21,7 +21,7 @@ from trinity_lightning.config.algorithm import KLConfig
 from trinity_lightning.config.model import LoRAConfig
 from trinity_lightning.trainer.policy import PolicyModule
 
-STEPS = 20
+STEPS = 8
 LAYOUTS = ("padded", "shared_prefix")
 BUDGETS = (1, 24, 4096)  # tokens: a row at a time, a row or two, and all rows at once
 

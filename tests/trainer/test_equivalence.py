@@ -1,6 +1,6 @@
 """One equivalence class: the layout, the cut, the order of rows and the number of processes change no step of training.
 
-Twenty steps each, of all weights and of adapters, in float32. Weights are never set equal again in between: a
+Eight steps each, of all weights and of adapters, in float32. Weights are never set equal again in between: a
 difference in rounding stays in all later steps.
 """
 
