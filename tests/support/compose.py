@@ -77,7 +77,8 @@ class Choices:
     """
 
     def __init__(self) -> None:
-        self.list_defaults = config_loader_impl.create_defaults_list
+        self._loader: Any = config_loader_impl
+        self.list_defaults = self._loader.create_defaults_list
         self.compose_defaults = ConfigLoaderImpl._compose_config_from_defaults_list
         self._store = ConfigStore.store
         self._registered: Any = None
@@ -94,7 +95,7 @@ class Choices:
         def compose(loader: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> DictConfig:
             return self._merged(loader, defaults, repo)
 
-        config_loader_impl.create_defaults_list = self._listed
+        self._loader.create_defaults_list = self._listed
         ConfigLoaderImpl._compose_config_from_defaults_list = compose  # type: ignore[method-assign]
         ConfigStore.store = store  # type: ignore[method-assign]
 

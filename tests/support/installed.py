@@ -14,5 +14,6 @@ def entry_points(**wanted: Any) -> Any:
 
 def read_once(*modules: Any) -> None:
     """Answer from memory whoever asks from now on, and these modules, which have imported the function already."""
-    for module in (importlib.metadata, *modules):
+    asked: list[Any] = [importlib.metadata, *modules]
+    for module in asked:
         module.entry_points = entry_points

@@ -2,7 +2,8 @@
 
 The variable STOPS says which rank, where, and at which call: "0 finish 2"; "0 finish 2 fails": it raises an error
 there. The file `stopped` is there from then on, and the time limits of waits for another rank that begin later are a
-HURRY-th: they may be long before, for a busy machine, and the test does not wait long.
+HURRY-th: they may be long before, for a busy machine, and the test does not wait long. The file `stopping` says so as
+the call begins: what the ranks do together ends for all at once, and another may wait again before the file is there.
 """
 
 import os
@@ -44,6 +45,8 @@ def stop_at(owner: Any, name: str, call: int, fails: bool) -> None:
     def stop(*arguments: Any, **settings: Any) -> Any:
         nonlocal calls
         calls += 1
+        if calls == call:
+            Path("stopping").touch()
         result = function(*arguments, **settings)
         if calls == call:
             Path("stopped").touch()
@@ -56,11 +59,11 @@ def stop_at(owner: Any, name: str, call: int, fails: bool) -> None:
 
 
 def hurry(owner: Any, name: str, attribute: str) -> None:
-    """Divide the limit, once for each object, when the method is called after a rank has stopped."""
+    """Divide the limit, once for each object, when the method is called after a rank was about to stop."""
     function, hurried = getattr(owner, name), f"hurried_{attribute}"
 
     def shortened(waiting: Any, *arguments: Any, **settings: Any) -> Any:
-        if Path("stopped").exists() and not hasattr(waiting, hurried):
+        if Path("stopping").exists() and not hasattr(waiting, hurried):
             setattr(waiting, hurried, True)
             setattr(waiting, attribute, getattr(waiting, attribute) / HURRY)
         return function(waiting, *arguments, **settings)
