@@ -1,7 +1,7 @@
 """Pictures that the package draws, with questions: how many squares there are, and which colour they have."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from PIL import Image, ImageDraw
@@ -40,7 +40,7 @@ class Drawings:
         self,
         split: str = "train",
         size: int | None = None,
-        questions: tuple[str, ...] = ("count", "colour"),
+        questions: Sequence[str] = ("colour",),
         most: int = 4,
     ) -> None:
         one_of(".split", split, SPLITS, label="split of the drawings")
