@@ -13,6 +13,8 @@ from trinity_lightning.common.pictures.prompt import PLACES
 from trinity_lightning.common.pictures.tensors import PictureTensors, identity_of
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.trainer.layout import _common_prefix, collate, cut, prefix_groups
+from trinity_lightning.trainer.model import logprobs_by_head
+from trinity_lightning.trainer.passes import in_one_row
 
 CPU = torch.device("cpu")
 
@@ -91,3 +93,19 @@ def test_tensors_and_places_that_do_not_fit_are_refused(places: int | None) -> N
     row.multi_modal_inputs = inputs if places is None else {**inputs, PLACES: removed[:places]}
     with pytest.raises(ExperienceError, match=PLACES):
         PictureTensors.of_experience(row)
+
+
+def test_rows_in_one_row_keep_their_pictures() -> None:
+    """As compiled layers compute padded rows."""
+    policy = make_policy(name="tiny_vision")
+    policy.configure_model()
+    rows = picture_groups()
+    batch = OptimizerBatch.of(rows, 0)
+    (part,) = cut(batch, range(len(rows)), 10_000, Layout.padded)
+    micro = collate(batch, part, CPU)
+    others = micro.states, micro.targets, micro.temperature[micro.rows]
+    with torch.no_grad():
+        whole, in_one = (
+            logprobs_by_head(policy.policy, inputs, *others)[0] for inputs in (micro.inputs, in_one_row(micro.inputs))
+        )
+    torch.testing.assert_close(in_one, whole, rtol=0, atol=1e-5)

@@ -93,7 +93,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
         {
             "addition": "sources.addition",
             "dataset": "dataset.dataset_entries",
-            "drawings": "drawings.Drawings",
+            "drawings": "drawings.drawings",
             "reasoning_gym": "sources.reasoning_gym",
         },
     ),

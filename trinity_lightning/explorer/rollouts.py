@@ -144,10 +144,10 @@ class SyncPolicy:
             raise ConfigError(message, key="engine", fix="give it that model, too")
         room = min(engine.max_model_len for engine in engines) - 1
         processors = [engine.processor for engine in engines if engine.processor is not None]
-        has_pictures = len(processors) == len(engines) > 0
-        if has_pictures:
-            token_ids = PicturePrompt.joined(probe_picture(processors[0]), token_ids)
-        del token_ids[room:]
+        picture = probe_picture(processors[0]) if len(processors) == len(engines) > 0 else None
+        if picture is not None and len(picture.token_ids) < room:  # cut short, it would not fit its tensors
+            token_ids = PicturePrompt.joined(picture, token_ids[: room - len(picture.token_ids)])
+        token_ids = token_ids if len(token_ids) <= room else token_ids[:room]
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),
             send=lambda: self._run_in_time(self.explorer.sync_weight(self._sending)),
@@ -162,7 +162,7 @@ class SyncPolicy:
             check_interval=self.config.check_interval,
             with_drill=self.config.drill and not shares_weights(engines),
             drill_scale=self.versions.drill_scale,
-            has_pictures=has_pictures,
+            has_pictures=isinstance(token_ids, PicturePrompt),
         )
 
     def _run_in_time(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -1,7 +1,9 @@
 """Pictures that the package draws, with questions: how many squares there are, and which colour they have."""
 
 import random
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image, ImageDraw
@@ -18,10 +20,13 @@ QUESTIONS = {
 SPLITS = {"train": 4096, "heldout": 64}  # and how many entries they have
 
 
-class Drawings:
-    """Pictures of equal squares on white. Every question is answered by a number from 1 to 9.
+HELD_OUT = 8  # one picture in so many is held out, by its content
 
-    Entry i is the same in every process, and held-out pictures are drawn for themselves.
+
+def drawings(
+    split: str = "train", size: int | None = None, questions: Sequence[str] = ("colour",), most: int = 4
+) -> "Drawings":
+    """Pictures of equal squares on white, each with a question that a number from 1 to 9 answers.
 
     Args:
         split: `train` or `heldout`.
@@ -33,34 +38,37 @@ class Drawings:
     Raises:
         ConfigError: an unknown split or question, or a number out of its range.
     """
+    one_of(".split", split, SPLITS, label="split of the drawings")
+    for question in questions:
+        one_of(".args.questions", question, QUESTIONS, label="question about drawings")
+    whole_number(".args.most", most, least=1, most=9)
+    whole_number(".size", size, least=1, optional=True)
+    return Drawings(split, size or SPLITS[split], sorted(questions), most)
 
+
+@dataclass(frozen=True)
+class Drawings:
+    """Entries that are drawn on demand, each the same in every process; no picture is in both splits."""
+
+    split: str
+    size: int
+    questions: Sequence[str]
+    most: int
     generated = True
 
-    def __init__(
-        self,
-        split: str = "train",
-        size: int | None = None,
-        questions: Sequence[str] = ("colour",),
-        most: int = 4,
-    ) -> None:
-        one_of(".split", split, SPLITS, label="split of the drawings")
-        for question in questions:
-            one_of(".args.questions", question, QUESTIONS, label="question about drawings")
-        whole_number(".args.most", most, least=1, most=9)
-        whole_number(".size", size, least=1, optional=True)
-        self._split, self._questions, self._most = split, sorted(questions), most
-        self._size = size or SPLITS[split]
-
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]:
-        if not 0 <= index < self._size:
+        if not 0 <= index < self.size:
             raise IndexError(index)
-        generator = random.Random(f"{self._split} {index}")
-        count, colour = generator.randint(1, self._most), generator.choice(list(COLOURS))
-        picture = drawing(generator.sample(range(CELLS**2), count), COLOURS[colour], generator)
-        question = generator.choice(self._questions)
+        generator = random.Random(f"{self.split} {index}")
+        while True:
+            count, colour = generator.randint(1, self.most), generator.choice(list(COLOURS))
+            picture = drawing(generator.sample(range(CELLS**2), count), COLOURS[colour], generator)
+            if (zlib.crc32(picture.tobytes()) % HELD_OUT == 0) == (self.split == "heldout"):
+                break
+        question = generator.choice(self.questions)
         answer = count if question == "count" else [*COLOURS].index(colour) + 1
         return {"prompt": QUESTIONS[question], "images": [picture], "answer": str(answer)}
 
