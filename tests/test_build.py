@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 from support.compose import composed
 from support.errors import refuses
 
-from trinity_lightning.build import eval_sources, finish, logging_to, train_source
+from trinity_lightning.build import check_pictures, eval_sources, finish, logging_to, train_source
 from trinity_lightning.config.run import typed_config
 
 
@@ -63,3 +63,23 @@ def test_variables_of_the_chat_template_go_to_every_task(caplog: pytest.LogCaptu
 def test_a_variable_that_is_an_argument_of_rendering_is_refused() -> None:
     with refuses("model.chat_template_kwargs"):
         typed_config(composed("+recipe=grpo", "model=tiny", "+model.chat_template_kwargs.tokenize=false"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["model=tiny"], "model.name"),
+        (["model=tiny_vision", "engine=vllm_server"], "engine.name"),
+        (["model=tiny_vision", "engine.per_rank=true", "trainer=ddp"], "engine.per_rank"),
+        (["model=tiny_vision", "model.lora.r=4", "synchronizer.lora=adapter"], "synchronizer.lora"),
+    ],
+)
+def test_tasks_with_pictures_are_refused_where_an_engine_would_not_get_them(arguments: list[str], key: str) -> None:
+    config = typed_config(composed("+recipe=grpo_vision", *arguments))
+    with refuses(key):
+        check_pictures(config, [train_source(config)])
+
+
+def test_tasks_of_text_are_for_every_model_and_engine() -> None:
+    config = typed_config(composed("+recipe=grpo", "model=tiny", "engine=vllm_server"))
+    check_pictures(config, [train_source(config), *eval_sources(config)])
