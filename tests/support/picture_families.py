@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, ProcessorMixin, Qwen2VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from support.picture_models import family_model
 from support.pictures import experience
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.pictures.prompt import PLACES
+from trinity_lightning.common.pictures.processor import PictureProcessor
+from trinity_lightning.common.pictures.prompt import PLACES, Expansion, PicturePrompt
+from trinity_lightning.config.models import load_tokenizer
 
 IMAGE, ALIAS = 100, 111  # the token of pictures, and one with its vector in place of it, for rows that have sampled it
 _BEGIN, _END = 101, 102  # tokens around a picture
@@ -32,7 +35,22 @@ def family_folder(family: str, folder: Path) -> str:
         vectors.normal_(0, 0.5, generator=generator)
         vectors[ALIAS] = vectors[IMAGE]
     model.save_pretrained(folder)
+    load_tokenizer("tiny_vision").save_pretrained(folder)
     return str(folder)
+
+
+class QwenProcessor(Qwen2VLProcessor):
+    """Qwen-VL's processor without its part for films, which needs torchvision, with the tokens of `tiny_vision`."""
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
+        self.image_token, self.image_token_id = tokenizer.decode([IMAGE]), IMAGE
+        self.video_token, self.video_token_id = "<film>", -1
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def qwen_processor() -> PictureProcessor:
+    pictures = Qwen2VLImageProcessorPil(patch_size=8, min_pixels=16 * 16, max_pixels=64 * 64)
+    return PictureProcessor(QwenProcessor(pictures, load_tokenizer("tiny_vision")))
 
 
 def picture(family: str, number: int) -> tuple[Inputs, int]:
@@ -61,7 +79,19 @@ def prompt(family: str, *parts: Sequence[int] | int) -> tuple[list[int], Inputs 
         tokens += [_BEGIN, *[IMAGE] * count, _END]
     if not inputs:
         return tokens, None
-    return tokens, {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]} | {PLACES: torch.tensor(places)}
+    return tokens, {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]} | {
+        PLACES: torch.tensor(places)
+    }
+
+
+def picture_prompts(family: str) -> list[PicturePrompt]:
+    """Prompts of different lengths, with one to three pictures."""
+    parts = [([5, 6], 0, [7]), ([5], 1, [7, 8, 9], 2, [5]), (2, [10], 0, [11], 1)]
+    made = []
+    for tokens, inputs in (prompt(family, *some) for some in parts):
+        assert inputs is not None
+        made.append(PicturePrompt.joined(Expansion(tuple(tokens), (), tuple(tokens), inputs)))
+    return made
 
 
 def rollouts(family: str, runs: int = 3) -> list[Experience]:
@@ -100,7 +130,7 @@ def own_logprobs(model: Any, row: Experience) -> Tensor:
     if inputs is not None:
         types = torch.zeros_like(ids).index_fill(1, inputs[PLACES], 1)
         arguments = {name: tensor for name, tensor in inputs.items() if name != PLACES}
-        arguments |= {name: types for name in _types_of(model)}
+        arguments |= dict.fromkeys(_types_of(model), types)
     else:
         types = torch.zeros_like(ids)
     read = torch.where((ids == IMAGE) & (types == 0), ALIAS, ids)

@@ -45,22 +45,22 @@ def check_family(config: Any) -> None:
     Raises:
         ConfigError: the family is none of `FAMILIES`, and has such means.
     """
-    if config.model_type in FAMILIES:
-        return
-    means = [name for name in _TYPES if name in _arguments(config)]
-    if any("deepstack" in name for name in vars(getattr(config, "vision_config", config))):
-        means = ["DeepStack, states of pictures in several layers"]
-    if means:
+    if config.model_type not in FAMILIES and (means := _other_means(config)) is not None:
         raise ConfigError(
-            f"models of type '{config.model_type}' read pictures in a way that has not been tested ({means[0]})",
+            f"models of type '{config.model_type}' read pictures in a way that has not been tested ({means})",
             key="model.name",
             fix=f"choose one of {', '.join(FAMILIES)}, or train on text alone",
         )
 
 
-def _arguments(config: Any) -> list[str]:
-    """Names of the arguments of the forward pass; none if transformers has no class for this configuration."""
+def _other_means(config: Any) -> str | None:
+    """What the family has beside states of pictures in their places; None if nothing is known of."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config))
-    return [] if kind is None else [*inspect.signature(kind.forward).parameters]
+    if any("deepstack" in name for name in vars(getattr(config, "vision_config", config))):
+        return "DeepStack: several layers take states of pictures"
+    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if kind is not None and not hasattr(kind, "get_image_features"):
+        return "no states of pictures in the places of tokens"
+    arguments = [] if kind is None else inspect.signature(kind.forward).parameters
+    return next((f"types of tokens, {name}" for name in _TYPES if name in arguments), None)
