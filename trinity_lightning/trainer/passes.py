@@ -55,11 +55,13 @@ def in_one_row(inputs: dict[str, Any]) -> dict[str, Any]:
     ids = inputs["input_ids"]
     rows, length = ids.shape
     positions = inputs.get("position_ids")  # by the model's own rule, [3, B, S]
-    if positions is None:
-        positions = torch.arange(length, device=ids.device).repeat(rows, 1)
+    if positions is None:  # no view of other sizes, at which torch.compile also looks
+        positions = torch.arange(length, device=ids.device).repeat(rows)[None]
+    else:
+        positions = positions.flatten(1)[:, None]
     return inputs | {
         "input_ids": ids.view(1, -1),
-        "position_ids": positions.flatten(-2).unsqueeze(-2),
+        "position_ids": positions,
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),  # see `layout.NO_MASK`
         "shared_prefix": OneRow(Rows(rows)),
     }
