@@ -1,3 +1,5 @@
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -5,8 +7,10 @@ from lightning.pytorch.loggers import WandbLogger
 from omegaconf import OmegaConf
 from support.compose import composed
 from support.errors import refuses
+from transformers import Qwen3VLConfig
 
 from trinity_lightning.build import check_pictures, eval_sources, finish, logging_to, train_source
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import typed_config
 
 
@@ -78,6 +82,20 @@ def test_tasks_with_pictures_are_refused_where_an_engine_would_not_get_them(argu
     config = typed_config(composed("+recipe=grpo_vision", *arguments))
     with refuses(key):
         check_pictures(config, [train_source(config)])
+
+
+def test_a_family_that_reads_pictures_by_other_means_is_for_tasks_of_text(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny_vision"), folder)
+    Qwen3VLConfig().save_pretrained(folder)
+    config, of_text = (
+        typed_config(composed(f"+recipe={recipe}", "model=custom", f"model.name={folder}"))
+        for recipe in ("grpo_vision", "grpo")
+    )
+    with refuses("model.name") as refused:
+        check_pictures(config, [train_source(config)])
+    assert "qwen3_vl" in str(refused.value)
+    check_pictures(of_text, [train_source(of_text)])
 
 
 def test_tasks_of_text_are_for_every_model_and_engine() -> None:

@@ -23,9 +23,10 @@ from trinity_lightning.buffer.datamodule import ExperienceDataModule, step_keepe
 from trinity_lightning.buffer.offline import expert_data, offline_parts, summary
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
+from trinity_lightning.common.pictures.families import FAMILIES, check_family
 from trinity_lightning.config.checkpoints import checkpoints_in, holds_a_run, resume_command
 from trinity_lightning.config.engines import CAPABILITIES, SENT, EngineConfig, capabilities_of, gpu_count
-from trinity_lightning.config.models import load_tokenizer, reads_pictures
+from trinity_lightning.config.models import load_config, load_tokenizer, reads_pictures
 from trinity_lightning.config.own_code import where
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.run import TrainConfig, typed_config, workflow_arguments
@@ -439,7 +440,7 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
 
 
 def check_pictures(config: TrainConfig, sources: Sequence[TaskSource]) -> None:
-    """Refuse tasks with pictures where the model reads text alone, or an engine would not get them; a ConfigError."""
+    """Refuse tasks with pictures for a model of text or of a refused family, and for other engines; a ConfigError."""
     tasksets = [taskset for source in sources for taskset in source.taskset.tasksets.values() if taskset.most_pictures]
     if not tasksets:
         return
@@ -447,6 +448,9 @@ def check_pictures(config: TrainConfig, sources: Sequence[TaskSource]) -> None:
     if reads_pictures(name) is False:  # None: the engine will tell
         fix = "choose a model that reads pictures, or leave their field out of the entries"
         raise ConfigError(f"{has} model '{name}' reads text alone", key="model.name", fix=fix)
+    check_family(model := load_config(name))
+    if model.model_type not in FAMILIES:
+        logger.warning("no test trains models of type '%s' on pictures: their rows are padded.", model.model_type)
     if not capabilities_of(config.engine.name).takes_pictures:
         able = " or ".join(engine for engine, capabilities in CAPABILITIES.items() if capabilities.takes_pictures)
         raise ConfigError(f"{has} engine '{config.engine.name}' takes none", key="engine.name", fix=f"choose {able}")

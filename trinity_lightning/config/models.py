@@ -181,6 +181,22 @@ def model_class(source: Path | str) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
+def load_config(name: str) -> Any:
+    """The configuration of a model, an object of transformers.
+
+    Raises:
+        ConfigError: as `resolve_model`.
+        ModelLoadError: there is no model of that name, or transformers does not know its type.
+    """
+    source = resolve_model(name)
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot load the configuration of model '{name}': {error}") from error
+
+
 def load_generation_config(name: str) -> GenerationConfig:
     """The model's special tokens for generation, from generation_config.json or else from config.json.
 
@@ -190,8 +206,7 @@ def load_generation_config(name: str) -> GenerationConfig:
         ConfigError: as `resolve_model`.
         ModelLoadError: there is no model of that name.
     """
-    source = resolve_model(name)
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     try:
         settings = json.loads(generation_file(name) or b"")
@@ -200,9 +215,9 @@ def load_generation_config(name: str) -> GenerationConfig:
     if isinstance(settings, dict):
         return GenerationConfig(**{key: settings[key] for key in _SPECIAL_TOKENS if key in settings})
     try:
-        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(source))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot load the configuration of model '{name}': {error}") from error
+        return GenerationConfig.from_model_config(load_config(name))
+    except ValueError as error:
+        raise ModelLoadError(f"cannot load the generation settings of model '{name}': {error}") from error
 
 
 # -- checks of names and files -----------------------------------------------------------------------------------------

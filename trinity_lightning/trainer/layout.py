@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from trinity_lightning.common.experience import Experience, gather_response_attrs, gather_rows
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, is_expert, trained_mask
+from trinity_lightning.common.pictures.positions import PositionRule, positions_of
 from trinity_lightning.common.pictures.states import PICTURES, PictureInputs, picture_inputs
 from trinity_lightning.common.pictures.tensors import PictureTensors, identity_of
 from trinity_lightning.config.algorithm import Layout
@@ -342,11 +344,17 @@ class _Tokens:
         return torch.where(index < prefix, self.prefix_start[rows] + index, self.rest_start[rows] + index - prefix)
 
 
-def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBatch:
+def collate(
+    batch: OptimizerBatch, part: Part, device: torch.device, position_rule: PositionRule | None = None
+) -> MicroBatch:
     """The micro-batch of a part's rows on the device; each row has a trained token.
 
+    Args:
+        batch, part, device: see above.
+        position_rule: the model's rule for positions of rows with pictures (`Passes.position_rule`).
+
     Raises:
-        ExperienceError: some experiences have advantages and others have none; the message names one.
+        ExperienceError: some experiences have advantages and others have none, or pictures do not fit their places.
     """
     experiences = [batch.experiences[row] for row in part.rows]
     width = max(e.response_length for e in experiences)
@@ -356,9 +364,14 @@ def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBat
         columns["advantages"] = gather_response_attrs(experiences, "advantages", width).float()
     if any(e.logprobs is not None for e in batch.experiences):
         columns["logprobs"] = _pad([_logprobs(e) for e in experiences])
-    tokens = _shared(experiences, part, device.type == "cpu") if part.groups else _padded(experiences)
-    if (pictures := picture_inputs(list(map(PictureTensors.of_experience, experiences)), tokens.place)) is not None:
-        tokens.inputs[PICTURES] = pictures
+    pictures = list(map(PictureTensors.of_experience, experiences))
+    positions = positions_of([e.tokens for e in experiences], pictures, position_rule)
+    if part.groups:
+        tokens = _shared(experiences, positions, part, device.type == "cpu")
+    else:
+        tokens = _padded(experiences, positions)
+    if (inputs := picture_inputs(pictures, tokens.place)) is not None:
+        tokens.inputs[PICTURES] = inputs
     action_mask = _pad([trained_mask(e) for e in experiences])
     weights = [column != 0 for name, column in columns.items() if name.startswith(STREAM)]
     computed = torch.stack([action_mask, *weights]).any(0) if weights else action_mask
@@ -384,35 +397,40 @@ def collate(batch: OptimizerBatch, part: Part, device: torch.device) -> MicroBat
     return micro if device.type == "cpu" else moved(micro, device)
 
 
-def _padded(experiences: Sequence[Experience]) -> _Tokens:
-    """Rows side by side, padded on the right."""
+def _padded(experiences: Sequence[Experience], positions: Sequence[Tensor]) -> _Tokens:
+    """Rows side by side, padded on the right; the model itself counts tokens one by one."""
     tokens = _pad([e.tokens.long() for e in experiences])
+    inputs = {"input_ids": tokens}
+    if positions[0].dim() > 1:
+        inputs["position_ids"] = _pad([row.T for row in positions]).permute(2, 0, 1).contiguous()
     none = torch.zeros(len(tokens), dtype=torch.int64)
-    return _Tokens({"input_ids": tokens}, none, none, torch.arange(len(tokens)) * tokens.shape[1])
+    return _Tokens(inputs, none, none, torch.arange(len(tokens)) * tokens.shape[1])
 
 
-def _shared(experiences: Sequence[Experience], part: Part, on_cpu: bool) -> _Tokens:
-    """All prefixes, then each row's tokens behind its prefix; `on_cpu`: the micro-batch stays on the CPU."""
-    prefixes: list[Tensor] = []
-    rests: list[Tensor] = []
+def _shared(experiences: Sequence[Experience], positions: Sequence[Tensor], part: Part, on_cpu: bool) -> _Tokens:
+    """All prefixes, then each row's tokens behind its prefix; `on_cpu`: the micro-batch stays on the CPU.
+
+    A prefix has the positions that it has in each of its rows, and the rest of a row those that it has behind it.
+    """
+    prefixes: list[tuple[Tensor, Tensor]] = []  # tokens, and their positions
+    rests: list[tuple[Tensor, Tensor]] = []
     seen: list[tuple[int, int]] = []  # for each row: length of its prefix, and where that starts
-    rows, start = iter(experiences), 0
+    rows, start = zip(experiences, positions, strict=True), 0
     for group in part.groups:
         members = list(islice(rows, len(group.rows)))
-        prefixes += [members[0].tokens[: group.prefix]] if group.prefix else []
-        rests += [e.tokens[group.prefix :] for e in members]
+        prefixes += [(e.tokens[: group.prefix], row[..., : group.prefix]) for e, row in members[: group.prefix > 0]]
+        rests += [(e.tokens[group.prefix :], row[..., group.prefix :]) for e, row in members]
         seen += [(group.prefix, start)] * len(members)
         start += group.prefix
     shared = [group for group in part.groups if group.prefix]
-    segments = Segments([g.prefix for g in shared], [len(g.rows) for g in shared], [len(tokens) for tokens in rests])
+    segments = Segments([g.prefix for g in shared], [len(g.rows) for g in shared], [len(rest) for rest, _ in rests])
     attention = CpuSharedPrefix(segments) if on_cpu else FlexTables.of(segments)
-    padding = torch.zeros(attention.padding, dtype=torch.int64)
     prefix, prefix_start = torch.tensor(seen).unbind(1)
-    positions = [torch.arange(len(tokens)) for tokens in prefixes]
-    positions += [torch.arange(skip, skip + len(tokens)) for (skip, _), tokens in zip(seen, rests, strict=True)]
+    tokens, places = (torch.cat(parts, -1) for parts in zip(*prefixes, *rests, strict=True))
+    padding = (0, attention.padding)
     inputs = {
-        "input_ids": torch.cat([tokens.long() for tokens in (*prefixes, *rests, padding)])[None],
-        "position_ids": torch.cat([*positions, padding])[None],
+        "input_ids": pad(tokens.long(), padding)[None],
+        "position_ids": pad(places, padding).unsqueeze(-2),
         "attention_mask": NO_MASK,
         "shared_prefix": attention,
     }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.pictures.families import FAMILIES, family_of
 from trinity_lightning.common.pictures.states import with_states
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.model import Dropout
@@ -108,8 +109,6 @@ def _configs(config: Any) -> Iterator[Any]:
 # Results of shared prefixes are compared with those of whole rows.
 
 CHECKED_TOKENS = 16
-# Models with pictures, by `model_type`, that are known to attend causally within a picture, and from plain states.
-SHARING_FAMILIES = ("idefics3", "smolvlm")
 # Largest mean difference that counts as rounding, as a share of the largest logit: in float32, and in 16 bits.
 FULL_LIMIT, HALF_LIMIT = 1e-4, 5e-3
 # A CPU without enough memory raises a plain RuntimeError that has this name in it.
@@ -201,8 +200,9 @@ def one_row_obstacle(model: Any, function: LogprobFn) -> str | None:
 
 def _obstacle(model: Any, function: LogprobFn, other: LogprobFn, layout: Layout) -> str | None:
     """The reason why the function `other` in this layout is not `function` with padded rows; None if it is."""
-    if is_picture_model(model.config) and model.config.model_type not in SHARING_FAMILIES:
-        return "takes pictures, and prefixes with pictures are shared only by " + ", ".join(SHARING_FAMILIES)
+    if is_picture_model(model.config) and not family_of(model.config).shares_prefixes:
+        sharing = ", ".join(name for name, family in FAMILIES.items() if family.shares_prefixes)
+        return f"takes pictures, and prefixes with pictures are shared only by {sharing}"
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]

@@ -11,6 +11,7 @@ from torch.fx.experimental import _config
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.pictures.positions import PositionRule
 from trinity_lightning.common.ranks import ALONE, Alone
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.trainer.layers import OneRow, Rows
@@ -53,9 +54,14 @@ def in_one_row(inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs | {"shared_prefix": OneRow(inputs["shared_prefix"])}
     ids = inputs["input_ids"]
     rows, length = ids.shape
+    positions = inputs.get("position_ids")  # by the model's own rule, [3, B, S]
+    if positions is None:  # no view of other sizes, at which torch.compile also looks
+        positions = torch.arange(length, device=ids.device).repeat(rows)[None]
+    else:
+        positions = positions.flatten(1)[:, None]
     return inputs | {
         "input_ids": ids.view(1, -1),
-        "position_ids": torch.arange(length, device=ids.device).repeat(rows)[None],
+        "position_ids": positions,
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),  # see `layout.NO_MASK`
         "shared_prefix": OneRow(Rows(rows)),
     }
@@ -72,6 +78,7 @@ class Passes:
         function: computes the results of the trained tokens; log-probabilities come first.
         all_rows: compute rows without advantage too.
         compiled: how rows go through compiled layers; None: the layers are not compiled.
+        position_rule: the model's own rule for positions of rows with pictures; None: tokens are counted one by one.
     """
 
     device: torch.device
@@ -80,6 +87,7 @@ class Passes:
     function: LogprobFn
     all_rows: bool
     compiled: "Compiled | None" = None
+    position_rule: PositionRule | None = None
 
     @property
     def switches_mode(self) -> bool:
@@ -135,7 +143,8 @@ class Passes:
                 idle(self, model, placement)
                 continue
             with torch.set_grad_enabled(self.compiled is not None):
-                outputs = self.through(model, collate(batch, part, model.device), placement)
+                micro = collate(batch, part, model.device, self.position_rule)
+                outputs = self.through(model, micro, placement)
             for column, values in zip(columns, (outputs[place].detach().cpu() for place in results), strict=True):
                 for row, value in zip(part.rows, values, strict=True):
                     column[row] = value[: len(column[row])].clone()

@@ -27,6 +27,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, await_kernels, reuse_large_buffers
 from trinity_lightning.common.model_memory import useful_tokens
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.pictures.positions import position_rule
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.random_state import random_state
 from trinity_lightning.config.algorithm import AlgorithmConfig
@@ -328,7 +329,8 @@ class PolicyModule(L.LightningModule):
                 trainers = getattr(self._trainer, "num_devices", 1)
                 tokens = useful_tokens(self.policy, device, trainers, getattr(self.critic, "model", None))
                 logger.info("micro-batches of at most %d tokens (algorithm.max_tokens_per_micro_batch)", tokens)
-            passes = Passes(device, layout, tokens, function, self.objective.needs_all_rows, self._compiled)
+            settings = self.objective.needs_all_rows, self._compiled, position_rule(self.policy)
+            passes = Passes(device, layout, tokens, function, *settings)
             if self.critic is not None:
                 self.critic.check(passes, self.policy)
             self._passes = passes
@@ -476,7 +478,7 @@ class PolicyModule(L.LightningModule):
                 backward(0 * idle(passes, self.policy, placement))
                 continue
             start = time.perf_counter()
-            micro = collate(batch, part, self.device)
+            micro = collate(batch, part, self.device, passes.position_rule)
             collating += time.perf_counter() - start
             logprobs, entropies, *values = passes.through(self.policy, micro, placement)
             part_loss, part_metrics = self.objective(logprobs, entropies, micro, batch, *tokens)

@@ -6,23 +6,27 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support.pictures import experience, plain_logprobs, plain_model, prompt_of, random_picture
 from support.policy import (
     Gradients,
     assert_same_gradients,
     fit,
     groups,
     load_plain,
+    make_policy,
     moved_policy,
     naive_gradients,
     naive_logprobs,
     padded,
 )
+from transformers import AutoProcessor
 
 from trinity_lightning.algorithm.correction import off_policy_mask, rollout_correction
 from trinity_lightning.algorithm.kl import kl_loss
 from trinity_lightning.algorithm.policy_loss import create_policy_loss
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.algorithm import KLConfig, RolloutCorrectionConfig
+from trinity_lightning.config.models import resolve_model
 
 B, R, MAX_COMPLETION = 6, 9, 12
 BETA = 0.3
@@ -253,6 +257,18 @@ def algorithm_of(name, kl=None, correct=False, drift=None, loss_agg_mode=None, *
 
 
 def inputs_of(rows, model, corrects):
+    """The same rollouts as TRL has them, with what its KL and its correction for older weights need."""
+    inputs = batch_of_trl(rows)
+    with torch.no_grad():
+        logprobs, ref = naive_logprobs(model, rows), naive_logprobs(load_plain(), rows)
+    if corrects:
+        samp = inputs.pop("old_per_token_logps")
+        ratio = (logprobs - samp).exp().clamp(max=2.0)
+        inputs |= {"sampling_per_token_logps": samp, "importance_sampling_ratio": ratio}
+    return inputs | {"ref_per_token_logps": ref}
+
+
+def batch_of_trl(rows):
     """The same rollouts as TRL has them: prompts padded on the left, responses on the right."""
     prompts = [row.tokens[: row.prompt_length].long().flip(0) for row in rows]
     responses = [row.tokens[row.prompt_length :].long() for row in rows]
@@ -261,10 +277,7 @@ def inputs_of(rows, model, corrects):
         for tokens in (prompts, responses)
         for rows in (tokens, [torch.ones_like(row) for row in tokens])
     )
-    mask, samp = padded(rows, "action_mask"), padded(rows, "logprobs")
-    with torch.no_grad():
-        logprobs, ref = naive_logprobs(model, rows), naive_logprobs(load_plain(), rows)
-    weights = {"sampling_per_token_logps": samp, "importance_sampling_ratio": (logprobs - samp).exp().clamp(max=2.0)}
+    mask = padded(rows, "action_mask")
     return {
         "prompt_ids": prompt_ids.flip(1),
         "prompt_mask": prompt_mask.flip(1),
@@ -273,8 +286,7 @@ def inputs_of(rows, model, corrects):
         "tool_mask": mask.long(),
         "advantages": torch.stack([row.advantages[0] for row in rows]),
         "num_items_in_batch": mask.sum(),
-        "ref_per_token_logps": ref,
-        **(weights if corrects else {"old_per_token_logps": samp}),
+        "old_per_token_logps": padded(rows, "logprobs"),
     }
 
 
@@ -292,3 +304,44 @@ def test_the_gradient_of_every_weight_equals_trl(case, trainer, monkeypatch):
     fit(policy, [OptimizerBatch.of(rows, 1, MAX_COMPLETION)], seen)
     assert seen.losses[0] == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
     assert_same_gradients(seen.steps[0], naive_gradients(model, expected))
+
+
+def pictures_of(prompts):
+    """Prompts with pictures as TRL has them: its processor pads texts on the left, and number and size of pictures."""
+    processor = AutoProcessor.from_pretrained(resolve_model("tiny_vision"))
+    texts = [processor.tokenizer.decode(prompt.expansions[0][1].unexpanded) for prompt in prompts]
+    images = [[picture.image for picture in prompt.pictures] for prompt in prompts]
+    inputs = processor(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
+    names = {"input_ids": "prompt_ids", "attention_mask": "prompt_mask"}
+    return {names.get(name, name): tensor for name, tensor in inputs.items()} | {"num_images": list(map(len, images))}
+
+
+def test_loss_and_gradients_on_pictures_equal_trl(trainer, monkeypatch):
+    """Prompts with one picture and with two, of all sizes, two of them with equal text."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    first, second = random_picture(1), random_picture(2)
+    texts = [("<image>How many?", [first]), ("<image>How many?", [second]), ("<image> or <image>?", [first, second])]
+    prompts = [prompt_of(*text) for text in texts for _ in range(2)]
+    model, seen = plain_model().train(), Gradients()
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for number, prompt in enumerate(prompts):
+        response = torch.randint(4, 99, (3 + number,), generator=generator).tolist()
+        row = experience(prompt, response, number // 2, number % 2)
+        with torch.no_grad():
+            logprobs = plain_logprobs(model, row.tokens.tolist(), row.multi_modal_inputs)[len(prompt) - 1 :]
+        row.logprobs = logprobs + 0.6 * torch.rand(len(response), generator=generator) - 0.3
+        rows.append(row)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    configure(trainer, monkeypatch)
+    expected = trainer._compute_loss(model, batch_of_trl(rows) | pictures_of(prompts))
+    policy = make_policy(name="tiny_vision", max_tokens_per_micro_batch=300, **algorithm_of("grpo", **GRPO_MODE))
+    fit(policy, [OptimizerBatch.of(rows, 1, MAX_COMPLETION)], seen)
+    assert seen.losses[0] == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+    ours, gradients = (  # a bias of all keys changes no attention without rotations: its gradient is rounding alone
+        {name: gradient for name, gradient in all_of_them.items() if not name.endswith("k_proj.bias")}
+        for all_of_them in (seen.steps[0], naive_gradients(model, expected))
+    )
+    assert any("vision_model" in name for name in ours)
+    assert_same_gradients(ours, gradients)

@@ -8,7 +8,7 @@ from typing import Any
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.prompt import PLACES, Expansion
 from trinity_lightning.config.model import NO_PROCESSOR_ARGS
-from trinity_lightning.config.models import is_picture_model, reads_text_alone, resolve_model
+from trinity_lightning.config.models import is_picture_model, load_config, reads_text_alone, resolve_model
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError
 
@@ -106,13 +106,7 @@ def load_processor(name: str, args: Mapping[str, Any] | None = None) -> PictureP
         ConfigError: as `resolve_model`.
         ModelLoadError: the model reads pictures, and its processor cannot be loaded.
     """
-    source = resolve_model(name)
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot load the configuration of model '{name}': {error}") from error
+    source, config = resolve_model(name), load_config(name)
     if not is_picture_model(config):
         if args:
             raise reads_text_alone(name)

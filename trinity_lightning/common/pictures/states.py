@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trinity_lightning.common.pictures.families import check_family, family_of
+from trinity_lightning.common.pictures.positions import position_rule
 from trinity_lightning.common.pictures.tensors import PictureTensors, features_of, joined
 from trinity_lightning.errors import ModelLoadError
 
@@ -78,12 +80,21 @@ def with_states(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a model's forward pass: with pictures, embedded tokens in place of token ids.
 
     Raises:
-        ModelLoadError: the model has no states for pictures, or not as many as there are tokens for them.
+        ConfigError: the model's family is refused (see `check_family`).
+        ModelLoadError: the model has no states for pictures, or not as many as there are tokens for them; or it has a
+            rule for positions, by which there are none.
     """
     pictures: PictureInputs | None = inputs.get(PICTURES)
     if pictures is None:
         return inputs
+    check_family(model.config)
     arguments = {name: value for name, value in inputs.items() if name not in (PICTURES, "input_ids")}
+    positions = inputs.get("position_ids")
+    if position_rule(model) is not None and (positions is None or positions.dim() < 3):
+        raise ModelLoadError(f"{type(model).__name__} needs positions by its own rule: `collate` takes it.")
+    if family_of(model.config).attends_both_ways:
+        types = torch.zeros_like(inputs["input_ids"])
+        arguments["token_type_ids"] = types.view(-1).index_fill(0, pictures.places, 1).view_as(types)
     embedded = model.get_input_embeddings()(inputs["input_ids"])
     features = features_of(model.get_image_features(**pictures.arguments)).to(embedded.dtype)
     if len(features) != pictures.count:

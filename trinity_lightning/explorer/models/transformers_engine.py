@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.pictures.positions import position_rule, positions_of
 from trinity_lightning.common.pictures.processor import load_processor
 from trinity_lightning.common.pictures.prompt import PicturePrompt
-from trinity_lightning.common.pictures.states import PICTURES, PictureInputs, picture_inputs, with_states
+from trinity_lightning.common.pictures.states import PICTURES, picture_inputs, with_states
 from trinity_lightning.common.pictures.tensors import PictureTensors
 from trinity_lightning.config.engines import CAPABILITIES, EngineConfig
 from trinity_lightning.config.models import load_tokenizer
@@ -77,8 +79,9 @@ class Decoding:
         tokens = [[0] * pad + row.request.token_ids for pad, row in zip(padding, self._rows, strict=True)]
         self._tokens = torch.tensor(tokens, device=model.device)
         self._mask = (torch.arange(width) >= torch.tensor(padding)[:, None]).long().to(model.device)
+        self._positions = (self._mask.cumsum(-1) - 1).clamp_min(0)
         prompts = [row.request.token_ids for row in self._rows]
-        self._pictures = pictures_of(prompts, padding, width, model.device)
+        self._pictures = picture_arguments(model, prompts, padding, width)
         self._cache: Any = None
 
     def __bool__(self) -> bool:
@@ -104,10 +107,11 @@ class Decoding:
 
     def _forward(self) -> Tensor:
         """Logits of the next token, float32, [rows, vocabulary]."""
-        positions = (self._mask.cumsum(-1) - 1).clamp_min(0)[:, -self._tokens.shape[1] :]
-        inputs = {"input_ids": self._tokens, "attention_mask": self._mask, "position_ids": positions}
-        arguments = with_states(self._model, inputs | self._pictures)
+        inputs = {"input_ids": self._tokens, "attention_mask": self._mask, "position_ids": self._positions}
+        inputs |= self._pictures
         self._pictures = {}  # the cache has them
+        self._positions = inputs["position_ids"].view(-1, *self._tokens.shape).amax((0, -1))[:, None] + 1
+        arguments = with_states(self._model, inputs)
         output = self._model(**arguments, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._cache = output.past_key_values
         return output.logits[:, -1].float()
@@ -144,17 +148,25 @@ class Decoding:
             self._rows = [self._rows[index] for index in going_on]
             indices = torch.tensor(going_on, device=self._tokens.device)
             self._tokens, self._mask = self._tokens[indices], self._mask[indices]
+            self._positions = self._positions[indices]
             self._cache.batch_select_indices(indices)
 
 
-def pictures_of(
-    prompts: Sequence[Sequence[int]], padding: Sequence[int], width: int, device: torch.device
-) -> dict[str, PictureInputs]:
-    """The pictures of prompts that are padded on the left to one width, as an argument of `with_states`."""
+def picture_arguments(
+    model: Any, prompts: Sequence[Sequence[int]], padding: Sequence[int], width: int
+) -> dict[str, Any]:
+    """What `with_states` needs for the pictures of prompts that are padded on the left to one width: {} without any."""
     rows = [PictureTensors.of(prompt.inputs) if isinstance(prompt, PicturePrompt) else None for prompt in prompts]
     starts = torch.arange(len(rows)) * width + torch.tensor(padding)
     pictures = picture_inputs(rows, lambda rows, index: starts[rows] + index)
-    return {} if pictures is None else {PICTURES: pictures.to(device)}
+    if pictures is None:
+        return {}
+    arguments: dict[str, Any] = {PICTURES: pictures.to(model.device)}
+    if (rule := position_rule(model)) is not None:
+        positions = positions_of([torch.tensor(prompt) for prompt in prompts], rows, rule)
+        padded = [pad(row, (left, 0)) for left, row in zip(padding, positions, strict=True)]
+        arguments["position_ids"] = torch.stack(padded, 1).to(model.device)
+    return arguments
 
 
 def _generator(request: Request, sample: int, device: torch.device) -> torch.Generator:
@@ -304,9 +316,8 @@ class TransformersEngine(InProcessEngine):
 
     def _score(self, token_ids: list[int]) -> list[float]:
         tokens = torch.tensor([token_ids], device=self._model.device)
-        arguments = with_states(
-            self._model, {"input_ids": tokens} | pictures_of([token_ids], [0], len(token_ids), tokens.device)
-        )
+        pictures = picture_arguments(self._model, [token_ids], [0], len(token_ids))
+        arguments = with_states(self._model, {"input_ids": tokens} | pictures)
         logprobs = self._model(**arguments, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).tolist()
 
