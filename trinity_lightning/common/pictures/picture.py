@@ -10,13 +10,14 @@ import base64
 import binascii
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from xxhash import xxh3_128_hexdigest
 
@@ -214,8 +215,8 @@ def read_picture(value: object, folder: Path) -> Picture:
         return Picture(bytes(value)).checked()
     if isinstance(value, str | Path) and str(value):
         return _of_text(str(value), folder).checked()
-    if (image := _image(value)) is not None:
-        return Picture(image).checked()
+    if is_image(value):
+        return Picture(cast("Any", value)).checked()
     raise ConfigError(
         f"a {type(value).__name__} ({value!r:.60}) is no picture",
         key=FIELD,
@@ -223,11 +224,10 @@ def read_picture(value: object, folder: Path) -> Picture:
     )
 
 
-def _image(value: object) -> Image.Image | None:
-    """The value itself, if it is a picture of Pillow's."""
-    from PIL import Image
-
-    return value if isinstance(value, Image.Image) else None
+def is_image(value: object) -> bool:
+    """True if the value is a picture of Pillow's."""
+    pillow = sys.modules.get("PIL.Image")  # it is loaded if there is any picture
+    return pillow is not None and isinstance(value, pillow.Image)
 
 
 def _of_text(text: str, folder: Path) -> Picture:
