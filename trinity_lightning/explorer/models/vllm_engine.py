@@ -234,7 +234,7 @@ class VLLMEngine(InProcessEngine):
         check_known(self._config.args, [field.name for field in dataclasses.fields(EngineArgs)])
         on_cpu = current_platform.is_cpu()
         arguments = engine_args(path, self._config, on_cpu)
-        arguments = {**arguments, **picture_arguments(path, arguments, self.processor_args)}
+        arguments |= picture_arguments(path, arguments, self.processor_args, self.most_pictures)
         with quick_start():
             if on_cpu:
                 return built_on_cpu(lambda: LLMEngine.from_engine_args(EngineArgs(**arguments)))

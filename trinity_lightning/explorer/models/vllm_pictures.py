@@ -9,12 +9,15 @@ from weakref import WeakKeyDictionary
 from transformers import AutoConfig
 
 from trinity_lightning.common.pictures.prompt import Expansion, PicturePrompt
+from trinity_lightning.config.models import is_picture_model
 from trinity_lightning.errors import RolloutError
 
 IMAGE = "image"  # vLLM's name of the modality
 
 
-def picture_arguments(path: str, given: Mapping[str, Any], processor_args: Mapping[str, Any]) -> dict[str, Any]:
+def picture_arguments(
+    path: str, given: Mapping[str, Any], processor_args: Mapping[str, Any], most_pictures: int | None
+) -> dict[str, Any]:
     """Arguments of vLLM that a model which reads pictures needs besides those given: none for a text model.
 
     vLLM's class for SmolVLM loads a processor that reads videos too, by torchvision and num2words. Without them it is
@@ -22,14 +25,26 @@ def picture_arguments(path: str, given: Mapping[str, Any], processor_args: Mappi
 
     Args:
         path: the model's folder, or its hub name.
-        given: arguments of vLLM.
+        given: arguments of vLLM, which win.
         processor_args: arguments of the model's processor.
+        most_pictures: largest number of pictures of a prompt; None: it is not known.
     """
-    arguments: dict[str, Any] = {"mm_processor_kwargs": dict(processor_args)} if processor_args else {}
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):  # vLLM may know a model that transformers does not
+        return {}
+    if not is_picture_model(config):
+        return {}
+    # vLLM reserves memory for the largest input that is allowed, which would often be a film.
+    limits = {"video": 0, "audio": 0} | ({} if most_pictures is None else {IMAGE: max(most_pictures, 1)})
+    # `VLLMPictures` keeps what vLLM has processed; in vLLM's own cache it would be a second and a third time.
+    arguments: dict[str, Any] = {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
+    if processor_args:
+        arguments["mm_processor_kwargs"] = dict(processor_args)
     lacks_videos = not all(map(importlib.util.find_spec, ("torchvision", "num2words")))
-    if lacks_videos and "hf_overrides" not in given and AutoConfig.from_pretrained(path).model_type == "smolvlm":
+    if lacks_videos and config.model_type == "smolvlm":
         arguments["hf_overrides"] = {"architectures": ["Idefics3ForConditionalGeneration"]}
-    return arguments
+    return {name: value for name, value in arguments.items() if name not in given}
 
 
 class VLLMPictures:
