@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from trinity_lightning.common.pictures.prompt import Expansion, PicturePrompt
@@ -68,9 +70,38 @@ class VLLMPictures:
         Raises:
             RolloutError: vLLM expands a picture to other tokens than the trainer.
         """
+        for expansion in self._missing(prompt):
+            [rendered] = self._renderer.render_cmpl([self._unexpanded(expansion)])
+            self._keep(expansion, rendered)
+        return self._joined(prompt)
+
+    async def awaited_input_of(self, prompt: PicturePrompt) -> dict[str, Any]:
+        """Same as `input_of`, on the event loop of a server."""
+        for expansion in self._missing(prompt):
+            [rendered] = await self._renderer.render_cmpl_async([self._unexpanded(expansion)])
+            self._keep(expansion, rendered)
+        return self._joined(prompt)
+
+    def rendered(self, expansion: Expansion) -> Mapping[str, Any]:
+        """What vLLM has made of a text with pictures."""
+        return self._rendered[expansion]
+
+    def _missing(self, prompt: PicturePrompt) -> list[Expansion]:
+        return [expansion for _, expansion in prompt.expansions if expansion not in self._rendered]
+
+    def _unexpanded(self, expansion: Expansion) -> dict[str, Any]:
+        images = [picture.image for picture in expansion.pictures]
+        unexpanded = {"prompt_token_ids": list(expansion.unexpanded), "multi_modal_data": {IMAGE: images}}
+        return {**unexpanded, "mm_processor_kwargs": self._args}
+
+    def _keep(self, expansion: Expansion, rendered: Mapping[str, Any]) -> None:
+        _check_same(expansion.token_ids, rendered["prompt_token_ids"])
+        self._rendered[expansion] = rendered
+
+    def _joined(self, prompt: PicturePrompt) -> dict[str, Any]:
         items, hashes, ranges = [], [], []
         for start, expansion in prompt.expansions:
-            rendered = self._of_expansion(expansion)
+            rendered = self._rendered[expansion]
             items += rendered["mm_kwargs"][IMAGE]
             hashes += rendered["mm_hashes"][IMAGE]
             ranges += [replace(tokens, offset=start + tokens.offset) for tokens in rendered["mm_placeholders"][IMAGE]]
@@ -84,14 +115,11 @@ class VLLMPictures:
             "mm_placeholders": {IMAGE: ranges},
         }
 
-    def _of_expansion(self, expansion: Expansion) -> Mapping[str, Any]:
-        if expansion not in self._rendered:
-            images = [picture.image for picture in expansion.pictures]
-            unexpanded = {"prompt_token_ids": list(expansion.unexpanded), "multi_modal_data": {IMAGE: images}}
-            [rendered] = self._renderer.render_cmpl([{**unexpanded, "mm_processor_kwargs": self._args}])
-            _check_same(expansion.token_ids, rendered["prompt_token_ids"])
-            self._rendered[expansion] = rendered
-        return self._rendered[expansion]
+
+def bytes_of(rendered: Mapping[str, Any]) -> int:
+    """Bytes of the tensors that vLLM has made of pictures."""
+    leaves = tree_leaves([item.get_data() for item in rendered["mm_kwargs"][IMAGE]])
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _check_same(trainers: tuple[int, ...], vllms: list[int]) -> None:
@@ -106,3 +134,8 @@ def _check_same(trainers: tuple[int, ...], vllms: list[int]) -> None:
         f"{len(trainers)} tokens, which first differ at place {first} ({vllms[first : first + 3]} and "
         f"{list(trainers[first : first + 3])})."
     )
+
+
+def token_logprobs(flat: Any) -> list[float]:
+    """The log-probability of each token: the first entry at each position of vLLM's flat container."""
+    return [flat.logprobs[start] for start in flat.start_indices]
