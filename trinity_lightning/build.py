@@ -24,6 +24,7 @@ from trinity_lightning.buffer.offline import expert_data, offline_parts, summary
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.pictures.families import FAMILIES, check_family
+from trinity_lightning.common.pictures.processor import load_processor
 from trinity_lightning.config.checkpoints import checkpoints_in, holds_a_run, resume_command
 from trinity_lightning.config.engines import CAPABILITIES, SENT, EngineConfig, capabilities_of, gpu_count
 from trinity_lightning.config.models import load_config, load_tokenizer, reads_pictures
@@ -387,9 +388,9 @@ def explorer_callback(
     warn_of_trained_entries(trained, config.eval_tasksets.values())
     models = [[model] for model in auxiliary_models.values()]
     engines = _engines(config, folder)
-    tell_settings(engines, config)
     source, evaluated = train_source(config), eval_sources(config)
     check_pictures(config, [source, *evaluated])
+    tell_settings(engines, config, [source, *evaluated])
     explorer = Explorer(config.explorer, engines, source, evaluated, models)
     return ExplorerCallback(
         explorer,
@@ -440,12 +441,20 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
 
 
 def check_pictures(config: TrainConfig, sources: Sequence[TaskSource]) -> None:
-    """Refuse tasks with pictures for a model of text or of a refused family, and for other engines; a ConfigError."""
+    """Refuse tasks with pictures where the model or an engine would not get them.
+
+    Raises:
+        ConfigError: the model reads text alone, its family is refused, or its processor has no such argument; or an
+            engine takes no pictures.
+        ModelLoadError: the model's processor cannot be loaded.
+    """
+    if config.model.processor_args:
+        load_processor(config.model.name, config.model.processor_args)
     tasksets = [taskset for source in sources for taskset in source.taskset.tasksets.values() if taskset.most_pictures]
     if not tasksets:
         return
     has, name = f"the entries of taskset '{tasksets[0].name}' have pictures, and", config.model.name
-    if reads_pictures(name) is False:  # None: the engine will tell
+    if reads_pictures(name) is False or load_processor(name, config.model.processor_args) is None:
         fix = "choose a model that reads pictures, or leave their field out of the entries"
         raise ConfigError(f"{has} model '{name}' reads text alone", key="model.name", fix=fix)
     check_family(model := load_config(name))
@@ -460,6 +469,9 @@ def check_pictures(config: TrainConfig, sources: Sequence[TaskSource]) -> None:
     if config.synchronizer.lora == "adapter":
         fix = "set synchronizer.lora=merged"
         raise ConfigError(f"{has} adapters are not sent alone to an engine of such", key="synchronizer.lora", fix=fix)
+    if capabilities_of(config.engine.name).is_vllm and config.engine.args.get("mm_processor_cache_gb"):
+        key = "engine.args.mm_processor_cache_gb"
+        raise ConfigError(f"{has} what vLLM makes of them is kept without its own cache", key=key, fix="leave it out")
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,7 +1,7 @@
 """The engines of a run, made from its configuration; the threads and memory that they may use; and the dtypes."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabili
 from trinity_lightning.config.explorer import AuxiliaryConfig, auxiliary_servers
 from trinity_lightning.config.model import WeightDtype
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.registry import PARTS, import_object
+from trinity_lightning.config.registry import PARTS, SINGLE_RESPONSE_WORKFLOWS, import_object
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.servers import gpus_of_a_server
 from trinity_lightning.config.trainer import compute_dtype, processes_of
@@ -26,6 +26,7 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
 from trinity_lightning.explorer.models.vllm_engine import check_experts
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, server_cores
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.resume import dtype_of
 
 # -- the engines -------------------------------------------------------------------------------------------------------
@@ -37,11 +38,21 @@ def engines_of(config: TrainConfig, folder: Path) -> list[Engine]:
     return list(engine.of_run(config, folder))
 
 
-def tell_settings(engines: Sequence[Engine], config: TrainConfig) -> None:
-    """Tell the engines of the policy the configured markers of its thoughts, and the arguments of its processor."""
+def tell_settings(engines: Sequence[Engine], config: TrainConfig, sources: Iterable[TaskSource]) -> None:
+    """Tell the engines of the policy the configured markers of its thoughts, and what they need to know of pictures."""
     for engine in engines:
         engine.processor_args = config.model.processor_args
+        engine.most_pictures = most_pictures(config, sources)
         engine.thoughts = Markers(*config.model.thoughts) if config.model.thoughts else None
+
+
+def most_pictures(config: TrainConfig, sources: Iterable[TaskSource]) -> int | None:
+    """Largest number of pictures of a prompt; None: entries are not all known, or a workflow may add pictures."""
+    if {config.workflow.name, config.eval_workflow} - {None, "evaluation", *SINGLE_RESPONSE_WORKFLOWS}:
+        return None
+    tasksets = [taskset for source in sources for taskset in source.taskset.tasksets.values()]
+    counts = [taskset.most_pictures for taskset in tasksets if taskset.all_checked]
+    return max(counts) if len(counts) == len(tasksets) else None
 
 
 def check_room(config: TrainConfig, sends: bool = True) -> None:

@@ -9,7 +9,14 @@ import torch
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
-from trinity_lightning.build import eval_sources, finish, instances_of, quiet_libraries, record_config
+from trinity_lightning.build import (
+    check_pictures,
+    eval_sources,
+    finish,
+    instances_of,
+    quiet_libraries,
+    record_config,
+)
 from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.config.engines import TRAINER_GPU
 from trinity_lightning.config.models import resolve_model
@@ -106,7 +113,9 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     L.seed_everything(typed.seed, verbose=False)
     check_room(typed, sends=bool(checkpoints))
     engines = engines_of(typed, folder)
-    tell_settings(engines, typed)
+    sources = eval_sources(typed)
+    check_pictures(typed, sources)
+    tell_settings(engines, typed, sources)
     if any(engine.capabilities.shares_weights for engine in engines):
         policy = PolicyModule(typed.model.name, dtype=typed.model.dtype)
         policy.configure_model()
@@ -117,7 +126,7 @@ def build_evaluation(config: DictConfig, checkpoints: list[Path]) -> Evaluation:
     loggers: list[Logger] = instances_of(config.logger)
     monitor = RunMonitor(folder, total_steps=0)
     auxiliary_models = [[model] for model in auxiliary_models_of(typed, folder).values()]
-    explorer = Explorer(typed.explorer, engines, None, eval_sources(typed), auxiliary_models)
+    explorer = Explorer(typed.explorer, engines, None, sources, auxiliary_models)
     return Evaluation(typed.model.name, explorer, engines, checkpoints, folder, monitor, loggers)
 
 

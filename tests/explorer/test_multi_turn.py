@@ -304,7 +304,7 @@ def test_what_is_judged_of_the_last_response_may_be_plain_or_async(is_async: boo
             ("a", 1.0, False, {"metrics": {"verdict": "good"}}),
             "step returned metric 'verdict' 'good': expected a number.",
         ),
-        ((5, 1.0, False, {}), "observation is int: expected text or messages"),
+        ((5, 1.0, False, {}), "observation is int: expected text, pictures or messages"),
         (([{"content": "a"}], 1.0, False, {}), "observation is list"),
     ],
 )

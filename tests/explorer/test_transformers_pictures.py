@@ -12,7 +12,7 @@ from trinity_lightning.explorer.models.transformers_engine import TransformersEn
 
 @pytest.fixture(scope="module")
 def engine() -> TransformersEngine:
-    engine = TransformersEngine("tiny_vision", max_model_len=256)
+    engine = TransformersEngine("tiny_vision", max_model_len=512)
     engine.bind(plain_model())
     return engine
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("needs_vllm")
 
 @pytest.fixture(scope="module")
 def engine() -> VLLMEngine:
-    return tiny_engine("tiny_vision", max_model_len=256)
+    return tiny_engine("tiny_vision", max_model_len=512)
 
 
 @pytest.fixture(scope="module")

@@ -74,6 +74,7 @@ CAPABILITIES = {
         picklable=True,
         sync_methods=("checkpoint", *SENT),
         keys=("dtype", "max_num_seqs", "kv_cache_gb", "speculative", "args", "urls", "servers", "cpu_cores", "gpus"),
+        takes_pictures=True,
         is_vllm=True,
     ),
 }

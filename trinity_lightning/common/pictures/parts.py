@@ -1,10 +1,11 @@
 """Messages whose content is a list of parts: texts, and places for pictures."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_lightning.common.pictures.picture import FIELD, Picture, read_picture
+from trinity_lightning.common.pictures.picture import FIELD, Picture, is_image, read_picture
 from trinity_lightning.errors import ConfigError
 
 IN_TEXT = "<image>"  # the same within a text, as datasets for LLaVA write it
@@ -58,12 +59,57 @@ def read_parts(parts: Iterable[Mapping[str, Any]]) -> Messages:
     read: Messages = []
     for part in parts:
         if is_picture(part):
-            read.append(_place(next((part[name] for name in _OWN_NAMES if part.get(name) is not None), None)))
+            read.append(_place(_own(part)))
         elif read and not is_picture(read[-1]):
             read[-1] = _text_part(read[-1]["text"] + text_of([part]))
         elif text := text_of([part]):
             read.append(_text_part(text))
     return read
+
+
+def _own(part: Mapping[str, Any]) -> Any:
+    """The picture that a part brings along; None without any."""
+    return next((part[name] for name in _OWN_NAMES if part.get(name) is not None), None)
+
+
+def parts_of(value: object) -> Messages | None:
+    """A picture, or a list with pictures, as the parts of a message; None: the value has no picture.
+
+    Pixels are read now: who made the picture may draw into it, or write its file anew.
+
+    Args:
+        value: a picture of Pillow's, a `Picture`; or a list of these, of parts that bring a picture along, of texts,
+            and of other values, which become JSON.
+
+    Raises:
+        ConfigError: as in `read_picture`; or the file is damaged.
+    """
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if isinstance(value, Mapping) or not any(_picture_in(element) is not None for element in values):
+        return None
+    return read_parts(map(_part_of, values))
+
+
+def _picture_in(value: object) -> Any:
+    """A value that is a picture; or the picture that a part brings along, None without any."""
+    if is_image(value) or isinstance(value, Picture):
+        return value
+    return _own(value) if isinstance(value, Mapping) and is_picture(value) else None
+
+
+def _part_of(value: Any) -> Mapping[str, Any]:
+    if (source := _picture_in(value)) is not None:
+        picture = read_picture(source, Path())
+        _ = picture.image
+        return _place(picture)
+    if is_picture(value) or _is_text(value):
+        return value
+    return _text_part(value if isinstance(value, str) else json_text(value))
+
+
+def json_text(value: object) -> str:
+    """Any value as JSON, for a model to read."""
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _place(picture: Any = None) -> dict[str, Any]:

@@ -10,13 +10,14 @@ import base64
 import binascii
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from xxhash import xxh3_128_hexdigest
 
@@ -31,6 +32,8 @@ _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 _FILMS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 _LONGEST_PATH = 4096
 _LEAST_EDGE = 2  # in pixels: a single one shows nothing, and is what trackers and failed downloads leave behind
+_ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}  # the last bytes of files, by format, within their tail
+_TAIL = 16
 _WITH_PREVIEWS = ("MPO",)  # formats whose further pictures show the same, in another size
 
 
@@ -83,7 +86,7 @@ class Picture:
         """The picture itself, if the head of its file has a known format and a size that can be used.
 
         Raises:
-            ConfigError: the file is missing, is no picture or several, or has too many pixels or too few.
+            ConfigError: the file is missing, is cut off, is no picture or several, or has too many pixels or too few.
         """
         from PIL import Image
 
@@ -98,7 +101,20 @@ class Picture:
             if getattr(image, "is_animated", False) and image.format not in _WITH_PREVIEWS:
                 count = getattr(image, "n_frames", "several")
                 raise ConfigError(f"{self.name} is {count} pictures, as a film is", fix="save the one that is meant")
+            if not self._is_whole(image.format):
+                image.load()  # which raises an error unless other bytes follow the picture's own
         return self
+
+    def _is_whole(self, kind: str | None) -> bool:
+        """True if the file ends as files of its format do, which those that were cut off do not."""
+        end = _ENDS.get(kind or "")
+        if end is None or not isinstance(self.source, bytes | Path):
+            return True
+        if isinstance(self.source, bytes):
+            return end in self.source[-_TAIL:]
+        with self.source.open("rb") as file:
+            file.seek(-min(_TAIL, self.source.stat().st_size), 2)
+            return end in file.read()
 
     @contextmanager
     def _opened(self) -> Iterator[Image.Image]:
@@ -214,8 +230,8 @@ def read_picture(value: object, folder: Path) -> Picture:
         return Picture(bytes(value)).checked()
     if isinstance(value, str | Path) and str(value):
         return _of_text(str(value), folder).checked()
-    if (image := _image(value)) is not None:
-        return Picture(image).checked()
+    if is_image(value):
+        return Picture(cast("Any", value)).checked()
     raise ConfigError(
         f"a {type(value).__name__} ({value!r:.60}) is no picture",
         key=FIELD,
@@ -223,11 +239,10 @@ def read_picture(value: object, folder: Path) -> Picture:
     )
 
 
-def _image(value: object) -> Image.Image | None:
-    """The value itself, if it is a picture of Pillow's."""
-    from PIL import Image
-
-    return value if isinstance(value, Image.Image) else None
+def is_image(value: object) -> bool:
+    """True if the value is a picture of Pillow's."""
+    pillow = sys.modules.get("PIL.Image")  # it is loaded if there is any picture
+    return pillow is not None and isinstance(value, pillow.Image)
 
 
 def _of_text(text: str, folder: Path) -> Picture:

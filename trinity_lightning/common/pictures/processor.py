@@ -63,6 +63,10 @@ class PictureProcessor:
         self._expansions.move_to_end(key)
         return self._expansions[key]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a copy in another process, which begins without expansions."""
+        return {**self.__dict__, "_expansions": OrderedDict(), "_bytes": 0}
+
     def _expanded(self, text: str, pictures: Sequence[Picture]) -> Expansion:
         if (places := text.count(self.token)) != len(pictures):
             raise ConfigError(

@@ -50,7 +50,7 @@ class PicturePrompt(list[int]):
         if len(self.expansions) == 1 and self.expansions[0][0] == 0:
             return self.expansions[0][1].inputs
         parts = [expansion.inputs for _, expansion in self.expansions]
-        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        joined = {name: joined_pictures([part[name] for part in parts]) for name in parts[0] if name != PLACES}
         return joined | {PLACES: torch.cat([part.inputs[PLACES] + start for start, part in self.expansions])}
 
     @classmethod
@@ -66,3 +66,16 @@ class PicturePrompt(list[int]):
                 expansions += [(start + place, expansion) for place, expansion in piece.expansions]
             token_ids += piece.token_ids if isinstance(piece, Expansion) else piece
         return cls(token_ids, expansions)
+
+
+def joined_pictures(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of pictures along dimension 0; those with pixels of several sizes are padded, as Idefics3's mask says."""
+    if len({tensor.shape[1:] for tensor in tensors}) == 1:
+        return torch.cat(list(tensors))
+    height, width = (max(tensor.shape[axis] for tensor in tensors) for axis in (-2, -1))
+    return torch.cat(
+        [
+            torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1], 0, height - tensor.shape[-2]))
+            for tensor in tensors
+        ]
+    )

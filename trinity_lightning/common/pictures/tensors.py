@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from xxhash import xxh3_64_intdigest
 
 from trinity_lightning.common.experience import Experience, ExperienceError
-from trinity_lightning.common.pictures.prompt import PLACES
+from trinity_lightning.common.pictures.prompt import PLACES, joined_pictures
 
 GRID = "image_grid_thw"  # Qwen-VL's: patches of each picture in time, height and width
 _HASHES = WeakTensorKeyDictionary()  # of the pictures in a tensor of pixels, which the rollouts of a prompt share
@@ -114,16 +114,8 @@ def joined(pictures: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
     Pictures of Idefics3 are padded to one size, and its mask says where. Others are joined along dimension 0.
     """
-    if "pixel_attention_mask" not in pictures[0]:
-        return {name: torch.cat([picture[name] for picture in pictures]) for name in pictures[0]}
-    height, width = (max(picture["pixel_values"].shape[axis] for picture in pictures) for axis in (-2, -1))
-    return {
-        name: torch.cat([_padded(picture[name], height, width) for picture in pictures])[None] for name in pictures[0]
-    }
-
-
-def _padded(pixels: Tensor, height: int, width: int) -> Tensor:
-    return torch.nn.functional.pad(pixels, (0, width - pixels.shape[-1], 0, height - pixels.shape[-2]))
+    joined = {name: joined_pictures([picture[name] for picture in pictures]) for name in pictures[0]}
+    return {name: tensor[None] for name, tensor in joined.items()} if "pixel_attention_mask" in joined else joined
 
 
 def features_of(outputs: Any) -> Tensor:

@@ -79,6 +79,8 @@ class Engine(ABC):
     processor: PictureProcessor | None = None
     # Arguments of that processor (`model.processor_args`), set before `load`.
     processor_args: Mapping[str, Any] = MappingProxyType({})
+    # Largest number of pictures of a prompt, set before `load`; None: it is not known.
+    most_pictures: int | None = None
     # Markers around the model's thoughts (`model.thoughts`); None: the common ones, and those of its tokenizer.
     thoughts: Markers | None = None
 

@@ -34,7 +34,7 @@ from trinity_lightning.config.models import load_generation_config, resolve_mode
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine
-from trinity_lightning.explorer.models.vllm_pictures import VLLMPictures, picture_arguments
+from trinity_lightning.explorer.models.vllm_pictures import VLLMPictures, picture_arguments, token_logprobs
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes, skeleton
 
 # -- vLLM's arguments, the same for the engine in this process and for servers -----------------------------------------
@@ -234,7 +234,7 @@ class VLLMEngine(InProcessEngine):
         check_known(self._config.args, [field.name for field in dataclasses.fields(EngineArgs)])
         on_cpu = current_platform.is_cpu()
         arguments = engine_args(path, self._config, on_cpu)
-        arguments = {**arguments, **picture_arguments(path, arguments, self.processor_args)}
+        arguments |= picture_arguments(path, arguments, self.processor_args, self.most_pictures)
         with quick_start():
             if on_cpu:
                 return built_on_cpu(lambda: LLMEngine.from_engine_args(EngineArgs(**arguments)))
@@ -279,12 +279,12 @@ class VLLMEngine(InProcessEngine):
     def _result(self, output: Any) -> list[Completion] | list[float]:
         """A request's completions, or the prompt's log-probabilities if it asked for those."""
         if output.prompt_logprobs is not None:
-            return _token_logprobs(output.prompt_logprobs[1:])  # the first token has none
+            return token_logprobs(output.prompt_logprobs[1:])  # the first token has none
         return [
             Completion(
                 prompt_token_ids=output.prompt_token_ids,
                 token_ids=list(sample.token_ids),
-                logprobs=_token_logprobs(sample.logprobs),
+                logprobs=token_logprobs(sample.logprobs),
                 text="",  # `generate` makes it
                 finish_reason=sample.finish_reason,
                 stop_reason=None if sample.stop_reason in self.end_tokens else sample.stop_reason,
@@ -354,11 +354,6 @@ class VLLMEngine(InProcessEngine):
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
-
-
-def _token_logprobs(flat: Any) -> list[float]:
-    """The log-probability of each token: the first entry at each position of vLLM's flat container."""
-    return [flat.logprobs[start] for start in flat.start_indices]
 
 
 # -- the start of vLLM in this process: on any device, on a CPU, on a GPU ----------------------------------------------

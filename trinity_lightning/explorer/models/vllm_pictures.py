@@ -6,15 +6,20 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from trinity_lightning.common.pictures.prompt import Expansion, PicturePrompt
+from trinity_lightning.config.models import is_picture_model
 from trinity_lightning.errors import RolloutError
 
 IMAGE = "image"  # vLLM's name of the modality
 
 
-def picture_arguments(path: str, given: Mapping[str, Any], processor_args: Mapping[str, Any]) -> dict[str, Any]:
+def picture_arguments(
+    path: str, given: Mapping[str, Any], processor_args: Mapping[str, Any], most_pictures: int | None
+) -> dict[str, Any]:
     """Arguments of vLLM that a model which reads pictures needs besides those given: none for a text model.
 
     vLLM's class for SmolVLM loads a processor that reads videos too, by torchvision and num2words. Without them it is
@@ -22,14 +27,26 @@ def picture_arguments(path: str, given: Mapping[str, Any], processor_args: Mappi
 
     Args:
         path: the model's folder, or its hub name.
-        given: arguments of vLLM.
+        given: arguments of vLLM, which win.
         processor_args: arguments of the model's processor.
+        most_pictures: largest number of pictures of a prompt; None: it is not known.
     """
-    arguments: dict[str, Any] = {"mm_processor_kwargs": dict(processor_args)} if processor_args else {}
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):  # vLLM may know a model that transformers does not
+        return {}
+    if not is_picture_model(config):
+        return {}
+    # vLLM reserves memory for the largest input that is allowed, which would often be a film.
+    limits = {"video": 0, "audio": 0} | ({} if most_pictures is None else {IMAGE: max(most_pictures, 1)})
+    # `VLLMPictures` keeps what vLLM has processed; in vLLM's own cache it would be a second and a third time.
+    arguments: dict[str, Any] = {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0}
+    if processor_args:
+        arguments["mm_processor_kwargs"] = dict(processor_args)
     lacks_videos = not all(map(importlib.util.find_spec, ("torchvision", "num2words")))
-    if lacks_videos and "hf_overrides" not in given and AutoConfig.from_pretrained(path).model_type == "smolvlm":
+    if lacks_videos and config.model_type == "smolvlm":
         arguments["hf_overrides"] = {"architectures": ["Idefics3ForConditionalGeneration"]}
-    return arguments
+    return {name: value for name, value in arguments.items() if name not in given}
 
 
 class VLLMPictures:
@@ -53,9 +70,38 @@ class VLLMPictures:
         Raises:
             RolloutError: vLLM expands a picture to other tokens than the trainer.
         """
+        for expansion in self._missing(prompt):
+            [rendered] = self._renderer.render_cmpl([self._unexpanded(expansion)])
+            self._keep(expansion, rendered)
+        return self._joined(prompt)
+
+    async def awaited_input_of(self, prompt: PicturePrompt) -> dict[str, Any]:
+        """Same as `input_of`, on the event loop of a server."""
+        for expansion in self._missing(prompt):
+            [rendered] = await self._renderer.render_cmpl_async([self._unexpanded(expansion)])
+            self._keep(expansion, rendered)
+        return self._joined(prompt)
+
+    def rendered(self, expansion: Expansion) -> Mapping[str, Any]:
+        """What vLLM has made of a text with pictures."""
+        return self._rendered[expansion]
+
+    def _missing(self, prompt: PicturePrompt) -> list[Expansion]:
+        return [expansion for _, expansion in prompt.expansions if expansion not in self._rendered]
+
+    def _unexpanded(self, expansion: Expansion) -> dict[str, Any]:
+        images = [picture.image for picture in expansion.pictures]
+        unexpanded = {"prompt_token_ids": list(expansion.unexpanded), "multi_modal_data": {IMAGE: images}}
+        return {**unexpanded, "mm_processor_kwargs": self._args}
+
+    def _keep(self, expansion: Expansion, rendered: Mapping[str, Any]) -> None:
+        _check_same(expansion.token_ids, rendered["prompt_token_ids"])
+        self._rendered[expansion] = rendered
+
+    def _joined(self, prompt: PicturePrompt) -> dict[str, Any]:
         items, hashes, ranges = [], [], []
         for start, expansion in prompt.expansions:
-            rendered = self._of_expansion(expansion)
+            rendered = self._rendered[expansion]
             items += rendered["mm_kwargs"][IMAGE]
             hashes += rendered["mm_hashes"][IMAGE]
             ranges += [replace(tokens, offset=start + tokens.offset) for tokens in rendered["mm_placeholders"][IMAGE]]
@@ -69,14 +115,11 @@ class VLLMPictures:
             "mm_placeholders": {IMAGE: ranges},
         }
 
-    def _of_expansion(self, expansion: Expansion) -> Mapping[str, Any]:
-        if expansion not in self._rendered:
-            images = [picture.image for picture in expansion.pictures]
-            unexpanded = {"prompt_token_ids": list(expansion.unexpanded), "multi_modal_data": {IMAGE: images}}
-            [rendered] = self._renderer.render_cmpl([{**unexpanded, "mm_processor_kwargs": self._args}])
-            _check_same(expansion.token_ids, rendered["prompt_token_ids"])
-            self._rendered[expansion] = rendered
-        return self._rendered[expansion]
+
+def bytes_of(rendered: Mapping[str, Any]) -> int:
+    """Bytes of the tensors that vLLM has made of pictures."""
+    leaves = tree_leaves([item.get_data() for item in rendered["mm_kwargs"][IMAGE]])
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _check_same(trainers: tuple[int, ...], vllms: list[int]) -> None:
@@ -91,3 +134,8 @@ def _check_same(trainers: tuple[int, ...], vllms: list[int]) -> None:
         f"{len(trainers)} tokens, which first differ at place {first} ({vllms[first : first + 3]} and "
         f"{list(trainers[first : first + 3])})."
     )
+
+
+def token_logprobs(flat: Any) -> list[float]:
+    """The log-probability of each token: the first entry at each position of vLLM's flat container."""
+    return [flat.logprobs[start] for start in flat.start_indices]

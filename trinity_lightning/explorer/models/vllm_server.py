@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from transformers import AutoConfig
 
 from trinity_lightning.common.hardware import TORCH_DTYPES
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.pictures.processor import load_processor
+from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.config.engines import (
     CAPABILITIES,
     PARALLEL,
@@ -33,9 +36,12 @@ from trinity_lightning.config.registry import PACKAGE_DIR
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
+from trinity_lightning.explorer.models import server_pictures
 from trinity_lightning.explorer.models.engine import LoadedEngine
 from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
+from trinity_lightning.explorer.models.server_pictures import UNKNOWN, PicturePrompts, request_of
 from trinity_lightning.explorer.models.vllm_engine import engine_args, with_end_tokens
+from trinity_lightning.explorer.models.vllm_pictures import picture_arguments
 from trinity_lightning.sync.files import MEMORY, WeightFolder
 from trinity_lightning.sync.servers import server_arguments
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes
@@ -50,6 +56,7 @@ ENDING_SECONDS = 20.0  # time for a server that failed to end, or to answer agai
 LOOK_SECONDS = 0.05  # between two looks at a server that failed
 MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # most restarts of a server within so many seconds
 PROBE, PROBE_TEMPERATURE, PROBE_ROUNDING = "The answer is", 0.2, 0.05
+MIDDLEWARE = f"{PicturePrompts.__module__}.{PicturePrompts.__name__}"
 # Set in every request, because a server elsewhere may take omitted settings from the model's generation_config.json.
 WHOLE_DISTRIBUTION = {"temperature": 1.0, **NEUTRAL_SAMPLING}
 # Settings that both vLLM's SamplingParams and its server's requests have; a server silently ignores any other.
@@ -171,7 +178,8 @@ class VLLMServerEngine(LoadedEngine):
     async def _load(self) -> None:
         path = str(await asyncio.to_thread(resolve_model, self._model))
         if self._url is None and self._address is None:
-            self._process = ServerProcess(self._flags(path), self._environment(), self._log)
+            flags = await asyncio.to_thread(self._flags, path)
+            self._process = ServerProcess(flags, self._environment(flags), self._log)
             self._address = str(self._process.address)
         try:
             self._read_model(path)  # while the server starts
@@ -184,6 +192,7 @@ class VLLMServerEngine(LoadedEngine):
     def _read_model(self, path: str) -> None:
         self._tokenizer = load_tokenizer(self._model)
         self.generation_config = load_generation_config(self._model)
+        self.processor = load_processor(self._model, self.processor_args)
         self._weight_shapes = parameter_shapes(path)
         dtype = TORCH_DTYPES.get(EngineDtype(self._config.dtype))
         model_dtype: Any = AutoConfig.from_pretrained(path).dtype
@@ -277,14 +286,16 @@ class VLLMServerEngine(LoadedEngine):
             arguments["tensor_parallel_size"] = len(self._gpus)
         arguments |= engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
         arguments |= server_arguments(self.sync_method)
-        return _command_line(arguments | {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True})
+        for_pictures = picture_arguments(path, arguments, self.processor_args, self.most_pictures)
+        arguments |= for_pictures | {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True}
+        return [*_command_line(arguments), *(("--middleware", MIDDLEWARE) if for_pictures else ())]
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, flags: Collection[str]) -> dict[str, str]:
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
         # An engine in this process has set it to 0; vLLM's CPU build would then ignore the cores below.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        if "worker_extension_cls" in server_arguments(self.sync_method):
-            # The server's workers import this package, which may be a checkout that is not installed.
+        if "worker_extension_cls" in server_arguments(self.sync_method) or MIDDLEWARE in flags:
+            # The server or its workers import this package, which may be a checkout that is not installed.
             paths = [str(PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         if self._gpus is not None:
@@ -333,6 +344,15 @@ class VLLMServerEngine(LoadedEngine):
             raise ConfigError(
                 f"{url} takes no weights ({error})", key="engine.urls", fix="start it with VLLM_SERVER_DEV_MODE=1"
             ) from error
+        if self.processor is not None:
+            try:
+                await self._running().post(server_pictures.PATH, {})
+            except ValueError as error:
+                raise ConfigError(
+                    f"{url} takes no pictures ({error})",
+                    key="engine.urls",
+                    fix=f"install this package there, and start it with --middleware {MIDDLEWARE}",
+                ) from error
         try:
             sampling = {"temperature": PROBE_TEMPERATURE, "max_tokens": 8, "seed": 0}
             [sampled] = await self._completions(self._tokenizer.encode(PROBE), 1, sampling)
@@ -388,18 +408,44 @@ class VLLMServerEngine(LoadedEngine):
         chosen = {"skip_special_tokens": False} | WHOLE_DISTRIBUTION | with_end_tokens(sampling, self.end_tokens)
         room = self.max_model_len - len(token_ids)
         chosen["max_tokens"] = min(chosen.get("max_tokens", 16), room)  # the server refuses more than fits
+        if isinstance(token_ids, PicturePrompt):
+            chosen |= {"n": n, "logprobs": 0, "detokenize": bool(chosen.get("stop"))}
+            choices = sorted((await self._of_pictures(token_ids, chosen))["choices"], key=itemgetter("index"))
+            return [_completion_of(token_ids, choice, choice["logprobs"], self.end_tokens) for choice in choices]
         body = {"prompt": token_ids, "n": n, "logprobs": 0, "return_token_ids": True, **chosen}
         answer = await self._running().post("/v1/completions", {"model": self._model_id, **body})
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        return [_completion(choice, self.end_tokens) for choice in choices]
+        choices = sorted(answer["choices"], key=itemgetter("index"))
+        return [
+            _completion_of(choice["prompt_token_ids"], choice, choice["logprobs"]["token_logprobs"], self.end_tokens)
+            for choice in choices
+        ]
 
     async def _logprobs(self, token_ids: list[int]) -> list[float]:
         # vLLM samples at least one token.
+        if isinstance(token_ids, PicturePrompt):
+            scoring = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False, **WHOLE_DISTRIBUTION}
+            return (await self._of_pictures(token_ids, scoring))["logprobs"]
         body = {"model": self._model_id, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
         body |= WHOLE_DISTRIBUTION
         answer = await self._running().post("/v1/completions", body)
         entries = answer["choices"][0]["prompt_logprobs"][1:]  # the first token has none
         return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries, strict=True)]
+
+    async def _of_pictures(self, prompt: PicturePrompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """The server's answer for a prompt with pictures, which are sent unless the server has them.
+
+        Raises:
+            RolloutError: it refused the prompt, or failed.
+        """
+        answer: dict[str, Any] = {UNKNOWN: True}
+        for with_pictures in (False, True):
+            if UNKNOWN in answer:
+                body = await asyncio.to_thread(request_of, prompt, sampling, with_pictures)
+                try:
+                    answer = await self._running().post(server_pictures.PATH, body)
+                except ValueError as error:
+                    raise RolloutError(f"the vLLM server refuses a prompt with pictures: {error}") from error
+        return answer
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """The server's answer to a request of its completions API; RolloutError: it failed; ValueError: it refuses."""
@@ -441,6 +487,8 @@ class VLLMServerEngine(LoadedEngine):
                 f"the vLLM server did not clear its prefix cache, which the old weights computed: it answered {reset}. "
                 "Versions of vLLM before 0.32 do not answer as this package needs it."
             )
+        if self.processor is not None:  # states of pictures outlive their requests
+            await self._change("/reset_encoder_cache", {})
         self._model_version = version
 
     # -- weights that are sent, by a `ToServers` -----------------------------------------------------------------------
@@ -494,11 +542,13 @@ def _word(value: Any) -> str:
     return json.dumps(value) if isinstance(value, Mapping | list) else str(value)
 
 
-def _completion(choice: Mapping[str, Any], ends: Collection[int]) -> Completion:
+def _completion_of(
+    prompt: Sequence[int], choice: Mapping[str, Any], logprobs: Sequence[float], ends: Collection[int]
+) -> Completion:
     return Completion(
-        prompt_token_ids=choice["prompt_token_ids"],
+        prompt_token_ids=prompt,
         token_ids=choice["token_ids"],
-        logprobs=choice["logprobs"]["token_logprobs"],
+        logprobs=logprobs,
         text="",  # `generate` makes it
         finish_reason=choice["finish_reason"],
         stop_reason=None if choice["stop_reason"] in ends else choice["stop_reason"],

@@ -265,9 +265,14 @@ class Taskset(TaskSelection):
         Raises:
             ConfigError: the formatter or the check refuses entries; one message counts all of them.
         """
-        count = 1 if getattr(self._entries, "generated", False) else len(self)
+        count = len(self) if self.all_checked else 1
         with self._whole_keys():
             check_rows(f"taskset '{self.name}'", count, lambda index: check(self._raw_task(index)), self.place)
+
+    @property
+    def all_checked(self) -> bool:
+        """True if every entry is checked before a run: none is generated."""
+        return not getattr(self._entries, "generated", False)
 
     def _count_pictures(self, raw_task: Mapping[str, Any]) -> None:
         self.most_pictures = max(self.most_pictures, len(_pictures_of(raw_task)))

@@ -12,6 +12,8 @@ from typing import Any, Protocol, cast
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.messages import Conversation
+from trinity_lightning.common.pictures.parts import parts_of
+from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.common.threads import call
 from trinity_lightning.config.own_parts import ENVIRONMENT
@@ -28,8 +30,8 @@ from trinity_lightning.explorer.workflows.workflow import ARGS, RewardedWorkflow
 # -- environments ------------------------------------------------------------------------------------------------------
 
 
-# The text of a user message, one message, or several messages.
-Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+# A user's message as text, as a picture of Pillow's, or as a list of texts and pictures; or one message, or several.
+Observation = Any
 # Observation, reward of the step, True if the episode is over, and further info.
 StepResult = tuple[Observation, float, bool, Mapping[str, Any]]
 
@@ -39,6 +41,11 @@ class Environment(Protocol):
 
     Methods may be `async def` or plain. Plain methods run in a thread, never two of an instance at once. An instance is
     made on the event loop, so that its constructor must be quick.
+
+    An observation is the text of a user's message, a picture of Pillow's, or a list of texts and pictures in their
+    order; or a message {role, content}, or a list of messages, whose content is a text or such a list. A picture's file
+    is {"type": "image", "image": path}, and is read at once. The policy has to be a model that reads pictures then, and
+    its engine has to take them.
 
     Two entries of a step's info are known. "state" identifies the new state, for add strategies that compare states: a
     text, number, list or dict; without it the observation is the state. "metrics" are numbers of the episode so far.
@@ -78,16 +85,43 @@ class Exclusively:
 
 
 def as_messages(observation: Any) -> list[dict[str, Any]]:
-    """The messages of an observation; RolloutError: it is neither text nor messages."""
-    if isinstance(observation, Conversation):
-        return observation
+    """The messages of an observation, a `Conversation` if they have pictures.
+
+    Raises:
+        RolloutError: it is neither text, nor pictures, nor messages; or a picture cannot be read.
+    """
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
-    if isinstance(observation, Mapping):
-        return [dict(observation)]
-    if isinstance(observation, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in observation):
-        return [dict(message) for message in observation]
-    raise RolloutError(f"the environment's observation is {type(observation).__name__}: expected text or messages.")
+    if isinstance(observation, Conversation) and observation.pictures:
+        return observation
+    try:
+        if (parts := parts_of(observation)) is not None:
+            return Conversation([{"role": "user", "content": parts}]).with_pictures([])
+        messages = [dict(observation)] if isinstance(observation, Mapping) else observation
+        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise RolloutError(
+                f"the environment's observation is {type(observation).__name__}: expected text, pictures or messages."
+            )
+        return _with_pictures(messages)
+    except ConfigError as error:
+        raise RolloutError(f"the environment's observation: {error}") from error
+
+
+def _with_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    contents = [message.get("content") for message in messages]
+    parts = [parts_of(content) if isinstance(content, list) else None for content in contents]
+    if not any(parts):
+        return messages if isinstance(messages, Conversation) else [dict(message) for message in messages]
+    pairs = zip(messages, parts, strict=True)
+    shown = [{**message} if part is None else {**message, "content": part} for message, part in pairs]
+    conversation = Conversation.of(messages)
+    return Conversation(shown, conversation.tools, conversation.template_variables).with_pictures([])
+
+
+def _state_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Text by which the states are known that these messages show."""
+    pictures = messages.pictures if isinstance(messages, Conversation) else ()
+    return " ".join([prompt_text_of(messages), *(picture.digest for picture in pictures)])
 
 
 # -- an episode --------------------------------------------------------------------------------------------------------
@@ -118,8 +152,9 @@ class Turn:
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens of the conversation, up to the end of the response."""
-        return [*self.completion.prompt_token_ids, *self.completion.token_ids]
+        """Tokens of the conversation, up to the end of the response, with its pictures if it has any."""
+        prompt, response = self.completion.prompt_token_ids, list(self.completion.token_ids)
+        return PicturePrompt.joined(prompt, response) if isinstance(prompt, PicturePrompt) else [*prompt, *response]
 
 
 @dataclass
@@ -234,6 +269,7 @@ def single_experience(episode: Episode) -> Experience:
     return Experience(
         tokens=tokens,
         prompt_length=start,
+        multi_modal_inputs=tokens.inputs if isinstance(tokens, PicturePrompt) else None,
         logprobs=logprobs,
         action_mask=mask,
         reward=episode.total_reward,
@@ -254,7 +290,7 @@ def step_experiences(episode: Episode, own_rewards: bool) -> list[Experience]:
         episode: the episode, of at least one turn.
         own_rewards: True: each Experience has the reward of its own step; False: each has the sum of all rewards.
     """
-    experiences, state = [], prompt_text_of(episode.turns[0].asked)
+    experiences, state = [], _state_of(episode.turns[0].asked)
     for step, turn in enumerate(episode.turns):
         experiences.append(
             experience_of(
@@ -267,7 +303,7 @@ def step_experiences(episode: Episode, own_rewards: bool) -> list[Experience]:
                 tools=episode.tools,
             )
         )
-        state = turn.info.get("state", prompt_text_of(turn.answered))
+        state = turn.info.get("state", _state_of(turn.answered))
     experiences[-1].metrics |= episode.metrics
     return experiences
 

@@ -2,13 +2,13 @@
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 from trinity_lightning.common.messages import read_tools
+from trinity_lightning.common.pictures.parts import json_text, parts_of
 from trinity_lightning.common.thoughts import split_thoughts
 from trinity_lightning.common.threads import call
 from trinity_lightning.config.registry import import_object
@@ -51,8 +51,10 @@ class Tool:
     def name(self) -> str:
         return self.schema["function"]["name"]
 
-    async def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
-        """Call the function, and return its result: a text as it is, any other value as JSON.
+    async def call(self, arguments: Mapping[str, Any], seconds: float) -> str | list[dict[str, Any]]:
+        """Call the function, and return its result: a text as it is, pictures as parts, any other value as JSON.
+
+        A result has pictures if it is one of Pillow's, or a list that has some; the list may have texts, too.
 
         A plain function cannot be stopped: if it takes longer than `seconds`, it goes on in its thread.
 
@@ -67,7 +69,7 @@ class Tool:
         try:
             async with limit:
                 result = await call(partial(self.function, **arguments))
-            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            return result if isinstance(result, str) else parts_of(result) or json_text(result)
         except (Exception, SystemExit) as error:  # a tool that executes code may meet exit()
             if limit.expired():
                 raise ToolError(f"{self.name}: no result within {seconds:g} s") from error
@@ -164,12 +166,23 @@ class ToolEnvironment:
         except ToolError as error:
             return self._message(call.name, f"error: {error}", failed=True)
 
-    def _message(self, name: str, text: str, failed: bool = False) -> dict[str, Any]:
+    def _message(self, name: str, result: str | list[dict[str, Any]], failed: bool = False) -> dict[str, Any]:
         self._metrics["tool_calls"] += 1
         self._metrics["tool_errors"] += failed
-        if len(text) > self.max_result_length:
-            text = f"{text[: self.max_result_length]}... (cut)"
-        return {"role": "tool", "name": name, "content": text}
+        return {"role": "tool", "name": name, "content": _cut(result, self.max_result_length)}
+
+
+def _cut(result: str | list[dict[str, Any]], length: int) -> str | list[dict[str, Any]]:
+    """The result with its text cut to a length; its pictures stay."""
+    if isinstance(result, str):
+        return result if len(result) <= length else f"{result[:length]}... (cut)"
+    cut = []
+    for part in result:
+        if "text" in part:
+            part = part | {"text": _cut(part["text"], length)}
+            length = max(length - len(part["text"]), 0)
+        cut.append(part)
+    return cut
 
 
 # The tool of conf/workflow/tool_use.yaml; its docstring is for the model.
@@ -191,9 +204,10 @@ class ToolUseArguments(EpisodeArguments):
     """Settings of the workflow `tool_use`.
 
     Attributes:
-        tools: functions, or their dotted paths; type hints and a docstring with `Args:` describe them to the model.
+        tools: functions, or their dotted paths; type hints and a docstring with `Args:` describe them to the model. A
+            function may return pictures of Pillow's, alone or in a list with texts, to a model that reads pictures.
         tool_timeout: seconds that a call may take.
-        max_result_length: results are cut to this many characters.
+        max_result_length: the text of results is cut to this many characters.
         tool_parser: `hermes` (`<tool_call>` and JSON), or a function of your own, or its dotted path, from a response's
             text to (text around the calls, list of ToolCall). It is given the text after the response's thoughts.
     """
