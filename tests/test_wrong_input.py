@@ -119,7 +119,6 @@ REFUSED = {
     "strategy without its critic": (["+recipe=grpo", "add_strategy=critic"], "add_strategy"),
     "critic of adapters": (["+recipe=ppo", "model.lora.r=4"], "algorithm.critic"),
     "critic in shards": (["+recipe=ppo", "trainer=fsdp2"], "algorithm.critic"),
-    "tower for pictures in shards": (["+recipe=grpo_vision", "model=tiny_vision", "trainer=fsdp2"], "model.name"),
     "critic without rollouts": (
         ["+recipe=ppo", "buffer=dataset", "buffer.path=pyproject.toml"],
         "algorithm.critic",

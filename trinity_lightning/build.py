@@ -63,6 +63,7 @@ from trinity_lightning.resume import checkpoint_to_resume, log_changes
 from trinity_lightning.trainer.adapter import check_adapter, shapes_alone
 from trinity_lightning.trainer.checkpoint import AtomicCheckpointIO
 from trinity_lightning.trainer.ddp import follows, ranks_here
+from trinity_lightning.trainer.frozen import trained_skeleton, trained_weights
 from trinity_lightning.trainer.out_of_memory import Expected
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -290,6 +291,8 @@ def _record(config: DictConfig, engine: EngineConfig, policy: PolicyModule, fold
 def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
     if config.model.lora.r is not None:
         check_adapter(config.model)
+    if config.model.freeze:
+        trained_skeleton(config.model)  # before anything is loaded
     steps = config.optimizer.total_steps or config.steps * config.items
     on_cpu = None if trains_on_gpus(config) else tokens_on_a_cpu(config)
     policy = PolicyModule(
@@ -302,6 +305,7 @@ def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
         gradient_checkpointing=config.model.gradient_checkpointing,
         attn_implementation=config.model.attn_implementation,
         lora=config.model.lora,
+        freeze=config.model.freeze,
         planned_tokens=on_cpu if plan is None else plan.micro_batch_tokens,
     )
     if plan is not None:
@@ -333,6 +337,8 @@ def _summary(run: Run) -> list[tuple[str, str]]:
         ("model", f"{config.model.name} ({config.model.dtype.value})"),
         ("devices", f"{count} x {device.type}" if count > 1 else str(device)),
     ]
+    if config.model.freeze or config.model.lora.r is not None:
+        rows.insert(2, ("trained", trained_weights(config.model)))
     if config.buffer.has_rollouts:
         rows += _online_steps(config)
     else:

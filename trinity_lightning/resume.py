@@ -21,7 +21,7 @@ from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.errors import ConfigError, ForeignPositionError
 from trinity_lightning.sync.files import saved_weights
-from trinity_lightning.trainer.checkpoint import check_lora, check_resumed
+from trinity_lightning.trainer.checkpoint import check_freeze, check_lora, check_resumed
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     check_model(config.model.name, checkpoint["hyper_parameters"].get("model", config.model.name))
     _check_items(config.algorithm, checkpoint, path)
     check_lora(checkpoint, section_of("model.lora", LoRAConfig, config.model.lora))
+    check_freeze(checkpoint, config.model.freeze)
     check_resumed_dtype(config, path)
     if step == config.steps:
         logger.warning("nothing is left to do: all %d steps are done in '%s'. To go on, set steps=N.", step, path)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
+from support.pictures import picture_groups
 from support.policy import (
     Gradients,
     Prepare,
@@ -149,6 +150,12 @@ def sparse() -> list[list[Experience]]:
     return [one, none, [], [*none, *make_experiences(3, seed=4)[1:]]]
 
 
+def with_pictures() -> list[list[Experience]]:
+    """Ragged prompts with pictures and without, and an item with pictures for one of two ranks."""
+    rows = picture_groups(runs=2)
+    return [rows, [rows[0], rows[-1]], rows[-2:]]
+
+
 def with_experts() -> list[list[Experience]]:
     items = ragged()
     for item in items:
@@ -259,13 +266,16 @@ def saved(kind: type[PretrainedConfig], sizes: dict[str, Any]) -> Iterator[str]:
 
 LOSSES = {"max_grad_norm": 0.05, "loss_agg_mode": "seq-mean-token-mean", "entropy_coef": 0.01}
 CRITIC, VALUE_MODEL = NOT_IN_SHARDS = ("a critic", "a value model")
+STEPS = {"kl": KLConfig(coef=0.1), "optimizer_steps": 3}
+ZERO = {"freeze": ["k_proj.bias"]}  # their gradients are zero but for rounding
+FROZEN = {"freeze": ["vision", "layers.0"]}
 ADAPTIVE = {"model": "tiny", "lr": 1e-2, "warmup_steps": 2, "kl_coef": 0.1, "kl_target": 3.0}
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "padded": trained(ragged(), layout="padded"),
     "shared prefixes": trained([groups(count=8, seed=seed) for seed in range(3)], layout="shared_prefix"),
     "one large group": trained([groups(count=4)], layout="shared_prefix", max_tokens_per_micro_batch=4096),
     "few rows": trained(sparse()),
-    "reference and several steps": trained(ragged(), True, kl=KLConfig(coef=0.1), optimizer_steps=3),
+    "reference and several steps": trained(ragged(), True, **STEPS),
     "clipped, by sequences": trained(ragged(), **LOSSES),
     "gspo": trained(ragged(), policy_loss="gspo"),
     "sft": trained(ragged(), policy_loss="sft"),
@@ -278,6 +288,10 @@ CASES: dict[str, Callable[..., dict[str, Any]]] = {
     CRITIC: trained(rewarded(), True, critic={"lr": 1e-2, "kl_coef": 0.1}, optimizer_steps=3),
     VALUE_MODEL: trained(rewarded(), True, critic=ADAPTIVE),
     "adapters": trained(ragged(), True, change=move_adapters, model={"lora": LoRAConfig(r=2)}, kl=KLConfig(coef=0.1)),
+    "pictures": trained(
+        with_pictures(), name="tiny_vision", model={"freeze": ["k_proj.bias"]}
+    ),  # zero but for rounding
+    "frozen tower": trained(with_pictures(), True, name="tiny_vision", model=FROZEN, **STEPS),
     "bfloat16": trained(rarely(), change=add_rare_vectors, dtype="bf16", max_tokens_per_micro_batch=24),
 }
 

@@ -2,7 +2,8 @@
 
 import importlib.util
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -104,6 +105,10 @@ class ModelConfig(Section, key="model"):
         gradient_checkpointing: recompute activations in the backward pass, which is slower and needs less memory.
         attn_implementation: attention of transformers; `sdpa` works everywhere.
         lora: adapters, trained in place of the weights.
+        freeze: parameters that are not trained, by patterns of their names, such as [vision] (the tower of Idefics3 and
+            SmolVLM), [vision, connector] or [embed_tokens, layers.0]. A pattern matches a name that has it as whole
+            words, which end at dots, underscores or the name's ends: `layers.1` is not in `layers.10`. `*` stands for
+            any text. With adapters, those of matching weights are not trained.
         thoughts: [opening, closing] marker of the model's thoughts, in place of the usual ones such as <think> and
             </think>. Text before the last closing marker is no part of the answer, and a response that is cut off in
             its thoughts has no answer. Null: the usual markers, and those of the tokenizer.
@@ -122,6 +127,7 @@ class ModelConfig(Section, key="model"):
     gradient_checkpointing: bool = False
     attn_implementation: str = "sdpa"
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    freeze: list[str] = field(default_factory=list)
     thoughts: list[str] | None = None
     processor_args: dict[str, Any] = field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -134,8 +140,23 @@ class ModelConfig(Section, key="model"):
                 key="model.thoughts",
                 fix="give [opening, closing], two different texts, such as ['<think>', '</think>']",
             )
+        check_patterns(self.freeze)
         check_processor_args(self.processor_args)
         self.chat_template_kwargs = check_template_variables("model.chat_template_kwargs", self.chat_template_kwargs)
+
+
+_PATTERN = re.compile(r"[\w.*-]*[\w-][\w.*-]*")
+
+
+def check_patterns(patterns: Sequence[str]) -> None:
+    """Refuse texts that are no patterns of parameter names; a ConfigError."""
+    for pattern in patterns:
+        if not _PATTERN.fullmatch(pattern):
+            raise ConfigError(
+                f"model.freeze has {pattern!r}, which is no part of a parameter's name",
+                key="model.freeze",
+                fix="give words of the names, such as [vision] or ['layers.0.*norm']",
+            )
 
 
 # Arguments that the library sets itself, or that would change the form of the processor's tensors.

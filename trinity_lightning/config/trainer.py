@@ -9,7 +9,6 @@ from omegaconf import DictConfig
 
 from trinity_lightning.config.engines import capabilities_of, gpu_count
 from trinity_lightning.config.model import WeightDtype
-from trinity_lightning.config.models import reads_pictures
 from trinity_lightning.config.values import AUTO, number, one_of, whole_number
 from trinity_lightning.errors import ConfigError
 
@@ -309,8 +308,7 @@ def check_start(config: DictConfig, hydra: Any) -> None:
 def check_shards(run: "TrainConfig", trainer: Mapping[str, Any]) -> None:
     """Refuse settings that do not work with a policy in shards; a ConfigError."""
     has_critic = run.algorithm.critic is not None
-    name, precision = run.model.name, trainer.get("precision")
-    check_shards_of(name, precision, run.model.compile is True, run.optimizer.name, has_critic=has_critic)
+    check_shards_of(trainer.get("precision"), run.model.compile is True, run.optimizer.name, has_critic=has_critic)
     check_distributed_checkpoint(trainer["strategy"].get("save_distributed_checkpoint", AUTO))
     if run.synchronizer.lora == "adapter":
         raise ConfigError(
@@ -336,15 +334,8 @@ def check_distributed_checkpoint(value: Any) -> None:
         )
 
 
-def check_shards_of(model: str, precision: Any, compile_layers: bool, optimizer: str, *, has_critic: bool) -> None:
-    """Refuse mixed precision, compiled layers, optimizers other than AdamW, a critic, and pictures; a ConfigError."""
-    if reads_pictures(model):
-        # A rank whose rows have no pictures does not gather the tower's shards, for which the others would wait.
-        raise ConfigError(
-            f"model.name={model} reads pictures, and the layers of its tower are not for shards (trainer=fsdp2)",
-            key="model.name",
-            fix="choose trainer=ddp",
-        )
+def check_shards_of(precision: Any, compile_layers: bool, optimizer: str, *, has_critic: bool) -> None:
+    """Refuse mixed precision, compiled layers, optimizers other than AdamW, and a critic; a ConfigError."""
     if has_critic:
         raise ConfigError(
             "algorithm.critic is not for a policy in shards (trainer=fsdp2)",

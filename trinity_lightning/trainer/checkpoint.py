@@ -3,7 +3,7 @@
 import logging
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,7 @@ class Resumption:
 
     Raises:
         ConfigError: the checkpoint is of an earlier version (it lacks a counter, or its parameters are one group, which
-            decays), or of another optimizer.
+            decays), of another optimizer, or of a run that froze other parameters.
     """
 
     def __init__(self, policy: "PolicyModule", checkpoint: dict[str, Any], own_optimizer: bool) -> None:
@@ -118,6 +118,7 @@ class Resumption:
         check_version(state, (*COUNTERS, BUDGET), "the policy")
         if not own_optimizer:
             check_resumed(checkpoint, policy.optimizer_config)
+        check_freeze(checkpoint, policy.hparams["freeze"])
         before = section_of("optimizer", OptimizerConfig, checkpoint["hyper_parameters"]["optimizer"])
         # Includes arguments that are no longer given: the checkpoint's groups still have their values.
         self._configured = {*SCHEDULED, "eps", "weight_decay", *before.args, *policy.optimizer_config.args}
@@ -225,6 +226,18 @@ def check_lora(checkpoint: Mapping[str, Any], lora: LoRAConfig) -> None:
                 key=f"model.lora.{key}",
                 fix=f"set model.lora.{key}={before}",
             )
+
+
+def check_freeze(checkpoint: Mapping[str, Any], patterns: Sequence[str]) -> None:
+    """Refuse a checkpoint in whose run other parameters were frozen: its optimizer has other moments; a ConfigError."""
+    saved = checkpoint["hyper_parameters"].get("freeze") or []  # earlier versions froze nothing
+    if {*saved} != {*patterns}:
+        now, before = (f"[{','.join(names)}]" for names in (patterns, saved))
+        raise ConfigError(
+            f"model.freeze is {now}, and that of the checkpoint's run is {before}",
+            key="model.freeze",
+            fix=f"set model.freeze={before}, or begin a new run with the trained model (model.name=FOLDER/model)",
+        )
 
 
 def schedule_changed(before: OptimizerConfig, config: OptimizerConfig) -> bool:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from trinity_lightning.common.checkpoints import contents, filled, new_folder, places_of, read, without_shards, write
 from trinity_lightning.common.ranks import CPU, Ranks
 from trinity_lightning.config.checkpoints import HASH, REST, hash_of
+from trinity_lightning.config.models import is_picture_model
 from trinity_lightning.config.trainer import check_distributed_checkpoint, check_shards_of
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.errors import ConfigError, RankError, TrinityError, WeightSyncError
@@ -74,7 +75,9 @@ class Shards(Replicas):
         """Shard each layer of the model, then the rest of it; trained weights become float32 shards."""
         names = {module: f"{name}." for name, module in model.named_modules()}
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for part in (*reversed(layers_of(model)), model):
+        # The tower for pictures is part of the rest, which every pass gathers: a rank's rows may have no pictures.
+        language = model.get_decoder() if is_picture_model(model.config) else model
+        for part in (*reversed(layers_of(language)), model):
             if trained:
                 for parameter in part.parameters():
                     if parameter.requires_grad and not isinstance(parameter, DTensor):
@@ -324,10 +327,11 @@ class Shards(Replicas):
         return self._state(model, lambda name: self.whole(name).cpu())
 
     def _state(self, model: Any, take: Callable[[str], Tensor]) -> dict[str, Any]:
-        """The model's state with `take(name)` for each trained parameter, tied ones once; no frozen parameters."""
-        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        taken = {name: take(name) for name, p in trained.items() if self._names[id(p)] == name}
-        weights = {name: taken[self._names[id(p)]] for name, p in trained.items()}
+        """The model's state with `take(name)` for each parameter, tied ones once; with adapters, for these alone."""
+        alone = self.module.adapter is not None
+        chosen = {name: p for name, p in self._parameters.items() if p.requires_grad or not alone}
+        taken = {name: take(name) for name, p in chosen.items() if self._names[id(p)] == name}
+        weights = {name: taken[self._names[id(p)]] for name, p in chosen.items()}
         state = {name: weights.get(name, value) for name, value in model.state_dict().items()}
         return {name: value for name, value in state.items() if name in weights or not isinstance(value, DTensor)}
 
@@ -468,7 +472,7 @@ class ShardStrategy(ReplicaStrategy):
             raise ConfigError(
                 "trainer=fsdp2 trains a PolicyModule that no other Trainer has trained in shards.", key="trainer"
             )
-        settings = module.model_name, module.trainer.precision, module.hparams["compile_layers"] is True
+        settings = module.trainer.precision, module.hparams["compile_layers"] is True
         has_critic = module.algorithm.critic is not None
         check_shards_of(*settings, module.optimizer_config.name, has_critic=has_critic)
         module.check_trainable(self.root_device)  # tried while it is whole

@@ -27,6 +27,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import TORCH_DTYPES, HeapBound, await_kernels, reuse_large_buffers
 from trinity_lightning.common.model_memory import useful_tokens
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.pictures.kept import KeptStates, keep_states
 from trinity_lightning.common.pictures.positions import position_rule
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.random_state import random_state
@@ -53,16 +54,13 @@ from trinity_lightning.trainer.checkpoint import (
 from trinity_lightning.trainer.compiled import check_compilable, compile_layers
 from trinity_lightning.trainer.critic import Critic
 from trinity_lightning.trainer.flops import ModelSize, Peak, products_dtype, step_costs
+from trinity_lightning.trainer.frozen import freeze
 from trinity_lightning.trainer.garbage import Thaw
 from trinity_lightning.trainer.head import lean_embeddings
 from trinity_lightning.trainer.layout import Part, collate, trained_tokens
 from trinity_lightning.trainer.loss_scale import LossScale
 from trinity_lightning.trainer.masters import settings_of
-from trinity_lightning.trainer.model import (
-    load_model,
-    logprob_function,
-    usable_layout,
-)
+from trinity_lightning.trainer.model import load_model, logprob_function, usable_layout
 from trinity_lightning.trainer.objective import Objective, count_bad_step
 from trinity_lightning.trainer.out_of_memory import Expected, out_of_memory
 from trinity_lightning.trainer.passes import Compiled, LogprobFn, Passes, idle
@@ -86,6 +84,7 @@ class PolicyModule(L.LightningModule):
         gradient_checkpointing: recompute activations in the backward pass.
         attn_implementation: attention of transformers.
         lora: adapters to train in place of the weights.
+        freeze: patterns of the names of parameters that are not trained; see `model.freeze`.
         planned_tokens: a memory plan's value for algorithm.max_tokens_per_micro_batch=auto; None: chosen here.
 
     Attributes:
@@ -118,6 +117,7 @@ class PolicyModule(L.LightningModule):
         gradient_checkpointing: bool = False,
         attn_implementation: str = "sdpa",
         lora: LoRAConfig | Mapping[str, Any] | None = None,
+        freeze: Sequence[str] = (),
         planned_tokens: int | None = None,
     ) -> None:
         super().__init__()
@@ -157,6 +157,7 @@ class PolicyModule(L.LightningModule):
         self._passes: Passes | None = None
         self._function: LogprobFn | None = None
         self._compiled: Compiled | None = None
+        self._kept = KeptStates()  # of pictures, if their tower is frozen
         arguments = {
             "model": model,
             "algorithm": plain(self.algorithm),
@@ -167,6 +168,7 @@ class PolicyModule(L.LightningModule):
             "gradient_checkpointing": gradient_checkpointing,
             "attn_implementation": attn_implementation,
             "lora": plain(self.lora),
+            "freeze": list(freeze),
             "planned_tokens": planned_tokens,
         }
         self.save_hyperparameters(arguments, logger=False)  # for checkpoints; a run's record has them already
@@ -219,6 +221,8 @@ class PolicyModule(L.LightningModule):
         self.model = self._load_model(self.model_name)
         if self.lora.r is not None:
             self.adapter = Adapter(self.model, self.lora, str(resolve_model(self.model_name)))
+        if self.hparams["freeze"]:
+            freeze(self.model, self.hparams["freeze"])
         lean_embeddings(self.policy.train())
         if self.algorithm.critic is not None:
             self.critic = Critic(self.algorithm.critic, self.policy, self.tokenizer, self._load_model)
@@ -252,6 +256,7 @@ class PolicyModule(L.LightningModule):
         if self.device.type == "cpu":
             reuse_large_buffers()
         self.check_trainable()
+        self._kept = keep_states(self.policy, self.reference)
         # All ranks must cut alike: each works out the micro-batches of all. Patient, since rank 0 has loaded engines.
         settled = self.placement.ranks.exchange((self.passes().max_tokens, self.passes().layout), patient=True)
         self._passes = replace(self.passes(), max_tokens=min(tokens for tokens, _ in settled), layout=settled[0][1])
@@ -270,6 +275,10 @@ class PolicyModule(L.LightningModule):
         if self._resumption is not None:
             self._resumption.configure(self._optimizer_settings, self._peak_rates)
             self._resumption = None
+
+    def on_train_epoch_end(self) -> None:
+        """Forget states of pictures: the explore step ends."""
+        self._kept.drop()
 
     # -- the models, and how rows go through them ---------------------------------------------------------------------
 
@@ -396,7 +405,8 @@ class PolicyModule(L.LightningModule):
         if isinstance(token_ids, PicturePrompt):
             experience.multi_modal_inputs = token_ids.inputs  # unchecked: the tokens of pictures are scored too
         batch = OptimizerBatch.of([experience], explore_step=0)
-        return self.passes().columns(self.policy, batch, self.placement, shared=False)[0][0].tolist()
+        with self._kept.off():  # the weights may be a drill's
+            return self.passes().columns(self.policy, batch, self.placement, shared=False)[0][0].tolist()
 
     # -- training -----------------------------------------------------------------------------------------------------
 

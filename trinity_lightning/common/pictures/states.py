@@ -25,12 +25,14 @@ class PictureInputs:
         places: places of the tokens in the flattened tokens of the batch, int64 [m], each once.
         states: which of the pictures' states each token has, int64 [m].
         count: number of the pictures' states.
+        hashes: hash of each different picture.
     """
 
     arguments: dict[str, Tensor]
     places: Tensor
     states: Tensor
     count: int
+    hashes: tuple[int, ...]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -73,7 +75,7 @@ def picture_inputs(
     # Rows that share a prefix have the same tokens, which get their states once: gradients would count double.
     different, first = np.unique(torch.cat(places).numpy(), return_index=True)
     states_of = torch.cat(states)[torch.from_numpy(first)]
-    return PictureInputs(joined(pictures), torch.from_numpy(different), states_of, count)
+    return PictureInputs(joined(pictures), torch.from_numpy(different), states_of, count, tuple(first_states))
 
 
 def with_states(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +98,11 @@ def with_states(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         types = torch.zeros_like(inputs["input_ids"])
         arguments["token_type_ids"] = types.view(-1).index_fill(0, pictures.places, 1).view_as(types)
     embedded = model.get_input_embeddings()(inputs["input_ids"])
-    features = features_of(model.get_image_features(**pictures.arguments)).to(embedded.dtype)
+    if (kept := getattr(model, "kept_states", None)) is None:
+        features = features_of(model.get_image_features(**pictures.arguments))
+    else:  # the tower is frozen (`kept.KeptStates`)
+        features = kept.states(model, pictures)
+    features = features.to(embedded.dtype)
     if len(features) != pictures.count:
         raise ModelLoadError(
             f"{type(model).__name__} has {len(features)} states for pictures that stand for {pictures.count} tokens: "
