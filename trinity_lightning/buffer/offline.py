@@ -174,11 +174,13 @@ class OfflineExperienceDataModule(UnmovedDataModule):
         return self._loader
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reader": self.reader.state_dict()}
+        return {"reader": self.reader.state_dict(), "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the checkpoint was taken. ForeignPositionError: the checkpoint belongs to another buffer."""
         self.reader.load_state_dict(state_dict["reader"])
+        if "loader" in state_dict:  # which earlier versions lacked; Lightning restores it only within an epoch
+            self._loader.load_state_dict(state_dict["loader"])
 
 
 class UnreadReader(BufferReader):
