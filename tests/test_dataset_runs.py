@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from support.compose import composed
 from support.errors import refuses
-from support.runs import TRAINERS, Commands, RunTrain, alike, finished, rows, same_model
+from support.runs import TRAINERS, Commands, RunTrain, alike, equal, finished, rows, same_model
 
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule, offline_data_module
 from trinity_lightning.buffer.step_files import keep_step
@@ -55,6 +56,25 @@ def test_sft_learns_and_its_resume_is_exact(run_train: Commands, tmp_path: Path)
     train(run_train, tmp_path / "parts", *arguments, "steps=7")
     resumed = train(run_train, tmp_path / "parts", *arguments, "steps=24", "ckpt_path=last")
     same_model(resumed, run)
+
+
+def test_pairs_with_pictures_are_learned_and_their_resume_is_exact(run_train: Commands, tmp_path: Path) -> None:
+    """Two colours: the better answer is the number of the colour that is shown."""
+    lines = []
+    for place, colour in enumerate(("red", "blue") * 4):
+        Image.new("RGB", (64, 64), colour).save(tmp_path / f"{place}.png")
+        good, bad = ("1", "2") if colour == "red" else ("2", "1")
+        lines.append({"prompt": "Colour?", "images": [f"{place}.png"], "chosen": good, "rejected": bad})
+    path = write(tmp_path / "pairs.jsonl", lines)
+    arguments = ("+recipe=dpo", path, "model=tiny_vision", "model.dtype=fp32", "logger=csv", "buffer.batch_size=8")
+    arguments += ("optimizer.lr=3e-3",)
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    run = finished(run_train, tmp_path / "whole", *arguments, "steps=10")
+    assert column(run, "actor/pg_loss")[0] == pytest.approx(0.6931472, rel=1e-6)
+    assert column(run, "actor/pg_loss")[-1] < 0.6
+    finished(run_train, tmp_path / "parts", *arguments, "steps=4")
+    equal(finished(run_train, tmp_path / "parts", *arguments, "steps=10", "ckpt_path=last"), run)
 
 
 @pytest.mark.parametrize(("recipe", "examples", "trainer"), [("sft", sums, "ddp"), ("dpo", preferences, "fsdp2")])

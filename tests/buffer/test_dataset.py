@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from support.dataset import GENERATION, assistant, user
 
-from trinity_lightning.buffer.dataset import Example, ExampleReader, loss_of, read_examples
+from trinity_lightning.buffer.dataset import Example, ExampleReader, read_examples
+from trinity_lightning.buffer.held_out import loss_of
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.models import load_tokenizer
@@ -173,7 +174,7 @@ def test_tools_and_calls_are_shown(as_json, tokenizer):
 )
 def test_what_is_no_example_is_refused_by_its_number(kind, entry, words, tokenizer):
     with pytest.raises(ConfigError, match=f"^data, entry 0: .*{words}"):
-        read_examples([entry], lambda row: kind(Example(tokenizer, row)), "data", 100, "refuse")
+        read_examples([entry], lambda _: kind(Example(tokenizer, entry)), "data", 100, "refuse")
 
 
 def test_a_role_that_the_chat_template_names_is_known(tokenizer):
@@ -197,7 +198,7 @@ def test_entries_that_are_no_examples_are_counted_and_the_first_are_named(tokeni
     entries = [{"prompt": "2+2=", "completion": "4" if n < 2 else None} for n in range(9)]
     message = r"^data: 7 of 9 entries are refused\. entry 2, entry 3, .*, entry 6: .*no completion.* And 2 more\.$"
     with pytest.raises(ConfigError, match=message):
-        read_examples(entries, lambda row: Example(tokenizer, row).response(), "data", 100, "refuse")
+        read_examples(entries, lambda index: Example(tokenizer, entries[index]).response(), "data", 100, "refuse")
 
 
 def test_a_template_that_changes_earlier_turns_is_warned_of_and_they_are_as_rollouts_have_them(tokenizer, caplog):
@@ -237,7 +238,7 @@ def pairs(*lengths):
 
 
 def read(entries, overlong, most=5):
-    return read_examples(entries, lambda entry: next(iter(entry.values())), "data", most, overlong)
+    return read_examples(entries, lambda index: next(iter(entries[index].values())), "data", most, overlong)
 
 
 def test_what_is_too_long_is_refused_dropped_or_cut_off_and_counted(caplog):

@@ -1,48 +1,55 @@
 """Examples of a dataset as experiences, without rollouts: preference pairs, and texts and conversations to imitate.
 
-The formats are TRL's, with the same prompts and the same trained tokens. Some examples may be held out: a run measures
-the loss on them.
+The formats are TRL's, with the same prompts and the same trained tokens.
 """
 
 import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import lightning as L
-import numpy as np
 import torch
 
+from trinity_lightning.buffer.example_pictures import ExamplePictures, index_of
 from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.messages import (
+    FILM_AND_SOUND,
+    PICTURES,
     check_asks,
     check_media,
     check_roles,
+    picture_columns,
     read_messages,
+    read_pictures_of,
     read_template_variables,
     read_tools,
     warn_of_unread,
 )
-from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.pictures.parts import count_places, has_pictures, is_picture, placed
+from trinity_lightning.common.pictures.picture import Picture
+from trinity_lightning.common.pictures.processor import PictureProcessor, load_processor
+from trinity_lightning.common.pictures.prompt import PLACES, WrittenPictures
 from trinity_lightning.common.rows import check_rows
-from trinity_lightning.config.models import load_generation_config, load_tokenizer
+from trinity_lightning.config.models import load_generation_config, load_tokenizer, reads_pictures
 from trinity_lightning.config.run import TrainConfig
-from trinity_lightning.errors import ConfigError, configured_at
+from trinity_lightning.config.values import unknown_name
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.imitation import Imitation
-from trinity_lightning.explorer.models.turns import common_length, encode_text
-from trinity_lightning.explorer.tasks.dataset import dataset_entries, names_of
+from trinity_lightning.explorer.models.turns import common_length
+from trinity_lightning.explorer.tasks.dataset import dataset_entries, folder_of, undecoded
 from trinity_lightning.explorer.tasks.order import Order
 from trinity_lightning.explorer.tasks.sources import place_of
-from trinity_lightning.monitor.csv_logger import last_row, log_row, step_of
 
 logger = logging.getLogger(__name__)
 
 Entry = Mapping[str, Any]
 RENDERING = 2  # version of the rendering of conversations as tokens, for checkpoints of earlier versions
+IN_PROMPT = "show pictures in the prompt, in messages of the user"
 JOINED_WORDS = (
     "the prompt's last token goes on in the response, so that rollouts have another prompt: begin responses with the "
     "space, instead of ending prompts with it"
@@ -68,9 +75,17 @@ class Example:
         template_variables: of the chat template; the entry's own (`chat_template_kwargs`) override them.
         generation_config: the policy's, for its end tokens.
         report: called with a sentence if the trained tokens differ from the text, or from those of rollouts.
+        processor: the processor of a policy that reads pictures; None: it reads text alone.
+        images_field: the column with pictures, see `read_pictures_of`.
+        folder: the folder in which relative paths of pictures begin.
+
+    Attributes:
+        template_variables: the variables of the chat template that count.
+        pictures: the pictures of the experience, in the order of their places; the experience itself has the places.
 
     Raises:
-        ConfigError: the entry has pictures, or its conversations, tools or `chat_template_kwargs` cannot be read.
+        ConfigError: a picture, the conversations, tools or `chat_template_kwargs` of the entry cannot be read; or it
+            has pictures, and the policy reads text alone.
     """
 
     def __init__(
@@ -81,22 +96,31 @@ class Example:
         template_variables: Mapping[str, Any] | None = None,
         generation_config: Any = None,
         report: Callable[[str], object] = logger.warning,
+        processor: PictureProcessor | None = None,
+        images_field: str = PICTURES[0],
+        folder: Path = Path(),
     ) -> None:
-        check_media(entry)
-        self._tokenizer = tokenizer
+        sees = processor is not None
+        check_media(entry, FILM_AND_SOUND if sees else (*PICTURES, images_field, *FILM_AND_SOUND))
+        if images_field not in (*PICTURES, *entry):
+            raise ConfigError(unknown_name("column", images_field, entry), key=".images_field")
+        self._processor, self._folder = processor, folder
         self._fields = {name: value for name, value in entry.items() if value is not None}
         self._absent = sorted(entry.keys() - self._fields.keys())
         for name in (name for name in _LISTS if name in self._fields):
-            messages = self._fields[name] = read_messages(name, self._fields[name])
+            messages = self._fields[name] = read_messages(name, self._fields[name], pictures=sees)
             if isinstance(messages, list):
                 check_roles(f" of {name}", messages, tokenizer.chat_template)
         tools = read_tools(self._fields) or None
-        variables = {**(template_variables or {}), **read_template_variables(self._fields)}
+        self.template_variables = {**(template_variables or {}), **read_template_variables(self._fields)}
         self._report = report
-        self._imitation = Imitation(tokenizer, tools, variables, generation_config, report)
+        self._imitate = partial(Imitation, tokenizer, tools, self.template_variables, generation_config, report)
+        self._imitation = self._imitate()
+        self._waiting = read_pictures_of(self._fields, images_field, folder) if sees else []
+        self.pictures: list[Picture] = []
 
     def pair(self) -> Experience:
-        """The preference pair of prompt, chosen and rejected.
+        """The preference pair of prompt, chosen and rejected. Pictures are part of the prompt.
 
         If there is no prompt, the common beginning of chosen and rejected is the prompt. It is also the prompt if the
         column `prompt` is text and the others are conversations, which repeat it. If one is a prefix of the other, its
@@ -114,6 +138,7 @@ class Example:
         chosen, rejected = (self._column(name, str, list) for name in ("chosen", "rejected"))
         prompt = self._fields.get("prompt")
         if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
+            chosen, rejected = self._shown_alike(chosen, rejected)
             shorter, length = min(chosen, rejected, key=len), common_length(chosen, rejected)
             if shorter and length == len(shorter):  # the other one begins with it
                 length -= isinstance(shorter, str) or shorter[-1].get("role") == "assistant"
@@ -125,6 +150,8 @@ class Example:
                     fix="give the prompt, or leave the entry out",
                 )
             prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
+        else:
+            prompt = self._shown(prompt)
         self._check_learned("chosen", chosen)
         (begin, good), (begin_of_bad, bad) = (self._rendered(prompt, answer) for answer in (chosen, rejected))
         begin = min(begin, begin_of_bad)
@@ -132,7 +159,10 @@ class Example:
             raise ConfigError("chosen and rejected are the same", fix="leave the entry out")
         if begin == min(len(good), len(bad)):
             raise ConfigError(f"{'chosen' if begin == len(good) else 'rejected'} is empty", fix="leave the entry out")
-        return Experience(tokens=good[:begin], chosen=good[begin:], rejected=bad[begin:])
+        inputs = self._places(good)
+        if inputs and inputs[PLACES][-1] >= begin:
+            raise ConfigError("a picture lies behind the prompt that chosen and rejected share", fix=IN_PROMPT)
+        return Experience(tokens=good[:begin], chosen=good[begin:], rejected=bad[begin:], multi_modal_inputs=inputs)
 
     def response(self) -> Experience:
         """The response to imitate: a prompt's completion, the assistant's turns of a conversation, or a whole text.
@@ -144,18 +174,25 @@ class Example:
         fields = self._fields
         if {"prompt", "completion"} <= fields.keys():
             self._check_learned("completion", fields["completion"])
-            begin, tokens = self._rendered(fields["prompt"], fields["completion"])
-            return Experience(tokens=tokens, prompt_length=begin)
+            begin, tokens = self._rendered(self._shown(fields["prompt"]), fields["completion"])
+            return Experience(tokens=tokens, prompt_length=begin, multi_modal_inputs=self._places(tokens))
         if column := next((name for name in ("messages", "conversations") if name in fields), None):
-            self._check_learned(column, messages := self._column(column, list))
+            messages = self._shown(self._column(column, list))
+            self._check_learned(column, messages)
             tokens, mask = self._imitation.marked(messages) or self._imitation.conversation(messages)
             if True not in mask:
                 roles = ", ".join(sorted({str(message["role"]) for message in messages})) or "none"
                 raise ConfigError(f"the conversation has no turn of the assistant to learn from; roles: {roles}.")
             begin = max(mask.index(True), 1)
-            return Experience(tokens=tokens, prompt_length=begin, action_mask=mask[begin:])
+            inputs = self._places(tokens)
+            return Experience(tokens=tokens, prompt_length=begin, action_mask=mask[begin:], multi_modal_inputs=inputs)
         if "text" in fields:
             self._check_learned("text", text := self._column("text", str))
+            if self._waiting:
+                raise ConfigError(
+                    "there are pictures beside a text that is learned as a whole",
+                    fix="give prompt and completion, or messages",
+                )
             return Experience(tokens=self._imitation.text(text), prompt_length=1)
         raise ConfigError(
             "algorithm.policy_loss=sft learns from prompt and completion, from messages, or from text; it has "
@@ -186,16 +223,55 @@ class Example:
         absent = [f"no {name} (missing or null)" for name in self._absent]
         return ", ".join([*sorted(self._fields), *absent]) or "nothing"
 
+    def _shown(self, conversation: Any) -> Any:
+        """A conversation, or a text, with the entry's pictures in it: placeholders in texts, parts in messages."""
+        is_text, processor = isinstance(conversation, str), self._processor
+        messages = [{"role": "user", "content": conversation}] if is_text else conversation
+        if processor is None or not isinstance(messages, list) or not (self._waiting or count_places(messages)):
+            return conversation
+        messages, self.pictures = placed(messages, self._waiting, self._folder)
+        if any(has_pictures(message) for message in messages if message.get("role") == "assistant"):
+            raise ConfigError("a turn of the assistant has a picture, and models write none", fix=IN_PROMPT)
+        written = WrittenPictures(processor.token, [processor.written(picture.size) for picture in self.pictures])
+        self._imitation = self._imitate(written)
+        if not is_text:
+            return messages
+        parts = messages[0]["content"]
+        return "".join(processor.token if is_picture(part) else part["text"] for part in parts)
+
+    def _shown_alike(self, chosen: Any, rejected: Any) -> tuple[Any, Any]:
+        """Two whole conversations with the same pictures."""
+        chosen, pictures = self._shown(chosen), self.pictures
+        rejected = self._shown(rejected)
+        if pictures != self.pictures:
+            raise ConfigError("chosen and rejected have different pictures", fix="give them the same prompt")
+        return chosen, rejected
+
+    def _places(self, tokens: list[int]) -> dict[str, torch.Tensor] | None:
+        """The places of the pictures in the tokens, as multi-modal inputs; None without pictures."""
+        if self._processor is None or not self.pictures:
+            return None
+        token, token_id = self._processor.token, self._processor.token_id
+        places = (torch.tensor(tokens) == token_id).nonzero()[:, 0]
+        wanted = sum(self._processor.written(picture.size).count(token) for picture in self.pictures)
+        if len(places) != wanted:
+            raise ConfigError(
+                f"the chat template shows {len(places)} tokens of pictures, and there are {wanted}", key="model.name"
+            )
+        return {PLACES: places}
+
     def _rendered(self, prompt: Any, response: Any) -> tuple[int, list[int]]:
         """The index of the response's first token, and the tokens of prompt and response up to their end token.
 
         The response begins at the first token that differs from those of the prompt alone.
         """
         if isinstance(prompt, str) and isinstance(response, str):
-            prompt_tokens, tokens = encode_text(self._tokenizer, prompt), self._imitation.text(prompt + response)
+            prompt_tokens, tokens = self._imitation.prompt(prompt), self._imitation.text(prompt + response)
             if common_length(prompt_tokens, tokens) < len(prompt_tokens):
                 self._report(JOINED_WORDS)
         elif isinstance(prompt, list) and isinstance(response, list):
+            if count_places(response):
+                raise ConfigError("there is a picture in what is to be learned", fix=IN_PROMPT)
             if response and response[0].get("role") == "assistant":
                 check_asks("prompt", prompt)
             prompt_tokens, tokens = self._imitation.completion(prompt, response)
@@ -213,14 +289,45 @@ class Example:
 # -- all entries -------------------------------------------------------------------------------------------------------
 
 
+class Examples(list[Experience]):
+    """Examples of a dataset.
+
+    Attributes:
+        pictures: reads the pictures of examples that have some; None: no example has any.
+    """
+
+    def __init__(self, examples: Iterable[Experience], pictures: ExamplePictures | None = None) -> None:
+        super().__init__(examples)
+        self.pictures = pictures
+
+    def content(self, example: Experience) -> bytes:
+        """The tokens and the mask of an example, as bytes, by which equal examples are recognised.
+
+        With pictures also what is known of them before they are read.
+        """
+        parts = (example.tokens, example.action_mask, example.chosen, example.rejected)
+        content = [b"%d" % example.prompt_length, *(b"" if p is None else p.numpy().tobytes() for p in parts)]
+        if self.pictures is not None and (outline := self.pictures.outline(index_of(example))):
+            content.append(outline.encode())
+        return b"|".join(content)
+
+    def checksum(self, example: Experience) -> int:
+        """Checksum of the content of an example's pictures; 0 without any."""
+        return 0 if self.pictures is None else self.pictures.checksum(example)
+
+    def completed(self, examples: Iterable[Experience]) -> list[Experience]:
+        """These examples with the tensors of their pictures. StorageError: pictures have changed since the start."""
+        return list(examples) if self.pictures is None else list(map(self.pictures.complete, examples))
+
+
 def read_examples(
-    entries: Sequence[Entry], example: Callable[[Entry], Experience], where: str, most: int, overlong: str
+    entries: Sequence[Entry], example: Callable[[int], Experience], where: str, most: int, overlong: str
 ) -> list[Experience]:
     """The examples of all entries, none longer than `most` tokens.
 
     Args:
         entries, where: the dataset, and its name in messages.
-        example: makes an example of an entry.
+        example: makes an example of the entry with an index.
         most: longest example, in tokens.
         overlong: `refuse`, `drop` or `truncate` a longer one; their number is logged.
 
@@ -234,7 +341,7 @@ def read_examples(
     def read(index: int) -> None:
         nonlocal longer
         try:
-            experience = example(entries[index])
+            experience = example(index)
         except ExperienceError as error:
             raise ConfigError(str(error)) from error
         experience.eid = EID(suffix=f"{index}")
@@ -271,6 +378,8 @@ def _cut(example: Experience, most: int) -> bool:
         room = max(most - len(example.tokens), 0)
         example.chosen, example.rejected = example.chosen[:room], example.rejected[:room]
         return not torch.equal(example.chosen, example.rejected)
+    if example.multi_modal_inputs and example.multi_modal_inputs[PLACES][-1] >= most:
+        return False  # pictures are never cut
     room = max(most - example.prompt_length, 0)
     mask = None if example.action_mask is None else example.action_mask[:room]
     example.tokens, example.action_mask = example.tokens[:most], mask
@@ -281,7 +390,7 @@ class ExampleReader(CursorReader):
     """Reads examples, in another order in each pass.
 
     Args:
-        examples: at least one.
+        examples: at least one; those with pictures get the tensors of these when they are read.
         where: the dataset in words, for messages.
         seed: of the order; None: the given order.
         repeat: begin again at the end.
@@ -291,11 +400,12 @@ class ExampleReader(CursorReader):
         self, examples: Sequence[Experience], where: str, seed: int | None = None, repeat: bool = True
     ) -> None:
         digest = hashlib.sha256(str(seed).encode())
+        self._examples = examples if isinstance(examples, Examples) else Examples(examples)
         for example in examples:
-            digest.update(_content_of(example))
+            digest.update(self._examples.content(example))
         super().__init__(f"{RENDERING}-{digest.hexdigest()[:16]}", where)
-        self._examples, self._repeat = examples, repeat
-        self._order = Order(len(examples), seed)
+        self._repeat, self._order = repeat, Order(len(examples), seed)
+        self._seen: dict[int, int] = {}  # checksums of the pictures of examples that were read, by the entries' indices
 
     @classmethod
     def of_run(cls, config: TrainConfig, examples: Sequence[Experience]) -> "ExampleReader":
@@ -313,11 +423,17 @@ class ExampleReader(CursorReader):
             logger.warning("buffer.batch_size=%d repeats some of %d examples.", buffer.batch_size, len(examples))
         return cls(examples, f"dataset '{buffer.path}'", config.seed if buffer.dataset.shuffle else None, buffer.repeat)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, and checksums of the pictures that were read."""
+        seen = {"pictures": [list(self._seen), list(self._seen.values())]} if self._examples.pictures else {}
+        return super().state_dict() | seen
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken, with a warning if an earlier version made other tokens of the entries.
 
         Raises:
             ForeignPositionError: the state is of other examples.
+            ConfigError: pictures that were read have changed.
         """
         source = str(state["source"])
         if "-" not in source:  # of an earlier version, which did not number its rendering
@@ -330,6 +446,19 @@ class ExampleReader(CursorReader):
                 )
             state = state | {"source": self._source}
         super().load_state_dict(state)
+        if self._examples.pictures is not None:
+            seen = dict(zip(*state["pictures"], strict=True))
+            self._examples.pictures.check_seen({i: known for i, known in seen.items() if self._seen.get(i) != known})
+            self._seen = seen
+
+    def _try_read(self, count: int, whole_groups: bool, last: bool) -> list[Experience] | None:
+        examples = super()._try_read(count, whole_groups, last)
+        if examples is None or self._examples.pictures is None:
+            return examples
+        self._seen |= {
+            index_of(example): self._examples.checksum(example) for example in examples if example.multi_modal_inputs
+        }
+        return self._examples.completed(examples)
 
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         (start,) = cursor
@@ -338,32 +467,54 @@ class ExampleReader(CursorReader):
         return [Item(self._examples[index], (place,)) for place, index in places]
 
 
-def examples_of(config: TrainConfig, path: str, split: str, pairs: bool) -> list[Experience]:
+def examples_of(config: TrainConfig, path: str, split: str, pairs: bool) -> Examples:
     """The examples of a dataset for a run's model, preference `pairs` or responses; errors as `read_examples`."""
-    buffer, tokenizer = config.buffer, load_tokenizer(config.model.name)
+    buffer, model = config.buffer, config.model
+    settings, tokenizer = buffer.dataset, load_tokenizer(model.name)
     kind = Example.pair if pairs else Example.response
-    entries: Any = dataset_entries(path, split, buffer.dataset.subset, as_text=True)
-    most = buffer.dataset.max_length or tokenizer.model_max_length
+    entries: Any = dataset_entries(path, split, settings.subset, as_text=True)
+    entries = undecoded(entries, picture_columns(settings.images_field))
     where = f"dataset '{path}'"
     if not pairs:
         _warn_of_unused(entries, where)
-    generation_config = load_generation_config(config.model.name)
+    sees = reads_pictures(model.name) is not False
+    processor = load_processor(model.name, model.processor_args) if sees else None
     habits: Counter[str] = Counter()
-    variables = set(config.model.chat_template_kwargs)
+    variables = set(model.chat_template_kwargs)
+    fixed: dict[str, Any] = {
+        "template_variables": model.chat_template_kwargs,
+        "generation_config": load_generation_config(model.name),
+        "processor": processor,
+        "images_field": settings.images_field,
+    }
+    folder_of_all = folder_of(path)
 
-    def example(entry: Entry) -> Experience:
+    def read(index: int, report: Callable[[str], object]) -> Example:
+        folder = entries.folder(index) if hasattr(entries, "folder") else folder_of_all
+        return Example(tokenizer, entries[index], **fixed, folder=folder, report=report)
+
+    def pictures_of(index: int) -> list[Picture]:
+        kind(example := read(index, lambda habit: None))  # whose places decide their order
+        return example.pictures
+
+    pictures = ExamplePictures(pictures_of, processor, partial(place_of, entries)) if processor else None
+
+    def made(index: int) -> Experience:
         reported: set[str] = set()
-        settings = {"template_variables": config.model.chat_template_kwargs, "generation_config": generation_config}
-        experience = kind(Example(tokenizer, entry, **settings, report=reported.add))
+        example = read(index, reported.add)
+        experience = kind(example)
+        if pictures is not None and example.pictures:
+            pictures.note(index, example.pictures)
         habits.update(reported)
-        variables.update(read_template_variables(entry))
+        variables.update(example.template_variables)
         return experience
 
-    examples = read_examples(entries, example, where, most, buffer.dataset.overlong)
+    most = settings.max_length or tokenizer.model_max_length
+    examples = read_examples(entries, made, where, most, settings.overlong)
     warn_of_unread(variables, tokenizer.chat_template)
     for habit, count in habits.items():
         logger.warning("%s, %d of %d examples: %s.", where, count, len(entries), habit)
-    return examples
+    return Examples(examples, pictures if pictures and pictures.noted else None)
 
 
 def _warn_of_unused(entries: Sequence[Entry], where: str) -> None:
@@ -378,108 +529,3 @@ def _warn_of_unused(entries: Sequence[Entry], where: str) -> None:
 
 def _forms(entry: Entry) -> list[tuple[str, ...]]:
     return [form for form in _FORMS if all(entry.get(name) is not None for name in form)]
-
-
-def _content_of(example: Experience) -> bytes:
-    """The tokens of an example and its mask, as bytes, by which equal examples are recognised."""
-    parts = (example.tokens, example.action_mask, example.chosen, example.rejected)
-    return b"|".join([b"%d" % example.prompt_length, *(b"" if p is None else p.numpy().tobytes() for p in parts)])
-
-
-# -- examples that are not trained on ----------------------------------------------------------------------------------
-
-# Names of metrics of the loss, and their names for examples that are not trained on.
-NAMES = {"actor/rewards/accuracies": "eval/accuracy", "actor/rewards/margins": "eval/margin"}
-
-
-def held_out_of_run(
-    config: TrainConfig, examples: list[Experience], pairs: bool
-) -> tuple[list[Experience], list[Experience]]:
-    """The examples to train on, and the held-out ones (`buffer.dataset.held_out`).
-
-    A warning counts held-out examples that are trained on, too, as from overlapping slices.
-
-    Raises:
-        ConfigError: nothing would be left on one of the sides; or as `read_examples`.
-    """
-    settings = config.buffer.dataset.held_out
-    if settings.share is None:
-        # Without a split of its own, another dataset is measured whole, in the splits that are trained on.
-        split = settings.split or "+".join(names_of(config.buffer.dataset.split))
-        path = settings.path or str(config.buffer.path)
-        section = "buffer.dataset.held_out"
-        with configured_at(f"{section}.{'split' if settings.path is None else 'path'}", section=section):
-            trained, held_out = examples, examples_of(config, path, split, pairs)
-    else:
-        count = round(settings.share * len(examples))
-        if not 0 < count < len(examples):
-            raise ConfigError(
-                f"buffer.dataset.held_out.share is {settings.share}, which is {count} of {len(examples)} examples",
-                key="buffer.dataset.held_out.share",
-                fix="leave some on both sides",
-            )
-        chosen = set(np.random.default_rng([config.seed, count]).permutation(len(examples))[:count].tolist())
-        trained = [example for index, example in enumerate(examples) if index not in chosen]
-        held_out = [examples[index] for index in sorted(chosen)]
-    contents = {hash(_content_of(example)) for example in trained}
-    if overlapping := sum(hash(_content_of(example)) in contents for example in held_out):
-        logger.warning("%d of %d held-out examples (buffer.dataset.held_out) are trained on, too: eval/loss is not of "
-                       "unseen examples alone.", overlapping, len(held_out))  # fmt: skip
-    return trained, held_out
-
-
-class HeldOutLoss(L.Callback):
-    """Logs `eval/loss`, and for preference pairs `eval/accuracy` and `eval/margin`, at an interval and at the end.
-
-    If there are several ranks, each computes a share; rank 0 has read the examples, and logs.
-
-    Args:
-        examples: measured as one optimizer batch; empty on ranks other than 0.
-        interval: steps from one measurement to the next.
-        total_steps: steps of the run.
-        show: called with the measured metrics, perhaps none, before the step's line is printed.
-        max_response_length: see `OptimizerBatch`.
-    """
-
-    def __init__(
-        self,
-        examples: Sequence[Experience],
-        interval: int,
-        total_steps: int,
-        show: Callable[[dict[str, float]], None],
-        max_response_length: int | None,
-    ) -> None:
-        self._examples, self._max_response_length = list(examples), max_response_length
-        self._interval, self._total_steps, self._show = interval, total_steps, show
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give the examples to all ranks."""
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        self._batch = OptimizerBatch.of(data.everywhere(lambda: self._examples), 0, self._max_response_length)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measure, if a measurement is due."""
-        step = step_of(trainer)
-        due = step % self._interval == 0 or step == self._total_steps
-        measured = loss_of(pl_module, self._batch) if due else {}
-        if not trainer.is_global_zero:
-            return
-        if due:
-            log_row(trainer.loggers, measured, step, last_row(trainer))
-        self._show(measured)
-
-
-def loss_of(policy: Any, batch: OptimizerBatch) -> dict[str, float]:
-    """The loss and the metrics of a batch, without dropout, by the names of `HeldOutLoss`.
-
-    Args:
-        policy: a PolicyModule within a fit.
-        batch: gets the column of the reference model the first time.
-    """
-    policy.policy.eval()
-    try:
-        with torch.no_grad(), policy.trainer.precision_plugin.forward_context():
-            losses, metrics = policy.accumulate(batch, policy.shares(batch, policy.passes().rows(batch)))
-    finally:
-        policy.policy.train()
-    return {"eval/loss": math.fsum(losses.tolist())} | {NAMES[name]: metrics[name] for name in NAMES if name in metrics}

@@ -13,7 +13,8 @@ import lightning as L
 import torch
 
 from trinity_lightning.buffer.datamodule import UnmovedDataModule
-from trinity_lightning.buffer.dataset import ExampleReader, HeldOutLoss, examples_of, held_out_of_run
+from trinity_lightning.buffer.dataset import ExampleReader, examples_of
+from trinity_lightning.buffer.held_out import HeldOutLoss, held_out_of_run
 from trinity_lightning.buffer.reader import BufferReader, create_reader
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.messages import Conversation, check_media, check_roles, warn_of_unread
@@ -173,11 +174,13 @@ class OfflineExperienceDataModule(UnmovedDataModule):
         return self._loader
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reader": self.reader.state_dict()}
+        return {"reader": self.reader.state_dict(), "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the checkpoint was taken. ForeignPositionError: the checkpoint belongs to another buffer."""
         self.reader.load_state_dict(state_dict["reader"])
+        if "loader" in state_dict:  # which earlier versions lacked; Lightning restores it only within an epoch
+            self._loader.load_state_dict(state_dict["loader"])
 
 
 class UnreadReader(BufferReader):
@@ -220,7 +223,8 @@ def offline_data_module(
         with configured_at("buffer.path", section="buffer.dataset"):
             examples = examples_of(config, str(config.buffer.path), settings.split, pairs)
         if settings.held_out.given:
-            examples, held_out = held_out_of_run(config, examples, pairs)
+            examples, measured = held_out_of_run(config, examples, pairs)
+            held_out = measured.completed(measured)
         reader = ExampleReader.of_run(config, examples)
     else:
         with configured_at("buffer.storage", section="buffer"):

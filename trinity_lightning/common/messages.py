@@ -104,14 +104,18 @@ def is_empty(value: object) -> bool:
     return value is None or (isinstance(value, Sequence | Mapping) and len(value) == 0)
 
 
+def picture_columns(field: str) -> tuple[str, ...]:
+    """Names of the columns that may have pictures, if this is configured as the name of their column."""
+    return PICTURES if field == PICTURES[0] else (field,)
+
+
 def read_pictures_of(entry: Mapping[str, Any], field: str = PICTURES[0], folder: Path = _HERE) -> list[Picture]:
     """The pictures of an entry: those of a field, or by default of the first of `PICTURES` that is not empty.
 
     Raises:
         ConfigError: as in `read_picture`.
     """
-    fields = PICTURES if field == PICTURES[0] else (field,)
-    values = (entry[name] for name in fields if not is_empty(entry.get(name)))
+    values = (entry[name] for name in picture_columns(field) if not is_empty(entry.get(name)))
     return next((read_pictures(value, folder) for value in values), [])
 
 

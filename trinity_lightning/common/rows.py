@@ -1,11 +1,17 @@
 """Rows of data that cannot be used: they are refused together, the first few by place and reason."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from trinity_lightning.errors import ConfigError
 
 MOST_NAMED = 5  # rows that a message names
+MOST_COMPARED = 4096  # rows whose pictures are read to compare them, when a run is resumed
+
+
+def spread(indices: Sequence[int], most: int) -> Sequence[int]:
+    """At most so many of the indices, evenly spread."""
+    return indices[:: -(-len(indices) // most)] if indices else indices
 
 
 def check_rows(where: str, count: int, check: Callable[[int], object], place: Callable[[int], str]) -> None:

@@ -83,11 +83,13 @@ class DatasetConfig(Section, key="buffer.dataset"):
     prompt, or with a text prompt beside messages that contain it, the prompt is the common beginning of chosen and
     rejected.) `algorithm=sft` reads prompt and completion; or messages, whose assistant turns are trained on; or text.
     A column `tools` is shown to the model. A column `chat_template_kwargs` holds variables of the chat template, such
-    as enable_thinking.
+    as enable_thinking. Pictures are part of the prompt, or of messages of the user.
 
     Attributes:
         subset: name of the dataset's configuration on the hub.
         split: split, or a slice of it (`train[:90%]`).
+        images_field: name of the column with a picture or a list of them, as in `taskset.images_field`; by default
+            `images`, and `image` in examples without.
         shuffle: read each pass in another order, which follows from the run's seed.
         max_length: most tokens of an example; null: the tokenizer's limit.
         overlong: `refuse` to run with a longer example, `drop` it, or `truncate` its end. The examples dropped or
@@ -97,6 +99,7 @@ class DatasetConfig(Section, key="buffer.dataset"):
 
     subset: str | None = None
     split: str = checked("train", text)
+    images_field: str = checked("images", text)
     shuffle: bool = True
     max_length: int | None = checked(None, whole_number, least=2, optional=True)
     overlong: str = checked("refuse", one_of, names=("refuse", "drop", "truncate"))

@@ -34,6 +34,7 @@ _LONGEST_PATH = 4096
 _LEAST_EDGE = 2  # in pixels: a single one shows nothing, and is what trackers and failed downloads leave behind
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}  # the last bytes of files, by format, within their tail
 _TAIL = 16
+_ORIENTATION, _ON_THEIR_SIDE = 0x0112, (5, 6, 7, 8)  # an EXIF tag, and its values for pictures to turn by 90 degrees
 _WITH_PREVIEWS = ("MPO",)  # formats whose further pictures show the same, in another size
 
 
@@ -63,6 +64,13 @@ class Picture:
             return _in_rgb(ImageOps.exif_transpose(image), self.name)
 
     @cached_property
+    def size(self) -> tuple[int, int]:
+        """Width and height of the upright picture in pixels, read from the head of its file; errors as in `image`."""
+        with self._opened() as image:
+            width, height = image.size
+            return (height, width) if image.getexif().get(_ORIENTATION) in _ON_THEIR_SIDE else (width, height)
+
+    @cached_property
     def digest(self) -> str:
         """Hash of size and pixels, 32 hex digits."""
         return xxh3_128_hexdigest(repr(self.image.size).encode() + self.image.tobytes())
@@ -76,6 +84,18 @@ class Picture:
         """
         content = self._content()
         return self.digest if content is None else xxh3_128_hexdigest(content)
+
+    @property
+    def outline(self) -> str:
+        """Same as `fingerprint`, but of a file no more than its size in bytes, which is known without reading it.
+
+        Raises:
+            ConfigError: the file is missing.
+        """
+        if not isinstance(self.source, Path):
+            return self.fingerprint
+        with _named_errors(self.name):
+            return str(self.source.stat().st_size)
 
     @property
     def name(self) -> str:

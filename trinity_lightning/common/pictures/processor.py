@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.prompt import PLACES, Expansion
 from trinity_lightning.config.model import NO_PROCESSOR_ARGS
@@ -33,6 +35,7 @@ class PictureProcessor:
         self._processor, self.args = processor, dict(args or {})
         self._expansions: OrderedDict[tuple[str, ...], Expansion] = OrderedDict()
         self._bytes = 0
+        self._written: dict[tuple[int, int], str] = {}
 
     @property
     def token(self) -> str:
@@ -74,21 +77,45 @@ class PictureProcessor:
                 key="taskset.images_field",
                 fix=f"give each picture a part of type 'image', and do not write {self.token} in a text",
             )
-        images = [picture.image for picture in pictures]
-        settings: dict[str, Any] = {"add_special_tokens": False, "return_tensors": "pt", **self.args}
-        try:
-            outputs = self._processor(text=[text], images=[images], **settings)
-        except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
-            sizes = ", ".join(f"{width} x {height}" for width, height in (image.size for image in images))
-            raise ConfigError(
-                f"the model's processor refuses pictures of {sizes} pixels ({error})", key="model.processor_args"
-            ) from error
+        outputs = self._processed(text, [picture.image for picture in pictures])
         token_ids, nested = outputs["input_ids"][0], "pixel_attention_mask" in outputs
         # Idefics3's tensors have the prompt as dimension 0, and its pictures as dimension 1.
         tensors = {name: outputs[name][0] if nested else outputs[name] for name in outputs if name not in _OF_TEXT}
         tensors[PLACES] = (token_ids == self.token_id).nonzero()[:, 0]
         unexpanded = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return Expansion(tuple(unexpanded), tuple(pictures), tuple(token_ids.tolist()), tensors)
+
+    def _processed(self, text: str, images: list[Any]) -> Any:
+        """The processor's outputs for a text and pictures of Pillow's; a ConfigError if it refuses the pictures."""
+        settings: dict[str, Any] = {"add_special_tokens": False, "return_tensors": "pt", **self.args}
+        try:
+            return self._processor(text=[text], images=[images], **settings)
+        except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+            sizes = ", ".join(f"{width} x {height}" for width, height in (image.size for image in images))
+            raise ConfigError(
+                f"the model's processor refuses pictures of {sizes} pixels ({error})", key="model.processor_args"
+            ) from error
+
+    def written(self, size: tuple[int, int]) -> str:
+        """The text that the processor writes in place of a picture's placeholder, which the picture's size decides.
+
+        Its tokens are those of the picture. Many pictures have few sizes: the pixels of each need not be read for it.
+
+        Args:
+            size: width and height in pixels.
+
+        Raises:
+            ConfigError: the processor refuses the size.
+            ModelLoadError: the tokenizer reads the text as other tokens.
+        """
+        if size not in self._written:
+            tokenizer = self._processor.tokenizer
+            token_ids = self._processed(self.token, [Image.new("RGB", size)])["input_ids"][0].tolist()
+            text = tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            if tokenizer.encode(text, add_special_tokens=False) != token_ids:
+                raise ModelLoadError(f"the tokenizer reads what the processor writes for a picture otherwise: {text!r}")
+            self._written[size] = text
+        return self._written[size]
 
 
 def _bytes_of(expansion: Expansion) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trinity_lightning.common.experience.fields import PLACES as PLACES
 from trinity_lightning.common.pictures.picture import Picture
+from trinity_lightning.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,39 @@ class Expansion:
     pictures: tuple[Picture, ...]
     token_ids: tuple[int, ...]
     inputs: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class WrittenPictures:
+    """The pictures of a conversation, as a model's processor writes them in its text.
+
+    Attributes:
+        token: the placeholder of a picture in a text that is rendered by a chat template.
+        texts: for each picture, in the order of their placeholders, what is written in its place.
+    """
+
+    token: str
+    texts: Sequence[str]
+
+    def fill(self, text: str, before: int = 0) -> str:
+        """A text of the conversation with its pictures written out.
+
+        Args:
+            text: the text.
+            before: number of pictures before it.
+
+        Raises:
+            ConfigError: it has a placeholder for which there is no picture.
+        """
+        first, *others = text.split(self.token)
+        texts = self.texts[before : before + len(others)]
+        if len(texts) < len(others):
+            raise ConfigError(
+                f"the text has places for {before + len(others)} pictures, and there are {len(self.texts)} pictures",
+                key="buffer.path",
+                fix=f"do not write {self.token} in a text that a chat template shows",
+            )
+        return first + "".join(written + other for written, other in zip(texts, others, strict=True))
 
 
 class PicturePrompt(list[int]):

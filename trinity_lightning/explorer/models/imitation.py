@@ -3,10 +3,13 @@
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
-from trinity_lightning.common.pictures.parts import text_of
+from trinity_lightning.common.pictures.parts import count_places, text_of
+from trinity_lightning.common.pictures.prompt import WrittenPictures
 from trinity_lightning.common.thoughts import Markers, Response, markers_of, split_thoughts
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat import REASONING, TEMPLATE, Messages, apply_template, continued
@@ -71,6 +74,7 @@ class Imitation:
         variables: variables of the chat template.
         generation_config: the policy's, for its end tokens.
         report: called with each habit of the chat template that changes what is trained on.
+        pictures: the pictures of the entry's conversations; each of these begins with the same ones.
     """
 
     def __init__(
@@ -80,9 +84,10 @@ class Imitation:
         variables: Mapping[str, Any] | None = None,
         generation_config: Any = None,
         report: Callable[[str], object] = logger.warning,
+        pictures: WrittenPictures | None = None,
     ) -> None:
         self._tokenizer, self._tools, self._variables = tokenizer, tools, dict(variables or {})
-        self._generation_config, self._report = generation_config, report
+        self._generation_config, self._report, self._pictures = generation_config, report, pictures
         self._end = turn_end(tokenizer, generation_config)
         self._encoded: dict[str, list[int]] = {}  # token ids by text: an entry's prompts are encoded more than once
 
@@ -112,9 +117,14 @@ class Imitation:
     def text(self, text: str) -> list[int]:
         """The tokens of a plain text; the tokenizer's end token is added unless the text ends with an end token."""
         ends = tuple(self._tokenizer.convert_ids_to_tokens(list(self._end.tokens)))
+        text = self._filled(text)
         if text.rstrip().endswith(ends):
             return self._up_to_end(encode_text(self._tokenizer, text))[0]
         return encode_text(self._tokenizer, text + (self._tokenizer.eos_token or ""))
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt that is plain text."""
+        return encode_text(self._tokenizer, self._filled(text))
 
     def marked(self, messages: Messages) -> tuple[list[int], list[bool]] | None:
         """Tokens and mask as `conversation` returns them, by the template's {% generation %} marks.
@@ -126,6 +136,8 @@ class Imitation:
         form = {"return_dict": True, "return_assistant_tokens_mask": True}
         rendered = apply_template(self._tokenizer, messages, self._tools, **form, **self._variables)
         tokens, mask = list(rendered["input_ids"]), [bool(marked) for marked in rendered["assistant_masks"]]
+        if self._pictures is not None:
+            tokens, mask = self._with_pictures(self._pictures, messages, tokens, mask)
         if True not in mask:
             return tokens, mask
         answers = {place: message for place, message in enumerate(messages) if message.get("role") == "assistant"}
@@ -270,14 +282,15 @@ class Imitation:
             context = turn.context
             if last is not None:
                 between = messages[last + 1 : place]
-                context = self._continued(tokens, between)
+                before = count_places(messages[: last + 1])
+                context = self._continued(tokens, between, before)
                 if not turns[last].ended:
                     marker = self._end_of_next(context[len(tokens) :])
                     mask += [True] * marker
                     if not marker:
                         tokens = self._with_end(tokens)
                         mask = [*mask, *[True] * (len(tokens) - len(mask))][: len(tokens)]
-                        context = self._continued(tokens, between)
+                        context = self._continued(tokens, between, before)
                 context = context[: len(context) - turn.lacks]
             mask += [False] * (len(context) - len(mask))
             tokens = [*context, *turn.response]
@@ -288,11 +301,33 @@ class Imitation:
             mask = [*mask, *[True] * (len(tokens) - len(mask))][: len(tokens)]
         return tokens, mask
 
-    def _continued(self, tokens: list[int], messages: Messages) -> list[int]:
+    def _continued(self, tokens: list[int], messages: Messages, before: int) -> list[int]:
+        """The tokens with further messages behind them, before which there are so many pictures."""
         rendered = continued(self._tokenizer, messages, self._tools, tokens, self._generation_config, **self._variables)
-        return rendered.token_ids(self._tokenizer)
+        return replace(rendered, text=self._filled(rendered.text, before)).token_ids(self._tokenizer)
 
     # -- the template's marks ------------------------------------------------------------------------------------------
+
+    def _with_pictures(
+        self, pictures: WrittenPictures, messages: Messages, tokens: list[int], mask: list[bool]
+    ) -> tuple[list[int], list[bool]]:
+        """Tokens and mask of a conversation, whose pictures have one token each, with all tokens of its pictures.
+
+        Raises:
+            ConfigError: a picture and the text beside it have tokens in common, so that the marks have no sure place.
+        """
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        [place], written = encode(pictures.token), iter(pictures.texts)
+        pieces = [encode(next(written, "")) if token == place else [token] for token in tokens]
+        marks = [[mark] * len(piece) for piece, mark in zip(pieces, mask, strict=True)]
+        tokens, mask = [*chain.from_iterable(pieces)], [*chain.from_iterable(marks)]
+        if tokens != self._whole(messages):
+            raise ConfigError(
+                "the marks ({% generation %}) of the chat template cannot be followed beside pictures",
+                key=TEMPLATE,
+                fix="give the tokenizer's chat_template without these marks: all turns of the assistant are learned",
+            )
+        return tokens, mask
 
     def _is_marked(self, messages: Messages, place: int, tokens: list[int], mask: list[bool]) -> bool:
         """True if a turn is trained on: tokens at its place are marked, or marked tokens anywhere hold its text."""
@@ -345,8 +380,11 @@ class Imitation:
 
     def _encode(self, text: str) -> list[int]:
         if text not in self._encoded:
-            self._encoded[text] = self._tokenizer.encode(text, add_special_tokens=False)
+            self._encoded[text] = self._tokenizer.encode(self._filled(text), add_special_tokens=False)
         return self._encoded[text]
+
+    def _filled(self, text: str, before: int = 0) -> str:
+        return text if self._pictures is None else self._pictures.fill(text, before)
 
 
 def _remainder(shown: str, prompt: str) -> str | None:

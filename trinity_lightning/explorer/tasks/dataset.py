@@ -224,6 +224,12 @@ def names_of(split: str) -> list[str]:
     return list(dict.fromkeys(name.partition("[")[0].strip() for name in split.split("+")))
 
 
+def folder_of(path: str | None) -> Path:
+    """The folder of a dataset; the working directory if the path is none of this machine."""
+    place = Path(path or "").expanduser()
+    return place.parent if place.is_file() else place if place.is_dir() else Path()
+
+
 def undecoded(entries: Any, columns: Iterable[str]) -> Any:
     """The entries with the pictures of a Hugging Face dataset as the bytes of their files; other entries as they are.
 

@@ -11,6 +11,7 @@ from trinity_lightning.common.messages import (
     Conversation,
     check_asks,
     check_media,
+    picture_columns,
     read_messages,
     read_pictures_of,
     read_template_variables,
@@ -55,7 +56,7 @@ class Formatter:
     @property
     def picture_fields(self) -> tuple[str, ...]:
         """Names of the fields that may have pictures."""
-        return PICTURES if self.images_field == IMAGES else (self.images_field,)
+        return picture_columns(self.images_field)
 
     def __call__(self, entry: Mapping[str, Any], folder: Path = Path()) -> dict[str, Any]:
         """The raw task of one entry; the entry is left as it is.

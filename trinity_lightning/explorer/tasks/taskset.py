@@ -20,7 +20,7 @@ from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.config.taskset import TASK_ORDERS, TasksetConfig, data_key
 from trinity_lightning.config.values import one_of, whole_number
 from trinity_lightning.errors import ConfigError, configured_at
-from trinity_lightning.explorer.tasks.dataset import undecoded
+from trinity_lightning.explorer.tasks.dataset import folder_of, undecoded
 from trinity_lightning.explorer.tasks.files import SUFFIXES
 from trinity_lightning.explorer.tasks.formatter import Formatter
 from trinity_lightning.explorer.tasks.order import order_of
@@ -215,7 +215,7 @@ class Taskset(TaskSelection):
             difficulty_field=config.difficulty_field,
             key=key,
             data_key=data_key(config, key),
-            folder=_folder_of(config.path),
+            folder=folder_of(config.path),
         )
 
     @property
@@ -383,12 +383,6 @@ class Taskset(TaskSelection):
 def _pictures_of(raw_task: Mapping[str, Any]) -> list[Picture]:
     pictures = raw_task.get(IMAGES)
     return [picture for picture in pictures if isinstance(picture, Picture)] if isinstance(pictures, list) else []
-
-
-def _folder_of(path: str | None) -> Path:
-    """The folder of a taskset's data; the working directory if the path is none of this machine."""
-    place = Path(path or "").expanduser()
-    return place.parent if place.is_file() else place if place.is_dir() else Path()
 
 
 # In earlier versions, the name of a taskset whose source and path were set on top of the default choice, addition.
