@@ -225,11 +225,15 @@ def test_a_value_of_another_kind_is_refused(value: Any) -> None:
         read_picture(value, Path())
 
 
-def test_a_file_that_ends_early_is_refused_when_it_is_looked_at(tmp_path: Path) -> None:
+def test_a_file_that_ends_early_is_refused_at_once_and_one_damaged_inside_when_it_is_looked_at(tmp_path: Path) -> None:
     content = encoded(drawn((60, 60)))
-    (tmp_path / "cut.png").write_bytes(content[: len(content) // 2])
-    picture = read_picture("cut.png", tmp_path)
+    middle = len(content) // 2
+    (tmp_path / "cut.png").write_bytes(content[:middle])
     with pytest.raises(ConfigError, match=r"cut\.png"):
+        read_picture("cut.png", tmp_path)
+    (tmp_path / "damaged.png").write_bytes(content[:middle] + bytes(8) + content[middle + 8 :])
+    picture = read_picture("damaged.png", tmp_path)
+    with pytest.raises(ConfigError, match=r"damaged\.png"):
         picture.image  # noqa: B018
 
 
