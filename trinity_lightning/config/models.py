@@ -37,7 +37,7 @@ _NOT_CAUSAL = re.compile(
     r"(?<!LMHead)(?<!DoubleHeads)Model$|For(MaskedLM|PreTraining|QuestionAnswering|MultipleChoice|\w+Classification)$"
 )
 # Raise a model's number when its files change. The cached folder of an earlier version then stays as it is.
-_REVISIONS = {"smollm2": 1, "tiny": 1, "tiny_vision": 1}
+_REVISIONS = {"smollm2": 1, "tiny": 1, "tiny_vision": 2}
 
 
 def cache_folder() -> Path:
