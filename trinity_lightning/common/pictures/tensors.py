@@ -1,6 +1,6 @@
 """Tensors of pictures in experiences: which belong to which picture, and which pictures are equal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from trinity_lightning.common.pictures.prompt import PLACES, joined_pictures
 PIXELS = "pixel_values"
 MASK = "pixel_attention_mask"  # Idefics3's: where pixels are a picture's own, and not padding
 GRID = "image_grid_thw"  # Qwen-VL's: patches of each picture in time, height and width
-_HASHES = WeakTensorKeyDictionary()  # of the parts of tensors, which the rollouts of a prompt share
+# Of the parts of a tensor, by the numbers of their rows: the rollouts of a prompt share its tensors.
+_HASHES: MutableMapping[Tensor, dict[tuple[int, ...], list[int]]] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
