@@ -1,9 +1,13 @@
 """The measured part of docs/gpu.md, from the lines of JSON that gpu.py has printed."""
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from _gpu import BENCHMARK
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "gpu.md"
 BEGIN, END = "<!-- written by benchmarks/gpu.py -->\n", "<!-- until here -->\n"
@@ -23,9 +27,28 @@ APART = ("share", "products", "log")  # `share` has a table of its own
 
 
 def write(results: Path) -> None:
-    """Write the measured part of the page from the lines of a file."""
-    lines = [json.loads(line) for line in results.read_text().splitlines() if line.startswith("{")]
+    """Write the measured part of the page from the lines of a file.
+
+    Raises:
+        SystemExit: the file cannot be read, or has no result, so that the page stays as it is.
+    """
+    try:
+        lines = results_of(results.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        sys.exit(f"gpu.py: --table {results} cannot be read: {error}")
+    if not any("on" in line for line in lines):
+        sys.exit(f"gpu.py: --table {results} has no result of this command; docs/gpu.md stays as it is.")
     PAGE.write_text(with_measured(PAGE.read_text(), lines))
+
+
+def results_of(text: str) -> list[dict[str, Any]]:
+    """The lines that the benchmark has printed. A last one may be cut off where the benchmark was ended."""
+    lines = []
+    for line in text.splitlines():
+        with suppress(json.JSONDecodeError):
+            if line.startswith("{") and (result := json.loads(line)).get("benchmark") == BENCHMARK:
+                lines.append(result)
+    return lines
 
 
 def with_measured(page: str, lines: Sequence[dict[str, Any]]) -> str:

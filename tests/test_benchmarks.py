@@ -220,6 +220,24 @@ def test_the_table_of_gpu_is_written_between_its_marks(gpu: Any) -> None:
     assert table.NOTHING in table.with_measured(page, [])
 
 
+def test_a_file_without_results_leaves_the_page_of_the_gpu_as_it_is(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = importlib.import_module("_gpu_table")
+    page, results = tmp_path / "gpu.md", tmp_path / "results.jsonl"
+    page.write_text(f"{table.BEGIN}{table.NOTHING}{table.END}")
+    monkeypatch.setattr(table, "PAGE", page)
+    results.write_text('{"benchmark": "another", "on": "H100"}\nwords\n{"cut off\n')
+    for wrong in (results, tmp_path, tmp_path / "missing.jsonl"):
+        with pytest.raises(SystemExit, match=wrong.name):
+            table.write(wrong)
+    assert table.NOTHING in page.read_text()
+    head = {"benchmark": "gpu", "stage": "c", "what": "train", "on": "H100", "torch": "2.13.0", "vllm": None}
+    results.write_text(json.dumps(head | {"rows": 128}) + '\n{"benchmark": "gpu", "stage": "c", "wh')
+    table.write(results)
+    assert "### H100" in page.read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # TRL's, of another vLLM
 def test_trl_can_be_given_any_settings_and_its_side_says_what_it_runs_with(gpu: Any) -> None:

@@ -94,6 +94,7 @@ def test_a_configuration_tells_that_its_model_reads_pictures(family: str, tmp_pa
 def test_a_text_model_is_none(tmp_path: Path) -> None:
     LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     assert model_class(tmp_path) is AutoModelForCausalLM
+    assert not is_picture_model(AutoConfig.for_model("mistral4"))  # which transformers lists among those that see
     assert reads_pictures(str(tmp_path)) is False
     assert load_processor("tiny") is None
     assert [reads_pictures(name) for name in ("tiny", "smollm2", "tiny_vision", "org/name")] == [

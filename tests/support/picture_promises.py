@@ -142,7 +142,7 @@ def tried(
 class PicturePromises:
     def test_log_probabilities_are_transformers_own(self, engine: Engine, driver: Driver) -> None:
         driver.run(engine.load())
-        assert worst_difference(answers(engine, driver, prompts(33)), plain_model()) < ROUNDING
+        assert worst_difference(answers(engine, driver, prompts(51)), plain_model()) < ROUNDING
 
     def test_a_prompt_with_pictures_is_scored(self, engine: Engine, driver: Driver) -> None:
         (prompt,) = prompts(1, seed=50)
@@ -200,6 +200,15 @@ class PicturePromises:
         assert (experience.metrics["tool_calls"], experience.metrics["tool_errors"]) == (2.0, 0.0)
         check_trained(experience, [random_picture(seed) for seed in (399, 400, 401)])
         assert "tool\nHere<" in engine.tokenizer.decode(experience.tokens)
+
+    def test_a_teacher_sees_the_pictures_too(self, engine: Engine, driver: Driver) -> None:
+        raw = {"prompt": "<image>?", "images": [random_picture(410)]}
+        task = Task("on_policy_distill", raw, rollout_args={"max_tokens": 5})
+        status, experiences = driver.run(WorkflowRunner(ExplorerConfig(), engine, [engine]).run_task(task, 1))
+        assert status.ok, status.message
+        (experience,) = experiences
+        assert experience.teacher_logprobs is not None
+        torch.testing.assert_close(experience.teacher_logprobs, experience.logprobs, rtol=0, atol=ROUNDING)
 
     def test_rollouts_of_a_prompt_share_its_tensors(self, engine: Engine, driver: Driver) -> None:
         asked = Conversation([{"role": "user", "content": "Look"}]).with_pictures([random_picture(80)])

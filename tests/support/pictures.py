@@ -35,6 +35,13 @@ def prompt_of(text: str, pictures: Sequence[Picture]) -> PicturePrompt:
     return PicturePrompt.joined(processor().expand(text, pictures))
 
 
+def prompt_in_tiles(text: str, picture: Picture) -> PicturePrompt:
+    """The prompt of a user's message, with a picture that is cut up into tiles of 64 x 64 pixels."""
+    text = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    args = {"do_image_splitting": True, "size": {"longest_edge": 128}}
+    return PicturePrompt.joined(PictureProcessor(processor()._processor, args).expand(text, [picture]))
+
+
 def experience(
     prompt: Sequence[int], response: Sequence[int], task: int = 0, run: int = 0, **fields: Any
 ) -> Experience:

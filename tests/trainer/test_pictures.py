@@ -4,13 +4,21 @@ from typing import Any
 
 import pytest
 import torch
-from support.pictures import experience, picture_groups, plain_logprobs, plain_model, prompt_of, random_picture
+from support.pictures import (
+    experience,
+    picture_groups,
+    plain_logprobs,
+    plain_model,
+    prompt_in_tiles,
+    prompt_of,
+    random_picture,
+)
 from support.policy import Gradients, batch_of, fit, make_policy
 
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.pictures.prompt import PLACES
-from trinity_lightning.common.pictures.tensors import PictureTensors, identity_of
+from trinity_lightning.common.pictures.tensors import GRID, MASK, PIXELS, PictureTensors, identity_of
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.trainer.layout import _common_prefix, collate, cut, prefix_groups
 from trinity_lightning.trainer.model import logprobs_by_head
@@ -31,9 +39,28 @@ def expected(rows: list[Experience]) -> tuple[float, dict[str, torch.Tensor]]:
     return float(total.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def rows_of_all_kinds() -> list[Experience]:
+    """Ragged rollouts with pictures and without; two prompts have a picture that is cut up, and is partly padding.
+
+    The two cut up pictures differ in one tile.
+    """
+    rows = picture_groups()
+    prompt = prompt_in_tiles("<image>What?", random_picture(3, (128, 128)))
+    mask = prompt.inputs[MASK].clone()
+    mask[:, :, 48:] = False
+    other = prompt.inputs[PIXELS].clone()
+    other[-1] += 0.5
+    for task, pixels in enumerate((prompt.inputs[PIXELS], other), start=5):
+        for run in range(2):
+            row = experience(prompt, [5 + task, 7, 8][: 1 + run], task, run)
+            row.multi_modal_inputs = {**prompt.inputs, PIXELS: pixels, MASK: mask}
+            rows.append(row)
+    return rows
+
+
 @pytest.fixture(scope="module")
 def wanted() -> tuple[float, dict[str, torch.Tensor]]:
-    return expected(picture_groups())
+    return expected(rows_of_all_kinds())
 
 
 @pytest.mark.parametrize("tokens", [60, 10_000])
@@ -41,7 +68,7 @@ def wanted() -> tuple[float, dict[str, torch.Tensor]]:
 def test_loss_and_gradients_are_transformers_own(layout: Layout, tokens: int, wanted: Any) -> None:
     seen = Gradients()
     settings = {"layout": layout, "max_tokens_per_micro_batch": tokens, "policy_loss": "reinforce"}
-    fit(make_policy(name="tiny_vision", **settings), [batch_of(picture_groups())], seen)
+    fit(make_policy(name="tiny_vision", **settings), [batch_of(rows_of_all_kinds())], seen)
     loss, gradients = wanted
     assert seen.losses[0] == pytest.approx(loss, abs=1e-5)
     assert seen.steps[0].keys() == gradients.keys()
@@ -78,6 +105,58 @@ def test_a_picture_of_several_rows_is_computed_once() -> None:
         assert pictures.arguments["pixel_values"].shape[:2] == (1, 2)
 
 
+def test_prefixes_are_shared_up_to_the_first_tile_that_differs() -> None:
+    rows = rows_of_all_kinds()[-3:]
+    (tiles,) = {len(row.multi_modal_inputs[PIXELS]) for row in rows if row.multi_modal_inputs}
+    shared = _common_prefix(identity_of(rows[0]), identity_of(rows[1]))
+    pictures = PictureTensors.of_experience(rows[0])
+    assert pictures is not None
+    assert len(pictures.places) == tiles == 5
+    assert shared == int(pictures.places[-1][0])
+
+
+def test_equal_pixels_with_another_mask_are_another_picture() -> None:
+    prompt = prompt_of("<image>How many?", [random_picture(1)])
+    masked = {**prompt.inputs, MASK: prompt.inputs[MASK] & (torch.arange(64) < 32)}
+    pictures = [PictureTensors.of(inputs) for inputs in (prompt.inputs, masked, {**prompt.inputs})]
+    hashes = [picture.hashes for picture in pictures if picture is not None]
+    assert hashes[0] == hashes[2]
+    assert hashes[0] != hashes[1]
+
+
+def test_equal_patches_in_another_grid_are_another_picture() -> None:
+    patches, places = torch.ones(8, 12), torch.arange(2)
+    grids = [torch.tensor([[1, *edges]]) for edges in ((2, 4), (4, 2))]
+    both = [PictureTensors.of({PIXELS: patches, GRID: grid, PLACES: places}) for grid in grids]
+    assert both[0] is not None
+    assert both[1] is not None
+    assert both[0].hashes != both[1].hashes
+
+
+def test_the_same_pass_has_the_same_bits_again() -> None:
+    """Gradients of states that many tokens have are added up in one order, on any number of threads."""
+    policy = make_policy(name="tiny_vision")
+    policy.configure_model()
+    prompts = [prompt_of("<image>How many?", [random_picture(seed)]) for seed in range(4)]
+    rows = [experience(prompt, [5] * (run + 1), task, run) for task, prompt in enumerate(prompts) for run in range(8)]
+    batch = OptimizerBatch.of(rows, 0)
+    (part,) = cut(batch, range(len(rows)), 10_000, Layout.padded)
+    micro = collate(batch, part, CPU)
+    weight = policy.policy.get_parameter("model.connector.modality_projection.proj.weight")
+
+    def gradient() -> torch.Tensor:
+        others = micro.states, micro.targets, micro.temperature[micro.rows]
+        return torch.autograd.grad(logprobs_by_head(policy.policy, micro.inputs, *others)[0].sum(), weight)[0]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first = gradient()
+        assert all(torch.equal(gradient(), first) for _ in range(5))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_micro_batch_without_pictures_has_none() -> None:
     rows = picture_groups()[-3:]
     batch = OptimizerBatch.of(rows, 0)
@@ -93,6 +172,33 @@ def test_tensors_and_places_that_do_not_fit_are_refused(places: int | None) -> N
     row.multi_modal_inputs = inputs if places is None else {**inputs, PLACES: removed[:places]}
     with pytest.raises(ExperienceError, match=PLACES):
         PictureTensors.of_experience(row)
+
+
+def test_places_that_fit_in_sum_alone_are_refused() -> None:
+    """Of two rows, one has too few places for its picture, and the other as many too many."""
+    policy = make_policy(name="tiny_vision", policy_loss="reinforce")
+    rows = [experience(prompt_of("<image>a", [random_picture(seed)]), [5], seed) for seed in range(2)]
+    for row, places in zip(rows, (torch.arange(8), torch.arange(24)), strict=True):
+        row.tokens = torch.cat([torch.full((24,), 5), row.tokens[-1:]])
+        row.prompt_length = 24
+        row.multi_modal_inputs = {**(row.multi_modal_inputs or {}), PLACES: places}
+    with pytest.raises(ExperienceError, match="16 states"):
+        fit(policy, [batch_of(rows)], Gradients())
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {},
+        {MASK: torch.ones(1, 4)},
+        {PIXELS: torch.tensor(1.0)},
+        {PIXELS: torch.ones(2, 4), MASK: torch.ones(1, 4)},
+        {PIXELS: torch.ones(2, 4), GRID: torch.tensor([[1, 1, 3]])},
+    ],
+)
+def test_tensors_that_are_no_pictures_are_refused(tensors: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(ExperienceError, match="multi_modal_inputs"):
+        PictureTensors.of({**tensors, PLACES: torch.arange(4)})
 
 
 def test_rows_in_one_row_keep_their_pictures() -> None:

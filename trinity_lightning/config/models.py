@@ -37,7 +37,7 @@ _NOT_CAUSAL = re.compile(
     r"(?<!LMHead)(?<!DoubleHeads)Model$|For(MaskedLM|PreTraining|QuestionAnswering|MultipleChoice|\w+Classification)$"
 )
 # Raise a model's number when its files change. The cached folder of an earlier version then stays as it is.
-_REVISIONS = {"smollm2": 1, "tiny": 1, "tiny_vision": 1}
+_REVISIONS = {"smollm2": 1, "tiny": 1, "tiny_vision": 2}
 
 
 def cache_folder() -> Path:
@@ -165,8 +165,10 @@ def is_picture_model(config: Any) -> bool:
     """True if a model with this configuration, an object of transformers, reads pictures."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-    sees = getattr(config, "vision_config", None) is not None
-    return sees or config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if getattr(config, "vision_config", None) is not None:
+        return True
+    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    return kind is not None and not kind.endswith("ForCausalLM")  # transformers lists some models of text there too
 
 
 def model_class(source: Path | str) -> Any:

@@ -145,8 +145,14 @@ class SyncPolicy:
         room = min(engine.max_model_len for engine in engines) - 1
         processors = [engine.processor for engine in engines if engine.processor is not None]
         picture = probe_picture(processors[0]) if len(processors) == len(engines) > 0 else None
-        if picture is not None and len(picture.token_ids) < room:  # cut short, it would not fit its tensors
-            token_ids = PicturePrompt.joined(picture, token_ids[: room - len(picture.token_ids)])
+        if picture is not None and (left := room - len(picture.token_ids)) > 0:  # cut short, it would lack tokens
+            token_ids = PicturePrompt.joined(picture, token_ids[:left])
+        elif picture is not None:
+            logger.warning(
+                "a picture of %d tokens does not fit into engine.max_model_len: the probe of synced weights "
+                "has none, and does not look at the tower.",
+                len(picture.token_ids),
+            )
         token_ids = token_ids if len(token_ids) <= room else token_ids[:room]
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),

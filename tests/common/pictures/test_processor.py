@@ -1,12 +1,16 @@
 """The processor that engine and trainer share: one expansion for equal prompts, and a bound on what it keeps."""
 
 import pytest
+import torch
+from PIL import Image
 from support.errors import refuses
 from support.pictures import processor, random_picture
 
 from trinity_lightning.common.pictures import processor as module
+from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.processor import PictureProcessor
 from trinity_lightning.common.pictures.prompt import PLACES
+from trinity_lightning.common.pictures.tensors import MASK
 
 
 @pytest.fixture
@@ -48,3 +52,11 @@ def test_old_expansions_are_forgotten_once_they_take_too_much_memory(
     assert fresh.expand("<image>", [random_picture(5, (64, 64))]) is expansions[-1]
     assert fresh.expand("<image>", [random_picture(1, (64, 64))]) is not expansions[0]
     assert fresh._bytes <= 3 * one
+
+
+def test_a_picture_that_the_model_would_take_for_padding_is_refused() -> None:
+    black = Picture(Image.new("RGB", (64, 64)))
+    processor_of = PictureProcessor(processor()._processor, {"do_normalize": False})
+    with refuses("model.processor_args"):
+        processor_of.expand("<image>", [black])
+    assert processor().expand("<image>", [black]).inputs[MASK].dtype == torch.bool

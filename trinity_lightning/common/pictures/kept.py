@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trinity_lightning.common.pictures.states import PictureInputs
-from trinity_lightning.common.pictures.tensors import features_of, joined, split_pictures
+from trinity_lightning.common.pictures.tensors import MASK, features_of, joined, split_pictures
 from trinity_lightning.config.models import is_picture_model
 
 KEPT_BYTES = 1 << 30  # most that is kept; further pictures are computed in each pass
@@ -35,12 +35,14 @@ class KeptStates:
         self._is_on = True
         self.computed: list[int] = []
 
-    def states(self, model: Any, pictures: PictureInputs) -> Tensor:
-        """States for the tokens of the pictures, [tokens, hidden], as `features_of` has them."""
+    def states(self, model: Any, pictures: PictureInputs) -> list[Tensor]:
+        """States for the tokens of each picture, [tokens, hidden], as `features_of` has them."""
         if not self._is_on:
             return features_of(model.get_image_features(**pictures.arguments))
         alone = _each_alone(pictures.arguments)
-        return torch.cat(self._all_of(pictures.hashes, lambda i: features_of(model.get_image_features(**alone[i]))))
+        return self._all_of(
+            pictures.hashes, lambda place: torch.cat(features_of(model.get_image_features(**alone[place])))
+        )
 
     @torch.no_grad()
     def _all_of(self, hashes: Sequence[int], compute: Callable[[int], Tensor]) -> list[Tensor]:
@@ -81,7 +83,7 @@ class KeptTowerStates(KeptStates):
 
     _hashes: Sequence[int] = ()  # of the pictures that go through the tower
 
-    def states(self, model: Any, pictures: PictureInputs) -> Tensor:
+    def states(self, model: Any, pictures: PictureInputs) -> list[Tensor]:
         self._hashes = pictures.hashes if self._is_on else ()
         try:
             return features_of(model.get_image_features(**pictures.arguments))
@@ -111,7 +113,7 @@ class KeptTowerStates(KeptStates):
 
 def _each_alone(arguments: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """The arguments of `get_image_features` for each picture alone, from those for several."""
-    nested = "pixel_attention_mask" in arguments  # as `joined` makes them
+    nested = MASK in arguments  # as `joined` makes them
     tensors = {name: tensor[0] for name, tensor in arguments.items()} if nested else arguments
     return [joined([picture]) for picture in split_pictures(tensors)]
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from torch import Tensor
 
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.prompt import PLACES, Expansion
+from trinity_lightning.common.pictures.tensors import MASK
 from trinity_lightning.config.model import NO_PROCESSOR_ARGS
 from trinity_lightning.config.models import is_picture_model, load_config, reads_text_alone, resolve_model
 from trinity_lightning.config.values import unknown_name
@@ -78,9 +80,12 @@ class PictureProcessor:
                 fix=f"give each picture a part of type 'image', and do not write {self.token} in a text",
             )
         outputs = self._processed(text, [picture.image for picture in pictures])
-        token_ids, nested = outputs["input_ids"][0], "pixel_attention_mask" in outputs
+        token_ids, nested = outputs["input_ids"][0], MASK in outputs
         # Idefics3's tensors have the prompt as dimension 0, and its pictures as dimension 1.
         tensors = {name: outputs[name][0] if nested else outputs[name] for name in outputs if name not in _OF_TEXT}
+        if nested:
+            tensors[MASK] = tensors[MASK].bool()  # an eighth of its bytes, as an experience keeps it
+            _check_visible(tensors["pixel_values"])
         tensors[PLACES] = (token_ids == self.token_id).nonzero()[:, 0]
         unexpanded = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return Expansion(tuple(unexpanded), tuple(pictures), tuple(token_ids.tolist()), tensors)
@@ -116,6 +121,16 @@ class PictureProcessor:
                 raise ModelLoadError(f"the tokenizer reads what the processor writes for a picture otherwise: {text!r}")
             self._written[size] = text
         return self._written[size]
+
+
+def _check_visible(pictures: Tensor) -> None:
+    """Refuse pictures that are all zeros, which Idefics3 takes for padding; a ConfigError."""
+    if not pictures.flatten(1).any(1).all():
+        raise ConfigError(
+            "a picture is all zeros to the model, which such models take for none",
+            key="model.processor_args",
+            fix="leave do_normalize and do_rescale as the model's processor has them",
+        )
 
 
 def _bytes_of(expansion: Expansion) -> int:

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.pictures.families import check_family, family_of
 from trinity_lightning.common.pictures.positions import position_rule
 from trinity_lightning.common.pictures.tensors import PictureTensors, features_of, joined
@@ -24,14 +25,14 @@ class PictureInputs:
         arguments: the model's arguments for their states, by name.
         places: places of the tokens in the flattened tokens of the batch, int64 [m], each once.
         states: which of the pictures' states each token has, int64 [m].
-        count: number of the pictures' states.
+        counts: number of each different picture's tokens.
         hashes: hash of each different picture.
     """
 
     arguments: dict[str, Tensor]
     places: Tensor
     states: Tensor
-    count: int
+    counts: tuple[int, ...]
     hashes: tuple[int, ...]
 
     @property
@@ -60,13 +61,15 @@ def picture_inputs(
     """
     first_states: dict[int, int] = {}  # by a picture's hash
     pictures: list[dict[str, Tensor]] = []
-    places, states, count = [], [], 0
+    counts: list[int] = []
+    places, states = [], []
     for number, row in enumerate(rows):
         if row is None:
             continue
         for hashed, tensors, tokens in zip(row.hashes, row.tensors, row.places, strict=True):
             if hashed not in first_states:
-                first_states[hashed], count = count, count + len(tokens)
+                first_states[hashed] = sum(counts)
+                counts.append(len(tokens))
                 pictures.append(tensors)
             places.append(place(torch.full_like(tokens, number), tokens))
             states.append(first_states[hashed] + torch.arange(len(tokens)))
@@ -75,7 +78,7 @@ def picture_inputs(
     # Rows that share a prefix have the same tokens, which get their states once: gradients would count double.
     different, first = np.unique(torch.cat(places).numpy(), return_index=True)
     states_of = torch.cat(states)[torch.from_numpy(first)]
-    return PictureInputs(joined(pictures), torch.from_numpy(different), states_of, count, tuple(first_states))
+    return PictureInputs(joined(pictures), torch.from_numpy(different), states_of, tuple(counts), tuple(first_states))
 
 
 def with_states(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -83,8 +86,8 @@ def with_states(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: the model's family is refused (see `check_family`).
-        ModelLoadError: the model has no states for pictures, or not as many as there are tokens for them; or it has a
-            rule for positions, by which there are none.
+        ExperienceError: a picture has not as many states as there are tokens for it.
+        ModelLoadError: the model has a rule for positions, by which there are none.
     """
     pictures: PictureInputs | None = inputs.get(PICTURES)
     if pictures is None:
@@ -99,14 +102,24 @@ def with_states(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         arguments["token_type_ids"] = types.view(-1).index_fill(0, pictures.places, 1).view_as(types)
     embedded = model.get_input_embeddings()(inputs["input_ids"])
     if (kept := getattr(model, "kept_states", None)) is None:
-        features = features_of(model.get_image_features(**pictures.arguments))
+        of_pictures = features_of(model.get_image_features(**pictures.arguments))
     else:  # the tower is frozen (`kept.KeptStates`)
-        features = kept.states(model, pictures)
-    features = features.to(embedded.dtype)
-    if len(features) != pictures.count:
-        raise ModelLoadError(
-            f"{type(model).__name__} has {len(features)} states for pictures that stand for {pictures.count} tokens: "
-            "tensors and tokens must come from the model's own processor."
-        )
-    flat = embedded.flatten(0, 1).index_copy(0, pictures.places, features[pictures.states])
+        of_pictures = kept.states(model, pictures)
+    _check_counts(model, pictures, [len(states) for states in of_pictures])
+    features = torch.cat(of_pictures).to(embedded.dtype)
+    # Indexing would add up gradients in any order on several threads of a CPU: the same run would have other bits.
+    states = nn.functional.embedding(pictures.states, features)
+    flat = embedded.flatten(0, 1).index_copy(0, pictures.places, states)
     return arguments | {"inputs_embeds": flat.view_as(embedded)}
+
+
+def _check_counts(model: Any, pictures: PictureInputs, states: list[int]) -> None:
+    """Refuse pictures whose states are not as many as their tokens; `states`: of each, or of all if not told apart."""
+    told_apart = len(states) == len(pictures.counts)
+    tokens = pictures.counts if told_apart else (sum(pictures.counts),)
+    for count, expected in zip(tokens, states if told_apart else [sum(states)], strict=True):
+        if count != expected:
+            raise ExperienceError(
+                f"{type(model).__name__} has {expected} states for pictures that stand for {count} tokens: tensors and "
+                "tokens must come from the model's own processor."
+            )

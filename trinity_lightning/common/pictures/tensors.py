@@ -1,6 +1,6 @@
 """Tensors of pictures in experiences: which belong to which picture, and which pictures are equal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,11 @@ from xxhash import xxh3_64_intdigest
 from trinity_lightning.common.experience import Experience, ExperienceError
 from trinity_lightning.common.pictures.prompt import PLACES, joined_pictures
 
+PIXELS = "pixel_values"
+MASK = "pixel_attention_mask"  # Idefics3's: where pixels are a picture's own, and not padding
 GRID = "image_grid_thw"  # Qwen-VL's: patches of each picture in time, height and width
-_HASHES = WeakTensorKeyDictionary()  # of the pictures in a tensor of pixels, which the rollouts of a prompt share
+# Of the parts of a tensor, by the numbers of their rows: the rollouts of a prompt share its tensors.
+_HASHES: MutableMapping[Tensor, dict[tuple[int, ...], list[int]]] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +38,7 @@ class PictureTensors:
         """The pictures of `Experience.multi_modal_inputs`; None without any.
 
         Raises:
-            ExperienceError: the places are missing, or are not as many as the tensors need.
+            ExperienceError: the places are missing, or are not as many as the tensors need; or as in `split_pictures`.
         """
         if not inputs:
             return None
@@ -44,13 +47,14 @@ class PictureTensors:
                 f"multi_modal_inputs has no {PLACES!r}: the places of the tokens that stand for pictures, int64 [m]."
             )
         places, pixels = inputs[PLACES], {name: tensor for name, tensor in inputs.items() if name != PLACES}
-        tensors = split_pictures(pixels)
+        rows = _rows_of_pictures(pixels)
+        tensors = _split(pixels, rows)
         counts = _token_counts(pixels, len(tensors), len(places))
         if counts is None:
             raise ExperienceError(
                 f"multi_modal_inputs: {PLACES} has {len(places)} places, which {len(tensors)} pictures cannot share."
             )
-        return cls(tensors, _hashes(inputs, tensors), list(places.split(counts)))
+        return cls(tensors, _hashes(pixels, rows), list(places.split(counts)))
 
     @classmethod
     def of_experience(cls, experience: Experience) -> "PictureTensors | None":
@@ -62,13 +66,34 @@ class PictureTensors:
 
 
 def split_pictures(inputs: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The tensors of each picture, by name; dimension 0 stays, with this picture's rows."""
-    if GRID not in inputs:
-        names, rows = list(inputs), zip(*(tensor.split(1) for tensor in inputs.values()), strict=True)
-        return [dict(zip(names, row, strict=True)) for row in rows]
-    grids = inputs[GRID].split(1)
-    patches = inputs["pixel_values"].split([int(grid.prod()) for grid in grids])
-    return [{"pixel_values": patch, GRID: grid} for patch, grid in zip(patches, grids, strict=True)]
+    """The tensors of each picture, by name; dimension 0 stays, with this picture's rows.
+
+    Raises:
+        ExperienceError: the tensors are not those of as many pictures.
+    """
+    return _split(inputs, _rows_of_pictures(inputs))
+
+
+def _rows_of_pictures(inputs: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """The numbers of rows (dimension 0) that the pictures have in each tensor; ExperienceError as `split_pictures`."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+    if PIXELS not in inputs or () in shapes.values():
+        raise ExperienceError(
+            f"multi_modal_inputs: expected {PIXELS!r} and {PLACES!r}, got tensors of shapes {shapes}."
+        )
+    pictures = len(inputs[GRID if GRID in inputs else PIXELS])
+    rows = {name: [1] * pictures for name in inputs}
+    if GRID in inputs:
+        rows[PIXELS] = inputs[GRID].prod(-1).tolist()
+    if any(sum(rows[name]) != len(tensor) for name, tensor in inputs.items()):
+        grids = f" with {GRID} {inputs[GRID].tolist()!r:.100}" if GRID in inputs else ""
+        raise ExperienceError(f"multi_modal_inputs: tensors of shapes {shapes}{grids} are not of as many pictures.")
+    return rows
+
+
+def _split(inputs: Mapping[str, Tensor], rows: Mapping[str, list[int]]) -> list[dict[str, Tensor]]:
+    parts = zip(*(tensor.split(rows[name]) for name, tensor in inputs.items()), strict=True)
+    return [dict(zip(inputs, part, strict=True)) for part in parts]
 
 
 def _token_counts(inputs: Mapping[str, Tensor], pictures: int, places: int) -> list[int] | None:
@@ -78,21 +103,26 @@ def _token_counts(inputs: Mapping[str, Tensor], pictures: int, places: int) -> l
     return counts if sum(counts) == places and all(size * places % sum(sizes) == 0 for size in sizes) else None
 
 
-def _hashes(inputs: Mapping[str, Tensor], tensors: Sequence[Mapping[str, Tensor]]) -> list[int]:
-    """Hash of each picture's tensors; worked out once for a tensor of pixels."""
-    pixels = inputs["pixel_values"]
-    if pixels not in _HASHES:
-        _HASHES[pixels] = [_hash_of(picture) for picture in tensors]
-    return _HASHES[pixels]
+def _hashes(inputs: Mapping[str, Tensor], rows: Mapping[str, list[int]]) -> list[int]:
+    """Hash of each picture's tensors."""
+    of_tensors = [(name, _hashes_of(inputs[name], rows[name])) for name in sorted(inputs)]
+    return [
+        xxh3_64_intdigest(repr([(name, hashes[picture]) for name, hashes in of_tensors]).encode())
+        for picture in range(len(rows[PIXELS]))
+    ]
 
 
-def _hash_of(picture: Mapping[str, Tensor]) -> int:
-    total = 0
-    for name in sorted(picture):
-        tensor = picture[name].contiguous()
-        header = f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
-        total = xxh3_64_intdigest(header + tensor.view(torch.uint8).numpy().tobytes(), seed=total)
-    return total
+def _hashes_of(tensor: Tensor, rows: list[int]) -> list[int]:
+    """Hash of each picture's rows of a tensor; worked out once for a tensor that is split alike."""
+    of_splits = _HASHES.setdefault(tensor, {})
+    if (split := tuple(rows)) not in of_splits:
+        of_splits[split] = [_hash_of(part) for part in tensor.split(rows)]
+    return of_splits[split]
+
+
+def _hash_of(tensor: Tensor) -> int:
+    seed = xxh3_64_intdigest(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    return xxh3_64_intdigest(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, seed=seed)
 
 
 def identity_of(experience: Experience) -> Tensor:
@@ -115,11 +145,15 @@ def joined(pictures: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     Pictures of Idefics3 are padded to one size, and its mask says where. Others are joined along dimension 0.
     """
     joined = {name: joined_pictures([picture[name] for picture in pictures]) for name in pictures[0]}
-    return {name: tensor[None] for name, tensor in joined.items()} if "pixel_attention_mask" in joined else joined
+    return {name: tensor[None] for name, tensor in joined.items()} if MASK in joined else joined
 
 
-def features_of(outputs: Any) -> Tensor:
-    """A model's states of pictures, [tokens of all pictures, hidden], from what its `get_image_features` returns."""
+def features_of(outputs: Any) -> list[Tensor]:
+    """A model's states of each picture, [tokens, hidden], from what its `get_image_features` returns.
+
+    They are one tensor, [tokens of all pictures, hidden], if the model does not tell pictures apart.
+    """
     states = getattr(outputs, "pooler_output", outputs)
-    parts = states if isinstance(states, list | tuple) else [states]
-    return torch.cat([part.flatten(0, -2) for part in parts])
+    if isinstance(states, Tensor):
+        return [states] if states.dim() == 2 else list(states.flatten(1, -2))
+    return [part.flatten(0, -2) for part in states]

@@ -9,6 +9,7 @@ import torch
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.judge import check_prompt, filled, read_score
+from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.solved import criterion_of
 from trinity_lightning.config.values import number, whole_number
 from trinity_lightning.errors import ConfigError, RolloutError
@@ -142,7 +143,10 @@ class OnPolicyDistillWorkflow(AskingWorkflow):
 
     async def _experience(self, completion: Completion, run: int) -> Experience:
         experience = await super()._experience(completion, run)
-        tokens = [*completion.prompt_token_ids, *completion.token_ids]
+        prompt = completion.prompt_token_ids
+        tokens = [*prompt, *completion.token_ids]
+        if isinstance(prompt, PicturePrompt):
+            tokens = PicturePrompt.joined(prompt, completion.token_ids)
         logprobs = await self.teacher.logprobs(tokens)
         if len(logprobs) != len(tokens) - 1:
             raise RolloutError(f"the teacher gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")
