@@ -15,9 +15,11 @@ from support.compose import composed
 from support.runs import ROOT, RunTrain
 
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.registry import options
 from trinity_lightning.config.run import typed_config
+from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.policy import PolicyModule
 
 GPU = str(ROOT / "benchmarks" / "gpu.py")
@@ -340,6 +342,17 @@ def test_a_batch_is_asked_for_when_the_one_before_is_trained(monkeypatch: pytest
     monkeypatch.setattr(PolicyModule, "training_step", train)
     training.fit("tiny", batches(), "fp32")
     assert seen == [f"{word} {rows}" for rows in (2, 4, 8) for word in ("ask", "train", "done")]
+
+
+def test_pictures_of_a_group_are_one_or_one_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = importlib.import_module("pictures")
+    for alike, different in ((True, 2), (False, 6)):
+        batch = benchmark.make_batch(groups=2, rows=3, alike=alike)
+        (part,) = cut(batch, range(6), 10_000, Layout.padded)
+        pictures = collate(batch, part, torch.device("cpu")).inputs["pictures"]
+        assert pictures.arguments["pixel_values"].shape[:2] == (1, different)
+        assert len(pictures.places) == 6 * benchmark.PICTURE_TOKENS
 
 
 def test_growth_measures_every_size(run_benchmark: RunBenchmark) -> None:

@@ -1,4 +1,3 @@
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +6,9 @@ from lightning.pytorch.loggers import WandbLogger
 from omegaconf import OmegaConf
 from support.compose import composed
 from support.errors import refuses
-from transformers import Qwen3VLConfig
+from support.picture_models import refused_folder
 
 from trinity_lightning.build import check_pictures, eval_sources, finish, logging_to, train_source
-from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import typed_config
 
 
@@ -73,7 +71,7 @@ def test_a_variable_that_is_an_argument_of_rendering_is_refused() -> None:
     ("arguments", "key"),
     [
         (["model=tiny"], "model.name"),
-        (["model=tiny_vision", "engine=vllm_server"], "engine.name"),
+        (["model=tiny_vision", "engine.name=my_engine.PlainEngine"], "engine.name"),
         (["model=tiny_vision", "engine.per_rank=true", "trainer=ddp"], "engine.per_rank"),
         (["model=tiny_vision", "model.lora.r=4", "synchronizer.lora=adapter"], "synchronizer.lora"),
     ],
@@ -85,9 +83,7 @@ def test_tasks_with_pictures_are_refused_where_an_engine_would_not_get_them(argu
 
 
 def test_a_family_that_reads_pictures_by_other_means_is_for_tasks_of_text(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(resolve_model("tiny_vision"), folder)
-    Qwen3VLConfig().save_pretrained(folder)
+    folder = refused_folder(tmp_path / "model")
     config, of_text = (
         typed_config(composed(f"+recipe={recipe}", "model=custom", f"model.name={folder}"))
         for recipe in ("grpo_vision", "grpo")

@@ -9,6 +9,7 @@ import torch
 from support.compose import composed
 from support.dataset import GENERATION, assistant, user
 from support.errors import refuses
+from support.picture_models import refused_folder
 from support.pictures import plain_logprobs, plain_model, processor, random_picture
 from support.policy import Gradients, batch_of, fit, make_policy
 from torch.nn.functional import logsigmoid
@@ -272,6 +273,12 @@ def test_pictures_with_other_tokens_than_at_the_start_end_the_run(data: Path) ->
     read = ExamplePictures(lambda _: [random_picture(3, (10, 100)), *pictures[1:]], sees, str)
     with pytest.raises(StorageError):
         read.complete(made)
+
+
+def test_a_family_that_reads_pictures_by_other_means_is_refused(data: Path, tmp_path: Path) -> None:
+    folder = refused_folder(tmp_path / "model")
+    with refuses("model.name"):
+        examples_of(run_on(data, f"model.name={folder}"), str(data), "train", pairs=False)
 
 
 def test_held_out_examples_with_pictures_of_their_own_are_not_trained_on(

@@ -13,6 +13,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
+    Qwen3VLConfig,
     SmolVLMConfig,
 )
 
@@ -83,6 +84,13 @@ def smolvlm_folder(folder: Path) -> Path:
     template = folder / "chat_template.jinja"
     write_json(folder / "chat_template.json", {"chat_template": template.read_text()})
     template.unlink()
+    return folder
+
+
+def refused_folder(folder: Path) -> Path:
+    """`tiny_vision` with a configuration of Qwen3-VL, whose family is refused; it has no weights of its own."""
+    shutil.copytree(resolve_model("tiny_vision"), folder)
+    Qwen3VLConfig().save_pretrained(folder)
     return folder
 
 

@@ -50,6 +50,24 @@ def test_loss_and_gradients_are_transformers_own(family: str, layout: Layout, to
     assert_same_gradients(seen.steps[0], gradients)
 
 
+@pytest.mark.parametrize(
+    ("family", "layout", "frozen"),
+    [("qwen2_vl", Layout.shared_prefix, "visual"), ("gemma3", Layout.padded, "vision")],
+)
+def test_a_frozen_tower_leaves_other_gradients_as_they_are(
+    family: str, layout: Layout, frozen: str, folders: Any
+) -> None:
+    seen = Gradients()
+    folder, (loss, gradients) = folders(family)
+    policy = make_policy(name=folder, model={"freeze": [frozen]}, layout=layout, policy_loss="reinforce")
+    fit(policy, [batch_of(rollouts(family))], seen)
+    assert seen.losses[0] == pytest.approx(loss, abs=1e-5)
+    others = {name: gradient for name, gradient in gradients.items() if frozen not in name}
+    assert len(others) < len(gradients)
+    assert sorted(policy._kept.computed) == ([6, 8, 8] if family == "qwen2_vl" else [16] * 3)
+    assert_same_gradients(seen.steps[0], others)
+
+
 @pytest.mark.parametrize("family", ["llava", "gemma3"])
 def test_a_family_of_padded_rows_says_so_at_the_start(family: str, folders: Any, caplog: Any) -> None:
     folder, _ = folders(family)

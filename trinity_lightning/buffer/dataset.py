@@ -30,12 +30,13 @@ from trinity_lightning.common.messages import (
     read_tools,
     warn_of_unread,
 )
+from trinity_lightning.common.pictures.families import check_family
 from trinity_lightning.common.pictures.parts import count_places, has_pictures, is_picture, placed
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.processor import PictureProcessor, load_processor
 from trinity_lightning.common.pictures.prompt import PLACES, WrittenPictures
 from trinity_lightning.common.rows import check_rows
-from trinity_lightning.config.models import load_generation_config, load_tokenizer, reads_pictures
+from trinity_lightning.config.models import load_config, load_generation_config, load_tokenizer, reads_pictures
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError
@@ -514,7 +515,10 @@ def examples_of(config: TrainConfig, path: str, split: str, pairs: bool) -> Exam
     warn_of_unread(variables, tokenizer.chat_template)
     for habit, count in habits.items():
         logger.warning("%s, %d of %d examples: %s.", where, count, len(entries), habit)
-    return Examples(examples, pictures if pictures and pictures.noted else None)
+    if pictures is None or not pictures.noted:
+        return Examples(examples, None)
+    check_family(load_config(model.name))
+    return Examples(examples, pictures)
 
 
 def _warn_of_unused(entries: Sequence[Entry], where: str) -> None:

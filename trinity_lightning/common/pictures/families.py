@@ -15,20 +15,22 @@ class Family:
         shares_prefixes: True if it attends causally within a picture, and a shared prefix with pictures was tested.
         attends_both_ways: True if the tokens of a picture see each other, later ones too; the model makes the mask from
             types of tokens.
+        plain_tower: True if its projector reads the last states of a tower that takes one row a picture.
     """
 
     shares_prefixes: bool = False
     attends_both_ways: bool = False
+    plain_tower: bool = False
 
 
 # Loss and every gradient of these were compared with those of transformers' own forward pass.
 FAMILIES = {
-    "idefics3": Family(shares_prefixes=True),
-    "smolvlm": Family(shares_prefixes=True),
+    "idefics3": Family(shares_prefixes=True, plain_tower=True),
+    "smolvlm": Family(shares_prefixes=True, plain_tower=True),
     "qwen2_vl": Family(shares_prefixes=True),
     "qwen2_5_vl": Family(shares_prefixes=True),
     "llava": Family(),
-    "gemma3": Family(attends_both_ways=True),
+    "gemma3": Family(attends_both_ways=True, plain_tower=True),
 }
 # Arguments of forward passes by which other families put pictures into a mask or into positions.
 _TYPES = ("token_type_ids", "mm_token_type_ids")

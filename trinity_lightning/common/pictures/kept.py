@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trinity_lightning.common.pictures.families import family_of
 from trinity_lightning.common.pictures.states import PictureInputs
 from trinity_lightning.common.pictures.tensors import MASK, features_of, joined, split_pictures
 from trinity_lightning.config.models import is_picture_model
 
 KEPT_BYTES = 1 << 30  # most that is kept; further pictures are computed in each pass
-# Models whose projector reads the last states of a tower that takes one row a picture.
-PLAIN_TOWERS = ("idefics3", "smolvlm")
 
 
 class KeptStates:
@@ -79,7 +78,7 @@ class KeptStates:
 
 
 class KeptTowerStates(KeptStates):
-    """The states that a frozen tower hands to a projector, which is trained; for PLAIN_TOWERS."""
+    """The states that a frozen tower hands to a projector, which is trained; for families with `plain_tower`."""
 
     _hashes: Sequence[int] = ()  # of the pictures that go through the tower
 
@@ -133,7 +132,7 @@ def keep_states(policy: Any, reference: Any = None) -> KeptStates:
     kept = KeptStates()
     if any(parameter.requires_grad for parameter in parts.values()):
         parts = {name: parameter for name, parameter in parts.items() if id(parameter) in tower}
-        if policy.config.model_type not in PLAIN_TOWERS or any(weight.requires_grad for weight in parts.values()):
+        if not family_of(policy.config).plain_tower or any(weight.requires_grad for weight in parts.values()):
             return KeptStates()
         kept = KeptTowerStates()
     kept.attach(policy)
