@@ -1,15 +1,19 @@
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import WandbLogger
 from omegaconf import OmegaConf
+from PIL import Image
 from support.compose import composed
 from support.errors import refuses
 from support.picture_models import refused_folder
 
 from trinity_lightning.build import check_pictures, eval_sources, finish, logging_to, train_source
 from trinity_lightning.config.run import typed_config
+from trinity_lightning.engines import most_pictures
 
 
 class FullDisk(WandbLogger):
@@ -72,6 +76,8 @@ def test_a_variable_that_is_an_argument_of_rendering_is_refused() -> None:
     [
         (["model=tiny"], "model.name"),
         (["model=tiny_vision", "engine.name=my_engine.PlainEngine"], "engine.name"),
+        (["model=tiny_vision", "+model.processor_args.nosuch=1"], "model.processor_args.nosuch"),
+        (["model=tiny_vision", "+engine.args.mm_processor_cache_gb=1"], "engine.args.mm_processor_cache_gb"),
         (["model=tiny_vision", "engine.per_rank=true", "trainer=ddp"], "engine.per_rank"),
         (["model=tiny_vision", "model.lora.r=4", "synchronizer.lora=adapter"], "synchronizer.lora"),
     ],
@@ -92,6 +98,32 @@ def test_a_family_that_reads_pictures_by_other_means_is_for_tasks_of_text(tmp_pa
         check_pictures(config, [train_source(config)])
     assert "qwen3_vl" in str(refused.value)
     check_pictures(of_text, [train_source(of_text)])
+
+
+@pytest.mark.parametrize(
+    ("images", "arguments", "most"),
+    [
+        ([1, 0, 3], [], 3),
+        ([0, 0], [], 0),
+        ([1], ["workflow=multi_turn"], None),
+        ([1], ["eval_workflow=my.Workflow"], None),
+        ([1], ["taskset=drawings"], None),
+    ],
+)
+def test_an_engine_is_told_of_the_most_pictures(
+    images: list[int], arguments: list[str], most: int | None, tmp_path: Path
+) -> None:
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    entries = [{"prompt": "?", "images": ["a.png"] * count, "answer": "1"} for count in images]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    data = ["taskset=dataset", f"taskset.path={tmp_path}/data.jsonl", "eval_tasksets={}"]
+    if "taskset=drawings" in arguments:
+        data = ["eval_tasksets={}"]
+    config = typed_config(composed("+recipe=grpo_vision", "model=tiny_vision", *data))
+    names = dict(argument.split("=") for argument in arguments)
+    workflow = replace(config.workflow, name=names.get("workflow", config.workflow.name))
+    changed = replace(config, workflow=workflow, eval_workflow=names.get("eval_workflow"))
+    assert most_pictures(changed, [train_source(config)]) == most
 
 
 def test_tasks_of_text_are_for_every_model_and_engine() -> None:

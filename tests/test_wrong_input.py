@@ -189,6 +189,10 @@ REFUSED = {
         ["+recipe=grpo", "workflow=judge"],
         "workflow.args.judge",
     ),
+    "judge of text that is to be shown pictures": (
+        ["+recipe=grpo", "workflow=judge", "+auxiliary_models.a.model=tiny", "+workflow.args.judge_pictures=true"],
+        "workflow.args.judge_pictures",
+    ),
     "judge by a name that is not there": (
         ["+recipe=grpo", "workflow=judge", "+workflow.args.judge=umpire", "+auxiliary_models.umpir.model=tiny"],
         "workflow.args.judge",

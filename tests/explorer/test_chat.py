@@ -11,7 +11,7 @@ from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.explorer.models.chat import Rendered, render_chat, render_text, renders_tools
+from trinity_lightning.explorer.models.chat import Rendered, check_shown, render_chat, render_text, renders_tools
 
 END = "<|im_end|>"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -207,6 +207,15 @@ def test_as_many_pictures_as_places(vision_tokenizer: Any) -> None:
     ):
         with refuses("taskset.images_field"):
             render_text(vision_tokenizer, messages)
+
+
+def test_pictures_that_a_template_leaves_out_of_a_role_are_refused_by_its_name() -> None:
+    result = {"role": "tool", "content": [PLACE, {"type": "text", "text": "a"}]}
+    check_shown("<image>a<image>", "<image>", Conversation([user([PLACE]), result], pictures=[RED, RED]))
+    with refuses("model.name") as refused:
+        check_shown("<image>a", "<image>", Conversation([user([PLACE]), result], pictures=[RED, RED]))
+    assert "'tool'" in str(refused.value)
+    check_shown("a", "<image>", Conversation([user([PLACE])], pictures=[RED]))  # the processor tells
 
 
 def test_a_later_turn_with_a_picture(vision_tokenizer: Any) -> None:

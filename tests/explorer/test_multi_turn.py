@@ -3,11 +3,13 @@ import threading
 from typing import Any
 
 import pytest
+from PIL import Image
 from support.errors import refuses
 from support.fake_model import FakeModel
 from support.places import without_places
 
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.thoughts import Response
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.explorer import workflow_runner
@@ -16,7 +18,15 @@ from trinity_lightning.explorer.tasks.sources import ReasoningGymEntries
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.explorer.workflow_runner import WorkflowRunner
-from trinity_lightning.explorer.workflows.multi_turn import GuessNumber, MultiTurnWorkflow, Retry
+from trinity_lightning.explorer.workflows.multi_turn import (
+    GuessNumber,
+    MultiTurnWorkflow,
+    Retry,
+    as_messages,
+    state_of,
+)
+
+RED = Image.new("RGB", (4, 4), "red")
 
 
 class Countdown:
@@ -306,6 +316,8 @@ def test_what_is_judged_of_the_last_response_may_be_plain_or_async(is_async: boo
         ),
         ((5, 1.0, False, {}), "observation is int: expected text, pictures or messages"),
         (([{"content": "a"}], 1.0, False, {}), "observation is list"),
+        (([{"type": "image", "path": "nosuch.png"}], 1.0, False, {}), "observation: picture 'nosuch.png'"),
+        (([{"role": "user", "content": [RED, {"type": "image"}]}], 1.0, False, {}), "observation: the messages have"),
     ],
 )
 def test_an_environment_that_returns_something_else_fails_the_run(result: Any, told: str) -> None:
@@ -316,6 +328,20 @@ def test_an_environment_that_returns_something_else_fails_the_run(result: Any, t
     status, experiences = played(FakeModel(), environment=Wrong)
     assert experiences == []
     assert told in status.message
+
+
+def test_states_differ_by_their_pictures() -> None:
+    """Add strategies that compare states go by text, in which every picture is the same word."""
+    red, again, blue = (as_messages(["Here", picture]) for picture in (RED, RED.copy(), Image.new("RGB", (4, 4))))
+    assert state_of(red) == state_of(again) != state_of(blue)
+    assert state_of(as_messages("Here")) == "Here"
+
+
+def test_observations_keep_tools_and_variables() -> None:
+    given = Conversation([{"role": "user", "content": ["Here", RED]}], [{"name": "f"}], {"mood": "calm"})
+    shown = as_messages(given)
+    assert isinstance(shown, Conversation)
+    assert (shown.tools, shown.template_variables, len(shown.pictures)) == (given.tools, {"mood": "calm"}, 1)
 
 
 def test_an_environment_that_raises_fails_its_run() -> None:

@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import pytest
+from PIL import Image
 from support.errors import refuses
 from support.fake_model import FakeModel
 
@@ -160,6 +161,27 @@ def test_results_are_text_or_json_and_cut_to_a_length() -> None:
     assert asyncio.run(make_tool(numbers).call({}, 5.0)) == '{"ü": [1, 2]}'
     _, (one,) = used(ToolModel(call_of("long"), "5"), tools=[long], max_result_length=10)
     assert one.messages[2]["content"] == "x" * 10 + "... (cut)"
+
+
+def test_pictures_stay_and_the_text_beside_them_is_cut() -> None:
+    def look() -> Any:
+        """Looks."""
+        return ["abc", Image.new("RGB", (4, 4)), "defg"]
+
+    environment = ToolEnvironment(make_tools([look]), 5.0, 5, lambda text: ("", [ToolCall("look", {})]))
+    environment.reset(Task("tool_use", {"prompt": "?"}))
+    messages, *_ = asyncio.run(environment.step(""))
+    content = messages[0]["content"]
+    assert [part.get("text", "picture") for part in content] == ["abc", "picture", "de... (cut)"]
+
+
+def test_a_picture_that_cannot_be_read_is_the_tools_error() -> None:
+    def look() -> Any:
+        """Looks."""
+        return [{"type": "image", "path": "nosuch.png"}]
+
+    with pytest.raises(ToolError, match=r"look: .*nosuch\.png"):
+        asyncio.run(make_tool(look).call({}, 5.0))
 
 
 def test_what_a_plain_tool_returns_is_awaited_if_it_can_be() -> None:

@@ -11,6 +11,7 @@ from support.errors import refuses
 from support.fake_model import FakeModel
 
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.pictures.parts import count_places, text_of
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.registry import PARTS
@@ -243,6 +244,26 @@ def test_the_judge_is_shown_each_accepted_answer() -> None:
     judge = a_judge('{"score": 1}')
     asked(Task("judge", {"prompt": "2+2?", "answer": [4, "four"]}), [judge], 1)
     assert "Reference answer:\n4 or four\n" in judge.calls[0]["prompt"]
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_the_judge_may_be_shown_pictures(shows: bool) -> None:
+    judge, asked_for = a_judge('{"score": 1}'), []
+
+    async def chat(messages: Any, tools: Any = None, n: int = 1, **sampling: Any) -> Any:
+        asked_for.append(messages)
+        return await judge.generate("", n, **sampling)
+
+    judge.chat = chat  # type: ignore[method-assign]
+    pictures = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
+    entry = {"prompt": "<image>, or <image>?", "images": pictures, "answer": "<image>"}
+    asked(Task("judge", entry, workflow_args={"judge_pictures": shows}), [judge], 1)
+    [[message]] = asked_for
+    text = text_of(message["content"])
+    assert "Question:\n[picture], or [picture]?\n" in text
+    assert asked_for[0].pictures == ([Picture(picture) for picture in pictures] if shows else [])
+    assert count_places([message]) == 2 * shows
+    assert ("<image>" in text) is not shows  # else a processor would take it for the place of a third
 
 
 def test_it_is_weighed_and_added_to_other_rewards() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.pictures.parts import text_of
 from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.errors import PromptTooLongError
 from trinity_lightning.explorer.models.engine import Engine
@@ -52,7 +53,7 @@ class FakeModel(Engine):
     async def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
     ) -> list[Completion]:
-        return await self.generate("\n".join(message["content"] for message in messages), n, **sampling)
+        return await self.generate("\n".join(text_of(message["content"]) for message in messages), n, **sampling)
 
     async def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()

@@ -210,6 +210,14 @@ class PicturePromises:
         assert experience.teacher_logprobs is not None
         torch.testing.assert_close(experience.teacher_logprobs, experience.logprobs, rtol=0, atol=ROUNDING)
 
+    def test_openais_client_takes_pictures(self, engine: Engine, driver: Driver) -> None:
+        picture = random_picture(500)
+        place = {"type": "image_url", "image_url": {"url": picture.data_url}}
+        messages = [{"role": "user", "content": [place, {"type": "text", "text": "Look"}]}]
+        client = engine.get_openai_async_client()
+        response = driver.run(client.chat.completions.create(model="any", messages=messages, max_tokens=3, seed=1))
+        assert response.prompt_token_ids == list(prompt_of("<image>Look", [picture]))
+
     def test_rollouts_of_a_prompt_share_its_tensors(self, engine: Engine, driver: Driver) -> None:
         asked = Conversation([{"role": "user", "content": "Look"}]).with_pictures([random_picture(80)])
         first, second = (driver.run(engine.render(asked)) for _ in range(2))

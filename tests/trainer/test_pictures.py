@@ -9,17 +9,19 @@ from support.pictures import (
     picture_groups,
     plain_logprobs,
     plain_model,
+    processor,
     prompt_in_tiles,
     prompt_of,
     random_picture,
 )
 from support.policy import Gradients, batch_of, fit, make_policy
 
-from trinity_lightning.common.experience import Experience, ExperienceError
+from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.common.pictures.prompt import PLACES
+from trinity_lightning.common.pictures.prompt import PLACES, PicturePrompt
 from trinity_lightning.common.pictures.tensors import GRID, MASK, PIXELS, PictureTensors, identity_of
 from trinity_lightning.config.algorithm import Layout
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.trainer.layout import _common_prefix, collate, cut, prefix_groups
 from trinity_lightning.trainer.model import logprobs_by_head
 from trinity_lightning.trainer.passes import in_one_row
@@ -30,7 +32,7 @@ CPU = torch.device("cpu")
 def expected(rows: list[Experience]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of plain policy gradients, by transformers, one row after the other."""
     model, total = plain_model(), torch.zeros(())
-    tokens = sum(row.response_length for row in rows)
+    tokens = sum(int(row.action_mask.sum()) for row in rows if row.action_mask is not None)
     for row in rows:
         logprobs = plain_logprobs(model, row.tokens.tolist(), row.multi_modal_inputs)[row.prompt_length - 1 :]
         assert row.advantages is not None
@@ -72,6 +74,45 @@ def test_loss_and_gradients_are_transformers_own(layout: Layout, tokens: int, wa
     loss, gradients = wanted
     assert seen.losses[0] == pytest.approx(loss, abs=1e-5)
     assert seen.steps[0].keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(seen.steps[0][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def later_turns(runs: int = 3) -> list[Experience]:
+    """Rollouts of two prompts, one of them with a picture, in which the environment answers with one or two pictures.
+
+    The policy has sampled a picture's token before them.
+    """
+    first = prompt_of("<image>How many?", [random_picture(1)])
+    plain = load_tokenizer("tiny_vision").encode("<|im_start|>user\nLook.<|im_end|>\n", add_special_tokens=False)
+    rows = []
+    for task, prompt in enumerate((first, plain)):
+        for run in range(runs):
+            answer, other = [5, 6 + run, processor().token_id], [9] * (run + 1)
+            count = 1 + run % 2
+            shown = processor().expand("<image>and" * count, [random_picture(10 + run)] * count)
+            whole = PicturePrompt.joined(prompt, answer, shown, other)
+            mask = [True] * len(answer) + [False] * len(shown.token_ids) + [True] * len(other)
+            rows.append(
+                Experience(
+                    eid=EID(batch=1, task=task, run=run),
+                    tokens=list(whole),
+                    prompt_length=len(prompt),
+                    multi_modal_inputs=whole.inputs,
+                    action_mask=mask,
+                    advantages=[(-1.0) ** run * trained for trained in mask],
+                )
+            )
+    return rows
+
+
+@pytest.mark.parametrize("layout", [Layout.padded, Layout.shared_prefix])
+def test_pictures_in_later_turns_have_transformers_own_gradients(layout: Layout) -> None:
+    rows, seen = later_turns(), Gradients()
+    settings = {"layout": layout, "max_tokens_per_micro_batch": 300, "policy_loss": "reinforce"}
+    fit(make_policy(name="tiny_vision", **settings), [batch_of(rows)], seen)
+    loss, gradients = expected(rows)
+    assert seen.losses[0] == pytest.approx(loss, abs=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(seen.steps[0][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 

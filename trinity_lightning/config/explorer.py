@@ -9,7 +9,13 @@ from omegaconf import MISSING
 
 from trinity_lightning.config.buffer import OperatorConfig
 from trinity_lightning.config.engines import EngineConfig
-from trinity_lightning.config.models import check_same_vocabulary, config_of, load_tokenizer, resolve_model
+from trinity_lightning.config.models import (
+    check_same_vocabulary,
+    config_of,
+    load_tokenizer,
+    reads_pictures,
+    resolve_model,
+)
 from trinity_lightning.config.registry import ASKING_WORKFLOWS, PARTS
 from trinity_lightning.config.sections import Section, checked, section_of
 from trinity_lightning.config.values import number, one_of, unknown_name, url, whole_number
@@ -460,6 +466,18 @@ def check_vocabularies(run: "TrainConfig") -> None:
         teacher = run.auxiliary_models[name]
         if teacher.url is None:
             check_same_vocabulary(f"auxiliary_models.{name}.model", teacher.model, load_tokenizer(run.model.name))
+
+
+def check_sight_of_judge(run: "TrainConfig") -> None:
+    """Refuse a judge of text that is to be shown pictures (`judge_pictures` of the workflow `judge`); a ConfigError."""
+    if run.workflow.name != "judge" or run.workflow.args.get("judge_pictures") is not True:
+        return
+    names = list(run.auxiliary_models)
+    name = names[asked_model("workflow", "judge", run.workflow.args, names)]
+    judge, key = run.auxiliary_models[name], "workflow.args.judge_pictures"
+    if judge.url is None and reads_pictures(judge.model) is False:
+        fix = "leave it out, or choose a judge that reads pictures"
+        raise ConfigError(f"the judge, auxiliary model '{name}', reads text alone", key=key, fix=fix)
 
 
 def _vocabulary(model: str) -> int | None:

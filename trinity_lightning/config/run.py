@@ -45,6 +45,7 @@ from trinity_lightning.config.explorer import (
     asked_model,
     auxiliary_configs,
     check_asked,
+    check_sight_of_judge,
     check_teachers,
     check_trained_sampling,
     check_vocabularies,
@@ -513,4 +514,5 @@ def check_there(run: TrainConfig) -> None:
         check_on_hub(name)
     if run.buffer.has_rollouts:
         check_vocabularies(run)
+        check_sight_of_judge(run)
     check_value_model(run)

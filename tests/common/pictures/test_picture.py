@@ -225,16 +225,29 @@ def test_a_value_of_another_kind_is_refused(value: Any) -> None:
         read_picture(value, Path())
 
 
-def test_a_file_that_ends_early_is_refused_at_once_and_one_damaged_inside_when_it_is_looked_at(tmp_path: Path) -> None:
-    content = encoded(drawn((60, 60)))
-    middle = len(content) // 2
-    (tmp_path / "cut.png").write_bytes(content[:middle])
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
+def test_a_file_that_ends_early_is_refused_before_a_run(kind: str, tmp_path: Path) -> None:
+    content = encoded(drawn((60, 60)), kind)
+    (tmp_path / "cut.png").write_bytes(content[: 3 * len(content) // 4])
     with pytest.raises(ConfigError, match=r"cut\.png"):
         read_picture("cut.png", tmp_path)
-    (tmp_path / "damaged.png").write_bytes(content[:middle] + bytes(8) + content[middle + 8 :])
+    with pytest.raises(ConfigError, match="truncated"):
+        read_picture(content[: 3 * len(content) // 4], tmp_path)
+    assert read_picture(content + b"further bytes, as some cameras add" * 9, tmp_path) == Picture(content)
+
+
+def test_a_damaged_file_is_refused_when_it_is_looked_at(tmp_path: Path) -> None:
+    content = bytearray(encoded(drawn((60, 60))))
+    content[len(content) // 2] ^= 255
+    (tmp_path / "damaged.png").write_bytes(content)
     picture = read_picture("damaged.png", tmp_path)
     with pytest.raises(ConfigError, match=r"damaged\.png"):
         picture.image  # noqa: B018
+
+
+def test_a_data_url_is_the_picture() -> None:
+    picture = Picture(drawn((9, 7)))
+    assert read_picture(picture.data_url, Path()) == picture
 
 
 @pytest.mark.parametrize("kind", ["F", "I"])

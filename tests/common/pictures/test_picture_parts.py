@@ -8,7 +8,14 @@ import pytest
 from PIL import Image
 from support.errors import refuses
 
-from trinity_lightning.common.pictures.parts import count_places, has_pictures, placed, text_of
+from trinity_lightning.common.pictures.parts import (
+    count_places,
+    has_pictures,
+    parts_of,
+    placed,
+    text_of,
+    with_data_urls,
+)
 from trinity_lightning.common.pictures.picture import FIELD, Picture
 from trinity_lightning.errors import ConfigError
 
@@ -88,6 +95,41 @@ def test_own_pictures_are_read_in_the_folder(tmp_path: Path) -> None:
 def test_as_many_places_as_pictures(messages: Any, pictures: Any) -> None:
     with refuses(FIELD):
         placed(messages, pictures, Path())
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        (GREEN.image, [OWN]),
+        (GREEN, [OWN]),
+        (["a", GREEN.image, "b", "c", OWN], [text("a"), OWN, text("bc"), OWN]),
+        ((GREEN, {"left": 2}, text("!")), [OWN, text('{"left": 2}!')]),
+        ("a", None),
+        (["a", "b"], None),
+        ([{"role": "user", "content": "a"}], None),
+        (OWN, None),
+        (["a", PLACE], None),
+        (3, None),
+        ([], None),
+    ],
+)
+def test_answers_with_pictures_become_parts(value: Any, parts: Any) -> None:
+    assert parts_of(value) == parts
+
+
+def test_a_canvas_is_read_before_it_is_drawn_into() -> None:
+    canvas = GREEN.image.copy()
+    [part] = parts_of(canvas) or []
+    canvas.paste(RED.image)
+    assert part["image"] == GREEN
+
+
+def test_messages_for_endpoints_have_data_urls() -> None:
+    messages = [SYSTEM, user([PLACE, text("a"), PLACE])]
+    [system, asked] = with_data_urls(messages, [RED, BLUE])
+    assert system == SYSTEM
+    assert [part.get("type") for part in asked["content"]] == ["image_url", "text", "image_url"]
+    assert placed([asked], [], Path()) == ([user([PLACE, text("a"), PLACE])], [RED, BLUE])
 
 
 def test_texts_of_contents() -> None:

@@ -107,6 +107,19 @@ def _part_of(value: Any) -> Mapping[str, Any]:
     return _text_part(value if isinstance(value, str) else json_text(value))
 
 
+def with_data_urls(messages: Iterable[Mapping[str, Any]], pictures: Iterable[Picture]) -> Messages:
+    """Messages as OpenAI's API has them, each place with its picture."""
+    rest = iter(pictures)
+
+    def part_of(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"type": "image_url", "image_url": {"url": next(rest).data_url}} if is_picture(part) else part
+
+    return [
+        {**message, "content": [part_of(part) for part in message["content"]]} if has_pictures(message) else {**message}
+        for message in messages
+    ]
+
+
 def json_text(value: object) -> str:
     """Any value as JSON, for a model to read."""
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -98,6 +98,13 @@ class Picture:
             return str(self.source.stat().st_size)
 
     @property
+    def data_url(self) -> str:
+        """The picture as a PNG file within a URL, as endpoints of OpenAI's API take it."""
+        file = BytesIO()
+        self.image.save(file, "PNG")
+        return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+    @property
     def name(self) -> str:
         """The picture's name in messages."""
         return f"picture '{self.source!s:.200}'" if isinstance(self.source, Path) else "a picture"

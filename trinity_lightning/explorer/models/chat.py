@@ -115,6 +115,26 @@ def render_text(
     return Rendered((), apply_template(tokenizer, messages, conversation.tools, **settings))
 
 
+def check_shown(text: str, placeholder: str, conversation: Conversation) -> None:
+    """Refuse a rendered text that lacks pictures, as of templates without a place for them in results of tools.
+
+    Args:
+        text: the conversation as the chat template writes it.
+        placeholder: what stands for a picture in it.
+        conversation: the messages, with their pictures.
+
+    Raises:
+        ConfigError: the text has fewer placeholders than there are pictures in messages of other roles than the user's.
+    """
+    roles = sorted({str(message.get("role")) for message in conversation if has_pictures(message)} - {"user"})
+    if roles and text.count(placeholder) < len(conversation.pictures):
+        raise ConfigError(
+            f"the model's chat template has no place for pictures in messages of role {' or '.join(map(repr, roles))}",
+            key=TEMPLATE,
+            fix="show them in a message of the user, or give the tokenizer a template that has (chat_template)",
+        )
+
+
 def _checked(tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
     """The conversation, whose roles are known, and which has as many pictures as places for them; a ConfigError."""
     conversation = Conversation.of(messages, tools)

@@ -24,7 +24,7 @@ from trinity_lightning.config.engines import ENGINE_ARGS, Capabilities, engine_a
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.signatures import made_at_start
 from trinity_lightning.errors import PromptTooLongError, RolloutError, configured_at
-from trinity_lightning.explorer.models.chat import render_chat, render_text
+from trinity_lightning.explorer.models.chat import check_shown, render_chat, render_text
 from trinity_lightning.explorer.models.openai_api import ChatCompletions, async_client
 from trinity_lightning.explorer.models.turns import encode_text, end_tokens
 from trinity_lightning.sync.stream import Shape, WeightStream, check_shapes
@@ -159,7 +159,9 @@ class Engine(ABC):
         rendered = render_text(self.tokenizer, conversation, tools, so_far, self.generation_config)
         text = rendered.unwritten(self.tokenizer)
         if conversation.pictures:
-            tail = self._check_pictures().expand(text, conversation.pictures)
+            processor = self._check_pictures()
+            check_shown(text, processor.token, conversation)
+            tail = processor.expand(text, conversation.pictures)
         else:
             tail = self.tokenizer.encode(text, add_special_tokens=False)
         return PicturePrompt.joined(so_far, rendered.so_far[len(so_far) :], tail)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.messages import TEMPLATE_VARIABLES, Conversation
+from trinity_lightning.common.pictures.parts import with_data_urls
 from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.config.chat_template import check_template_variables
 from trinity_lightning.config.engines import Capabilities
@@ -50,10 +51,10 @@ _IGNORED = ("user", "metadata", "store", "parallel_tool_calls", "return_token_id
 class ChatCompletions:
     """Answers requests of OpenAI's chat completions API with a model.
 
-    Like vLLM's server it takes variables of the chat template: `extra_body={"chat_template_kwargs": {...}}`. Unlike
-    OpenAI's, a response has the exact tokens: `response.prompt_token_ids`, and for each choice `choice.token_ids` and
-    `choice.token_logprobs`. Besides, `choice.answer` is the text behind the choice's thoughts; it is null if the
-    response was cut off in them.
+    Messages may have pictures, as data URLs. Like vLLM's server it takes variables of the chat template:
+    `extra_body={"chat_template_kwargs": {...}}`. Unlike OpenAI's, a response has the exact tokens:
+    `response.prompt_token_ids`, and for each choice `choice.token_ids` and `choice.token_logprobs`. Besides,
+    `choice.answer` is the text behind the choice's thoughts; it is null if the response was cut off in them.
 
     Args:
         model: the model that generates.
@@ -91,7 +92,8 @@ class ChatCompletions:
         messages, n = body["messages"], body.get("n") or 1
         tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
         variables = check_template_variables(TEMPLATE_VARIABLES, body.get(TEMPLATE_VARIABLES) or {})
-        prompt = await self._render(Conversation(messages, tools, variables))
+        conversation = Conversation(messages, tools, variables).with_pictures([])
+        prompt = await self._render(conversation)
         settings = {name: body[name] for name, neutral in _SAMPLING.items() if body.get(name) not in (None, neutral)}
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or self._sampling.get("max_tokens")
         # As in OpenAI's API: without a limit, up to the end of the context.
@@ -99,7 +101,7 @@ class ChatCompletions:
         completions = await self._model.generate(prompt, n, **settings)
         if any(completion.finish_reason == "abort" for completion in completions):
             raise RolloutError("the engine aborted the request before its end")
-        self._record(messages, tools, settings, completions)
+        self._record(list(conversation), tools, settings, completions)
         return self._response(body, completions, reads_tools=tools is not None)
 
     async def _render(self, conversation: Conversation) -> list[int]:
@@ -320,6 +322,8 @@ class OpenAIModel:
         plain = {name: value for name, value in sampling.items() if name not in _EXTRA and value is not None}
         if tools:
             plain["tools"] = tools
+        if isinstance(messages, Conversation) and messages.pictures:
+            messages = await asyncio.to_thread(with_data_urls, messages, messages.pictures)
         try:
             response = await self._opened().chat.completions.create(
                 model=self._model, messages=messages, n=n, extra_body=extra or None, **plain

@@ -103,12 +103,8 @@ class PicturePrompts:
 
     async def _answer(self, engine: Any, body: bytes) -> tuple[int, dict[str, Any]]:
         """Status and content of the answer; errors have the form of vLLM's."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         try:
             return 200, await self._answered(engine, json.loads(body or b"{}"))
-        except EngineDeadError as error:
-            return 500, _error(error)
         except (RolloutError, ValueError, TypeError, LookupError) as error:
             return 400, _error(error)
         except Exception as error:  # else the connection would end without a word

@@ -1,6 +1,6 @@
 """Workflows of one response that is graded further: by a judge, by a teacher, or for an evaluation."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,13 +9,15 @@ import torch
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.judge import check_prompt, filled, read_score
-from trinity_lightning.common.pictures.prompt import PicturePrompt
+from trinity_lightning.common.messages import Conversation
+from trinity_lightning.common.pictures.parts import IN_TEXT, SHOWN
+from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.solved import criterion_of
-from trinity_lightning.config.values import number, whole_number
+from trinity_lightning.config.values import flag, number, whole_number
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import Reward
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
-from trinity_lightning.explorer.workflows.workflow import ARGS, SimpleWorkflow
+from trinity_lightning.explorer.workflows.workflow import ARGS, SimpleWorkflow, token_ids_of
 
 
 class AskingWorkflow(SimpleWorkflow):
@@ -54,6 +56,8 @@ class JudgeArguments:
     Attributes:
         judge_prompt: question to the judge; `{question}`, `{answer}` and `{response}` stand for the task's
             conversation, its reference answer ("none" without one) and the response.
+        judge_pictures: show the judge the task's pictures, before this question; they are `[picture]` in the text. The
+            judge then has to be a model that reads pictures.
         judge_sampling: sampling settings of the judge's verdict, by vLLM's names.
         judge_weight: factor of the score.
         judge: number of the auxiliary model that judges (a run's configuration may give its name).
@@ -61,6 +65,7 @@ class JudgeArguments:
     """
 
     judge_prompt: str = PROMPT
+    judge_pictures: bool = False
     judge_sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 256})
     judge_weight: float = 1.0
     judge: int = 0
@@ -68,6 +73,7 @@ class JudgeArguments:
 
     def __post_init__(self) -> None:
         check_prompt(f"{ARGS}.judge_prompt", self.judge_prompt)
+        flag(f"{ARGS}.judge_pictures", self.judge_pictures)
         number(f"{ARGS}.judge_weight", self.judge_weight)
         whole_number(f"{ARGS}.judge", self.judge, least=0)
 
@@ -88,14 +94,24 @@ class JudgeWorkflow(AskingWorkflow):
 
     async def _ask(self, response: str, task: Task) -> float:
         answer = task.raw_task.get("answer", "none")
+        asked = messages_of(task)
         values = {
-            "question": prompt_text_of(messages_of(task)),
+            "question": prompt_text_of(asked),
             "answer": " or ".join(map(str, answer if isinstance(answer, list) else [answer])),
             "response": response,
         }
         text = filled(self.arguments.judge_prompt, values)
-        verdicts = await self._judge.chat([{"role": "user", "content": text}], **self.arguments.judge_sampling)
+        question: list[dict[str, Any]] = [{"role": "user", "content": text}]
+        if self.arguments.judge_pictures and asked.pictures:
+            question = showing(text, asked.pictures)
+        verdicts = await self._judge.chat(question, **self.arguments.judge_sampling)
         return read_score(verdicts[0].text)
+
+
+def showing(text: str, pictures: Sequence[Picture]) -> Conversation:
+    """A question with pictures before its text, in which nothing stands for a picture any more."""
+    parts = [{"type": "image"}] * len(pictures) + [{"type": "text", "text": text.replace(IN_TEXT, SHOWN)}]
+    return Conversation([{"role": "user", "content": parts}], pictures=pictures)
 
 
 # -- graded by a teacher, token by token ------------------------------------------------------------------------------
@@ -143,10 +159,7 @@ class OnPolicyDistillWorkflow(AskingWorkflow):
 
     async def _experience(self, completion: Completion, run: int) -> Experience:
         experience = await super()._experience(completion, run)
-        prompt = completion.prompt_token_ids
-        tokens = [*prompt, *completion.token_ids]
-        if isinstance(prompt, PicturePrompt):
-            tokens = PicturePrompt.joined(prompt, completion.token_ids)
+        tokens = token_ids_of(completion)
         logprobs = await self.teacher.logprobs(tokens)
         if len(logprobs) != len(tokens) - 1:
             raise RolloutError(f"the teacher gave {len(logprobs)} log-probabilities for {len(tokens)} tokens")

@@ -25,7 +25,7 @@ from trinity_lightning.errors import ConfigError, PromptTooLongError, RolloutErr
 from trinity_lightning.explorer.rewards import resolve_rewards, score
 from trinity_lightning.explorer.rewards.answers import find_last_number
 from trinity_lightning.explorer.tasks.task import Task, messages_of, prompt_text_of
-from trinity_lightning.explorer.workflows.workflow import ARGS, RewardedWorkflow, experience_of
+from trinity_lightning.explorer.workflows.workflow import ARGS, RewardedWorkflow, experience_of, token_ids_of
 
 # -- environments ------------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ def _with_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return Conversation(shown, conversation.tools, conversation.template_variables).with_pictures([])
 
 
-def _state_of(messages: Sequence[Mapping[str, Any]]) -> str:
+def state_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """Text by which the states are known that these messages show."""
     pictures = messages.pictures if isinstance(messages, Conversation) else ()
     return " ".join([prompt_text_of(messages), *(picture.digest for picture in pictures)])
@@ -153,8 +153,7 @@ class Turn:
     @property
     def token_ids(self) -> list[int]:
         """Tokens of the conversation, up to the end of the response, with its pictures if it has any."""
-        prompt, response = self.completion.prompt_token_ids, list(self.completion.token_ids)
-        return PicturePrompt.joined(prompt, response) if isinstance(prompt, PicturePrompt) else [*prompt, *response]
+        return token_ids_of(self.completion)
 
 
 @dataclass
@@ -290,7 +289,7 @@ def step_experiences(episode: Episode, own_rewards: bool) -> list[Experience]:
         episode: the episode, of at least one turn.
         own_rewards: True: each Experience has the reward of its own step; False: each has the sum of all rewards.
     """
-    experiences, state = [], _state_of(episode.turns[0].asked)
+    experiences, state = [], state_of(episode.turns[0].asked)
     for step, turn in enumerate(episode.turns):
         experiences.append(
             experience_of(
@@ -303,7 +302,7 @@ def step_experiences(episode: Episode, own_rewards: bool) -> list[Experience]:
                 tools=episode.tools,
             )
         )
-        state = turn.info.get("state", _state_of(turn.answered))
+        state = turn.info.get("state", state_of(turn.answered))
     experiences[-1].metrics |= episode.metrics
     return experiences
 

@@ -82,6 +82,12 @@ class Workflow(ABC):
         self.run_id_base = run_id_base
 
 
+def token_ids_of(completion: Completion) -> list[int]:
+    """Token ids of a prompt and its response; a `PicturePrompt` if the prompt has pictures."""
+    prompt, response = completion.prompt_token_ids, list(completion.token_ids)
+    return PicturePrompt.joined(prompt, response) if isinstance(prompt, PicturePrompt) else [*prompt, *response]
+
+
 def experience_of(
     completion: Completion, asked: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | None = None, **fields: Any
 ) -> Experience:
