@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ def fit(
     reward: Any = "contains_digits",
     algorithm: AlgorithmConfig | None = None,
     offload: bool = False,
+    freeze: Sequence[str] = (),
 ) -> tuple[lightning.Trainer, list[dict[str, float]]]:
     """A short run: 4 prompts x 4 rollouts, rewarded for digits, `STEPS` steps, every sync probed."""
     lightning.seed_everything(1, verbose=False)
@@ -72,7 +73,7 @@ def fit(
     recorder = Recorder(callback)
     logger = MetricsCSVLogger(folder)
     trainer = quiet_trainer(folder, callback, recorder, max_epochs=STEPS, logger=logger, log_every_n_steps=1)
-    policy = PolicyModule("tiny", algorithm, optimizer=OptimizerConfig(lr=1e-2), dtype="fp32")
+    policy = PolicyModule("tiny", algorithm, optimizer=OptimizerConfig(lr=1e-2), dtype="fp32", freeze=freeze)
     try:
         trainer.fit(policy, datamodule=ExperienceDataModule("grpo"))
     finally:
@@ -87,6 +88,7 @@ class TamperedEngine(VLLMEngine):
         super().__init__("tiny", dtype=EngineDtype.fp32, max_model_len=320, max_num_seqs=16, kv_cache_gb=0.05)
         self.tamper = tamper
         self.syncs = 0
+        self.lacking: list[set[str]] = []  # names of the weights that each sync does not send
 
     def _take_weights(self, stream: WeightStream) -> None:
         def tampered() -> Iterator[tuple[str, Tensor]]:
@@ -94,15 +96,19 @@ class TamperedEngine(VLLMEngine):
 
         super()._take_weights(WeightStream(stream.shapes, tampered))
         self.syncs += 1
+        self.lacking.append(self.weight_shapes.keys() - stream.shapes.keys())
 
 
 @pytest.mark.usefixtures("needs_vllm")
 def test_a_run_syncs_before_every_step_and_the_engine_follows_the_trainer(tmp_path: Path) -> None:
+    """Frozen layers are sent until the first sync has ended, by the drill and once more."""
     engine = TamperedEngine(lambda syncs, name, tensor: tensor)
-    trainer, metrics = fit(engine, tmp_path)
+    trainer, metrics = fit(engine, tmp_path, freeze=["layers.0"])
     assert trainer.global_step == trainer.current_epoch == STEPS
     assert engine.syncs == SYNCS_BEFORE_TRAINING + STEPS - 1
     assert engine.model_version == STEPS - 1
+    frozen = {name for name in engine.weight_shapes if ".layers.0." in name}
+    assert engine.lacking == [set()] * SYNCS_BEFORE_TRAINING + [frozen] * (STEPS - 1)
     assert [m["sample/model_version/mean"] for m in metrics] == [0.0, 1.0, 2.0]
     assert [m["sample/lag/mean"] for m in metrics] == [0.0, 0.0, 0.0]
     assert all(m["sync/probe_diff/max"] < 1e-4 for m in metrics)

@@ -5,6 +5,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -638,6 +639,27 @@ def test_the_weights_that_engines_were_given_are_kept_where_the_trainer_moves_on
     asyncio.run(again.engines.restore())
     assert fresh.model_version == 2
     assert asyncio.run(again.get_weight("w")).tolist() == [0, 0]
+
+
+def test_the_copy_of_the_engines_weights_lacks_frozen_ones_which_the_trainer_has() -> None:
+    frozen = WeightStream.of({"f": torch.ones(3)}.items())
+    trainers = replace(WeightStream.of({"w": torch.zeros(2)}.items()), rest=frozen)
+    explored = Explorer(ExplorerConfig(sync_interval=2), [FakeModel()], source())
+
+    async def body() -> None:
+        explored.engines.source = lambda: trainers
+        await explored.sync_weight(2)
+        assert (await explored.get_weight("f")).tolist() == [1, 1, 1]
+
+    running(explored, body)
+    assert explored.state_dict()["engines"]["weights"].keys() == {"w"}
+    sent: list[WeightStream] = []
+    again = Explorer(ExplorerConfig(sync_interval=2), [fresh := FakeModel()], source())
+    again.engines.source = lambda: trainers
+    fresh.sync_weights = lambda stream, version: asyncio.sleep(0, sent.append(stream))  # type: ignore[method-assign]
+    again.load_state_dict(explored.state_dict())
+    assert asyncio.run(again.engines.restore())
+    assert sent[0].all_shapes == {"f": (3,), "w": (2,)}
 
 
 def test_a_copy_is_made_beside_the_event_loop_and_ends_with_the_syncs_time() -> None:

@@ -4,14 +4,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from support.picture_promises import PicturePromises
-from support.pictures import processor, prompt_of, random_picture
+from support.picture_promises import ROUNDING, PicturePromises, answers, prompts, worst_difference
+from support.pictures import plain_model, processor, prompt_of, random_picture
+from support.tiny_model import train_a_little
 from support.tiny_vllm import tiny_engine
 
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
+from trinity_lightning.sync.stream import changing_stream, weight_stream
+from trinity_lightning.trainer.frozen import freeze
 
 pytestmark = pytest.mark.usefixtures("needs_vllm")
 
@@ -54,3 +57,16 @@ class TestPictures(PicturePromises):
         monkeypatch.setattr(engine._engine.renderer, "render_cmpl", refuse)
         longer = PicturePrompt.joined(prompt, [20, 21])
         driver.run(engine.generate(longer, n=2, max_tokens=1, seed=0))
+
+    def test_a_frozen_tower_stays_when_the_other_weights_are_sent(self, engine: VLLMEngine, driver: Driver) -> None:
+        asked, model = prompts(3, seed=300), plain_model()
+        freeze(model, ["vision", "connector"])
+        answers(engine, driver, asked)
+        train_a_little(model.get_decoder())
+        stream = changing_stream(model)
+        assert not any("vision" in name or "connector" in name for name in stream.shapes)
+        driver.run(engine.sync_weights(stream, 1))
+        try:
+            assert worst_difference(answers(engine, driver, asked), model) < ROUNDING
+        finally:
+            driver.run(engine.sync_weights(weight_stream(plain_model()), 2))

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support.errors import refuses
+from support.tiny_model import tiny_model
 from torch import Tensor
 
 from trinity_lightning.config.engines import EngineConfig
@@ -19,7 +20,8 @@ from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import WeightSyncError
 from trinity_lightning.explorer.models.vllm_engine import check_experts
 from trinity_lightning.sync import stream as conversions
-from trinity_lightning.sync.stream import check_shapes, parameter_shapes, weight_stream, while_sent
+from trinity_lightning.sync.stream import changing_stream, check_shapes, parameter_shapes, weight_stream, while_sent
+from trinity_lightning.trainer.frozen import freeze
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -135,3 +137,14 @@ def test_an_engine_of_ones_own_may_give_its_shapes_as_lists() -> None:
     check_shapes({"a": (2, 3)}, shapes)
     with pytest.raises(WeightSyncError, match="'a'"):
         check_shapes({"a": (3, 2)}, shapes)
+
+
+def test_layers_in_which_nothing_is_trained_are_not_sent_again() -> None:
+    model = tiny_model()
+    freeze(model, ["embed_tokens", "layers.0", "layers.1.mlp", "layers.1.self_attn"])
+    stream, whole = changing_stream(model), weight_stream(model)
+    assert stream.all_shapes == whole.shapes
+    assert {name for name in whole.shapes if ".layers.1." in name} | {"model.norm.weight"} == stream.shapes.keys()
+    assert dict(stream).keys() == stream.shapes.keys()
+    freeze(model := tiny_model(), ["q_proj"])
+    assert changing_stream(model).rest is None

@@ -18,6 +18,7 @@ from trinity_lightning.config.model import LoRAConfig
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.trainer.adapter import Adapter
 from trinity_lightning.trainer.flops import ModelSize, Peak, Work, attended, peak_flops, picture_tokens, product_shapes
+from trinity_lightning.trainer.frozen import freeze
 from trinity_lightning.trainer.layout import Part, PrefixGroup, cut, cut_padded
 
 SMALL: dict[str, Any] = {
@@ -88,6 +89,25 @@ def test_a_frozen_tower_is_computed_forward_alone() -> None:
     Adapter(model, LoRAConfig(r=1), "small")
     work = Work(tokens=180, predicted=180, pairs=3 * 60**2, pictures=(16, 16))
     assert ModelSize.of(model).training_flops(work) == pytest.approx(counted_with_two_pictures(model), rel=0.1)
+
+
+@pytest.mark.parametrize("patterns", [["vision"], ["connector"], ["vision", "connector"], ["layers.1"]])
+def test_frozen_weights_have_no_gradient(patterns: list[str]) -> None:
+    model = picture_model()
+    freeze(model, patterns)
+    work = Work(tokens=180, predicted=180, pairs=3 * 60**2, pictures=(16, 16))
+    assert ModelSize.of(model).training_flops(work) == pytest.approx(counted_with_two_pictures(model), rel=0.06)
+
+
+def test_only_what_a_frozen_tower_has_computed_counts() -> None:
+    model = picture_model()
+    freeze(model, ["vision"])
+    work, size = Work(tokens=180, predicted=180, pairs=3 * 60**2, pictures=(16, 16)), ModelSize.of(model)
+    assert size.tower is not None
+    computed = size.training_flops(work)
+    assert size.training_flops(replace(work, patches=(64, 64))) == computed
+    without = size.training_flops(replace(work, patches=()))
+    assert computed - without == 2 * size.tower.body * 128 + 4 * size.tower.attention * 2 * 64**2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -49,6 +49,7 @@ class Capabilities:
         sync_methods: values of synchronizer.method by which weights reach it.
         keys: the keys of `engine` that it reads, besides name and max_model_len.
         takes_pictures: True if its prompts may have pictures.
+        keeps_unsent: True if weights that a sync does not send stay as they are.
         is_vllm: True if it is vLLM, started with the arguments that EngineConfig describes.
     """
 
@@ -58,6 +59,7 @@ class Capabilities:
     sync_methods: tuple[str, ...] = ("memory",)
     keys: tuple[str, ...] = ("dtype", "max_num_seqs", "args")
     takes_pictures: bool = False
+    keeps_unsent: bool = False
     is_vllm: bool = False
 
 
@@ -67,6 +69,7 @@ CAPABILITIES = {
     "vllm": Capabilities(
         keys=("dtype", "max_num_seqs", "kv_cache_gb", "sleep", "speculative", "per_rank", "args"),
         takes_pictures=True,
+        keeps_unsent=True,
         is_vllm=True,
     ),
     "vllm_server": Capabilities(

@@ -119,7 +119,8 @@ def _spread(tensor: Tensor, name: str, ranks: Ranks) -> None:
 def with_rank_engines(engine: Engine, config: TrainConfig) -> list[Engine]:
     """The engine of rank 0, and those of the other ranks."""
     others = range(1, processes_of(config.trainer))
-    return [engine, *(RankEngine(rank, config.model.name, config.engine, engine.capabilities) for rank in others)]
+    capabilities = replace(engine.capabilities, keeps_unsent=False)
+    return [engine, *(RankEngine(rank, config.model.name, config.engine, capabilities) for rank in others)]
 
 
 class RankEngines(L.Callback):

@@ -19,7 +19,7 @@ from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
 from trinity_lightning.explorer.interruption import CtrlC, keep_sigterm
 from trinity_lightning.sync.policy_engines import shares_weights
 from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, not_in_time, perturbed, probe_picture
-from trinity_lightning.sync.stream import WeightStream, parameter_stream, weight_stream
+from trinity_lightning.sync.stream import WeightStream, changing_stream, parameter_stream, weight_stream
 from trinity_lightning.trainer.host import HostMemory
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -77,11 +77,16 @@ class SyncPolicy:
     _has_refilled: bool = field(default=False, init=False)  # true once engines had given up their weights
 
     def weights(self) -> WeightStream:
-        """The trainer's present weights, under the engines' names."""
+        """The trainer's present weights, under the engines' names; without frozen ones that the engines have."""
+        engines, model = self.explorer.engines, self.policy.policy
         if self.config.lora == "adapter":
-            return self.policy.policy.adapter.alone()
-        stream = parameter_stream if shares_weights(self.explorer.engines.models) else weight_stream
-        return stream(self.policy.policy)
+            return model.adapter.alone()
+        if shares_weights(engines.models):
+            return parameter_stream(model)
+        # Until the first sync has ended they may have a drill's, and in its sleep an engine may give up all of them.
+        have_all = self._synced_at is not None and not engines.lack_weights
+        keep_them = all(engine.capabilities.keeps_unsent for engine in engines.models)
+        return changing_stream(model) if have_all and keep_them else weight_stream(model)
 
     def join(self) -> None:
         """Connect the trainer with the engines, which are up, if weights are sent without a file."""

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -82,7 +84,7 @@ class PolicyEngines(Generic[E]):
         if self._keeps_copy:  # copied to the host before, so that weights in shards are put together only once
             with while_sent(stream) as sent:
                 copied = ((name, tensor.to("cpu", copy=True)) for name, tensor in sent)
-                stream = await run_in_thread(lambda: WeightStream.of(copied))
+                stream = replace(await run_in_thread(lambda: WeightStream.of(copied)), rest=stream.rest)
         await self.send(stream, version)
 
     async def send(self, stream: WeightStream, version: int) -> None:
@@ -116,9 +118,9 @@ class PolicyEngines(Generic[E]):
             RuntimeError: the trainer's weights are not connected.
         """
         stream = self._trainers() if self._last_sent is None else self._last_sent
-        if name not in stream.shapes:
-            raise unknown_weight(name, stream.shapes)
-        return next(tensor for other, tensor in stream if other == name)
+        if name not in stream.all_shapes:
+            raise unknown_weight(name, stream.all_shapes)
+        return next(tensor for other, tensor in chain(stream, stream.rest or ()) if other == name)
 
     def _trainers(self) -> WeightStream:
         """The trainer's present weights; RuntimeError: they are not connected."""
@@ -144,7 +146,8 @@ class PolicyEngines(Generic[E]):
         if self._to_restore is None:
             return False
         (weights, version), self._to_restore = self._to_restore, None
-        await self.send(WeightStream.of(weights.items()), version)
+        rest = None if self.source is None else self.source().rest  # frozen weights, which no copy has
+        await self.send(replace(WeightStream.of(weights.items()), rest=rest), version)
         return True
 
     def forget_restored(self) -> None:

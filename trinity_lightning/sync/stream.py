@@ -30,14 +30,22 @@ class WeightStream:
         shapes: shape of each tensor by its Hugging Face checkpoint name, in the order sent.
         tensors: starts the stream: yields each (name, tensor) once.
         device: the device of the tensors before they are sent.
+        rest: weights that are not sent, because the engines have them and training does not change them; None: there
+            are none.
     """
 
     shapes: Mapping[str, Shape]
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
     device: torch.device = CPU
+    rest: "WeightStream | None" = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.tensors()
+
+    @property
+    def all_shapes(self) -> Mapping[str, Shape]:
+        """Shapes of the engines' weights after the sync: those that are sent, and the rest."""
+        return self.shapes if self.rest is None else {**self.rest.shapes, **self.shapes}
 
     @classmethod
     def of(cls, named_tensors: Iterable[tuple[str, Tensor]]) -> "WeightStream":
@@ -123,6 +131,26 @@ def weight_stream(model: nn.Module) -> WeightStream:
     if (parts := in_parts(model)) is not None:
         return as_checkpoint(parts.parameters(), model, parts.whole)
     return as_checkpoint(dict(model.named_parameters(remove_duplicate=False)), model)
+
+
+def changing_stream(model: nn.Module) -> WeightStream:
+    """As `weight_stream`, for engines that had all weights once: the layers in which nothing is trained are its `rest`.
+
+    Other layers are sent whole, because an engine may hold several weights of a layer in one tensor.
+    """
+    whole, parts = weight_stream(model), in_parts(model)
+    if hasattr(model, "adapter"):
+        return whole
+    parameters = dict(model.named_parameters(remove_duplicate=False)) if parts is None else parts.parameters()
+    groups = _layers(parameters, by_module=True)
+    trained = {name for group in groups if any(parameters[name].requires_grad for name in group) for name in group}
+    sent, rest = ({n: p for n, p in parameters.items() if (n in trained) is kind} for kind in (True, False))
+    if not rest:
+        return whole
+    read = None if parts is None else parts.whole
+    streams = as_checkpoint(sent, model, read), as_checkpoint(rest, model, read)
+    stream = replace(streams[0], rest=streams[1])
+    return stream if stream.all_shapes == whole.shapes else whole  # else a weight of checkpoints is made from both
 
 
 def parameter_stream(model: nn.Module) -> WeightStream:
@@ -256,10 +284,13 @@ def _reverted(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     return revert_weight_conversion(model, tensors)
 
 
-def _layers(names: Iterable[str]) -> list[list[str]]:
-    """Names by the layer that they belong to (`model.layers.3`); a name without a number is a group of its own."""
+def _layers(names: Iterable[str], by_module: bool = False) -> list[list[str]]:
+    """Names by the layer that they belong to (`model.layers.3`).
+
+    A name without a number is a group of its own, or `by_module` in one with the others of its module.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
-        layer = _LAYER.match(name)
-        groups.setdefault(layer.group() if layer else name, []).append(name)
+        layer, module = _LAYER.match(name), name.rpartition(".")[0]
+        groups.setdefault(layer.group() if layer else module if by_module else name, []).append(name)
     return list(groups.values())

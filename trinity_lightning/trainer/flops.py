@@ -7,7 +7,7 @@ with a weight takes 2 operations forward and 4 backward. Activations that are co
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import SHAPE, TORCH_DTYPES, known_gpu, product_flops
 from trinity_lightning.common.model_config import TowerSizes, layer_configs, query_width
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.pictures.kept import KeptStates
 from trinity_lightning.common.pictures.tensors import PictureTensors
+from trinity_lightning.common.ranks import Alone
 from trinity_lightning.trainer.layout import Part, computed_tokens, trained_tokens
 
 logger = logging.getLogger(__name__)
@@ -109,13 +111,16 @@ class Work:
         tokens: tokens through the layers, padding included.
         predicted: positions through the head.
         pairs: pairs of a token and a token that it attends to (itself, or one before), in one layer.
-        pictures: tokens of each different picture of each micro-batch; the tower computes it once.
+        pictures: tokens of each different picture of each micro-batch; tower and projector compute it once.
+        patches: patches of each picture that a frozen tower computed, where its states are kept; None: the tower
+            computed all of `pictures`.
     """
 
     tokens: int
     predicted: int
     pairs: int
     pictures: tuple[int, ...] = ()
+    patches: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -163,14 +168,16 @@ class TowerSize:
         projector: weights between tower and language layers, for each token of a picture.
         attention: width of all queries of a patch, over all layers.
         patches: patches of a picture behind each of its tokens.
-        frozen: neither tower nor projector is trained, and no gradient goes through them.
+        trained: the tower is trained.
+        projects: the projector is trained.
     """
 
     body: int
     projector: int
     attention: int
     patches: int
-    frozen: bool
+    trained: bool
+    projects: bool
 
     @classmethod
     def of(cls, model: Any) -> "TowerSize | None":
@@ -182,15 +189,18 @@ class TowerSize:
         tower = {id(p): p for p in model.get_encoder("image").parameters() if id(p) not in tables}
         rest = [p for p in model.parameters() if id(p) not in language | tables | tower.keys()]
         body, projector = (sum(p.numel() for p in part) for part in (tower.values(), rest))
-        frozen = not any(p.requires_grad for p in (*tower.values(), *rest))
-        return cls(body, projector, sizes.layers * sizes.hidden, sizes.patches, frozen)
+        trained, projects = (any(p.requires_grad for p in part) for part in (tower.values(), rest))
+        return cls(body, projector, sizes.layers * sizes.hidden, sizes.patches, trained, projects)
 
-    def training_flops(self, pictures: Sequence[int]) -> int:
-        """Operations forward and backward for pictures of so many tokens; forward alone if it is frozen."""
-        patches = [self.patches * tokens for tokens in pictures]
-        weights = self.body * sum(patches) + self.projector * sum(pictures)
-        pairs = self.attention * sum(count**2 for count in patches)
-        return (2 if self.frozen else 6) * weights + (4 if self.frozen else 12) * pairs
+    def training_flops(self, work: Work) -> int:
+        """Operations forward and backward: a frozen tower is computed forward alone.
+
+        A projector behind it is computed forward, and backward for its weights but not its inputs.
+        """
+        patches = [self.patches * tokens for tokens in work.pictures] if work.patches is None else work.patches
+        weights, pairs = self.body * sum(patches), self.attention * sum(count**2 for count in patches)
+        tower = 6 * weights + 12 * pairs if self.trained else 2 * weights + 4 * pairs
+        return tower + 2 * (1 + self.projects + self.trained) * self.projector * sum(work.pictures)
 
 
 @dataclass(frozen=True)
@@ -201,14 +211,15 @@ class ModelSize:
         body: weights of the layers; experts of a mixture count by the share of them that a token is sent to.
         head: weights of the output embeddings, tied or not. Input embeddings are looked up, and multiply nothing.
         attention: width of all queries of a token, over all layers that attend.
-        frozen: only adapters are trained: a frozen weight has no gradient.
+        frozen_body, frozen_head: the weights among these that are not trained, and have no gradient.
         tower: what pictures are multiplied by; None: the model reads text alone.
     """
 
     body: int
     head: int
     attention: int
-    frozen: bool = False
+    frozen_body: int = 0
+    frozen_head: int = 0
     tower: TowerSize | None = None
 
     @classmethod
@@ -220,25 +231,28 @@ class ModelSize:
         experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
         share = config.num_experts_per_tok / experts if experts else 1.0
         tower = TowerSize.of(model)
-        body = sum(
-            parameter.numel() * (share if ".experts." in name else 1.0)
+        weights = [
+            (parameter.requires_grad, parameter.numel() * (share if ".experts." in name else 1.0))
             for name, parameter in (model if tower is None else model.get_decoder()).named_parameters()
             if id(parameter) not in tables
-        )
+        ]
+        body, frozen_body = sum(size for _, size in weights), sum(size for trained, size in weights if not trained)
         layers = layer_configs(config)
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
         attend = "full_attention", "sliding_attention"  # not linear_attention
         width = sum(query_width(layer) for layer, kind in zip(layers, kinds, strict=False) if kind in attend)
-        return cls(round(body), head.numel(), width, frozen=not head.requires_grad, tower=tower)
+        frozen_head = 0 if head.requires_grad else head.numel()
+        return cls(round(body), head.numel(), width, round(frozen_body), frozen_head, tower)
 
     def training_flops(self, work: Work) -> int:
         """Operations forward and backward: 6 for a token and weight, 4 + 8 for a pair and unit of the queries' width.
 
-        A frozen weight takes 4 for a token. Adapters count as frozen weights: they are small.
+        A frozen weight takes 4 for a token, as if something before it were trained.
         """
-        weights = self.body * work.tokens + self.head * work.predicted
-        pictures = 0 if self.tower is None else self.tower.training_flops(work.pictures)
-        return (4 if self.frozen else 6) * weights + 12 * self.attention * work.pairs + pictures
+        weights = 6 * (self.body * work.tokens + self.head * work.predicted)
+        frozen = 2 * (self.frozen_body * work.tokens + self.frozen_head * work.predicted)
+        pictures = 0 if self.tower is None else self.tower.training_flops(work)
+        return weights - frozen + 12 * self.attention * work.pairs + pictures
 
 
 def products_dtype(model: Any, device: torch.device, precision: Any) -> torch.dtype:
@@ -249,11 +263,18 @@ def products_dtype(model: Any, device: torch.device, precision: Any) -> torch.dt
 
 
 def step_costs(
-    batch: OptimizerBatch, parts: Sequence[Part], seconds: float, size: ModelSize, peak: Peak | None
+    batch: OptimizerBatch,
+    parts: Sequence[Part],
+    seconds: float,
+    size: ModelSize,
+    peak: Peak | None,
+    kept: KeptStates,
+    ranks: Alone,
 ) -> dict[str, float]:
     """Metrics of an optimizer step: tokens that its micro-batches computed, and how fast.
 
-    `perf/mfu` is left out where the peak is not known (None).
+    `perf/mfu` is left out where the peak is not known (None). `kept` has the pictures that a frozen tower computed on
+    this one of the ranks.
     """
     lengths = [len(e.tokens) for e in batch.experiences]
     computed, trained = computed_tokens(parts), trained_tokens(batch, parts)
@@ -268,5 +289,8 @@ def step_costs(
     }
     if peak is not None:
         work = Work.of(lengths, parts, trained, picture_tokens(batch.experiences, parts))
+        if kept.is_read:
+            computed = tuple(rows for of_rank in ranks.exchange(kept.count()) for rows in of_rank)
+            work = replace(work, patches=computed) if kept.of_tower else replace(work, pictures=computed)
         costs["perf/mfu"] = peak.share(size.training_flops(work) / seconds)
     return costs

@@ -368,6 +368,7 @@ class PolicyModule(L.LightningModule):
         if self.critic is not None:
             columns |= self.critic.weigh(batch, columns)
             self.critic.adapt(batch, columns)
+        self._kept.count()  # those that training computes are counted by themselves
         return columns
 
     @contextmanager
@@ -462,7 +463,8 @@ class PolicyModule(L.LightningModule):
         if self.loss_scale is not None:
             self.loss_scale.stepped()
         await_kernels(self.device)  # before the time is taken
-        costs = step_costs(batch, parts, time.perf_counter() - start, self._size, self.peak)
+        seconds, ranks = time.perf_counter() - start, self.placement.ranks
+        costs = step_costs(batch, parts, seconds, self._size, self.peak, self._kept, ranks)
         self._log(metrics | self._counts(parts) | costs, batch)
         return {"loss": losses.sum()}
 

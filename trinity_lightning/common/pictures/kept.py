@@ -25,14 +25,17 @@ class KeptStates:
         most_bytes: most bytes that are kept.
 
     Attributes:
-        computed: rows of states of each picture that was computed since this list was emptied.
+        is_read: True if a model reads these states.
+        of_tower: True if they are the tower's, a row for each patch; otherwise the projector's, a row for each token.
     """
+
+    of_tower = False
 
     def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
         self._states: dict[int, Tensor] = {}
         self._room = self._most_bytes = most_bytes
-        self._is_on = True
-        self.computed: list[int] = []
+        self.is_read, self._is_on = False, True
+        self._computed: list[int] = []
 
     def states(self, model: Any, pictures: PictureInputs) -> list[Tensor]:
         """States for the tokens of each picture, [tokens, hidden], as `features_of` has them."""
@@ -51,7 +54,7 @@ class KeptStates:
             states = self._states.get(hashed)
             if states is None:
                 states = compute(place)
-                self.computed.append(states.shape[-2])
+                self._computed.append(states.shape[-2])
                 if states.nbytes <= self._room:
                     self._states[hashed] = states
                     self._room -= states.nbytes
@@ -60,12 +63,17 @@ class KeptStates:
 
     def attach(self, model: Any) -> None:
         """Let passes of the model read these states."""
-        model.kept_states = self
+        model.kept_states, self.is_read = self, True
 
     def drop(self) -> None:
         """Forget all states: another explore step begins."""
         self._states.clear()
         self._room = self._most_bytes
+
+    def count(self) -> list[int]:
+        """Rows of states of each picture that was computed since the last call."""
+        computed, self._computed = self._computed, []
+        return computed
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -80,6 +88,7 @@ class KeptStates:
 class KeptTowerStates(KeptStates):
     """The states that a frozen tower hands to a projector, which is trained; for families with `plain_tower`."""
 
+    of_tower = True
     _hashes: Sequence[int] = ()  # of the pictures that go through the tower
 
     def states(self, model: Any, pictures: PictureInputs) -> list[Tensor]:

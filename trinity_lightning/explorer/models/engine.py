@@ -179,7 +179,7 @@ class Engine(ABC):
         await self.load()
         stream = WeightStream.of(named_tensors)
         if not self.capabilities.shares_weights:
-            check_shapes(stream.shapes, self.weight_shapes)
+            check_shapes(stream.all_shapes, self.weight_shapes)
         await self._take(stream, version)
 
     # -- hooks of some engines, which do nothing by default ------------------------------------------------------------

@@ -321,7 +321,9 @@ class VLLMEngine(InProcessEngine):
             self._load_weights(stream)
             self._lacks_weights = False
             self._engine.reset_prefix_cache(reset_running_requests=True)
-            if self._pictures is not None:  # states of pictures outlive their requests
+            # States of pictures outlive their requests. Those of a frozen tower are right, but vLLM's reload drops
+            # them in the worker, and its scheduler would not know of that.
+            if self._pictures is not None:
                 self._engine.reset_encoder_cache()
         except Exception as error:
             raise WeightSyncError(
