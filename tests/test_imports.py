@@ -43,6 +43,7 @@ PACKAGE_TOPS = (
     "explorer.distributed",
     "buffer.datamodule",
     "buffer.dataset",
+    "buffer.held_out",
     "buffer.offline",
 )
 TOP = {f"{PACKAGE}.{name}" for name in (*TOPS, *PACKAGE_TOPS)}

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,11 @@ import pytest
 import torch
 from support.errors import refuses
 from support.fake_model import FakeModel, LeapingLoop
+from support.pictures import prompt_of, random_picture
 
 from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.pictures.thumbnails import CARRIED
 from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RewardError, RolloutError
@@ -243,6 +246,30 @@ def test_a_watcher_is_shown_experiences_and_tasks() -> None:
     running(explored, body, watcher=notes)
     assert notes.seen == [(6, 1, None), (3, 1, "held")]
     assert notes.tasks == [(1, d, 2) for d in range(3)] + [("1/held", d, 3) for d in range(4)]
+
+
+def test_a_watcher_gets_thumbnails_before_completions_and_nobody_else_gets_them() -> None:
+    class Pictures(Notes):
+        def keep_thumbnails(self, thumbnails: Mapping[str, bytes]) -> None:
+            self.seen.append((len(thumbnails), 0, None))
+
+    class Shown(FakeModel):
+        async def chat(self, messages: list[dict[str, Any]], *args: Any, **settings: Any) -> list[Completion]:
+            made = await super().chat(messages, *args, **settings)
+            return [
+                replace(completion, prompt_token_ids=prompt_of("<image>?", [random_picture(1)])) for completion in made
+            ]
+
+    notes, sink = Pictures(), Sink()
+    explored = explorer(models=[Shown()], evals=[source(3, name="held")])
+
+    async def body() -> None:
+        await explored.explore_step()
+        await explored.eval()
+
+    running(explored, body, sink, watcher=notes)
+    assert notes.seen == [(1, 0, None), (6, 1, None), (1, 0, None), (3, 1, "held")]
+    assert all(CARRIED not in experience.info for _, experiences in sink.steps for experience in experiences)
 
 
 def test_unprepared_it_does_not_explore() -> None:

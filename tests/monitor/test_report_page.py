@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.pictures import random_picture
 
+from trinity_lightning.common.pictures.thumbnails import FOLDER, NOTED, write_thumbnails
 from trinity_lightning.monitor.machine import describe_environment, write_environment
 from trinity_lightning.monitor.presentation import UNTRAINED_PREFIX as UNTRAINED
 from trinity_lightning.monitor.report import (
@@ -75,6 +78,7 @@ def write_completions(folder: Path, name: str, texts: list[str], reward: float =
         {"task": task, "prompt": f"Q{task} {EVIL}", "completion": text, "reward": reward, "truncated": task == 0}
         for task, text in enumerate(texts)
     ]
+    records[0] |= {NOTED: ["../../config.yaml", EVIL, 3]}
     (folder / "completions" / name).write_text("\n".join(map(json.dumps, records)) + '\n{"torn', encoding="utf-8")
 
 
@@ -119,6 +123,19 @@ def test_everything_is_on_the_page(folder: Path) -> None:
     assert [value for value in page.texts if value in ("25s", "20s", "3s")] == ["20s", "25s", "3s"]
 
 
+@pytest.mark.parametrize("evaluations", [2, 1], ids=["before and after", "apart"])
+def test_pictures_of_prompts_are_part_of_the_page(evaluations: int, tmp_path: Path) -> None:
+    pictures = [random_picture(seed, (9, 9)) for seed in range(3)]
+    names = [f"{picture.digest}.jpg" for picture in pictures]
+    write_thumbnails(tmp_path / "completions" / FOLDER, {names[0]: pictures[0].thumbnail, names[1]: b"x" * 2**17})
+    record = {"task": 0, "prompt": "[picture]?", "completion": "3", NOTED: names}
+    for step in range(evaluations):
+        (tmp_path / f"completions/eval_held_step_{step}.jsonl").write_text(json.dumps(record))
+    page = page_of(tmp_path)
+    (source,) = [attrs["src"] for tag, attrs in page.tags if tag == "img"]  # one has no file, and one is too large
+    assert source == f"data:image/jpeg;base64,{b64encode(pictures[0].thumbnail).decode()}"
+
+
 def test_rollouts_ahead_count_by_the_wait_for_them_only(tmp_path: Path) -> None:
     in_turn = {"step": 0, "explore_step": 1, "time/rollout": 5.0, "time/operators": 1.0, "time/train": 4.0}
     ahead = in_turn | {"step": 1, "explore_step": 2, "time/wait_for_rollout": 2.0, "rollout/overlap": 0.9}
@@ -136,7 +153,7 @@ def test_hostile_text_stays_text(folder: Path) -> None:
     for _, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on") or name in ("src", "href", "style")]
     policies = [a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a]
-    assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
+    assert policies == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
     assert "hunter2" not in page.text
 
 

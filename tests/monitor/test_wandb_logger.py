@@ -10,9 +10,13 @@ import pytest
 import torch
 import wandb
 from lightning.pytorch.loggers import WandbLogger
+from PIL import Image
+from support.pictures import experience, prompt_of, random_picture
 from support.wandb_reader import WandbRun, read_wandb_run
 
-from trinity_lightning.monitor.run_monitor import define_metrics, log_completions
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.pictures.thumbnails import FOLDER, notes_of, taken_from, write_thumbnails
+from trinity_lightning.monitor.run_monitor import define_metrics, log_completions, show_pictures, write_completions
 from trinity_lightning.monitor.wandb_logger import RunLogger, record_id, run_id
 
 
@@ -104,6 +108,14 @@ def test_an_id_that_the_settings_choose_is_the_one_of_a_resumed_run_too(tmp_path
 # -- Lightning's own logger, whose axes and tables are the same --------------------------------------------------------
 
 
+def rollouts_with_pictures(folder: Path) -> list[Experience]:
+    """Two of a prompt with two pictures, and one of a text."""
+    prompt = prompt_of("<image><image>?", [random_picture(1, (20, 40)), random_picture(2, (30, 10))])
+    made = [experience(prompt, [5], run=run, info=notes_of(prompt)) for run in range(2)]
+    write_thumbnails(folder / FOLDER, taken_from(made))
+    return [*made, experience([1, 2], [5])]
+
+
 LONG_TEXT = "a completion " * 4000  # longer than a block of the file
 
 
@@ -122,6 +134,9 @@ def lightning_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WandbRun
             logger.log_metrics({"mine": 1.0, "actor/lr": 0.1}, step=step)
         rows = [{"step": 3, "completion": "②", "advantage": None}, {"step": 3, "completion": "b", "advantage": 0.5}]
         log_completions(logger.experiment, rows, explore_step=3)
+        with_pictures = write_completions(folder, 4, rollouts_with_pictures(folder), "held")
+        show_pictures(with_pictures, folder / FOLDER)
+        log_completions(logger.experiment, with_pictures, explore_step=4, name="completions_held")
         log_completions(logger.experiment, [], explore_step=4)
         wandb.finish()
         yield read_wandb_run(folder)
@@ -141,6 +156,17 @@ def test_every_metric_is_drawn_over_the_explore_step(lightning_run: WandbRun) ->
     assert lightning_run.axes["rollout/*"] == lightning_run.axes["actor/*"] == lightning_run.axes["*"] == "explore_step"
     assert [row["explore_step"] for row in lightning_run.history if "reward/mean" in row] == [1, 2, 3]
     assert [row["explore_step"] for row in lightning_run.history if "mine" in row] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_pictures_are_images_of_the_table(lightning_run: WandbRun) -> None:
+    (table,) = lightning_run.tables["completions_held"]
+    assert table.columns[-1] == "pictures"
+    assert [row[-1] is None for row in table.data] == [False, False, True]
+    (files,) = lightning_run.images["completions_held"]  # the rollouts of a prompt have one
+    with Image.open(files[0]) as image:
+        assert image.size == (20 + 30, 40)
+    assert len(files) == 1
 
 
 @pytest.mark.slow

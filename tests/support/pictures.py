@@ -51,6 +51,7 @@ def experience(
         prompt_length=len(prompt),
         multi_modal_inputs=prompt.inputs if isinstance(prompt, PicturePrompt) else None,
         advantages=[(-1.0) ** run] * len(response),
+        **fields,
     )
 
 

@@ -32,6 +32,7 @@ class WandbTable:
 class WandbRun:
     """A run: each history row as logged, the last values, the configuration, and the tables by name, one a logging.
 
+    `images` holds the files of a table's images, by the table's name, one list a logging; W&B uploads them with it.
     `axes` holds the step metric of each defined metric or glob; `finished` tells whether the run came to its end, and
     `exit_code` which end.
     """
@@ -44,6 +45,7 @@ class WandbRun:
     summary: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     tables: dict[str, list[WandbTable]] = field(default_factory=dict)
+    images: dict[str, list[list[Path]]] = field(default_factory=dict)
     axes: dict[str, str] = field(default_factory=dict)
     exit_code: int | None = None
 
@@ -90,6 +92,10 @@ def _parse(content: bytes) -> WandbRun:
             _assign(run.history[-1], record.history.item)
         elif kind == "metric":
             run.axes[record.metric.glob_name or record.metric.name] = record.metric.step_metric
+        elif kind == "artifact" and record.artifact.type == "run_table":
+            name = record.artifact.name.removeprefix(f"run-{run.id}-")
+            contents = [content for content in record.artifact.manifest.contents if "images/" in content.path]
+            run.images.setdefault(name, []).append([Path(content.local_path) for content in contents])
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
     return run

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import HeldModel
+from trinity_lightning.common.pictures.thumbnails import taken_from
 from trinity_lightning.common.solved import REWARD, USUAL, components, criterion_of, metrics_of
 from trinity_lightning.common.words import listed
 from trinity_lightning.config.algorithm import check_older_weights
@@ -45,6 +46,9 @@ class Watcher(Protocol):
 
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
         """Take the experiences of a step, or of an evaluation on the named taskset."""
+
+    def keep_thumbnails(self, thumbnails: Mapping[str, bytes]) -> None:
+        """Take small copies of pictures, by the names of their files, before the completions that name them."""
 
     def show_tasks(self, batch: int | str, done: int, total: int) -> None:
         """Show the number of tasks of a batch that have ended."""
@@ -343,7 +347,11 @@ class Explorer:
         done = itertools.count(1)
         self._watcher.show_tasks(batch, 0, len(tasks))
         self._scheduler.schedule(tasks, batch, lambda: self._watcher.show_tasks(batch, next(done), len(tasks)))
-        return await self._scheduler.get_results(batch, timeout=math.inf)
+        statuses, experiences = await self._scheduler.get_results(batch, timeout=math.inf)
+        evaluated = (experience for status in statuses for experience in status.eval_experiences)
+        if thumbnails := taken_from((*experiences, *evaluated)):
+            self._watcher.keep_thumbnails(thumbnails)
+        return statuses, experiences
 
     # -- evaluate -----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -306,6 +306,10 @@ class TrainingRollouts(Watcher):
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
         """Show experiences later: the trainer uses the same loggers, and may be logging now."""
         self.driver.call_later(partial(self.watcher.keep_completions, experiences, step, taskset))
+
+    def keep_thumbnails(self, thumbnails: Mapping[str, bytes]) -> None:
+        """Keep small copies of pictures later, in the order of these calls."""
+        self.driver.call_later(partial(self.watcher.keep_thumbnails, thumbnails))
 
     def show_tasks(self, batch: int | str, done: int, total: int) -> None:
         """Show the number of finished tasks, unless the main thread trains and draws its own progress bar."""

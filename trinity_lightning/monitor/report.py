@@ -7,15 +7,18 @@ import itertools
 import json
 import math
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from trinity_lightning.common.pictures.thumbnails import FOLDER, NOTED, files_of
 from trinity_lightning.common.solved import criterion_of
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, read_rows
 from trinity_lightning.monitor.machine import FILE as ENVIRONMENT_FILE
@@ -235,9 +238,19 @@ def report_page(run: RunRecord) -> str:
         times=_times(run),
         idle=_idle_steps(run),
         pairs=_pairs(run),
+        thumbnails=partial(_thumbnails, run.folder / "completions" / FOLDER),
         apart=_apart(run),
         config=without_secrets(run.config) if run.config else "",
     )
+
+
+_LARGEST_THUMBNAIL = 2**16  # bytes of a file that the page takes in
+
+
+def _thumbnails(folder: Path, completion: Completion) -> list[str]:
+    """The pictures of a completion's prompt, as data URLs; those whose files are missing are left out."""
+    files = (file for file in files_of(folder, completion.get(NOTED)) if file.stat().st_size <= _LARGEST_THUMBNAIL)
+    return [f"data:image/jpeg;base64,{b64encode(file.read_bytes()).decode()}" for file in files]
 
 
 # -- small pictures as inline SVG --------------------------------------------------------------------------------------

@@ -15,6 +15,14 @@ from tqdm import tqdm
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import write_atomically
+from trinity_lightning.common.pictures.thumbnails import (
+    FOLDER,
+    NOTED,
+    files_of,
+    names_in,
+    side_by_side,
+    write_thumbnails,
+)
 from trinity_lightning.common.runs import UNTRAINED, written_tokens
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, MetricsCSVLogger, last_row, log_row, next_row, step_of
 from trinity_lightning.monitor.machine import (
@@ -81,11 +89,17 @@ class RunMonitor(L.Callback):
 
     def keep_completions(self, experiences: list[Experience], step: int, taskset: str | None) -> None:
         """Write the completions of a step or an evaluation, and log the first of them as a W&B table."""
-        rows = write_completions(self._folder / "completions", step, experiences, taskset)
+        folder = self._folder / "completions"
+        rows = write_completions(folder, step, experiences, taskset)
         if self._wandb is not None:
+            show_pictures(rows, folder / FOLDER)
             name = "completions" if taskset is None else f"completions_{taskset}"
             run = self._wandb if isinstance(self._wandb, RunLogger) else self._wandb.experiment
             log_completions(run, rows, step, name)
+
+    def keep_thumbnails(self, thumbnails: Mapping[str, bytes]) -> None:
+        """Write small copies of pictures beside the completions, each once."""
+        write_thumbnails(self._folder / "completions" / FOLDER, thumbnails)
 
     def keep_metrics(self, metrics: dict[str, float]) -> None:
         """Keep the explorer's metrics of the step under way, for the step's line."""
@@ -210,8 +224,9 @@ def write_completions(
 
     There is one JSON object for each completion, with step, task, run, prompt, completion, reward, `reward/<function>`
     for each reward among the experience's metrics, advantage (of the first response token), length (tokens that the
-    policy wrote) and truncated. In training it also has `trained`, and the `reason` why it is not trained on (null if
-    it is). Numbers that are not finite are null: JSON cannot hold them.
+    policy wrote) and truncated. If the prompt has pictures, `pictures` names their thumbnails in the folder `images`.
+    In training it also has `trained`, and the `reason` why it is not trained on (null if it is). Numbers that are not
+    finite are null: JSON cannot hold them.
 
     Args:
         folder: folder of the files, made with the first one.
@@ -229,8 +244,21 @@ def write_completions(
 
     shown = records[:TABLE_ROWS]
     rewards = dict.fromkeys(name for record in shown for name in record if name.startswith(REWARD_PREFIX))
-    columns = (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS, *(_OF_TRAINING if taskset is None else ()))
+    pictures = (NOTED,) * any(NOTED in record for record in shown)
+    of_training = _OF_TRAINING if taskset is None else ()
+    columns = (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS, *of_training, *pictures)
     return [{column: record.get(column) for column in columns} for record in shown]
+
+
+def show_pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """In a table's rows put W&B's picture of thumbnails in the place of their names, one object for equal names."""
+    images: dict[str, wandb.Image] = {}
+    for row in rows:
+        if names := row.get(NOTED):
+            files, key = files_of(folder, names), " ".join(names)
+            if files and key not in images:
+                images[key] = wandb.Image(side_by_side(files))
+            row[NOTED] = images.get(key)
 
 
 def _record(step: int, experience: Experience, of_training: bool) -> dict[str, Any]:
@@ -241,6 +269,7 @@ def _record(step: int, experience: Experience, of_training: bool) -> dict[str, A
         "task": experience.eid.task,
         "run": experience.eid.run,
         "prompt": experience.prompt_text,
+        **({NOTED: names} if (names := names_in(experience)) else {}),
         "completion": experience.response_text,
         "reward": _number(experience.reward),
         **rewards,

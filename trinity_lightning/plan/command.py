@@ -6,7 +6,7 @@ config are enough: no weights are loaded.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import hydra
@@ -44,6 +44,8 @@ class PlanConfig(Section, key="plan"):
             within or between GPUs, 1 through a folder.
         prompt_tokens: tokens of a prompt; null: all that the response leaves of the context.
         response_tokens: tokens of a response; null: sampling.max_tokens.
+        pictures: pictures of a prompt; null: 1 if the model reads pictures.
+        picture_edge: width and height of a picture in pixels, on which the number of its tokens may depend.
         json: print one line of JSON instead of the tables.
     """
 
@@ -57,6 +59,8 @@ class PlanConfig(Section, key="plan"):
     sync_gb: float | None = checked(None, number, above=0, optional=True)
     prompt_tokens: int | None = checked(None, whole_number, least=1, optional=True)
     response_tokens: int | None = checked(None, whole_number, least=1, optional=True)
+    pictures: int | None = checked(None, whole_number, least=0, optional=True)
+    picture_edge: int = checked(512, whole_number, least=2)
     json: bool = False
 
 
@@ -101,12 +105,25 @@ def as_text(run: "RunPlan") -> str:
             "",
             *table(["tokens of a step", ""], [[name, f"{tokens:,}"] for name, tokens in run.tokens.items()]),
             "",
+            *_pictures(run),
             *table(["seconds of a step", ""], [[name, f"{seconds:.3g}"] for name, seconds in run.seconds.items()]),
             "",
             "if",
             *(f"  {assumption} ({key})" for key, assumption in run.assumed.items()),
         ]
     )
+
+
+def _pictures(run: "RunPlan") -> list[str]:
+    """The lines about a step's pictures; none without pictures."""
+    if run.pictures is None:
+        return []
+    rows = [
+        ["pictures", f"{run.pictures.count:,}"],
+        ["tokens of each", f"{run.pictures.tokens:,}"],
+        ["MB of their pixels, on the host", f"{run.pictures.tensors / 1e6:,.1f}"],
+    ]
+    return [*table(["pictures of a step", ""], rows), ""]
 
 
 def as_json(run: "RunPlan") -> str:
@@ -123,6 +140,7 @@ def as_json(run: "RunPlan") -> str:
         }
         for share in run.shares
     ]
+    pictures = {} if run.pictures is None else {"pictures": asdict(run.pictures)}
     return json.dumps(
         {
             "model": run.model,
@@ -130,6 +148,7 @@ def as_json(run: "RunPlan") -> str:
             "device": run.hardware.name,
             "memory": memory,
             "tokens": run.tokens,
+            **pictures,
             "seconds": run.seconds,
             "assumed": run.assumed,
         }

@@ -41,6 +41,7 @@ from trinity_lightning.plan.memory import (
     gib,
     plan,
 )
+from trinity_lightning.plan.pictures import Pictures, pictures_of
 from trinity_lightning.sync.stream import skeleton
 from trinity_lightning.trainer.flops import ModelSize, Work, attended
 from trinity_lightning.trainer.layout import worth_sharing
@@ -112,6 +113,7 @@ class RunPlan:
         hardware: device for which the run is planned.
         shares: memory of all devices, one entry for those with the same contents; the first entry is rank 0's.
         tokens: numbers of tokens, by name.
+        pictures: the pictures of a step; None without any.
         seconds: seconds of a step, by part; empty if the speed of the device is not known.
         assumed: assumptions behind tokens and seconds, by the key that changes them.
     """
@@ -121,6 +123,7 @@ class RunPlan:
     hardware: Hardware
     shares: list[Share]
     tokens: dict[str, int]
+    pictures: Pictures | None
     seconds: dict[str, float]
     assumed: dict[str, str]
 
@@ -144,6 +147,7 @@ def plan_run(config: DictConfig, plan_config: "PlanConfig") -> RunPlan:
     run = replace(typed_config(config), trainer=trainer)
     hardware, model = _hardware(plan_config, gpu, run), _model(run.model.name)
     shape, step = ModelShape.of(model), step_of(run, plan_config)
+    pictures = pictures_of(run, plan_config, step.groups, step.prompt)
     engines = _engines(run, shape, hardware) if run.buffer.has_rollouts else None
     if hardware.on_cpu:
         run, shares = _on_a_cpu(run, shape, hardware.machine.free)
@@ -151,6 +155,8 @@ def plan_run(config: DictConfig, plan_config: "PlanConfig") -> RunPlan:
         run, shares = _on_gpus(run, shape, hardware.machine, engines)
     estimate = _Estimate(run, plan_config, hardware, step, engines, shape, ModelSize.of(model))
     work = training_work(run, step)
+    if pictures is not None:
+        work = replace(work, pictures=(pictures.seen,) * pictures.count)
     cache = next((share.memory.kv_cache for share in shares if share.memory.kv_cache), 0)
     return RunPlan(
         model=_described(run, shape),
@@ -164,9 +170,21 @@ def plan_run(config: DictConfig, plan_config: "PlanConfig") -> RunPlan:
             "computed by training": work.tokens,
             "of a micro-batch": shares[0].memory.micro_batch_tokens,
         },
+        pictures=pictures,
         seconds=estimate.seconds(work, cache),
-        assumed=estimate.assumed(),
+        assumed=estimate.assumed() | _assumed_of(pictures, plan_config),
     )
+
+
+def _assumed_of(pictures: Pictures | None, plan_config: "PlanConfig") -> dict[str, str]:
+    """The assumptions about pictures, by the key that changes them."""
+    if pictures is None:
+        return {}
+    count, edge = plan_config.pictures or 1, plan_config.picture_edge
+    return {
+        "plan.pictures": f"every prompt has {_counted(count, 'picture')} of its own",
+        "plan.picture_edge": f"every picture has {edge} x {edge} pixels",
+    }
 
 
 def _described(run: TrainConfig, shape: ModelShape) -> str:

@@ -34,6 +34,7 @@ _LONGEST_PATH = 4096
 _LEAST_EDGE = 2  # in pixels: a single one shows nothing, and is what trackers and failed downloads leave behind
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}  # the last bytes of files, by format, within their tail
 _TAIL = 16
+_THUMBNAIL_EDGE = 128  # in pixels, at most
 _ORIENTATION, _ON_THEIR_SIDE = 0x0112, (5, 6, 7, 8)  # an EXIF tag, and its values for pictures to turn by 90 degrees
 _WITH_PREVIEWS = ("MPO",)  # formats whose further pictures show the same, in another size
 
@@ -74,6 +75,15 @@ class Picture:
     def digest(self) -> str:
         """Hash of size and pixels, 32 hex digits."""
         return xxh3_128_hexdigest(repr(self.image.size).encode() + self.image.tobytes())
+
+    @cached_property
+    def thumbnail(self) -> bytes:
+        """A small copy as a JPEG file, for people to look at."""
+        width, height = self.image.size
+        shrunk = max(width, height, _THUMBNAIL_EDGE) / _THUMBNAIL_EDGE
+        size = (max(round(width / shrunk), 1), max(round(height / shrunk), 1))
+        self.image.resize(size, reducing_gap=2.0).save(file := BytesIO(), "JPEG", quality=85)
+        return file.getvalue()
 
     @property
     def fingerprint(self) -> str:

@@ -1,0 +1,73 @@
+"""Small copies of the pictures of prompts, for people to look at.
+
+A rollout notes the hashes of its prompt's pictures. The copies go with it to the explorer, which takes them out of it
+before it is stored, and has each written once.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.files import disk_full_named
+from trinity_lightning.common.pictures.picture import Picture
+from trinity_lightning.common.pictures.prompt import PicturePrompt
+
+NOTED, CARRIED = "pictures", "thumbnails"  # keys of an experience's info: names of files, and their contents by name
+FOLDER = "images"  # beside the completions
+MOST_SHOWN = 8  # pictures of a prompt, the first ones
+_NAME = re.compile(r"[0-9a-f]{32}\.jpg")
+
+
+def notes_of(prompt: object) -> dict[str, Any]:
+    """Entries of an experience's info for the pictures of its prompt; none for a prompt without pictures."""
+    pictures: Sequence[Picture] = prompt.pictures[:MOST_SHOWN] if isinstance(prompt, PicturePrompt) else ()
+    thumbnails = {f"{picture.digest}.jpg": picture.thumbnail for picture in pictures}
+    return {NOTED: [f"{picture.digest}.jpg" for picture in pictures], CARRIED: thumbnails} if pictures else {}
+
+
+def taken_from(experiences: Iterable[Experience]) -> dict[str, bytes]:
+    """The thumbnails that experiences carry, by the names of their files; they do not carry them any more."""
+    return {name: content for experience in experiences for name, content in experience.info.pop(CARRIED, {}).items()}
+
+
+def names_in(experience: Experience) -> list[str]:
+    """The names of the files with thumbnails of an experience's pictures."""
+    return list(experience.info.get(NOTED, ()))
+
+
+def write_thumbnails(folder: Path, thumbnails: Mapping[str, bytes]) -> None:
+    """Write thumbnails that are not in the folder yet. Nothing waits for the disk: a run does not need them.
+
+    Raises:
+        DiskFullError: the disk is full.
+        OSError: the folder cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in thumbnails.items():
+        if not (file := folder / name).exists():
+            temporary = file.with_name(f".{name}.tmp")
+            with disk_full_named(file):
+                temporary.write_bytes(content)
+            temporary.replace(file)
+
+
+def files_of(folder: Path, names: object) -> list[Path]:
+    """The files of thumbnails with these names; without those that are missing, and names of anything else."""
+    listed = names if isinstance(names, list) else []
+    files = [folder / name for name in listed if isinstance(name, str) and _NAME.fullmatch(name)]
+    return [file for file in files[:MOST_SHOWN] if file.is_file()]
+
+
+def side_by_side(files: Sequence[Path]) -> Image.Image:
+    """One picture of several thumbnails, at least one."""
+    pictures = [Image.open(file) for file in files]
+    whole = Image.new("RGB", (sum(p.width for p in pictures), max(p.height for p in pictures)), "white")
+    left = 0
+    for picture in pictures:
+        whole.paste(picture, (left, 0))
+        left += picture.width
+    return whole
