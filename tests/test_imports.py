@@ -37,6 +37,7 @@ PACKAGE_TOPS = (
     "plan.command",
     "plan.gpu",
     "plan.memory",
+    "plan.pictures",
     "plan.run",
     "plan.start",
     "explorer.callback",

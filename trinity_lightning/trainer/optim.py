@@ -188,6 +188,8 @@ def _without_decay(make: Callable[..., Optimizer], groups: Any, **settings: Any)
 def check_optimizer(config: OptimizerConfig, alone: bool = True) -> None:
     """Try out an optimizer or schedule of the user's own on two small tensors, before anything is loaded.
 
+    Warns of a learning rate of 0.
+
     Args:
         config: the optimizer and its schedule.
         alone: nothing else is trained at a learning rate of its own, such as a critic.
@@ -197,6 +199,8 @@ def check_optimizer(config: OptimizerConfig, alone: bool = True) -> None:
             more than gradients, or its state cannot be saved and loaded; the schedule needs more than the number of
             steps, or never has a learning rate above 0.
     """
+    if config.lr == 0 and "." not in config.lr_scheduler.name:  # a named one scales it
+        logger.warning("optimizer.lr is 0: the policy's weights do not change.")
     if config.name in ADAM and config.lr_scheduler.name in PARTS["schedule"] and not config.lr_scheduler.args:
         return
     make = optimizer_factory(config)

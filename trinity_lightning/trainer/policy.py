@@ -130,8 +130,6 @@ class PolicyModule(L.LightningModule):
         optim.check_optimizer(self.optimizer_config, alone=self.algorithm.critic is None)
         for caveat in self.objective.caveats:
             logger.warning(caveat)
-        if self.optimizer_config.lr == 0 and "." not in self.optimizer_config.lr_scheduler.name:  # named ones scale it
-            logger.warning("optimizer.lr is 0: the policy's weights do not change.")
         self.skipped_items = self.bad_steps = self.bad_steps_in_a_row = 0
         self.model: nn.Module | None = None
         self.adapter: Adapter | None = None
