@@ -11,9 +11,9 @@ from support.compose import composed
 from support.errors import refuses
 from support.picture_models import refused_folder
 
-from trinity_lightning.build import check_pictures, eval_sources, finish, logging_to, train_source
+from trinity_lightning.build import eval_sources, finish, logging_to, train_source
 from trinity_lightning.config.run import typed_config
-from trinity_lightning.engines import most_pictures
+from trinity_lightning.engines import check_pictures, most_pictures
 
 
 class FullDisk(WandbLogger):
@@ -78,6 +78,9 @@ def test_a_variable_that_is_an_argument_of_rendering_is_refused() -> None:
         (["model=tiny_vision", "engine.name=my_engine.PlainEngine"], "engine.name"),
         (["model=tiny_vision", "+model.processor_args.nosuch=1"], "model.processor_args.nosuch"),
         (["model=tiny_vision", "+engine.args.mm_processor_cache_gb=1"], "engine.args.mm_processor_cache_gb"),
+        (["model=tiny_vision", "+engine.args.mm_processor_kwargs.size=8"], "engine.args.mm_processor_kwargs"),
+        (["model=tiny_vision", "algorithm=ppo_critic", "algorithm.critic.model=tiny"], "algorithm.critic.model"),
+        (["model=tiny_vision", "operators=teacher_top_k", "+auxiliary_models.teacher.model=tiny"], "operators"),
         (["model=tiny_vision", "engine.per_rank=true", "trainer=ddp"], "engine.per_rank"),
         (["model=tiny_vision", "model.lora.r=4", "synchronizer.lora=adapter"], "synchronizer.lora"),
     ],

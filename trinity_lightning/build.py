@@ -3,7 +3,7 @@
 import functools
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,11 +23,9 @@ from trinity_lightning.buffer.datamodule import ExperienceDataModule, step_keepe
 from trinity_lightning.buffer.offline import expert_data, offline_parts, summary
 from trinity_lightning.common.files import disk_full_named, write_atomically
 from trinity_lightning.common.inference import HeldModel
-from trinity_lightning.common.pictures.families import FAMILIES, check_family
-from trinity_lightning.common.pictures.processor import load_processor
 from trinity_lightning.config.checkpoints import checkpoints_in, holds_a_run, resume_command
-from trinity_lightning.config.engines import CAPABILITIES, SENT, EngineConfig, capabilities_of, gpu_count
-from trinity_lightning.config.models import load_config, load_tokenizer, reads_pictures
+from trinity_lightning.config.engines import SENT, EngineConfig, capabilities_of, gpu_count
+from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.config.own_code import where
 from trinity_lightning.config.registry import SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.run import TrainConfig, typed_config, workflow_arguments
@@ -35,6 +33,7 @@ from trinity_lightning.config.servers import sync_method
 from trinity_lightning.config.trainer import trains_together
 from trinity_lightning.engines import (
     auxiliary_models_of,
+    check_pictures,
     check_room,
     engines_of,
     settle_dtypes,
@@ -444,40 +443,6 @@ def eval_sources(config: TrainConfig) -> list[TaskSource]:
     ]
     with configured_at("eval_workflow" if config.eval_workflow else "workflow"):
         return [TaskSource(taskset, *settings, *rendering) for taskset in tasksets]
-
-
-def check_pictures(config: TrainConfig, sources: Sequence[TaskSource]) -> None:
-    """Refuse tasks with pictures where the model or an engine would not get them.
-
-    Raises:
-        ConfigError: the model reads text alone, its family is refused, or its processor has no such argument; or an
-            engine takes no pictures.
-        ModelLoadError: the model's processor cannot be loaded.
-    """
-    if config.model.processor_args:
-        load_processor(config.model.name, config.model.processor_args)
-    tasksets = [taskset for source in sources for taskset in source.taskset.tasksets.values() if taskset.most_pictures]
-    if not tasksets:
-        return
-    has, name = f"the entries of taskset '{tasksets[0].name}' have pictures, and", config.model.name
-    if reads_pictures(name) is False or load_processor(name, config.model.processor_args) is None:
-        fix = "choose a model that reads pictures, or leave their field out of the entries"
-        raise ConfigError(f"{has} model '{name}' reads text alone", key="model.name", fix=fix)
-    check_family(model := load_config(name))
-    if model.model_type not in FAMILIES:
-        logger.warning("no test trains models of type '%s' on pictures: their rows are padded.", model.model_type)
-    if not capabilities_of(config.engine.name).takes_pictures:
-        able = " or ".join(engine for engine, capabilities in CAPABILITIES.items() if capabilities.takes_pictures)
-        raise ConfigError(f"{has} engine '{config.engine.name}' takes none", key="engine.name", fix=f"choose {able}")
-    if config.engine.per_rank:
-        fix = "leave the key out: the engine of rank 0 generates then"
-        raise ConfigError(f"{has} engines of other ranks are sent tokens alone", key="engine.per_rank", fix=fix)
-    if config.synchronizer.lora == "adapter":
-        fix = "set synchronizer.lora=merged"
-        raise ConfigError(f"{has} adapters are not sent alone to an engine of such", key="synchronizer.lora", fix=fix)
-    if capabilities_of(config.engine.name).is_vllm and config.engine.args.get("mm_processor_cache_gb"):
-        key = "engine.args.mm_processor_cache_gb"
-        raise ConfigError(f"{has} what vLLM makes of them is kept without its own cache", key=key, fix="leave it out")
 
 
 @functools.lru_cache(maxsize=1)

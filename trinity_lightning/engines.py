@@ -1,7 +1,8 @@
 """The engines of a run, made from its configuration; the threads and memory that they may use; and the dtypes."""
 
+import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,18 @@ from transformers import AutoConfig
 
 from trinity_lightning.common.hardware import check_caches, faster_dtype
 from trinity_lightning.common.inference import HeldModel
+from trinity_lightning.common.pictures.families import FAMILIES, check_family
+from trinity_lightning.common.pictures.processor import load_processor
 from trinity_lightning.common.thoughts import Markers
-from trinity_lightning.config.engines import EngineConfig, EngineDtype, capabilities_of
-from trinity_lightning.config.explorer import AuxiliaryConfig, auxiliary_servers
+from trinity_lightning.config.engines import CAPABILITIES, EngineConfig, EngineDtype, capabilities_of
+from trinity_lightning.config.explorer import (
+    TEACHER_OPERATOR,
+    TEACHER_WORKFLOW,
+    AuxiliaryConfig,
+    auxiliary_servers,
+)
 from trinity_lightning.config.model import WeightDtype
-from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.models import load_config, reads_pictures, resolve_model
 from trinity_lightning.config.registry import PARTS, SINGLE_RESPONSE_WORKFLOWS, import_object
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.servers import gpus_of_a_server
@@ -28,6 +36,14 @@ from trinity_lightning.explorer.models.vllm_engine import check_experts
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, server_cores
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.resume import dtype_of
+
+logger = logging.getLogger(__name__)
+
+# Arguments of vLLM that tasks with pictures do not go with, and what to do instead.
+VLLMS_OWN = {
+    "mm_processor_cache_gb": "leave it out: what vLLM makes of pictures is kept without its own cache",
+    "mm_processor_kwargs": "set model.processor_args, which the trainer's processor has too",
+}
 
 # -- the engines -------------------------------------------------------------------------------------------------------
 
@@ -46,6 +62,9 @@ def tell_settings(engines: Sequence[Engine], config: TrainConfig, sources: Itera
         engine.thoughts = Markers(*config.model.thoughts) if config.model.thoughts else None
 
 
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
 def most_pictures(config: TrainConfig, sources: Iterable[TaskSource]) -> int | None:
     """Largest number of pictures of a prompt; None: entries are not all known, or a workflow may add pictures."""
     if {config.workflow.name, config.eval_workflow} - {None, "evaluation", *SINGLE_RESPONSE_WORKFLOWS}:
@@ -53,6 +72,52 @@ def most_pictures(config: TrainConfig, sources: Iterable[TaskSource]) -> int | N
     tasksets = [taskset for source in sources for taskset in source.taskset.tasksets.values()]
     counts = [taskset.most_pictures for taskset in tasksets if taskset.all_checked]
     return max(counts) if len(counts) == len(tasksets) else None
+
+
+def check_pictures(config: TrainConfig, sources: Sequence[TaskSource]) -> None:
+    """Refuse tasks with pictures where a model or an engine would not get them.
+
+    Raises:
+        ConfigError: a model reads text alone, its family is refused, or its processor has no such argument; or an
+            engine or an operator takes no pictures.
+        ModelLoadError: the model's processor cannot be loaded.
+    """
+    name, processor_args = config.model.name, config.model.processor_args
+    if processor_args:
+        load_processor(name, processor_args)
+    tasksets = [taskset for source in sources for taskset in source.taskset.tasksets.values() if taskset.most_pictures]
+    if not tasksets:
+        return
+    for is_so, obstacle, key, fix in _picture_obstacles(config):
+        if is_so:
+            has = f"the entries of taskset '{tasksets[0].name}' have pictures, and"
+            raise ConfigError(f"{has} {obstacle}", key=key, fix=fix)
+    check_family(model := load_config(name))
+    if model.model_type not in FAMILIES:
+        logger.warning("no test trains models of type '%s' on pictures: their rows are padded.", model.model_type)
+
+
+def _picture_obstacles(config: TrainConfig) -> Iterator[tuple[bool, str, str, str]]:
+    """Obstacles between pictures and a model, one by one: True if the run has it, its words, its key, and the fix."""
+    name, engine = config.model.name, capabilities_of(config.engine.name)
+    reads = reads_pictures(name) is not False and load_processor(name, config.model.processor_args) is not None
+    fix = "choose a model that reads pictures, or leave their field out of the entries"
+    yield not reads, f"model '{name}' reads text alone", "model.name", fix
+    critic = config.algorithm.critic and config.algorithm.critic.model
+    text_critic = critic is not None and reads_pictures(critic) is False
+    yield text_critic, f"the critic '{critic}' reads text alone", "algorithm.critic.model", "choose one that reads both"
+    able = " or ".join(name for name, capabilities in CAPABILITIES.items() if capabilities.takes_pictures)
+    yield not engine.takes_pictures, f"engine '{config.engine.name}' takes none", "engine.name", f"choose {able}"
+    fix = "leave the key out: the engine of rank 0 generates then"
+    yield config.engine.per_rank, "engines of other ranks are sent tokens alone", "engine.per_rank", fix
+    alone, fix = config.synchronizer.lora == "adapter", "set synchronizer.lora=merged"
+    yield alone, "adapters are not sent alone to an engine of such", "synchronizer.lora", fix
+    operators = [label for label, operator in config.operators.items() if operator.name == TEACHER_OPERATOR]
+    fix = f"choose workflow={TEACHER_WORKFLOW}, whose teacher is shown them"
+    yield bool(operators), f"operator {TEACHER_OPERATOR} sends its teacher tokens alone", "operators", fix
+    for argument, fix in VLLMS_OWN.items():
+        present = engine.is_vllm and bool(config.engine.args.get(argument))
+        yield present, f"engine.args.{argument} would be vLLM's alone", f"engine.args.{argument}", fix
 
 
 def check_room(config: TrainConfig, sends: bool = True) -> None:

@@ -10,7 +10,6 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
 from trinity_lightning.build import (
-    check_pictures,
     eval_sources,
     finish,
     instances_of,
@@ -21,7 +20,14 @@ from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.config.engines import TRAINER_GPU
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import typed_config
-from trinity_lightning.engines import auxiliary_models_of, check_room, engines_of, settle_dtypes, tell_settings
+from trinity_lightning.engines import (
+    auxiliary_models_of,
+    check_pictures,
+    check_room,
+    engines_of,
+    settle_dtypes,
+    tell_settings,
+)
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.models.engine import Engine
