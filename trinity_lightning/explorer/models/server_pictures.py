@@ -192,7 +192,7 @@ def _unpacked_picture(packed: Mapping[str, Any]) -> Picture:
 
 
 async def generated(engine: Any, rendered: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine generates: `choices`, or `logprobs` of the prompt's tokens but the first if `sampling` asks so."""
+    """The answer of an engine: `choices`, or `logprobs` of the prompt's tokens but the first if `sampling` asks so."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

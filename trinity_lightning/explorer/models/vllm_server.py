@@ -73,7 +73,8 @@ class VLLMServerEngine(LoadedEngine):
     Without a `url` the server is started at the first use, on this machine and for this user only, and ends with this
     process. By default it reads its weights from a folder, by a request of VLLM_SERVER_DEV_MODE=1. A server elsewhere
     must be started with that, with `--logprobs-mode processed_logprobs`, and must see the folder. Make it reachable by
-    this run only, since requests that change its weights need no password.
+    this run only, since requests that change its weights need no password. For pictures it also needs `--middleware` and
+    the class `PicturePrompts`.
 
     A server started here that dies is started again by the next request, and answers once it has its weights again: no
     request is answered with other weights than `model_version` says. A server of a `url` that stops answering is given
