@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PATH = "/picture_prompts"
 UNKNOWN = "unknown"  # key of the answer to a request with pictures that the server does not have
-MOST_BYTES = 4 << 30  # of processed pictures that a server keeps for later requests
+MOST_BYTES = 1 << 30  # of processed pictures that a server keeps for later requests
 
 # -- the client's side -------------------------------------------------------------------------------------------------
 
