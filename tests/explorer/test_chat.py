@@ -38,7 +38,7 @@ def with_tools(tokenizer: Any) -> Any:
     return other
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 

@@ -148,7 +148,7 @@ def test_plain_tools_run_beside_the_loop() -> None:
         begun.set()
         return str(woken.wait(60))
 
-    async def wake() -> str:
+    async def wake() -> Any:
         napping = asyncio.create_task(make_tool(nap).call({}, 60.0))
         await asyncio.to_thread(begun.wait, 60)
         woken.set()  # the loop is free

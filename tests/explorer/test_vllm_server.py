@@ -145,13 +145,16 @@ class Elsewhere:
 
 
 def with_elsewhere(
-    server: Elsewhere, use: Callable[[VLLMServerEngine], Coroutine[Any, Any, Any]], **settings: Any
+    server: Elsewhere,
+    use: Callable[[VLLMServerEngine], Coroutine[Any, Any, Any]],
+    model: str = "tiny",
+    **settings: Any,
 ) -> None:
     """Use an engine of this server, on an event loop of its own."""
 
     async def used() -> None:
         await server.start()
-        engine = VLLMServerEngine("tiny", url=server.url, **SETTINGS | settings)
+        engine = VLLMServerEngine(model, url=server.url, **SETTINGS | settings)
         try:
             await use(engine)
         finally:
@@ -241,6 +244,22 @@ def test_a_cache_that_is_not_reset_is_an_error(tmp_path: Path) -> None:
     server = Elsewhere()
     server.answers["/reset_prefix_cache"] = 200, {"success": False}
     with_elsewhere(server, sync, weights=WeightFolder(tmp_path))
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny_vision"])
+def test_states_of_pictures_are_forgotten_before_requests_are_computed_anew(model: str, tmp_path: Path) -> None:
+    async def sync(engine: VLLMServerEngine) -> None:
+        await engine.load()
+        weights = [(name, torch.zeros(shape)) for name, shape in engine.weight_shapes.items()]
+        await engine.sync_weights(weights, 1)
+
+    server = Elsewhere()
+    with_elsewhere(server, sync, model, weights=WeightFolder(tmp_path))
+    at = {path: place for place, path in enumerate(server.requests)}
+    assert ("/reset_encoder_cache" in at) is (model == "tiny_vision")
+    assert (
+        at["/collective_rpc"] < at.get("/reset_encoder_cache", at["/reset_prefix_cache"]) <= at["/reset_prefix_cache"]
+    )
 
 
 def test_a_server_that_does_not_take_its_weights_again_is_not_waited_for(
@@ -373,6 +392,17 @@ def test_a_server_elsewhere_that_takes_no_weights_is_refused() -> None:
     server = Elsewhere()
     server.answers["/get_world_size"] = 404, {"error": {"message": "Not Found"}}
     with_elsewhere(server, load)
+
+
+def test_a_server_elsewhere_that_takes_no_pictures_is_refused() -> None:
+    async def load(engine: VLLMServerEngine) -> None:
+        with refuses("engine.urls") as refused:
+            await engine.load()
+        assert "--middleware" in str(refused.value.fix)
+
+    server = Elsewhere()
+    server.answers["/picture_prompts"] = 404, {"detail": "Not Found"}
+    with_elsewhere(server, load, "tiny_vision")
 
 
 def test_a_server_elsewhere_that_does_not_generate_is_told() -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PATH = "/picture_prompts"
 UNKNOWN = "unknown"  # key of the answer to a request with pictures that the server does not have
-MOST_BYTES = 4 << 30  # of processed pictures that a server keeps for later requests
+MOST_BYTES = 1 << 30  # of processed pictures that a server keeps for later requests
 
 # -- the client's side -------------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ def _unpacked_picture(packed: Mapping[str, Any]) -> Picture:
 
 
 async def generated(engine: Any, rendered: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine generates: `choices`, or `logprobs` of the prompt's tokens but the first if `sampling` asks so."""
+    """The answer of an engine: `choices`, or `logprobs` of the prompt's tokens but the first if `sampling` asks so."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -83,7 +83,7 @@ class VLLMPictures:
         return self._joined(prompt)
 
     def rendered(self, expansion: Expansion) -> Mapping[str, Any]:
-        """What vLLM has made of a text with pictures."""
+        """The input that vLLM has made of a text with pictures."""
         return self._rendered[expansion]
 
     def _missing(self, prompt: PicturePrompt) -> list[Expansion]:

@@ -72,8 +72,9 @@ class VLLMServerEngine(LoadedEngine):
 
     Without a `url` the server is started at the first use, on this machine and for this user only, and ends with this
     process. By default it reads its weights from a folder, by a request of VLLM_SERVER_DEV_MODE=1. A server elsewhere
-    must be started with that, with `--logprobs-mode processed_logprobs`, and must see the folder. Make it reachable by
-    this run only, since requests that change its weights need no password.
+    must be started with that, with `--logprobs-mode processed_logprobs`, and must see the folder. For pictures it needs
+    `--middleware` with the class `PicturePrompts`, too. Make it reachable by this run only, since requests that change
+    its weights need no password.
 
     A server started here that dies is started again by the next request, and answers once it has its weights again: no
     request is answered with other weights than `model_version` says. A server of a `url` that stops answering is given
@@ -480,15 +481,18 @@ class VLLMServerEngine(LoadedEngine):
             raise WeightSyncError(f"the vLLM server failed while it took over the weights: {error}") from error
 
     async def _changed(self, version: int) -> None:
-        """Clear the cache, which the old weights computed, and set the version of the new ones."""
+        """Clear the caches, which the old weights computed, and set the version of the new ones.
+
+        States of pictures are cleared first: requests that go on are computed anew once the other cache is cleared.
+        """
+        if self.processor is not None:
+            await self._change("/reset_encoder_cache", {})
         reset = await self._change("/reset_prefix_cache?reset_running_requests=true", {})
         if not (isinstance(reset, dict) and reset.get("success")):
             raise WeightSyncError(
                 f"the vLLM server did not clear its prefix cache, which the old weights computed: it answered {reset}. "
                 "Versions of vLLM before 0.32 do not answer as this package needs it."
             )
-        if self.processor is not None:  # states of pictures outlive their requests
-            await self._change("/reset_encoder_cache", {})
         self._model_version = version
 
     # -- weights that are sent, by a `ToServers` -----------------------------------------------------------------------
