@@ -19,7 +19,7 @@ from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import typed_config
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import CPU_BLOCK_TOKENS
-from trinity_lightning.plan.gpu import adapters_of
+from trinity_lightning.plan.gpu import adapters_of, training_of
 from trinity_lightning.plan.memory import (
     BLOCK_TOKENS,
     CACHE,
@@ -426,3 +426,19 @@ def test_the_table_shows_both_phases_of_a_sleeping_engine() -> None:
     assert names == ["device memory", "while training", "while generating"]
     assert MOMENTS in estimate.training
     assert MOMENTS not in estimate.generating
+
+
+def test_frozen_weights_have_neither_masters_nor_moments_nor_gradients() -> None:
+    whole, tower, eyes = (
+        training_of(typed_config(composed("+recipe=grpo_vision", "model=tiny_vision", f"model.freeze={freeze}")), 0)
+        for freeze in ("[]", "[vision]", "[vision,connector]")
+    )
+    shape = ModelShape.of(skeleton(str(resolve_model("tiny_vision"))))
+    assert (whole.frozen, whole.frozen_tower, whole.kept_states) == (0, False, 0)
+    assert 0 < tower.frozen < eyes.frozen < shape.parameters
+    assert 0 < eyes.kept_states < tower.kept_states  # a patch has a row, and not only a token
+    before, after = weight_states(shape, whole), weight_states(shape, eyes)
+    assert before[POLICY] == after[POLICY]
+    for part, width in ((MOMENTS, 8), (GRADIENTS, 4)):
+        assert before[part] - after[part] == width * eyes.frozen
+    assert activations(shape, eyes, 512) < activations(shape, whole, 512)

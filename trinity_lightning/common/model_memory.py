@@ -21,8 +21,10 @@ from trinity_lightning.common.model_config import (
     layer_configs,
     query_width,
 )
+from trinity_lightning.common.pictures.kept import picture_parameters
 
 FLOAT = 4  # bytes of a float32
+_IN_LAYER = re.compile(r"\.\d+\.")  # in the name of a layer's parameter
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class ModelShape:
     vocabulary: int
     outside: int  # parameters outside the layers: embeddings, head, last norm
     tower: TowerSizes | None = None  # of a model that reads pictures
+    tower_layers: int = 0  # parameters in layers of the tower
 
     @classmethod
     def of(cls, model: Any) -> "ModelShape":
@@ -52,7 +55,11 @@ class ModelShape:
         feed_forward = _largest(layers, "intermediate_size") or 4 * config.hidden_size
         expert = _largest(layers, "moe_intermediate_size") or feed_forward
         chosen = _largest(layers, "num_experts_per_tok")
-        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        sizes, tower = (
+            {name: parameter.numel() for name, parameter in model.named_parameters()},
+            TowerSizes.of(model.config),
+        )
+        of_pictures = [] if tower is None else picture_parameters(model)
         return cls(
             parameters=sum(sizes.values()),
             largest=max(sizes.values()),
@@ -63,8 +70,9 @@ class ModelShape:
             query_width=queries,
             key_width=(_largest(layers, "num_key_value_heads") or heads) * (queries // heads),
             vocabulary=config.vocab_size,
-            outside=sum(size for name, size in sizes.items() if not re.search(r"\.\d+\.", name)),
-            tower=TowerSizes.of(model.config),
+            outside=sum(size for name, size in sizes.items() if not _IN_LAYER.search(name)),
+            tower=tower,
+            tower_layers=sum(sizes[name] for name in of_pictures if _IN_LAYER.search(name)),
         )
 
 
@@ -92,6 +100,9 @@ class Training:
     on_cpu: bool = False
     adapters: int = 0  # parameters of adapters (model.lora), which are trained in place of the weights
     adapter_width: int = 0  # numbers that adapters of all layers keep of each token for the backward pass
+    frozen: int = 0  # parameters that are not trained (model.freeze), without adapters
+    frozen_tower: bool = False  # the tower for pictures is not trained; with adapters it never is
+    kept_states: int = 0  # bytes of pictures' states that are kept during a step (`common.pictures.kept`)
     moments: int = 2 * FLOAT  # bytes that the optimizer keeps for each parameter, besides a float32 master
     value_model: ModelShape | None = None  # the critic, if it is a model of its own
     # Number of processes on a machine that keep masters and moments in the machine's memory
@@ -133,14 +144,14 @@ def tower_bytes(tower: TowerSizes, training: Training) -> int:
 
     Rows that share a prefix have it once. The pixels are there in float32 and in the weights' dtype, with a mask of 8
     bytes a pixel. A layer saves the input and the output of its two norms, queries, keys, values and the result of
-    attention, and the feed-forward part before and after its activation. With adapters nothing is saved: they are
-    of the language layers.
+    attention, and the feed-forward part before and after its activation. A frozen tower saves nothing, nor does one
+    with adapters, which are of the language layers.
     """
     width = training.width
     layer = width * (8 * tower.hidden + 2 * tower.intermediate)
     saved = tower.layers * width * tower.hidden + layer if training.checkpointing else tower.layers * layer
     pixels = tower.edge**2 * (3 * (FLOAT + width) + 8)
-    return tower.patches * (pixels + (layer if training.adapters else saved))
+    return tower.patches * (pixels + (layer if training.adapters or training.frozen_tower else saved))
 
 
 def activations(shape: ModelShape, training: Training, tokens: int) -> int:

@@ -11,18 +11,20 @@ from omegaconf import OmegaConf
 
 from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.hardware import GIB, free_memory, is_before_ampere
+from trinity_lightning.common.model_config import TowerSizes
 from trinity_lightning.common.model_memory import FLOAT, SHORT_ROWS, ModelShape, Training
+from trinity_lightning.common.pictures.kept import KEPT_BYTES, picture_parameters
 from trinity_lightning.config.engines import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
 from trinity_lightning.config.model import ADAM, OFFLOADED, WeightDtype, room_for
-from trinity_lightning.config.models import resolve_model
+from trinity_lightning.config.models import reads_pictures, resolve_model
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.trainer import MIXED, SHARDS, processes_of, strategy_of
 from trinity_lightning.config.values import AUTO, check_version
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.plan.memory import BATCHED_TOKENS, MemoryPlan, Rollouts, auxiliary_server, beside_others, plan
 from trinity_lightning.sync.stream import skeleton
-from trinity_lightning.trainer.adapter import Adapter
 from trinity_lightning.trainer.checkpoint import BUDGET
+from trinity_lightning.trainer.frozen import trained_skeleton
 from trinity_lightning.trainer.objective import Objective
 
 logger = logging.getLogger(__name__)
@@ -239,6 +241,7 @@ def training_of(config: TrainConfig, gpus: int, before_ampere: bool = False) -> 
         shards=trainers_of(settings, gpus) if strategy_of(settings) == SHARDS else 1,
         adapters=adapters,
         adapter_width=adapter_width,
+        **frozen_of(config),
         moments=2 if config.optimizer.name == "adamw_8bit" else 2 * FLOAT,  # other optimizers count like Adam
         value_model=None if (values := value_model_of(config)) is None else ModelShape.of(values),
         on_host=trainers if config.optimizer.name == OFFLOADED else 0,
@@ -275,13 +278,27 @@ def adapters_of(config: TrainConfig) -> tuple[int, int]:
     lora = config.model.lora
     if lora.r is None:
         return 0, 0
-    model = skeleton(str(resolve_model(config.model.name)))
-    with torch.random.fork_rng(devices=[]):  # new adapters draw random weights; the policy's draws must not change
-        Adapter(model, lora, config.model.name)
+    model = trained_skeleton(config.model)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     down = [weight for name, weight in trained.items() if ".lora_A." in name]  # [rank, input]
     saved = sum(len(weight) + (2 * weight.shape[1] if lora.dropout else 0) for weight in down)
     return sum(weight.numel() for weight in trained.values()), saved
+
+
+def frozen_of(config: TrainConfig) -> dict[str, Any]:
+    """The planner's description of the parameters that are not trained, and of the states that are kept for it."""
+    if not config.model.freeze and not reads_pictures(config.model.name):
+        return {}
+    model = trained_skeleton(config.model)
+    sizes, adapted = TowerSizes.of(model.config), config.model.lora.r is not None
+    frozen = 0 if adapted else sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)
+    if sizes is None or any(weight.requires_grad for weight in model.get_encoder("image").parameters()):
+        return {"frozen": frozen}
+    projects = any(weight.requires_grad for weight in picture_parameters(model).values())
+    row = sizes.patches * sizes.hidden if projects else model.config.get_text_config().hidden_size
+    width = 4 if config.model.dtype is WeightDtype.fp32 else 2
+    states = config.explorer.batch_size * config.engine.max_model_len * row * width  # if prompts were pictures alone
+    return {"frozen": frozen, "frozen_tower": True, "kept_states": min(states, KEPT_BYTES)}
 
 
 def trainers_of(settings: Mapping[str, Any], gpus: int) -> int:

@@ -51,7 +51,7 @@ ACTIVATIONS, ENGINE_WEIGHTS, CACHE = "activations and logits", "vLLM's weights",
 GRAPHS, WORKING, BESIDE = "vLLM's graphs", "what vLLM computes with", "auxiliary models"
 COUNTS = "vLLM's token counts"
 CONTEXTS, RESERVE = "servers' contexts", "libraries, workspaces and fragments"
-COPIES = "copies of gradients"
+COPIES, PICTURES = "copies of gradients", "states of pictures"
 
 
 @dataclass(frozen=True)
@@ -172,27 +172,30 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
     """Bytes of each state that a device of the trainer keeps, by name.
 
     Gradients are always float32. Weights of 2 bytes have float32 masters in the optimizer. If adapters are trained,
-    only they have masters, moments and gradients.
+    only they have masters, moments and gradients; frozen parameters have none.
 
     In shards (trainer/fsdp.py) the trained weights are float32, and there are no masters. Each device gathers the
-    layer in use, the next layer, and the weights outside the layers, at `width` bytes an element. The
+    layer in use, the next layer, and the weights outside the layers (and a tower's), at `width` bytes an element. The
     gradients of a micro-batch are whole until they are added up: `width` bytes an element in a layer, float32 outside
     the layers. They are copied to float32 to be sent. Gradients of adapters are small and not counted here.
     """
     parameters, width = -(-shape.parameters // training.shards), training.width  # of one shard
-    trained = -(-(training.adapters or shape.parameters) // training.shards)
+    frozen = shape.parameters if training.adapters else training.frozen
+    trained = -(-(training.adapters or shape.parameters - frozen) // training.shards)
     on_device = not training.on_host  # True if masters and moments are on the device; else see `states_on_host`
     trained_width = width + on_device * ((FLOAT if width < FLOAT else 0) + training.moments) + FLOAT
-    split, layer = training.shards > 1, (shape.parameters - shape.outside) // shape.layers
-    gradients = 0 if training.adapters else 2 * FLOAT * shape.outside + (width + FLOAT) * layer
+    split, outside = training.shards > 1, shape.outside + shape.tower_layers
+    layer = (shape.parameters - outside) // shape.layers
+    gradients = 0 if training.adapters else 2 * FLOAT * outside + (width + FLOAT) * layer
     states = {
-        POLICY: (FLOAT if split else width) * trained + (width * parameters if training.adapters else 0),
+        POLICY: (FLOAT if split else width) * trained + width * -(-frozen // training.shards),
         MASTERS: FLOAT * trained if on_device and width < FLOAT and not split else 0,
         MOMENTS: on_device * training.moments * trained,
         GRADIENTS: FLOAT * trained,
         REFERENCE: width * parameters if training.reference else 0,
         VALUE_MODEL: 0 if training.value_model is None else trained_width * training.value_model.parameters,
-        GATHERED: width * (shape.outside + 2 * layer) + gradients if split else 0,
+        GATHERED: width * (outside + 2 * layer) + gradients if split else 0,
+        PICTURES: training.kept_states,
         **(states_on_host(shape, replace(training, on_host=1)) if training.on_cpu and training.on_host else {}),
     }
     return {name: size for name, size in states.items() if size}
@@ -200,7 +203,7 @@ def weight_states(shape: ModelShape, training: Training) -> dict[str, int]:
 
 def states_on_host(shape: ModelShape, training: Training) -> dict[str, int]:
     """Bytes by name that all processes of a machine keep in host memory (`trainer.host`), with adamw_offload."""
-    trained = (training.adapters or shape.parameters) + getattr(training.value_model, "parameters", 0)
+    trained = (training.adapters or shape.parameters - training.frozen) + getattr(training.value_model, "parameters", 0)
     of_a_process = {MASTERS: FLOAT * trained, MOMENTS: training.moments * trained, COPIES: FLOAT * trained}
     return {name: training.on_host * size for name, size in of_a_process.items()} if training.on_host else {}
 
@@ -297,7 +300,7 @@ class _Planner:
         """
         shape, training, rollouts, rest = self.shape, self.training, self.rollouts, self._others()
         states = weight_states(shape, training)
-        away = {GRADIENTS, GATHERED, *((MASTERS, MOMENTS) if offload else ())}
+        away = {GRADIENTS, GATHERED, PICTURES, *((MASTERS, MOMENTS) if offload else ())}
         resting = {name: size for name, size in states.items() if name not in away}
         trainer = {**states, ACTIVATIONS: activations(shape, training, tokens)}
         if rollouts is None:

@@ -121,8 +121,7 @@ class PolicyModule(L.LightningModule):
         planned_tokens: int | None = None,
     ) -> None:
         super().__init__()
-        self.automatic_optimization = False
-        self.model_name = model
+        self.model_name, self.automatic_optimization = model, False
         self.algorithm = section_of("algorithm", AlgorithmConfig, algorithm)
         self.optimizer_config = section_of("optimizer", OptimizerConfig, optimizer)
         self.lora = section_of("model.lora", LoRAConfig, lora)
@@ -146,7 +145,7 @@ class PolicyModule(L.LightningModule):
         self.loss_scale = LossScale() if self._dtype == torch.float16 else None
         self._resumption: Resumption | None = None  # until a resumed run trains
         self.peak: Peak | None = None
-        self._heap = HeapBound()
+        self._heap, self._kept = HeapBound(), KeptStates()
         self._optimizer_settings: list[dict[str, Any]] = []  # `settings_of` the optimizer when it was made
         self._peak_rates: list[Any] = []  # configured learning rates of the optimizer's groups
         budget = self.algorithm.max_tokens_per_micro_batch
@@ -155,7 +154,6 @@ class PolicyModule(L.LightningModule):
         self._passes: Passes | None = None
         self._function: LogprobFn | None = None
         self._compiled: Compiled | None = None
-        self._kept = KeptStates()  # of pictures, if their tower is frozen
         arguments = {
             "model": model,
             "algorithm": plain(self.algorithm),
