@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from support.buffer import make_group
 from support.errors import refuses
 
@@ -18,7 +19,7 @@ from trinity_lightning.config.model import ModelConfig
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import StorageError
-from trinity_lightning.resume import OFFLINE, ONLINE, check_model, check_resumed_data, checkpoint_to_resume
+from trinity_lightning.resume import OFFLINE, ONLINE, check_model, check_resumed_data, checkpoint_to_resume, log_changes
 
 
 def written(folder: Path, position: int = 0, **parts: Any) -> str:
@@ -140,3 +141,17 @@ def test_another_order_of_reading_is_refused_by_its_key(tmp_path: Path) -> None:
         check(readers[0], None, sections[0], tmp_path)
     for reader in readers:
         reader.close()
+
+
+def test_changed_arguments_of_the_processor_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Others are told in the same way; a dataset's examples, whose tokens they change, are refused besides."""
+    before, after = (
+        OmegaConf.create({"model": {"name": "tiny_vision", "processor_args": args}})
+        for args in ({"size": {"longest_edge": 64}}, {"size": {"longest_edge": 32}, "do_image_splitting": True})
+    )
+    OmegaConf.save(before, tmp_path / "config.yaml")
+    log_changes(after, tmp_path / "config.yaml")
+    assert [message for message in caplog.messages if "processor_args" in message] == [
+        "resuming with model.processor_args.do_image_splitting = True; it was None",
+        "resuming with model.processor_args.size.longest_edge = 32; it was 64",
+    ]

@@ -190,7 +190,7 @@ def check_resumed_data(data: L.LightningDataModule, checkpoint: str, buffer: Buf
         record = folder / "config.yaml"
         before = OmegaConf.select(recorded_run(record), "buffer.path") if record.is_file() else None
         hint = f": that has buffer.path={before}" if before not in (None, buffer.path) else ""
-        settings = "seed; buffer.dataset: subset, split, shuffle, max_length, overlong, held_out"
+        settings = "seed; buffer.dataset: subset, split, images_field, shuffle, max_length, overlong, held_out"
         also = f", read as that run does ({settings})" if buffer.storage == "dataset" else ""
         raise ConfigError(
             f"{place} holds other data than those that the run to resume reads{hint}. Give those{also}, or begin "

@@ -560,6 +560,25 @@ def test_a_resumed_run_compares_pictures_by_content(tmp_path):
         assert "line 1 of" in str(refused.value)
 
 
+def test_of_many_pictures_a_resumed_run_reads_some_and_compares_the_sizes_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("trinity_lightning.explorer.tasks.taskset.MOST_COMPARED", 2)
+    rows = [{"prompt": f"{i}", "image": f"{i}.bmp"} for i in range(6)]
+    for i in range(6):
+        Image.new("RGB", (4, 4), "red").save(tmp_path / f"{i}.bmp")
+    taskset = rows_in(tmp_path, *rows)
+    taskset.next_batch(5)
+    state = taskset.state_dict()
+    Image.new("RGB", (4, 4), "blue").save(tmp_path / "1.bmp")  # of equal size, and not read: 0 and 3 are
+    rows_in(tmp_path, *rows).load_state_dict(state)
+    for i, size in ((3, (4, 4)), (1, (5, 5))):
+        before = (tmp_path / f"{i}.bmp").read_bytes()
+        Image.new("RGB", size, "blue").save(tmp_path / f"{i}.bmp")
+        with refuses("taskset") as refused:
+            rows_in(tmp_path, *rows).load_state_dict(state)
+        assert f"line {i + 1} of" in str(refused.value)
+        (tmp_path / f"{i}.bmp").write_bytes(before)
+
+
 @pytest.mark.parametrize("form", ["pillow", "bytes", "in messages"])
 def test_a_resumed_run_compares_pictures_in_memory(form, tmp_path):
     def entries(color):

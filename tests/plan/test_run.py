@@ -483,3 +483,38 @@ def test_the_command_prints_a_plan_and_leaves_no_folder(run_train: RunTrain, tmp
     assert refused.returncode == 2
     assert refused.stdout.startswith("trinity-lightning: unknown plan.device 'L5'. Did you mean 'L4'?")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pictures_of_a_step_are_counted() -> None:
+    """32 prompts of a picture each, and 16 tokens and 64 x 64 pixels for each of these, with a mask of integers."""
+    estimate = planned(*CPU, "model=tiny_vision", recipe="grpo_vision")
+    assert estimate.pictures is not None
+    assert (estimate.pictures.count, estimate.pictures.seen, estimate.pictures.tokens) == (32, 16, 19)
+    assert estimate.pictures.tensors == 32 * 64**2 * (3 * 4 + 8)
+    assert "every prompt has 1 picture of its own (plan.pictures)" in as_text(estimate)
+    assert re.search(r"pictures +32\ntokens of each +19\nMB of their pixels, on the host +2.6\n", as_text(estimate))
+    assert json.loads(as_json(estimate))["pictures"]["count"] == 32
+    none = planned(*CPU, "model=tiny_vision", "plan.pictures=0", recipe="grpo_vision")
+    assert none.pictures is None
+    assert none.seconds["training"] < estimate.seconds["training"]
+    assert "pictures" not in json.loads(as_json(none))
+
+
+def test_pairs_share_their_pictures_and_arguments_of_the_processor_count() -> None:
+    tiles = ("+model.processor_args.do_image_splitting=true", "+model.processor_args.size.longest_edge=128")
+    estimate = planned(*CPU, "model=tiny_vision", *tiles, "plan.pictures=2", "buffer.path=org/pairs", recipe="dpo")
+    assert estimate.pictures is not None
+    assert (estimate.pictures.count, estimate.pictures.seen) == (2 * 16, 5 * 16)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("model=tiny", "plan.pictures=1"), "plan.pictures"),
+        (("model=tiny_vision", "plan.pictures=20"), "plan.pictures"),
+        (("model=tiny_vision", "plan.prompt_tokens=19"), "plan.prompt_tokens"),
+    ],
+)
+def test_pictures_that_do_not_fit_are_refused(overrides: tuple[str, ...], key: str) -> None:
+    with refuses(key):
+        planned(*CPU, *overrides)

@@ -15,7 +15,7 @@ from typing import Any
 
 from trinity_lightning.common.messages import without_none
 from trinity_lightning.common.pictures.picture import Picture
-from trinity_lightning.common.rows import MOST_NAMED, check_rows
+from trinity_lightning.common.rows import MOST_COMPARED, MOST_NAMED, check_rows, spread
 from trinity_lightning.config.own_code import raised_by
 from trinity_lightning.config.taskset import TASK_ORDERS, TasksetConfig, data_key
 from trinity_lightning.config.values import one_of, whole_number
@@ -152,7 +152,8 @@ class Taskset(TaskSelection):
         self._formatter, self._folder = formatter or Formatter(), folder
         self._entries: Any = undecoded(entries, getattr(self._formatter, "picture_fields", ()))
         self._position = 0  # raw tasks handed out since the first epoch began
-        self._seen: dict[int, int] = {}  # checksum of each entry that was handed out, by its index
+        # Checksums of each entry that was handed out, and of the content of its pictures (0 without any), by its index.
+        self._seen: dict[int, tuple[int, int]] = {}
         # A stream that saves its own state may hand out other entries after a resume, so that none are compared.
         self._compares = not (self._stream and self._stream.has_state)
         self.most_pictures = 0
@@ -281,7 +282,7 @@ class Taskset(TaskSelection):
         """Checksum of an entry: by the source's method `checksum`, or else of the values that are not null.
 
         Numbers count as text, because other entries decide whether a column of CSV is one of numbers. Pictures count by
-        their content, wherever their files lie.
+        their outlines, wherever their files lie: `_picture_checksum` is of their content.
         """
         if (checksum := getattr(self._entries, "checksum", None)) is not None:
             with self._named_errors():
@@ -291,15 +292,26 @@ class Taskset(TaskSelection):
         if pictures := _pictures_of(raw_task):
             fields = getattr(self._formatter, "picture_fields", ())
             values = {name: value for name, value in values.items() if name not in fields}
-            values[IMAGES] = [picture.fingerprint for picture in pictures]
+            values[IMAGES] = [picture.outline for picture in pictures]
         return zlib.crc32(json.dumps(values, default=lambda value: type(value).__name__, skipkeys=True).encode())
 
-    def _check_seen(self, seen: Mapping[int, int]) -> None:
-        """Compare the entries that a saved run was handed; of generated entries only a few, evenly spread."""
+    def _check_seen(self, seen: Mapping[int, tuple[int, int]]) -> None:
+        """Compare the entries that a saved run was handed; of generated entries only a few, evenly spread.
+
+        The content of pictures is compared for `MOST_COMPARED` entries, evenly spread too: a run may have seen a
+        hundred thousand files. Of all others the sizes are compared.
+        """
         indices = sorted(index for index in seen if self._seen.get(index) != seen[index])
         if getattr(self._entries, "generated", False):
             indices = indices[:: max(len(indices) // MOST_CHECKED, 1)]
-        changed = [index for index in indices if self._checksum(index, self[index]) != seen[index]]
+        read = {*spread([index for index in indices if seen[index][1]], MOST_COMPARED)}
+
+        def has_changed(index: int) -> bool:
+            checksum, of_pictures = seen[index]
+            task = self[index]
+            return self._checksum(index, task) != checksum or (index in read and _picture_checksum(task) != of_pictures)
+
+        changed = list(filter(has_changed, indices))
         if changed:
             places = ", ".join(map(self.place, changed[:MOST_NAMED])) + ", ..." * (len(changed) > MOST_NAMED)
             raise ConfigError(
@@ -332,7 +344,7 @@ class Taskset(TaskSelection):
                 break
             batch.append(self[index])
             if self._compares:
-                seen[index] = self._checksum(index, batch[-1])
+                seen[index] = self._checksum(index, batch[-1]), _picture_checksum(batch[-1])
         self._seen |= seen
         self._position += len(batch)
         return batch
@@ -352,10 +364,15 @@ class Taskset(TaskSelection):
             "seed": self.seed,
             "order": self.order,
             "position": self._position,
-            "seen": [list(self._seen), list(self._seen.values())],
+            "seen": [list(self._seen), *self._seen_checksums()],
             "difficulty": self._order.state_dict(),
         }
         return state | {"stream": self._stream.state_dict(self._position)} if self._stream else state
+
+    def _seen_checksums(self) -> list[list[int]]:
+        """The checksums of entries, and, of a taskset with pictures, those of their pictures."""
+        entries, pictures = ([pair[place] for pair in self._seen.values()] for place in (0, 1))
+        return [entries, pictures] if self.most_pictures or any(pictures) else [entries]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the saved taskset stood; entries that were not handed out, or were forgotten, may have changed.
@@ -367,7 +384,9 @@ class Taskset(TaskSelection):
         if self._stream:
             self._stream.load_state_dict(state["stream"], state["position"])
         if "seen" in state:
-            seen = dict(zip(*state["seen"], strict=True)) if self._compares else {}
+            indices, checksums, *of_pictures = state["seen"]
+            pairs = zip(checksums, *(of_pictures or [[0] * len(indices)]), strict=True)
+            seen = dict(zip(indices, pairs, strict=True)) if self._compares else {}
             self._check_seen(seen)
             self._seen = seen
         elif state["position"]:
@@ -378,6 +397,12 @@ class Taskset(TaskSelection):
             )
         self._position = state["position"]
         self._order.load_state_dict(state["difficulty"])
+
+
+def _picture_checksum(raw_task: Mapping[str, Any]) -> int:
+    """Checksum of the content of a raw task's pictures; 0 without any."""
+    pictures = _pictures_of(raw_task)
+    return zlib.crc32(" ".join(picture.fingerprint for picture in pictures).encode()) if pictures else 0
 
 
 def _pictures_of(raw_task: Mapping[str, Any]) -> list[Picture]:

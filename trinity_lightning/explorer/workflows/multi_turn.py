@@ -14,6 +14,7 @@ from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.pictures.parts import parts_of
 from trinity_lightning.common.pictures.prompt import PicturePrompt
+from trinity_lightning.common.pictures.thumbnails import notes_of
 from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.common.threads import call
 from trinity_lightning.config.own_parts import ENVIRONMENT
@@ -273,7 +274,7 @@ def single_experience(episode: Episode) -> Experience:
         action_mask=mask,
         reward=episode.total_reward,
         truncate_status=_truncation(episode, len(episode.turns) - 1),
-        info={"finish_reason": last.completion.finish_reason},
+        info={"finish_reason": last.completion.finish_reason, **notes_of(tokens)},
         metrics=episode.metrics,
         prompt_text=prompt_text_of(episode.turns[0].asked),
         response_text=prompt_text_of(conversation[len(episode.turns[0].asked) :]),
