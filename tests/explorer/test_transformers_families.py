@@ -19,7 +19,7 @@ from trinity_lightning.explorer.models.transformers_engine import TransformersEn
 def test_engine_and_trainer_and_transformers_agree(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of prompts of different lengths, decoded together, and of scored ones with a sampled token of pictures."""
+    """Prompts of different lengths are decoded together, and scored behind a sampled token of pictures."""
     processor = qwen_processor()
     monkeypatch.setattr(transformers_engine, "load_processor", lambda *_: processor)  # their own need torchvision
     policy = make_policy(name=family_folder(family, tmp_path), max_tokens_per_micro_batch=500)

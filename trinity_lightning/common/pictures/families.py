@@ -9,7 +9,7 @@ from trinity_lightning.errors import ConfigError
 
 @dataclass(frozen=True)
 class Family:
-    """What a family needs beside states of pictures in the places of their tokens.
+    """Needs of a family beside states of pictures in the places of their tokens.
 
     Attributes:
         shares_prefixes: True if it attends causally within a picture, and a shared prefix with pictures was tested.
@@ -56,7 +56,7 @@ def check_family(config: Any) -> None:
 
 
 def _other_means(config: Any) -> str | None:
-    """What the family has beside states of pictures in their places; None if nothing is known of."""
+    """The means that the family has beside states of pictures in their places; None if none is known."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     if any("deepstack" in name for name in vars(getattr(config, "vision_config", config))):

@@ -155,7 +155,7 @@ class Decoding:
 def picture_arguments(
     model: Any, prompts: Sequence[Sequence[int]], padding: Sequence[int], width: int
 ) -> dict[str, Any]:
-    """What `with_states` needs for the pictures of prompts that are padded on the left to one width: {} without any."""
+    """Arguments of `with_states` for the pictures of prompts, padded on the left to one width; {} without pictures."""
     rows = [PictureTensors.of(prompt.inputs) if isinstance(prompt, PicturePrompt) else None for prompt in prompts]
     starts = torch.arange(len(rows)) * width + torch.tensor(padding)
     pictures = picture_inputs(rows, lambda rows, index: starts[rows] + index)
