@@ -102,9 +102,10 @@ def test_rows_without_pictures_have_the_positions_of_text(folders: Any) -> None:
     rule = policy.passes().position_rule
     text = [row for row in rollouts("qwen2_vl") if row.multi_modal_inputs is None]
     assert positions(text, Layout.padded, rule) is None
-    shared = positions(text, Layout.shared_prefix, rule)
+    shared, plain = (positions(text, Layout.shared_prefix, own_rule) for own_rule in (rule, None))
     assert shared is not None
-    assert torch.equal(shared, positions(text, Layout.shared_prefix, None))
+    assert plain is not None
+    assert torch.equal(shared, plain)
     among_others = positions([*rollouts("qwen2_vl")[:2], text[0]], Layout.padded, rule)
     assert among_others is not None
     length = len(text[0].tokens)
