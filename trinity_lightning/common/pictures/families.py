@@ -61,7 +61,7 @@ def _other_means(config: Any) -> str | None:
 
     if any("deepstack" in name for name in vars(getattr(config, "vision_config", config))):
         return "DeepStack: several layers take states of pictures"
-    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if kind is not None and not hasattr(kind, "get_image_features"):
         return "no states of pictures in the places of tokens"
     arguments = [] if kind is None else inspect.signature(kind.forward).parameters
