@@ -119,9 +119,9 @@ def test_an_engine_is_told_of_the_most_pictures(
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     entries = [{"prompt": "?", "images": ["a.png"] * count, "answer": "1"} for count in images]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, entries)))
-    data = ["taskset=dataset", f"taskset.path={tmp_path}/data.jsonl", "eval_tasksets={}"]
+    data = ["taskset=dataset", f"taskset.path={tmp_path}/data.jsonl"]
     if "taskset=drawings" in arguments:
-        data = ["eval_tasksets={}"]
+        data = []
     config = typed_config(composed("+recipe=grpo_vision", "model=tiny_vision", *data))
     names = dict(argument.split("=") for argument in arguments)
     workflow = replace(config.workflow, name=names.get("workflow", config.workflow.name))

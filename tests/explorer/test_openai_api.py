@@ -6,12 +6,15 @@ import sys
 from typing import Any
 
 import pytest
+from PIL import Image
 from support.errors import refuses
 from support.fake_model import FakeModel
 from support.judge_server import JudgeServer, judge_server
 from support.tiny_model import tiny_model
 
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.messages import Conversation
+from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.common.thoughts import Response
 from trinity_lightning.config.explorer import ExplorerConfig
@@ -273,6 +276,23 @@ def test_a_model_that_was_shut_down_can_be_asked_again_also_in_another_event_loo
     with judge_server(lambda body: (200, "hello")) as server:
         model = OpenAIModel(server.url, "some-model")
         assert [asyncio.run(talk_and_end(model)) for _ in range(3)] == ["hello"] * 3
+
+
+def test_an_endpoint_is_sent_pictures_within_the_messages() -> None:
+    picture = Picture(Image.new("RGB", (9, 7), "red"))
+    asked = Conversation([{"role": "user", "content": "<image>?"}]).with_pictures([picture])
+    with judge_server(lambda body: (200, "red")) as server:
+
+        async def ask() -> None:
+            model = OpenAIModel(server.url, "some-model")
+            await model.chat(asked)
+            await model.shutdown()
+
+        asyncio.run(ask())
+    [request] = server.requests
+    [message] = request["messages"]
+    assert [part["type"] for part in message["content"]] == ["image_url", "text"]
+    assert Conversation([message]).with_pictures([]).pictures == [picture]
 
 
 def test_no_key_is_sent_that_was_not_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,6 +192,9 @@ class PicturePromises:
                 check_trained(experience, pictures[:count])
             else:
                 assert experience.multi_modal_inputs is None
+        if begins and mode == "step_wise":  # the pictures of the last three steps are in memory once
+            inputs = [experience.multi_modal_inputs or {} for experience in experiences[1:]]
+            assert len({tensors["pixel_values"].untyped_storage().data_ptr() for tensors in inputs}) == 1
 
     def test_a_tool_answers_with_pictures(self, engine: Engine, driver: Driver) -> None:
         arguments = {"tools": [paint], "tool_parser": calling(2)}

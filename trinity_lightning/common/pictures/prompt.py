@@ -87,6 +87,17 @@ class PicturePrompt(list[int]):
         joined = {name: joined_pictures([part[name] for part in parts]) for name in parts[0] if name != PLACES}
         return joined | {PLACES: torch.cat([part.inputs[PLACES] + start for start, part in self.expansions])}
 
+    def inputs_within(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Same as `inputs`, as parts of the tensors of a longer prompt that begins with this one: they take no memory.
+
+        Args:
+            whole: the longer prompt's `inputs`.
+        """
+        if len(self.expansions) == 1:
+            return self.inputs
+        rows = {name: sum(len(expansion.inputs[name]) for _, expansion in self.expansions) for name in whole}
+        return {name: tensor[: rows[name]] for name, tensor in whole.items()}
+
     @classmethod
     def joined(cls, *pieces: "Sequence[int] | Expansion") -> "PicturePrompt":
         """The prompt that has these pieces one behind the other."""

@@ -291,13 +291,17 @@ def step_experiences(episode: Episode, own_rewards: bool) -> list[Experience]:
         own_rewards: True: each Experience has the reward of its own step; False: each has the sum of all rewards.
     """
     experiences, state = [], state_of(episode.turns[0].asked)
+    last = episode.turns[-1].completion.prompt_token_ids
+    pictures = last.inputs if isinstance(last, PicturePrompt) else {}
     for step, turn in enumerate(episode.turns):
+        prompt = turn.completion.prompt_token_ids
         experiences.append(
             experience_of(
                 turn.completion,
                 turn.asked,
                 {"state": state},
                 eid=EID(step=step),
+                multi_modal_inputs=prompt.inputs_within(pictures) if isinstance(prompt, PicturePrompt) else None,
                 reward=turn.reward if own_rewards else episode.total_reward,
                 truncate_status=_truncation(episode, step),
                 tools=episode.tools,
