@@ -71,6 +71,9 @@ def test_a_variable_that_is_an_argument_of_rendering_is_refused() -> None:
         typed_config(composed("+recipe=grpo", "model=tiny", "+model.chat_template_kwargs.tokenize=false"))
 
 
+ADAPTERS_ALONE = ("model.lora.r=4", "synchronizer.lora=adapter")
+
+
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
@@ -82,13 +85,18 @@ def test_a_variable_that_is_an_argument_of_rendering_is_refused() -> None:
         (["model=tiny_vision", "algorithm=ppo_critic", "algorithm.critic.model=tiny"], "algorithm.critic.model"),
         (["model=tiny_vision", "operators=teacher_top_k", "+auxiliary_models.teacher.model=tiny"], "operators"),
         (["model=tiny_vision", "engine.per_rank=true", "trainer=ddp"], "engine.per_rank"),
-        (["model=tiny_vision", "model.lora.r=4", "synchronizer.lora=adapter"], "synchronizer.lora"),
+        (["model=tiny_vision", "engine=vllm_server", *ADAPTERS_ALONE], "synchronizer.lora"),
     ],
 )
 def test_tasks_with_pictures_are_refused_where_an_engine_would_not_get_them(arguments: list[str], key: str) -> None:
     config = typed_config(composed("+recipe=grpo_vision", *arguments))
     with refuses(key):
         check_pictures(config, [train_source(config)])
+
+
+def test_vllm_in_this_process_computes_with_adapters_of_a_model_that_reads_pictures() -> None:
+    config = typed_config(composed("+recipe=grpo_vision", "model=tiny_vision", *ADAPTERS_ALONE))
+    check_pictures(config, [train_source(config)])
 
 
 def test_a_family_that_reads_pictures_by_other_means_is_for_tasks_of_text(tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ def _picture_obstacles(config: TrainConfig) -> Iterator[tuple[bool, str, str, st
     yield not engine.takes_pictures, f"engine '{config.engine.name}' takes none", "engine.name", f"choose {able}"
     fix = "leave the key out: the engine of rank 0 generates then"
     yield config.engine.per_rank, "engines of other ranks are sent tokens alone", "engine.per_rank", fix
-    alone, fix = config.synchronizer.lora == "adapter", "set synchronizer.lora=merged"
-    yield alone, "adapters are not sent alone to an engine of such", "synchronizer.lora", fix
+    alone, fix = config.synchronizer.lora == "adapter", "set synchronizer.lora=merged, or choose engine=vllm"
+    yield alone and engine.overlaps_training, "a server reads those without adapters", "synchronizer.lora", fix
     operators = [label for label, operator in config.operators.items() if operator.name == TEACHER_OPERATOR]
     fix = f"choose workflow={TEACHER_WORKFLOW}, whose teacher is shown them"
     yield bool(operators), f"operator {TEACHER_OPERATOR} sends its teacher tokens alone", "operators", fix

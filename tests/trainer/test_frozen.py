@@ -70,9 +70,7 @@ def trained_whole() -> Gradients:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("patterns", "dtype"), [(("vision",), "fp32"), (EYES, "fp32"), (("layers.0", "vision"), "bf16")]
-)
+@pytest.mark.parametrize(("patterns", "dtype"), [(("vision",), "fp32"), ((*EYES, "layers.0"), "bf16")])
 def test_frozen_parameters_stay_and_have_no_gradient_master_or_moment(
     patterns: tuple[str, ...], dtype: str, trained_whole: Gradients
 ) -> None:
@@ -168,7 +166,7 @@ def test_a_reference_with_another_tower_keeps_no_states() -> None:
 
 
 def items() -> list[Any]:
-    return [batch_of(picture_groups(seed=seed)) for seed in range(2)]
+    return [batch_of(picture_groups(runs=1, seed=seed)) for seed in range(2)]
 
 
 def test_a_run_with_a_frozen_tower_resumes_to_the_bit_and_another_freeze_is_refused(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ class PolicyModule(L.LightningModule):
         if self.lora.r is not None:
             self.adapter = Adapter(self.model, self.lora, str(resolve_model(self.model_name)))
         if self.hparams["freeze"]:
-            freeze(self.model, self.hparams["freeze"])
+            freeze(self.policy, self.hparams["freeze"])
         lean_embeddings(self.policy.train())
         if self.algorithm.critic is not None:
             self.critic = Critic(self.algorithm.critic, self.policy, self.tokenizer, self._load_model)

@@ -114,7 +114,8 @@ class KeptTowerStates(KeptStates):
                 alone = {name: value[place : place + 1] for name, value in rows.items()}
                 return compute(**arguments | alone).last_hidden_state
 
-            return BaseModelOutput(last_hidden_state=torch.cat(self._all_of(self._hashes, of_picture)))
+            states: Any = torch.cat(self._all_of(self._hashes, of_picture))
+            return BaseModelOutput(last_hidden_state=states)
 
         tower.forward = forward
 
