@@ -216,7 +216,7 @@ def test_tensors_and_places_that_do_not_fit_are_refused(places: int | None) -> N
 
 
 def test_places_that_fit_in_sum_alone_are_refused() -> None:
-    """Of two rows, one has too few places for its picture, and the other as many too many."""
+    """One row has too few places for its picture, and another as many too many."""
     policy = make_policy(name="tiny_vision", policy_loss="reinforce")
     rows = [experience(prompt_of("<image>a", [random_picture(seed)]), [5], seed) for seed in range(2)]
     for row, places in zip(rows, (torch.arange(8), torch.arange(24)), strict=True):

@@ -6,7 +6,7 @@ CPU build cannot compute the log-probabilities of prompts, which probes ask for.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -99,8 +99,8 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
         with _naming_unsupported(self._model, self._log):
             await super()._load()
 
-    def _environment(self) -> dict[str, str]:
-        return super()._environment() | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    def _environment(self, flags: Collection[str]) -> dict[str, str]:
+        return super()._environment(flags) | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
     async def _check_model(self, client: ServerClient) -> None:
         await super()._check_model(client)
