@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.runs import RunTrain
+from support.runs import Commands, RunTrain, equal, finished
 
 from trinity_lightning.buffer.sql import SqlReader
 from trinity_lightning.buffer.step_files import read_experiences
@@ -85,6 +85,25 @@ def test_a_run_resumed_within_its_steps_twice_has_the_rows_of_a_whole_one(
         done = run_train(tmp_path, *arguments, f"ckpt_path={copied}", f"output_dir={first.parents[1]}")
         assert done.returncode == 0, done.stdout[-4000:]
         assert labels() == expected
+
+
+def test_a_run_on_pictures_and_what_it_keeps_are_the_same_if_it_is_resumed(run_train: Commands, tmp_path: Path) -> None:
+    vision = ("+recipe=grpo_vision", "model=tiny_vision", "model.dtype=fp32", "engine=transformers", *TINY[1:], *QUICK)
+    vision += ("explorer.eval_on_startup=false", "buffer.keep=true", "reward=contains_digits")
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = finished(run_train, tmp_path / "whole", *vision, "steps=3")
+    finished(run_train, tmp_path / "parts", *vision, "steps=1")
+    parts = finished(run_train, tmp_path / "parts", *vision, "steps=3", "ckpt_path=last")
+    equal(parts, whole)
+    kept, others = (read_experiences(run / "experiences") for run in (whole, parts))
+    assert len(kept) == len(others) == 24
+    for one, other in zip(kept, others, strict=True):
+        other.eid.suffix = one.eid.suffix  # which is random
+        assert one == other
+    assert len({id(experience.multi_modal_inputs) for experience in kept}) == 6  # one for each prompt
+    named = {name for experience in kept for name in experience.info["pictures"]}
+    assert named == {file.name for file in (whole / "completions" / "images").iterdir()}
 
 
 def test_what_is_kept_in_a_database_is_there_once_and_trained_on(run_train: RunTrain, tmp_path: Path) -> None:
