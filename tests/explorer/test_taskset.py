@@ -492,7 +492,7 @@ def test_bad_pictures_are_refused_by_their_rows(tmp_path):
 def test_pictures_of_datasets_stay_files_until_they_are_looked_at(many, stored, tmp_path):
     """Decoding each of them whenever entries are checked would take hours for a large dataset."""
     content = paint(tmp_path / "a.png").read_bytes()
-    cut = content[:45]
+    cut = content[:45] + content[-12:]  # one that ends early would be refused at once
     values = [{"bytes": content, "path": None}, {"bytes": cut, "path": None}]
     feature = datasets.Sequence(datasets.Image()) if many else datasets.Image()
     features = datasets.Features({"prompt": datasets.Value("string"), "images": feature})
