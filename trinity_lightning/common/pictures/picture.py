@@ -180,7 +180,10 @@ class Picture:
         return self
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Picture) and self.digest == other.digest)
+        if self is other or not isinstance(other, Picture):
+            return self is other
+        same_file = isinstance(self.source, bytes | Path) and self.source == other.source
+        return same_file or self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)

@@ -154,14 +154,15 @@ class Engine(ABC):
     ) -> list[int]:
         await self.load()
         conversation = Conversation.of(messages, tools)
-        if not conversation.pictures and not isinstance(so_far, PicturePrompt):
+        pictures = conversation.pictures
+        if not pictures and not isinstance(so_far, PicturePrompt):
             return render_chat(self.tokenizer, messages, tools, so_far, self.generation_config)
         rendered = render_text(self.tokenizer, conversation, tools, so_far, self.generation_config)
         text = rendered.unwritten(self.tokenizer)
-        if conversation.pictures:
+        if pictures:
             processor = self._check_pictures()
             check_shown(text, processor.token, conversation)
-            tail = processor.expand(text, conversation.pictures)
+            tail = processor.expand(text, pictures)
         else:
             tail = self.tokenizer.encode(text, add_special_tokens=False)
         return PicturePrompt.joined(so_far, rendered.so_far[len(so_far) :], tail)
