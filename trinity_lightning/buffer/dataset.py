@@ -232,6 +232,8 @@ class Example:
             return conversation
         messages = placed(messages, self._waiting, self._folder)
         self.pictures = pictures_in(messages)
+        for picture in self.pictures:
+            picture.check()
         if any(has_pictures(message) for message in messages if message.get("role") == "assistant"):
             raise ConfigError("a turn of the assistant has a picture, and models write none", fix=IN_PROMPT)
         written = WrittenPictures(processor.token, [processor.written(picture.size) for picture in self.pictures])
