@@ -316,6 +316,7 @@ def test_parts_with_pictures_stay_parts_where_they_are_allowed() -> None:
     parts = [{"type": "text", "text": "a", "image": None}, {"type": "text", "text": "b"}, {"type": "image", "x": None}]
     read = read_messages("messages", [{"role": "user", "content": parts}, TELL], pictures=True)
     assert read == [{"role": "user", "content": [{"type": "text", "text": "ab"}, {"type": "image"}]}, TELL]
+    assert read == read_messages("messages", [{"role": "user", "content": tuple(parts)}, TELL], pictures=True)
     assert read_messages("m", json.dumps([{"role": "user", "content": parts[:2]}]), pictures=True)[0]["content"] == "ab"
     with pytest.raises(ConfigError, match="'image'"):
         read_messages("messages", [{"role": "user", "content": parts}])

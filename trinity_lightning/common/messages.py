@@ -224,7 +224,7 @@ def _read_message(where: str, message: Any, pictures: bool) -> dict[str, Any]:
 def _read_content(where: str, content: Any, pictures: bool) -> str | list[Any]:
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
+    if not isinstance(content, list | tuple):
         raise ConfigError(f"{where}: its content is {content!r:.80}", fix="give text, or parts of type 'text'")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None

@@ -47,10 +47,15 @@ def test_every_form_of_a_picture_is_the_same_one(tmp_path: Path) -> None:
     content = encoded(drawn())
     (tmp_path / "a.png").write_bytes(content)
     url = "data:image/png;base64," + base64.b64encode(content).decode()
+    lines = "data:image/png;name=a;BASE64,\r\n" + base64.encodebytes(content).decode()
+    names = ("scan.12:30:05.png", "img:1.png", "data:1.png", "with space.png", "x.png")
+    for name in names:
+        (tmp_path / name).write_bytes(content)
     forms: list[Any] = [
         drawn(), Image.open(BytesIO(content)), "a.png", "./a.png", tmp_path / "a.png", str(tmp_path / "a.png"), content,
         bytearray(content), {"bytes": content, "path": None}, {"bytes": content, "path": "elsewhere.png"},
-        {"bytes": None, "path": "a.png"}, {"url": url}, url, Picture(drawn()),
+        {"bytes": None, "path": "a.png"}, {"url": url}, url, Picture(drawn()), lines, *names,
+        f"file://{tmp_path}/a.png", f"FILE://{tmp_path}/with space.png", (tmp_path / "with space.png").as_uri(),
     ]  # fmt: skip
     pictures = [read_picture(form, tmp_path) for form in forms]
     assert {picture.digest for picture in pictures} == {Picture(drawn()).digest}
@@ -205,6 +210,10 @@ def test_a_file_is_refused_before_its_pixels_are_read(name: str, tmp_path: Path)
         (".", "cannot be read"),
         ("https://example.org/a.png", "downloads nothing"),
         ("s3://bucket/a.png", "downloads nothing"),
+        ("x://y/a.png", "downloads nothing"),
+        ("file:///missing.png", "no such file"),
+        ("file:///film.mp4", "film"),
+        ("data:image/svg+xml,<svg/>", "base64"),
         ({"url": "http://example.org/a.png"}, "downloads nothing"),
         ("film.MP4", "film"),
         ("data:image/png;base64,!!!", "base64"),

@@ -17,6 +17,7 @@ from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
+from urllib.parse import unquote
 
 from xxhash import xxh3_128_hexdigest
 
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
 _CHECKED: set[int] = set()  # versions of files that `Picture.check` has found to be usable, in this process
 FIELD = ".images_field"  # key of the field with pictures, within a taskset's section
-_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # of two letters at least: C: is a drive of Windows
-_DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)  # a colon alone may be part of a file's name
+_FILE_URL = "file://"
+_DATA_URL = re.compile(r"data:[^,]*?(;base64)?,", re.IGNORECASE)
 _ENCODE = "write it as data:image/png;base64,..."
 _FILMS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 _LONGEST_PATH = 4096
@@ -194,7 +196,7 @@ class Picture:
         if not isinstance(self.source, str):
             return self.source if isinstance(self.source, bytes) else None
         try:
-            return base64.b64decode(self.source, validate=True)
+            return base64.b64decode("".join(self.source.split()), validate=True)  # it may be broken into lines
         except ValueError as error:
             raise ConfigError(f"the data URL of {self.source:.40}... is no base64 ({error})", fix=_ENCODE) from error
 
@@ -279,8 +281,8 @@ def read_picture(value: object, folder: Path) -> Picture:
     """The picture that a value of an entry stands for. Its file is not opened yet: see `Picture.check`.
 
     Args:
-        value: a picture of Pillow's, a path, a data URL, the bytes of a file, or a mapping with `bytes` or `path`, as
-            `datasets` has it.
+        value: a picture of Pillow's, a path or a file:// URL, a data URL, the bytes of a file, or a mapping with
+            `bytes` or `path`, as `datasets` has it.
         folder: folder of the data, in which relative paths begin.
 
     Raises:
@@ -312,10 +314,14 @@ def is_image(value: object) -> bool:
 
 
 def _of_text(text: str, folder: Path) -> Picture:
-    """The picture of a path or a data URL."""
+    """The picture of a path, a file:// URL or a data URL."""
     if data := _DATA_URL.match(text):
+        if data[1] is None:
+            raise ConfigError(f"the data URL {text:.40}... is not in base64", fix=_ENCODE)
         return Picture(text[data.end() :])
-    if address := _ADDRESS.match(text):
+    if text[: len(_FILE_URL)].lower() == _FILE_URL:
+        text = unquote(text[len(_FILE_URL) :])
+    elif address := _ADDRESS.match(text):
         raise ConfigError(
             f"picture '{text:.80}' is on the web ({address[1]}), and a run downloads nothing",
             fix="download it before, and give its path",
@@ -325,8 +331,5 @@ def _of_text(text: str, folder: Path) -> Picture:
             f"'{text}' is a film, and only pictures and text are trained on", fix="leave such entries out"
         )
     if len(text) > _LONGEST_PATH:
-        raise ConfigError(
-            f"a text of {len(text)} characters ({text:.40}...) is no path of a picture",
-            fix="write base64 as data:image/png;base64,...",
-        )
+        raise ConfigError(f"a text of {len(text)} characters ({text:.40}...) is no path of a picture", fix=_ENCODE)
     return Picture(folder / Path(text).expanduser())
