@@ -9,6 +9,7 @@ from io import BytesIO
 from typing import Any
 
 import pytest
+import torch
 from support.errors import refuses
 from support.fake_model import FakeModel
 from support.pictures import processor, random_picture
@@ -16,7 +17,7 @@ from support.pictures import processor, random_picture
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.pictures.picture import Picture
-from trinity_lightning.common.pictures.prompt import PicturePrompt
+from trinity_lightning.common.pictures.prompt import PLACES, PicturePrompt
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.models.engine import Engine
@@ -145,3 +146,46 @@ def test_an_endpoint_is_sent_the_pictures_as_data_urls(task: Task, monkeypatch: 
     [first, second] = sent[0]
     assert first["content"] == [text("What is "), {"type": "image_url", "image_url": {"url": url_of(FIRST)}}, text("?")]
     assert second["content"] == [elsewhere]
+
+
+# A text that has the token for pictures
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [user([text("<image> or "), {"type": "image", "image": FIRST}, text(" or <image>"), PLACE])],
+        [
+            user([{"type": "image", "image": FIRST}, text("a")]),
+            {"role": "assistant", "content": "a<image>b<image>"},
+            user([text("<image>"), PLACE]),
+        ],
+    ],
+    ids=["a question", "an answer"],
+)
+def test_a_token_for_pictures_in_a_text_is_text(messages: list[dict[str, Any]], model: Seeing) -> None:
+    prompt, token = asked(model, messages, images=[SECOND]), processor().token_id
+    assert shown(prompt) == [FIRST, SECOND]
+    places = prompt.inputs[PLACES].tolist()
+    assert len(places) == 2 * 16
+    as_text = [place for place in range(len(prompt)) if prompt[place] == token and place not in places]
+    # The same text with letters in place of the tokens that are text:
+    plain = asked(model, json.loads(json.dumps(messages, default=url_of).replace("<image>", "#")), images=[SECOND])
+    letter = plain[as_text[0]]
+    expected = list(plain)
+    for place in as_text:
+        assert expected[place] == letter
+        expected[place] = token
+    assert list(prompt) == expected
+    assert plain.inputs[PLACES].tolist() == places
+    assert len(as_text) == str(messages).count("<image>")
+    for name, tensor in plain.inputs.items():
+        assert torch.equal(tensor, prompt.inputs[name])
+
+
+def test_a_later_turn_may_have_both(model: Seeing, task: Task) -> None:
+    so_far = asked(model, messages_of(task))
+    later = [user([text("<image>?"), {"type": "image", "image": SECOND}])]
+    prompt = asyncio.run(model.render(later, so_far=so_far))
+    assert list(prompt[: len(so_far)]) == list(so_far)
+    assert shown(prompt) == [FIRST, SECOND]

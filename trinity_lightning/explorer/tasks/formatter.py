@@ -111,9 +111,10 @@ class Formatter:
             rest = conversation[1:] if conversation[0]["role"] == "system" else conversation
             conversation = [{"role": "system", "content": self.system_prompt}, *rest]
         placed = Conversation(conversation).with_pictures(pictures, folder)
+        shown = placed.pictures
         if PROMPT not in task or self.system_prompt is not None:
-            task[MESSAGES] = without_pictures(placed)
-        return task | ({IMAGES: shown} if (shown := placed.pictures) else {})
+            task[MESSAGES] = without_pictures(placed) if shown else list(placed)
+        return task | ({IMAGES: shown} if shown else {})
 
     def _check(self, field: str, conversation: object) -> None:
         """Refuse a value that is no conversation, and a conversation that the policy cannot go on with."""
