@@ -40,7 +40,7 @@ def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
     values = [_own(place) for place in _places(messages)]
     if missing := sum(value is None for value in values):
         raise ConfigError(
-            f"messages have {len(values)} places for pictures, {missing} of them without a picture",
+            f"the messages have {len(values)} places for pictures, {missing} of them without a picture",
             key=f"taskset{FIELD}",
             fix="give the pictures in the task's entry, in their parts, or to chat(messages, images=...)",
         )

@@ -113,6 +113,7 @@ def _with_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         return messages if isinstance(messages, Conversation) else [dict(message) for message in messages]
     pairs = zip(messages, parts, strict=True)
     shown = [{**message} if part is None else {**message, "content": part} for message, part in pairs]
+    pictures_in(shown)  # refuses an empty place
     conversation = Conversation.of(messages)
     return Conversation(shown, conversation.tools, conversation.template_variables)
 
