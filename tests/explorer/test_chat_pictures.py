@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import cached_property
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +19,13 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.prompt import PLACES, PicturePrompt
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
 from trinity_lightning.explorer.tasks.task import Task, messages_of
+from trinity_lightning.explorer.workflow_runner import WorkflowRunner
 from trinity_lightning.explorer.workflows.workflow import experience_of
 
 FIRST, SECOND = random_picture(1), random_picture(2)
@@ -189,3 +192,11 @@ def test_a_later_turn_may_have_both(model: Seeing, task: Task) -> None:
     prompt = asyncio.run(model.render(later, so_far=so_far))
     assert list(prompt[: len(so_far)]) == list(so_far)
     assert shown(prompt) == [FIRST, SECOND]
+
+
+def test_a_file_that_is_lost_fails_the_runs_of_its_task(model: Seeing, tmp_path: Path) -> None:
+    task = Task("simple", {"prompt": "?", "images": [Picture(tmp_path / "lost.png")], "answer": "1"}, 2)
+    attempt = asyncio.run(WorkflowRunner(ExplorerConfig(), model).attempt(task, [0, 1]))
+    assert attempt.experiences == []
+    assert all("lost.png" in str(error) for error in attempt.errors.values())
+    assert [*attempt.errors] == [0, 1]
