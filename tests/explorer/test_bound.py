@@ -53,8 +53,7 @@ def test_a_conversation_keeps_its_pictures(variables: dict[str, Any] | None) -> 
     picture = Picture(Image.new("RGB", (2, 2), "red"))
     bound = BoundModel(Rendering(), run_seed=5, batch=7, task=1, run=2, template_variables=variables)
     asyncio.run(bound.render(Conversation([{"role": "user", "content": "a"}]).with_pictures([picture])))
-    assert rendered[0].pictures == [picture]
-    assert rendered[0][0]["content"][0] == {"type": "image"}
+    assert rendered[0][0]["content"][0] == {"type": "image", "image": picture}
     assert rendered[0].template_variables == (variables or {})
 
 
@@ -69,8 +68,7 @@ def test_a_chat_brings_pictures_to_the_first_message_of_the_user() -> None:
 
     picture = Picture(Image.new("RGB", (2, 2), "red"))
     asyncio.run(view(Chatting()).chat([{"role": "user", "content": "a"}], images=[picture]))
-    assert asked[0].pictures == [picture]
-    assert asked[0][0]["content"][0] == {"type": "image"}
+    assert asked[0][0]["content"][0] == {"type": "image", "image": picture}
 
 
 def test_n_samples_are_those_of_n_runs() -> None:

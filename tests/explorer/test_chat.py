@@ -120,7 +120,7 @@ def test_content_in_parts(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("message", "named"),
     [
-        ({"role": "user", "content": [{"type": "image_url"}]}, "1 pictures, and 0"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "1 of them without a picture"),
         ({"role": "user", "content": [{"type": "video"}]}, "text"),
         ({"role": "user", "content": 3}, "text"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "without a name"),
@@ -199,23 +199,19 @@ def test_a_text_model_is_refused_by_name_of_the_key(tokenizer: Any) -> None:
 
 
 def test_as_many_pictures_as_places(vision_tokenizer: Any) -> None:
-    conversation = shown()
-    for messages in (
-        list(conversation),
-        Conversation(conversation, pictures=[RED, RED]),
-        Conversation([], pictures=[RED]),
-    ):
+    empty = {"role": "user", "content": [PLACE]}
+    for messages in ([empty], [*shown(), empty], Conversation([empty, *shown()])):
         with refuses("taskset.images_field"):
             render_text(vision_tokenizer, messages)
 
 
 def test_pictures_that_a_template_leaves_out_of_a_role_are_refused_by_its_name() -> None:
     result = {"role": "tool", "content": [PLACE, {"type": "text", "text": "a"}]}
-    check_shown("<image>a<image>", "<image>", Conversation([user([PLACE]), result], pictures=[RED, RED]))
+    check_shown("<image>a<image>", "<image>", Conversation([user([PLACE]), result]).with_pictures([RED, RED]))
     with refuses("model.name") as refused:
-        check_shown("<image>a", "<image>", Conversation([user([PLACE]), result], pictures=[RED, RED]))
+        check_shown("<image>a", "<image>", Conversation([user([PLACE]), result]).with_pictures([RED, RED]))
     assert "'tool'" in str(refused.value)
-    check_shown("a", "<image>", Conversation([user([PLACE])], pictures=[RED]))  # the processor tells
+    check_shown("a", "<image>", Conversation([user([PLACE])]).with_pictures([RED]))  # the processor tells
 
 
 def test_a_later_turn_with_a_picture(vision_tokenizer: Any) -> None:
@@ -254,6 +250,6 @@ def test_calls_and_tools_as_text_stand_behind_pictures(vision_tokenizer: Any) ->
         {"role": "assistant", "content": [{"type": "text", "text": "so "}, PLACE], "tool_calls": [call]},
         user("and"),
     ]
-    text = render_text(vision_tokenizer, Conversation(messages, [TOOL], pictures=[RED, RED])).text
+    text = render_text(vision_tokenizer, Conversation(messages, [TOOL]).with_pictures([RED, RED])).text
     assert "system\n<image>s\n\nYou can call" in text
     assert "assistant\nso <image>\n<tool_call>" in text

@@ -25,6 +25,7 @@ def test_the_answer_is_the_number_of_the_colour() -> None:
 def test_the_answer_is_the_number_of_squares() -> None:
     entries = [drawings(questions=["count"], most=2)[index] for index in range(60)]
     covered = [sum(n for n, c in entry["images"][0].getcolors() if c != (255, 255, 255)) for entry in entries]
+    assert drawings(questions="count", most=2)[3]["prompt"] == entries[3]["prompt"]
     area = min(covered)
     assert [int(entry["answer"]) * area for entry in entries] == covered
     assert {entry["prompt"] for entry in entries} == {QUESTIONS["count"]}
@@ -42,6 +43,8 @@ def test_entries_are_the_same_each_time_and_held_out_pictures_are_others() -> No
     [
         ({"split": "test"}, "taskset.split"),
         ({"args": {"questions": ["shape"]}}, "taskset.args.questions"),
+        ({"args": {"questions": "shape"}}, "taskset.args.questions"),
+        ({"args": {"questions": []}}, "taskset.args.questions"),
         ({"args": {"most": 0}}, "taskset.args.most"),
         ({"args": {"most": 10}}, "taskset.args.most"),
     ],

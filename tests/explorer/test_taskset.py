@@ -25,7 +25,7 @@ from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.dataset import dataset_entries, warn_of_trained_entries
 from trinity_lightning.explorer.tasks.formatter import Formatter
 from trinity_lightning.explorer.tasks.sources import BY_HASH_SEED, ReasoningGymEntries
-from trinity_lightning.explorer.tasks.taskset import Taskset, TasksetMixture
+from trinity_lightning.explorer.tasks.taskset import Taskset, TasksetMixture, check_tasksets
 from trinity_lightning.explorer.workflows import SimpleWorkflow
 
 ROWS = [{"question": f"q{index}", "solution": index, "level": "easy"} for index in range(5)]
@@ -492,8 +492,9 @@ def test_bad_pictures_are_refused_by_their_rows(tmp_path):
 def test_pictures_of_datasets_stay_files_until_they_are_looked_at(many, stored, tmp_path):
     """Decoding each of them whenever entries are checked would take hours for a large dataset."""
     content = paint(tmp_path / "a.png").read_bytes()
-    cut = content[:45] + content[-12:]  # one that ends early would be refused at once
-    values = [{"bytes": content, "path": None}, {"bytes": cut, "path": None}]
+    begin = content.index(b"IDAT") + 4
+    damaged = content[:begin] + bytes(8) + content[begin + 8 :]
+    values = [{"bytes": content, "path": None}, {"bytes": damaged, "path": None}]
     feature = datasets.Sequence(datasets.Image()) if many else datasets.Image()
     features = datasets.Features({"prompt": datasets.Value("string"), "images": feature})
     columns = {"prompt": ["a", "b"], "images": [[value] for value in values] if many else values}
@@ -505,7 +506,7 @@ def test_pictures_of_datasets_stay_files_until_they_are_looked_at(many, stored, 
     else:
         taskset = Taskset(entries, order="sequential")
     whole, broken = taskset.next_batch(2)
-    assert (whole["images"][0].source, broken["images"][0].source) == (content, cut)
+    assert (whole["images"][0].source, broken["images"][0].source) == (content, damaged)
     assert colors(whole) == ["red"]
     with pytest.raises(ConfigError, match="cannot be read"):
         colors(broken)
@@ -523,6 +524,35 @@ def test_pictures_are_not_decoded_before_they_are_looked_at(tmp_path):
     (picture,) = rows_in(tmp_path, {"prompt": "a", "image": "a.png"}).next_batch(1)[0]["images"]
     assert isinstance(picture, Picture)
     assert vars(picture) == {"source": tmp_path / "a.png"}
+
+
+def test_files_of_pictures_are_opened_once_before_a_run_and_not_to_hand_tasks_out(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(Image, "open", lambda file, open=Image.open: opened.append(file) or open(file))
+    rows = [{"prompt": "a", "image": f"{index}.png", "answer": "1"} for index in range(3)]
+    for index in range(3):
+        Image.new("RGB", (4, 4)).save(tmp_path / f"{index}.png")
+    rows_in(tmp_path, *rows)
+    config = TasksetConfig(name="t", source="dataset", path=str(tmp_path / "tasks.jsonl"), order="sequential")
+    check_tasksets({"taskset": config})
+    source = TaskSource(Taskset.from_config(config))
+    source.next_tasks(2)
+    assert len(opened) == 3
+
+
+def test_a_file_that_is_lost_after_the_start_fails_its_task_alone(tmp_path):
+    for name in ("a", "b"):
+        paint(tmp_path / f"{name}.png")
+    taskset = rows_in(tmp_path, {"prompt": "a", "image": "a.png"}, {"prompt": "b", "image": "b.png"})
+    (tmp_path / "a.png").unlink()
+    lost, there = taskset.next_batch(2)
+    assert colors(there) == ["red"]
+    with pytest.raises(ConfigError, match=r"a\.png.*no such file"):
+        colors(lost)
+    assert taskset.state_dict()["seen"][0] == [1]  # the other entry may be mended before the run is resumed
+    paint(tmp_path / "a.png", "blue")
+    mended = rows_in(tmp_path, {"prompt": "a", "image": "a.png"}, {"prompt": "b", "image": "b.png"})
+    mended.load_state_dict(taskset.state_dict())
 
 
 def test_a_task_with_pictures_travels_without_its_folder(tmp_path):

@@ -164,7 +164,7 @@ def test_a_question_has_its_pictures() -> None:
     workflow: Any = SimpleWorkflow(Task("simple", {"prompt": "What is <image>?", "images": [picture]}), FakeModel())
     assert workflow.messages.pictures == [picture]
     texts = [{"type": "text", "text": text} for text in ("What is ", "?")]
-    assert workflow.messages == [{"role": "user", "content": [texts[0], {"type": "image"}, texts[1]]}]
+    assert workflow.messages == [{"role": "user", "content": [texts[0], {"type": "image", "image": picture}, texts[1]]}]
 
 
 def test_reset_takes_another_task() -> None:

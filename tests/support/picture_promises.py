@@ -158,10 +158,13 @@ class PicturePromises:
 
     def test_a_sampled_token_of_pictures_is_text(self, engine: Engine, driver: Driver) -> None:
         (prompt,) = prompts(1, seed=60)
-        longer = PicturePrompt.joined(prompt, [processor().token_id, 20, 21])
-        with torch.no_grad():
-            exact = plain_logprobs(plain_model(), longer, longer.inputs)
-        torch.testing.assert_close(torch.tensor(driver.run(engine.logprobs(longer))), exact, rtol=0, atol=ROUNDING)
+        parts = [{"type": "text", "text": "<image> or "}, {"type": "image", "image": random_picture(61)}]
+        rendered = driver.run(engine.render([{"role": "user", "content": parts}]))
+        assert isinstance(rendered, PicturePrompt)
+        for longer in (PicturePrompt.joined(prompt, [processor().token_id, 20, 21]), rendered):
+            with torch.no_grad():
+                exact = plain_logprobs(plain_model(), longer, longer.inputs)
+            torch.testing.assert_close(torch.tensor(driver.run(engine.logprobs(longer))), exact, rtol=0, atol=ROUNDING)
 
     def test_later_turns_bring_further_pictures(self, engine: Engine, driver: Driver) -> None:
         asked = Conversation([{"role": "user", "content": "Look"}]).with_pictures([random_picture(70)])

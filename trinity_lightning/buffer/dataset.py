@@ -31,7 +31,7 @@ from trinity_lightning.common.messages import (
     warn_of_unread,
 )
 from trinity_lightning.common.pictures.families import check_family
-from trinity_lightning.common.pictures.parts import count_places, has_pictures, is_picture, placed
+from trinity_lightning.common.pictures.parts import count_places, has_pictures, is_picture, pictures_in, placed
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.processor import PictureProcessor, load_processor
 from trinity_lightning.common.pictures.prompt import PLACES, WrittenPictures
@@ -230,7 +230,10 @@ class Example:
         messages = [{"role": "user", "content": conversation}] if is_text else conversation
         if processor is None or not isinstance(messages, list) or not (self._waiting or count_places(messages)):
             return conversation
-        messages, self.pictures = placed(messages, self._waiting, self._folder)
+        messages = placed(messages, self._waiting, self._folder)
+        self.pictures = pictures_in(messages)
+        for picture in self.pictures:
+            picture.check()
         if any(has_pictures(message) for message in messages if message.get("role") == "assistant"):
             raise ConfigError("a turn of the assistant has a picture, and models write none", fix=IN_PROMPT)
         written = WrittenPictures(processor.token, [processor.written(picture.size) for picture in self.pictures])

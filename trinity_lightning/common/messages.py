@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from jinja2 import Environment, TemplateError, meta
 
-from trinity_lightning.common.pictures.parts import count_places, is_picture, placed, read_parts, text_of
+from trinity_lightning.common.pictures.parts import is_picture, pictures_in, placed, read_parts, text_of
 from trinity_lightning.common.pictures.picture import Picture, read_picture, read_pictures
 from trinity_lightning.config.chat_template import check_template_variables
 from trinity_lightning.config.values import nearest, unknown_name
@@ -38,13 +38,15 @@ _PYTHON_MESSAGES = re.compile(r"\s*\[\s*\{\s*'(?:role|content|from|value)'\s*:")
 
 
 class Conversation(list[dict[str, Any]]):
-    """Messages of a dataset's entry, with its pictures, and the tools and variables that its chat template is given.
+    """Messages of a dataset's entry, and the tools and variables that its chat template is given.
+
+    A picture is a part of a message: {"type": "image", "image": Picture}. It stays there until the conversation is
+    rendered, so that lists made of these messages have it too.
 
     Args:
         messages: messages with OpenAI's keys.
         tools: functions on offer, which the chat template is shown.
         template_variables: variables for the chat template.
-        pictures: pictures, in the order of their places, which are parts {"type": "image"}; see `with_pictures`.
     """
 
     def __init__(
@@ -52,27 +54,33 @@ class Conversation(list[dict[str, Any]]):
         messages: Iterable[Any],
         tools: Sequence[Any] | None = None,
         template_variables: Mapping[str, Any] | None = None,
-        pictures: Iterable[Picture] = (),
     ) -> None:
         super().__init__(messages)
         self.tools: list[dict[str, Any]] = list(tools or [])
         self.template_variables = dict(template_variables or {})
-        self.pictures = list(pictures)
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """The pictures, in the order of their places.
+
+        Raises:
+            ConfigError: a place has none, or one that cannot be read.
+        """
+        return pictures_in(self)
 
     @classmethod
     def of(cls, messages: Iterable[Any], tools: Sequence[Any] | None = None) -> Self:
         """A conversation of messages; if they are one already, a copy, with `tools` (if any) in place of its own."""
         if not isinstance(messages, cls):
             return cls(messages, tools)
-        return cls(messages, tools or messages.tools, messages.template_variables, messages.pictures)
+        return cls(messages, tools or messages.tools, messages.template_variables)
 
     def without_last(self) -> Self:
-        """All messages but the last, with the same tools and variables, and with the pictures of these messages."""
-        pictures = self.pictures[: count_places(self[:-1])]
-        return type(self)(self[:-1], self.tools, self.template_variables, pictures)
+        """All messages but the last, with the same tools and variables."""
+        return type(self)(self[:-1], self.tools, self.template_variables)
 
     def with_pictures(self, values: Iterable[Any], folder: Path = _HERE) -> Self:
-        """A copy that has further pictures, each in a place of the messages; see `parts.placed`.
+        """A copy that has further pictures, each in an empty place of the messages; see `parts.placed`.
 
         Args:
             values: pictures, as `read_picture` takes them.
@@ -81,9 +89,8 @@ class Conversation(list[dict[str, Any]]):
         Raises:
             ConfigError: a picture cannot be read, or there are fewer or more places than pictures.
         """
-        waiting = [*self.pictures, *(read_picture(value, folder) for value in values)]
-        messages, pictures = placed(list(self), waiting, folder)
-        return type(self)(messages, self.tools, self.template_variables, pictures)
+        messages = placed(list(self), [read_picture(value, folder) for value in values], folder)
+        return type(self)(messages, self.tools, self.template_variables)
 
 
 # -- an entry ----------------------------------------------------------------------------------------------------------
@@ -217,7 +224,7 @@ def _read_message(where: str, message: Any, pictures: bool) -> dict[str, Any]:
 def _read_content(where: str, content: Any, pictures: bool) -> str | list[Any]:
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
+    if not isinstance(content, list | tuple):
         raise ConfigError(f"{where}: its content is {content!r:.80}", fix="give text, or parts of type 'text'")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None

@@ -47,10 +47,15 @@ def test_every_form_of_a_picture_is_the_same_one(tmp_path: Path) -> None:
     content = encoded(drawn())
     (tmp_path / "a.png").write_bytes(content)
     url = "data:image/png;base64," + base64.b64encode(content).decode()
+    lines = "data:image/png;name=a;BASE64,\r\n" + base64.encodebytes(content).decode()
+    names = ("scan.12:30:05.png", "img:1.png", "data:1.png", "with space.png", "x.png")
+    for name in names:
+        (tmp_path / name).write_bytes(content)
     forms: list[Any] = [
         drawn(), Image.open(BytesIO(content)), "a.png", "./a.png", tmp_path / "a.png", str(tmp_path / "a.png"), content,
         bytearray(content), {"bytes": content, "path": None}, {"bytes": content, "path": "elsewhere.png"},
-        {"bytes": None, "path": "a.png"}, {"url": url}, url, Picture(drawn()),
+        {"bytes": None, "path": "a.png"}, {"url": url}, url, Picture(drawn()), lines, *names,
+        f"file://{tmp_path}/a.png", f"FILE://{tmp_path}/with space.png", (tmp_path / "with space.png").as_uri(),
     ]  # fmt: skip
     pictures = [read_picture(form, tmp_path) for form in forms]
     assert {picture.digest for picture in pictures} == {Picture(drawn()).digest}
@@ -190,11 +195,12 @@ def test_a_file_is_refused_before_its_pixels_are_read(name: str, tmp_path: Path)
     content, named = FILES[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=named) as refused:
-        read_picture(name, tmp_path)
+        read_picture(name, tmp_path).check()
     assert name in str(refused.value)
     assert refused.value.fix
-    with pytest.raises(ConfigError, match=named.replace(name, "picture")):
-        read_picture(content, tmp_path)
+    for read in (Picture.check, lambda picture: picture.image):
+        with pytest.raises(ConfigError, match=named.replace(name, "picture")):
+            read(read_picture(content, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -204,6 +210,10 @@ def test_a_file_is_refused_before_its_pixels_are_read(name: str, tmp_path: Path)
         (".", "cannot be read"),
         ("https://example.org/a.png", "downloads nothing"),
         ("s3://bucket/a.png", "downloads nothing"),
+        ("x://y/a.png", "downloads nothing"),
+        ("file:///missing.png", "no such file"),
+        ("file:///film.mp4", "film"),
+        ("data:image/svg+xml,<svg/>", "base64"),
         ({"url": "http://example.org/a.png"}, "downloads nothing"),
         ("film.MP4", "film"),
         ("data:image/png;base64,!!!", "base64"),
@@ -213,7 +223,7 @@ def test_a_file_is_refused_before_its_pixels_are_read(name: str, tmp_path: Path)
 )
 def test_a_text_that_leads_to_no_picture_is_refused(value: Any, named: str, tmp_path: Path) -> None:
     with refuses(None) as refused:
-        read_picture(value, tmp_path)
+        read_picture(value, tmp_path).check()
     assert named in str(refused.value)
     assert refused.value.fix
     assert len(str(refused.value)) < 400
@@ -230,10 +240,12 @@ def test_a_file_that_ends_early_is_refused_before_a_run(kind: str, tmp_path: Pat
     content = encoded(drawn((60, 60)), kind)
     (tmp_path / "cut.png").write_bytes(content[: 3 * len(content) // 4])
     with pytest.raises(ConfigError, match=r"cut\.png"):
-        read_picture("cut.png", tmp_path)
+        read_picture("cut.png", tmp_path).check()
     with pytest.raises(ConfigError, match="truncated"):
-        read_picture(content[: 3 * len(content) // 4], tmp_path)
-    assert read_picture(content + b"further bytes, as some cameras add" * 9, tmp_path) == Picture(content)
+        read_picture(content[: 3 * len(content) // 4], tmp_path).check()
+    more = read_picture(content + b"further bytes, as some cameras add" * 9, tmp_path)
+    more.check()
+    assert more == Picture(content)
 
 
 def test_a_damaged_file_is_refused_when_it_is_looked_at(tmp_path: Path) -> None:
@@ -241,6 +253,7 @@ def test_a_damaged_file_is_refused_when_it_is_looked_at(tmp_path: Path) -> None:
     content[len(content) // 2] ^= 255
     (tmp_path / "damaged.png").write_bytes(content)
     picture = read_picture("damaged.png", tmp_path)
+    picture.check()
     with pytest.raises(ConfigError, match=r"damaged\.png"):
         picture.image  # noqa: B018
 
@@ -248,6 +261,26 @@ def test_a_damaged_file_is_refused_when_it_is_looked_at(tmp_path: Path) -> None:
 def test_a_data_url_is_the_picture() -> None:
     picture = Picture(drawn((9, 7)))
     assert read_picture(picture.data_url, Path()) == picture
+
+
+def test_a_file_is_checked_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_all() -> None:
+        for form in (
+            "a.png",
+            encoded(drawn((7, 5))),
+            f"data:;base64,{base64.b64encode(encoded(drawn((5, 7)))).decode()}",
+        ):
+            read_picture(form, tmp_path).check()
+
+    opened: list[Any] = []
+    monkeypatch.setattr(Image, "open", lambda file, open=Image.open: opened.append(file) or open(file))
+    drawn().save(tmp_path / "a.png")
+    check_all()
+    check_all()
+    assert len(opened) == 3
+    (tmp_path / "a.png").write_bytes(encoded(drawn())[:20])
+    with pytest.raises(ConfigError, match=r"a\.png"):
+        check_all()
 
 
 @pytest.mark.parametrize("kind", ["F", "I"])

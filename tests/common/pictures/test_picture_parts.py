@@ -12,9 +12,11 @@ from trinity_lightning.common.pictures.parts import (
     count_places,
     has_pictures,
     parts_of,
+    pictures_in,
     placed,
     text_of,
     with_data_urls,
+    without_pictures,
 )
 from trinity_lightning.common.pictures.picture import FIELD, Picture
 from trinity_lightning.errors import ConfigError
@@ -70,15 +72,17 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[Picture], list[dict[str, Any]]
 @pytest.mark.parametrize(("messages", "pictures", "expected", "ordered"), CASES.values(), ids=CASES)
 def test_pictures_take_places(messages: Any, pictures: Any, expected: Any, ordered: Any) -> None:
     before = copy.deepcopy(messages)
-    assert placed(messages, pictures, Path()) == (expected, ordered)
+    result = placed(messages, pictures, Path())
+    assert (without_pictures(result), pictures_in(result)) == (expected, ordered)
     assert messages == before
-    assert placed(expected, ordered, Path()) == (expected, ordered)
+    assert placed(expected, ordered, Path()) == result
+    assert placed(result, [], Path()) == placed(result, ordered, Path()) == result
 
 
 def test_own_pictures_are_read_in_the_folder(tmp_path: Path) -> None:
     RED.image.save(tmp_path / "a.png")
     for part in ({"type": "image", "image": "a.png"}, {"type": "image_url", "image_url": {"url": "a.png"}}):
-        assert placed([user([part])], [], tmp_path) == ([user([PLACE])], [RED])
+        assert placed([user([part])], [], tmp_path) == [user([PLACE | {"image": RED}])]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,8 @@ def test_own_pictures_are_read_in_the_folder(tmp_path: Path) -> None:
         ([user([PLACE])], [RED, BLUE]),
         ([user([PLACE, PLACE])], [RED]),
         ([user([OWN])], [RED]),
+        ([user([OWN, PLACE])], [RED, BLUE]),
+        ([user([OWN, OWN])], [GREEN]),
         ([user("<image>")], [RED, BLUE]),
         ([SYSTEM], [RED]),
     ],
@@ -126,10 +132,23 @@ def test_a_canvas_is_read_before_it_is_drawn_into() -> None:
 
 def test_messages_for_endpoints_have_data_urls() -> None:
     messages = [SYSTEM, user([PLACE, text("a"), PLACE])]
-    [system, asked] = with_data_urls(messages, [RED, BLUE])
+    [system, asked] = with_data_urls(placed(messages, [RED, BLUE], Path()))
     assert system == SYSTEM
     assert [part.get("type") for part in asked["content"]] == ["image_url", "text", "image_url"]
-    assert placed([asked], [], Path()) == ([user([PLACE, text("a"), PLACE])], [RED, BLUE])
+    assert pictures_in([asked]) == [RED, BLUE]
+
+
+def test_pictures_in_places_may_be_given_again_beside_them(tmp_path: Path) -> None:
+    GREEN.image.save(tmp_path / "a.png")
+    again = Picture(tmp_path / "a.png")
+    for pictures, parts in (([again], [OWN]), ([RED, again], [PLACE, OWN]), ([again, RED], [OWN, PLACE])):
+        assert pictures_in(placed([user(parts)], pictures, Path())) == pictures
+    unread = Picture(tmp_path / "a.png")
+    [there] = pictures_in(placed([user([{"type": "image", "path": "a.png"}])], [unread], tmp_path))
+    assert vars(there) == {"source": tmp_path / "a.png"}  # the same file is known without its pixels
+    with refuses(FIELD) as refused:
+        placed([user([OWN])], [RED], Path())
+    assert "pictures of their own" in str(refused.value)
 
 
 def test_texts_of_contents() -> None:

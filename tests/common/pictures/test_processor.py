@@ -8,7 +8,7 @@ from support.pictures import processor, random_picture
 
 from trinity_lightning.common.pictures import processor as module
 from trinity_lightning.common.pictures.picture import Picture
-from trinity_lightning.common.pictures.processor import PictureProcessor
+from trinity_lightning.common.pictures.processor import AS_TEXT, PictureProcessor, marked_as_text
 from trinity_lightning.common.pictures.prompt import PLACES
 from trinity_lightning.common.pictures.tensors import MASK
 
@@ -41,6 +41,32 @@ def test_places_are_the_tokens_of_the_pictures(fresh: PictureProcessor) -> None:
 def test_places_and_pictures_must_be_as_many(fresh: PictureProcessor, text: str, count: int) -> None:
     with refuses("taskset.images_field"):
         fresh.expand(text, [random_picture(seed) for seed in range(count)])
+
+
+def test_the_token_of_pictures_is_text_where_a_text_has_it(
+    fresh: PictureProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = [random_picture(1), random_picture(2)]
+    assert fresh.pieces("a<image>b<image>", pictures) == [fresh.expand("a<image>b<image>", pictures)]
+    pieces = fresh.pieces(f"{AS_TEXT}a<image>{AS_TEXT}<image>", pictures)
+    first, second = fresh.expand("a<image>", pictures[:1]), fresh.expand("<image>", pictures[1:])
+    assert pieces == [[], [fresh.token_id], first, [fresh.token_id], second]
+    for text in (f"{AS_TEXT}<image>", f"<image>{AS_TEXT}<image>a<image>"):
+        with refuses("taskset.images_field"):
+            fresh.pieces(text, pictures)
+    encode = fresh._encode
+    monkeypatch.setattr(fresh, "_encode", lambda text: [0, *encode(text)])  # begins each text with a space, say
+    with refuses("model.name"):
+        fresh.pieces(f"{AS_TEXT}<image>", pictures[:1])
+
+
+def test_marks_are_in_texts_alone() -> None:
+    picture = random_picture(1)
+    value = {"<image>": ["a<image>b", 3, None, {"image": picture}], "c": ("<image>",)}
+    assert marked_as_text(value, "<image>") == {
+        "<image>": [f"a{AS_TEXT}b", 3, None, {"image": picture}],
+        "c": [AS_TEXT],
+    }
 
 
 def test_old_expansions_are_forgotten_once_they_take_too_much_memory(

@@ -23,6 +23,7 @@ from trinity_lightning.common.experience.fields import (
 )
 from trinity_lightning.common.experience.inputs import misplaced, share_inputs
 from trinity_lightning.common.experience.payload import MAGIC, Buffer, format_errors, unpack, view_of
+from trinity_lightning.common.pictures.parts import count_places, without_pictures
 
 
 @dataclass(init=False, eq=False)
@@ -54,7 +55,7 @@ class Experience:
         metrics: numbers to be logged.
         response_text, prompt_text: response and prompt as text.
         action_mask: true for response tokens that the policy produced and is trained on, [resp].
-        messages, tools: the conversation, and the tools offered in it.
+        messages, tools: the conversation, whose pictures become empty places, and the tools offered in it.
         chosen, rejected: token ids of the better and the worse response, [their own length].
         chosen_messages, rejected_messages: the same as conversations.
         multi_modal_inputs: the processor's tensors by name. Under the key "picture_places" may be the places of the
@@ -134,6 +135,8 @@ class Experience:
             self.prompt_text = fields.instance_of(prompt_text, "prompt_text", str)
             self.action_mask = fields.optional(fields.mask, action_mask, "action_mask")
             self.messages = fields.instance_of(messages, "messages", list)
+            if self.messages and count_places(self.messages):  # the tensors of the pictures are kept in their stead
+                self.messages = without_pictures(self.messages)
             self.tools = fields.instance_of(tools, "tools", list)
             self.chosen = fields.optional(fields.token_ids, chosen, "chosen")
             self.rejected = fields.optional(fields.token_ids, rejected, "rejected")

@@ -1,4 +1,4 @@
-"""Messages whose content is a list of parts: texts, and places for pictures."""
+"""Messages whose content is a list of parts: texts, and pictures or places for them."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,9 +31,52 @@ def count_places(messages: Iterable[Mapping[str, Any]]) -> int:
     return sum(1 for _ in _places(messages))
 
 
-def _places(messages: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
+    """The pictures of messages, in the order of their places.
+
+    Raises:
+        ConfigError: a place has none, or one that cannot be read.
+    """
+    values = [_own(place) for place in _places(messages)]
+    if missing := sum(value is None for value in values):
+        raise ConfigError(
+            f"the messages have {len(values)} places for pictures, {missing} of them without a picture",
+            key=f"taskset{FIELD}",
+            fix="give the pictures in the task's entry, in their parts, or to chat(messages, images=...)",
+        )
+    return [read_picture(value, Path()) for value in values]
+
+
+def without_pictures(messages: Iterable[Any]) -> list[Any]:
+    """Messages without the pictures that `placed` has put in their places, for files and for raw tasks."""
+    return [
+        {**message, "content": [_place() if _has_picture(part) else part for part in message["content"]]}
+        if has_pictures(message)
+        else message
+        for message in messages
+    ]
+
+
+def _has_picture(part: Mapping[str, Any]) -> bool:
+    return isinstance(_picture_in(part), Picture)
+
+
+def with_data_urls(messages: Iterable[Mapping[str, Any]]) -> Messages:
+    """Messages as OpenAI's API has them, each `Picture` as a data URL."""
+
+    def part_of(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"type": "image_url", "image_url": {"url": _own(part).data_url}} if _has_picture(part) else part
+
+    return [
+        {**message, "content": [part_of(part) for part in message["content"]]} if has_pictures(message) else {**message}
+        for message in messages
+    ]
+
+
+def _places(messages: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
     for message in messages:
-        if isinstance(content := message.get("content"), list):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list | tuple):
             yield from filter(is_picture, content)
 
 
@@ -65,6 +108,11 @@ def read_parts(parts: Iterable[Mapping[str, Any]]) -> Messages:
         elif text := text_of([part]):
             read.append(_text_part(text))
     return read
+
+
+def empty_places(parts: Iterable[Mapping[str, Any]]) -> Messages:
+    """Parts in the form of `read_parts`, as chat templates read them: without pictures in their places."""
+    return [_place() if is_picture(part) else part for part in read_parts(parts)]
 
 
 def _own(part: Mapping[str, Any]) -> Any:
@@ -107,19 +155,6 @@ def _part_of(value: Any) -> Mapping[str, Any]:
     return _text_part(value if isinstance(value, str) else json_text(value))
 
 
-def with_data_urls(messages: Iterable[Mapping[str, Any]], pictures: Iterable[Picture]) -> Messages:
-    """Messages as OpenAI's API has them, each place with its picture."""
-    rest = iter(pictures)
-
-    def part_of(part: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"type": "image_url", "image_url": {"url": next(rest).data_url}} if is_picture(part) else part
-
-    return [
-        {**message, "content": [part_of(part) for part in message["content"]]} if has_pictures(message) else {**message}
-        for message in messages
-    ]
-
-
 def json_text(value: object) -> str:
     """Any value as JSON, for a model to read."""
     return json.dumps(value, ensure_ascii=False, default=str)
@@ -137,36 +172,52 @@ def _text_part(text: str) -> dict[str, Any]:
 # -- pictures in their places ------------------------------------------------------------------------------------------
 
 
-def placed(messages: Messages, pictures: Sequence[Picture], folder: Path) -> tuple[Messages, list[Picture]]:
-    """Messages with a place for each picture, and the pictures in the order of their places.
+def placed(messages: Messages, pictures: Sequence[Picture], folder: Path) -> Messages:
+    """Messages with each picture in its place, a part {"type": "image", "image": Picture}.
 
     Args:
         messages: messages; a place may have a picture of its own, others take the next one of `pictures`. Without any
             place, `<image>` in a user's text is one. Without that, too, the pictures come before the first user's text.
-        pictures: pictures without a place.
+        pictures: pictures without a place; or those of all places, if the places' own ones are the same.
         folder: folder of the data, for pictures that places have.
 
     Raises:
         ConfigError: a picture cannot be read, or there are fewer or more places than pictures.
     """
     if not pictures and not count_places(messages):
-        return messages, []
+        return messages
     messages = [
         message | {"content": read_parts(message["content"])} if has_pictures(message) else message
         for message in messages
     ]
     if pictures and not count_places(messages):
         messages = _with_places(messages, len(pictures))
-    places = list(_places(messages))
-    if (free := sum(_OWN not in place for place in places)) != len(pictures):
+    own = [read_picture(place[_OWN], folder) if _OWN in place else None for place in _places(messages)]
+    rest = iter(_in_order(own, pictures))
+    return [
+        message | {"content": [_place(next(rest)) if is_picture(part) else part for part in message["content"]]}
+        if has_pictures(message)
+        else message
+        for message in messages
+    ]
+
+
+def _in_order(own: Sequence[Picture | None], pictures: Sequence[Picture]) -> list[Picture]:
+    """The picture of each place: its own, or the next of `pictures`. These may repeat the places' own, all of them."""
+    if len(own) == len(pictures) and all(
+        mine is None or mine == picture for mine, picture in zip(own, pictures, strict=True)
+    ):
+        return list(pictures)
+    free = sum(mine is None for mine in own)
+    if free != len(pictures):
+        filled = f" of {len(own)}, the others with pictures of their own" * (free < len(own))
         raise ConfigError(
-            f"the messages have places for {free} pictures, and there are {len(pictures)} pictures",
+            f"the messages have places for {free} pictures{filled}, and there are {len(pictures)} pictures",
             key=FIELD,
             fix="give each picture a part {'type': 'image'}, or write no such part, to have them before the text",
         )
     rest = iter(pictures)
-    ordered = [read_picture(place[_OWN], folder) if _OWN in place else next(rest) for place in places]
-    return [_without_own(message) for message in messages], ordered
+    return [next(rest) if mine is None else mine for mine in own]
 
 
 def _with_places(messages: Messages, count: int) -> Messages:
@@ -186,10 +237,3 @@ def _with_places(messages: Messages, count: int) -> Messages:
 def _split(text: str) -> Messages:
     first, *others = map(_text_part, text.split(IN_TEXT))
     return read_parts([first, *(part for other in others for part in (_place(), other))])
-
-
-def _without_own(message: dict[str, Any]) -> dict[str, Any]:
-    """The message without the pictures that its places have."""
-    if not has_pictures(message):
-        return message
-    return message | {"content": [_place() if is_picture(part) else part for part in message["content"]]}

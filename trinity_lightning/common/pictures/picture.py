@@ -7,7 +7,6 @@ dataset with many pictures is never in memory as a whole.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 import sys
@@ -18,6 +17,7 @@ from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
+from urllib.parse import unquote
 
 from xxhash import xxh3_128_hexdigest
 
@@ -26,9 +26,12 @@ from trinity_lightning.errors import ConfigError
 if TYPE_CHECKING:
     from PIL import Image
 
+_CHECKED: set[int] = set()  # versions of files that `Picture.check` has found to be usable, in this process
 FIELD = ".images_field"  # key of the field with pictures, within a taskset's section
-_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):", re.IGNORECASE)  # of two letters at least: C: is a drive of Windows
-_DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)  # a colon alone may be part of a file's name
+_FILE_URL = "file://"
+_DATA_URL = re.compile(r"data:[^,]*?(;base64)?,", re.IGNORECASE)
+_ENCODE = "write it as data:image/png;base64,..."
 _FILMS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 _LONGEST_PATH = 4096
 _LEAST_EDGE = 2  # in pixels: a single one shows nothing, and is what trackers and failed downloads leave behind
@@ -46,21 +49,22 @@ class Picture:
     It goes to other processes with the bytes of its file, because another machine may not have the file.
 
     Attributes:
-        source: a picture of Pillow's, or a picture's file as bytes or by its path.
+        source: a picture of Pillow's, or a picture's file as bytes, as base64 text or by its path.
     """
 
-    source: Image.Image | bytes | Path
+    source: Image.Image | bytes | str | Path
 
     @cached_property
     def image(self) -> Image.Image:
         """The picture upright, in Pillow's mode RGB.
 
         Raises:
-            ConfigError: the file is missing or damaged, or its pixels are no colours.
+            ConfigError: the file is missing or damaged, or its pixels are no colours; or as in `check`.
         """
         from PIL import ImageOps
 
         with self._opened() as image:
+            self._check_head(image)
             image.load()
             return _in_rgb(ImageOps.exif_transpose(image), self.name)
 
@@ -119,36 +123,54 @@ class Picture:
         """The picture's name in messages."""
         return f"picture '{self.source!s:.200}'" if isinstance(self.source, Path) else "a picture"
 
-    def checked(self) -> Self:
-        """The picture itself, if the head of its file has a known format and a size that can be used.
+    def check(self) -> None:
+        """Refuse a picture that cannot be used, by head and end of its file: before a run, as this reads from the disk.
+
+        A file that has passed is not opened again, as long as its size and its time of change stay.
 
         Raises:
             ConfigError: the file is missing, is cut off, is no picture or several, or has too many pixels or too few.
         """
-        from PIL import Image
-
+        if (version := self._version()) in _CHECKED:
+            return
         with self._opened() as image:
-            width, height = image.size
-            if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
-                raise _too_large(self.name, f"{width} x {height} pixels, above {Image.MAX_IMAGE_PIXELS}")
-            if min(width, height) < _LEAST_EDGE:
-                raise ConfigError(
-                    f"{self.name} has {width} x {height} pixels, which show nothing", fix="leave such entries out"
-                )
-            if getattr(image, "is_animated", False) and image.format not in _WITH_PREVIEWS:
-                count = getattr(image, "n_frames", "several")
-                raise ConfigError(f"{self.name} is {count} pictures, as a film is", fix="save the one that is meant")
+            self._check_head(image)
             if not self._is_whole(image.format):
                 image.load()  # which raises an error unless other bytes follow the picture's own
-        return self
+        if version is not None:
+            _CHECKED.add(version)
+
+    def _version(self) -> int | None:
+        """Hash by which the file as it is now is known without opening it; None without a file."""
+        if isinstance(self.source, Path):
+            with _named_errors(self.name):
+                state = self.source.stat()
+            return hash((self.source, state.st_size, state.st_mtime_ns))
+        return hash(self.source) if isinstance(self.source, bytes | str) else None
+
+    def _check_head(self, image: Image.Image) -> None:
+        """Refuse several pictures, too many pixels or too few; a ConfigError."""
+        from PIL.Image import MAX_IMAGE_PIXELS
+
+        width, height = image.size
+        if MAX_IMAGE_PIXELS is not None and width * height > MAX_IMAGE_PIXELS:
+            raise _too_large(self.name, f"{width} x {height} pixels, above {MAX_IMAGE_PIXELS}")
+        if min(width, height) < _LEAST_EDGE:
+            raise ConfigError(
+                f"{self.name} has {width} x {height} pixels, which show nothing", fix="leave such entries out"
+            )
+        if getattr(image, "is_animated", False) and image.format not in _WITH_PREVIEWS:
+            count = getattr(image, "n_frames", "several")
+            raise ConfigError(f"{self.name} is {count} pictures, as a film is", fix="save the one that is meant")
 
     def _is_whole(self, kind: str | None) -> bool:
         """True if the file ends as files of its format do, which those that were cut off do not."""
         end = _ENDS.get(kind or "")
-        if end is None or not isinstance(self.source, bytes | Path):
+        if end is None:
             return True
-        if isinstance(self.source, bytes):
-            return end in self.source[-_TAIL:]
+        if not isinstance(self.source, Path):
+            content = self._content()
+            return content is None or end in content[-_TAIL:]
         with self.source.open("rb") as file:
             file.seek(-min(_TAIL, self.source.stat().st_size), 2)
             return end in file.read()
@@ -162,7 +184,8 @@ class Picture:
             if isinstance(self.source, Image.Image):
                 yield self.source
                 return
-            with Image.open(BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as image:
+            content = None if isinstance(self.source, Path) else self._content()
+            with Image.open(self.source if content is None else BytesIO(content)) as image:
                 yield image
 
     def _content(self) -> bytes | None:
@@ -170,7 +193,12 @@ class Picture:
         if isinstance(self.source, Path):
             with _named_errors(self.name):
                 return self.source.read_bytes()
-        return self.source if isinstance(self.source, bytes) else None
+        if not isinstance(self.source, str):
+            return self.source if isinstance(self.source, bytes) else None
+        try:
+            return base64.b64decode("".join(self.source.split()), validate=True)  # it may be broken into lines
+        except ValueError as error:
+            raise ConfigError(f"the data URL of {self.source:.40}... is no base64 ({error})", fix=_ENCODE) from error
 
     def __getstate__(self) -> dict[str, Any]:
         content = self._content()
@@ -180,7 +208,10 @@ class Picture:
         return self
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Picture) and self.digest == other.digest)
+        if self is other or not isinstance(other, Picture):
+            return self is other
+        same_file = isinstance(self.source, bytes | str | Path) and self.source == other.source
+        return same_file or self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -247,15 +278,15 @@ def read_pictures(value: object, folder: Path) -> list[Picture]:
 
 
 def read_picture(value: object, folder: Path) -> Picture:
-    """The picture that a value of an entry stands for; its size is known to be usable, and its pixels are not read yet.
+    """The picture that a value of an entry stands for. Its file is not opened yet: see `Picture.check`.
 
     Args:
-        value: a picture of Pillow's, a path, a data URL, the bytes of a file, or a mapping with `bytes` or `path`, as
-            `datasets` has it.
+        value: a picture of Pillow's, a path or a file:// URL, a data URL, the bytes of a file, or a mapping with
+            `bytes` or `path`, as `datasets` has it.
         folder: folder of the data, in which relative paths begin.
 
     Raises:
-        ConfigError: the value is none of these, or an address on the web; or as in `Picture.checked`.
+        ConfigError: the value is none of these, or an address on the web.
     """
     if isinstance(value, Picture):
         return value
@@ -264,11 +295,11 @@ def read_picture(value: object, folder: Path) -> Picture:
         if names:
             return read_picture(value[names[0]], folder)
     if isinstance(value, bytes | bytearray | memoryview):
-        return Picture(bytes(value)).checked()
+        return Picture(bytes(value))
     if isinstance(value, str | Path) and str(value):
-        return _of_text(str(value), folder).checked()
+        return _of_text(str(value), folder)
     if is_image(value):
-        return Picture(cast("Any", value)).checked()
+        return Picture(cast("Any", value))
     raise ConfigError(
         f"a {type(value).__name__} ({value!r:.60}) is no picture",
         key=FIELD,
@@ -283,13 +314,14 @@ def is_image(value: object) -> bool:
 
 
 def _of_text(text: str, folder: Path) -> Picture:
-    """The picture of a path or a data URL."""
+    """The picture of a path, a file:// URL or a data URL."""
     if data := _DATA_URL.match(text):
-        try:
-            return Picture(base64.b64decode(text[data.end() :], validate=True))
-        except binascii.Error as error:
-            raise ConfigError(f"the data URL {text:.40}... is no base64 ({error})", fix="encode it again") from error
-    if address := _ADDRESS.match(text):
+        if data[1] is None:
+            raise ConfigError(f"the data URL {text:.40}... is not in base64", fix=_ENCODE)
+        return Picture(text[data.end() :])
+    if text[: len(_FILE_URL)].lower() == _FILE_URL:
+        text = unquote(text[len(_FILE_URL) :])
+    elif address := _ADDRESS.match(text):
         raise ConfigError(
             f"picture '{text:.80}' is on the web ({address[1]}), and a run downloads nothing",
             fix="download it before, and give its path",
@@ -299,8 +331,5 @@ def _of_text(text: str, folder: Path) -> Picture:
             f"'{text}' is a film, and only pictures and text are trained on", fix="leave such entries out"
         )
     if len(text) > _LONGEST_PATH:
-        raise ConfigError(
-            f"a text of {len(text)} characters ({text:.40}...) is no path of a picture",
-            fix="write base64 as data:image/png;base64,...",
-        )
+        raise ConfigError(f"a text of {len(text)} characters ({text:.40}...) is no path of a picture", fix=_ENCODE)
     return Picture(folder / Path(text).expanduser())

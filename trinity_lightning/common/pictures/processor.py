@@ -1,5 +1,6 @@
 """The processor that engine and trainer share: it turns pictures into tensors, and expands their placeholders."""
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from trinity_lightning.errors import ConfigError, ModelLoadError
 # Bytes of tensors and decoded pictures in the expansions that a processor keeps: the rollouts of a prompt share them,
 # however late each is asked for.
 MOST_BYTES = 512 << 20
+# Stands for the token of pictures where it is part of a text, such as one that the policy has sampled. No text has this
+# character: Unicode keeps it free for such use.
+AS_TEXT = "\ufdd0"
 _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # a processor's other tensors
 
 
@@ -68,17 +72,44 @@ class PictureProcessor:
         self._expansions.move_to_end(key)
         return self._expansions[key]
 
+    def pieces(self, text: str, pictures: Sequence[Picture]) -> list[Expansion | list[int]]:
+        """The text as the model reads it, in one piece; or in several, between which the token of pictures is text.
+
+        Args:
+            text: as in `expand`, with `AS_TEXT` wherever the token of pictures is text.
+            pictures: as in `expand`.
+
+        Raises:
+            ConfigError: as in `expand`; or the tokenizer reads a piece alone as other tokens.
+        """
+        self._check_places(text, len(pictures))
+        token, rest = self._encode(self.token), iter(pictures)
+        pieces: list[Expansion | list[int]] = []
+        for piece in text.split(AS_TEXT):
+            shown = list(itertools.islice(rest, piece.count(self.token)))
+            pieces += [token] * bool(pieces) + [self.expand(piece, shown) if shown else self._encode(piece)]
+        unexpanded = [piece.unexpanded if isinstance(piece, Expansion) else piece for piece in pieces]
+        if len(pieces) > 1 and self._encode(text.replace(AS_TEXT, self.token)) != [*itertools.chain(*unexpanded)]:
+            raise ConfigError(f"the tokenizer reads a text otherwise behind {self.token}", key="model.name")
+        return pieces
+
+    def _encode(self, text: str) -> list[int]:
+        return self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _check_places(self, text: str, pictures: int) -> None:
+        if (places := text.count(self.token)) != pictures:
+            raise ConfigError(
+                f"a prompt has places for {places} pictures, and {pictures} pictures",
+                key="taskset.images_field",
+                fix=f"give each picture a part of type 'image', and do not write {self.token} in a text",
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy in another process, which begins without expansions."""
         return {**self.__dict__, "_expansions": OrderedDict(), "_bytes": 0}
 
     def _expanded(self, text: str, pictures: Sequence[Picture]) -> Expansion:
-        if (places := text.count(self.token)) != len(pictures):
-            raise ConfigError(
-                f"a prompt has places for {places} pictures, and {len(pictures)} pictures",
-                key="taskset.images_field",
-                fix=f"give each picture a part of type 'image', and do not write {self.token} in a text",
-            )
+        self._check_places(text, len(pictures))
         outputs = self._processed(text, [picture.image for picture in pictures])
         token_ids, nested = outputs["input_ids"][0], MASK in outputs
         # Idefics3's tensors have the prompt as dimension 0, and its pictures as dimension 1.
@@ -87,8 +118,7 @@ class PictureProcessor:
             tensors[MASK] = tensors[MASK].bool()  # an eighth of its bytes, as an experience keeps it
             _check_visible(tensors["pixel_values"])
         tensors[PLACES] = (token_ids == self.token_id).nonzero()[:, 0]
-        unexpanded = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return Expansion(tuple(unexpanded), tuple(pictures), tuple(token_ids.tolist()), tensors)
+        return Expansion(tuple(self._encode(text)), tuple(pictures), tuple(token_ids.tolist()), tensors)
 
     def _processed(self, text: str, images: list[Any]) -> Any:
         """The processor's outputs for a text and pictures of Pillow's; a ConfigError if it refuses the pictures."""
@@ -131,6 +161,15 @@ def _check_visible(pictures: Tensor) -> None:
             key="model.processor_args",
             fix="leave do_normalize and do_rescale as the model's processor has them",
         )
+
+
+def marked_as_text(value: Any, token: str) -> Any:
+    """The value with `AS_TEXT` in place of a token, in all of its texts."""
+    if isinstance(value, str):
+        return value.replace(token, AS_TEXT)
+    if isinstance(value, Mapping):
+        return {name: marked_as_text(inner, token) for name, inner in value.items()}
+    return [marked_as_text(inner, token) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _bytes_of(expansion: Expansion) -> int:

@@ -105,7 +105,7 @@ class BoundModel:
         variables: dict[str, Any] = {}
         if self._template_variables is not None:
             variables = {**self._template_variables, **conversation.template_variables}
-        return Conversation(conversation, conversation.tools, variables, conversation.pictures)
+        return Conversation(conversation, conversation.tools, variables)
 
     def _next_call(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of the next call, its seed among them."""
@@ -241,7 +241,7 @@ class RecordedCalls(ChatCompletions):
         # Rendered by the model itself: the run's view would drop a call's variables for an auxiliary model.
         variables = {**self._template_variables, **conversation.template_variables}
         tools = conversation.tools or None
-        return await self._unbound.render(Conversation(conversation, tools, variables, conversation.pictures), tools)
+        return await self._unbound.render(Conversation(conversation, tools, variables), tools)
 
     def set_reward(self, reward: float, metrics: Mapping[str, float]) -> None:
         """Reward the experiences that have no reward yet; the metrics go to the last of them."""

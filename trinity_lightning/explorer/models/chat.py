@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from trinity_lightning.common.messages import Conversation, check_roles
-from trinity_lightning.common.pictures.parts import count_places, has_pictures, read_parts, text_of
+from trinity_lightning.common.pictures.parts import empty_places, has_pictures, pictures_in, read_parts, text_of
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import call_of_message, format_tool_call
 from trinity_lightning.explorer.models.turns import (
@@ -104,7 +104,7 @@ def render_text(
     """Same as `render_chat`, before the text is tokenized, and the placeholders of its pictures are expanded.
 
     Raises:
-        ConfigError: as in `render_chat`; or there are not as many pictures as places for them.
+        ConfigError: as in `render_chat`; or a place for a picture has none.
     """
     conversation = _checked(tokenizer, messages, tools)
     if so_far:
@@ -136,14 +136,9 @@ def check_shown(text: str, placeholder: str, conversation: Conversation) -> None
 
 
 def _checked(tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> Conversation:
-    """The conversation, whose roles are known, and which has as many pictures as places for them; a ConfigError."""
+    """The conversation, whose roles are known, and whose places for pictures have some; a ConfigError."""
     conversation = Conversation.of(messages, tools)
-    if (places := count_places(conversation)) != len(conversation.pictures):
-        raise ConfigError(
-            f"messages have places for {places} pictures, and {len(conversation.pictures)} pictures",
-            key="taskset.images_field",
-            fix="give the pictures in the task's entry, or to chat(messages, images=...)",
-        )
+    pictures_in(conversation)
     check_roles("", conversation, getattr(tokenizer, "chat_template", None))
     return conversation
 
@@ -197,7 +192,7 @@ def _with_one_bos(tokenizer: Any, rendered: Any) -> Any:
 def _plain(message: Mapping[str, Any], template: str) -> dict[str, Any]:
     """The message with its content as text, its reasoning under the name that the template reads, and no empty calls.
 
-    A content with pictures is a list of parts.
+    A content with pictures is a list of parts, in which their places are empty.
 
     Raises:
         ConfigError: it has no role, or its content is neither text nor pictures.
@@ -210,7 +205,7 @@ def _plain(message: Mapping[str, Any], template: str) -> dict[str, Any]:
         if read and not plain.get(read):
             plain[read] = plain.pop(reasoning)
     content: Any = message.get("content")
-    return plain | {"content": read_parts(content) if has_pictures(message) else text_of(content)}
+    return plain | {"content": empty_places(content) if has_pictures(message) else text_of(content)}
 
 
 @lru_cache(maxsize=16)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.messages import Conversation
-from trinity_lightning.common.pictures.processor import PictureProcessor
+from trinity_lightning.common.pictures.processor import PictureProcessor, marked_as_text
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.thoughts import Markers, Response, markers_of, opens_thoughts
 from trinity_lightning.config.engines import ENGINE_ARGS, Capabilities, engine_arguments
@@ -154,17 +154,21 @@ class Engine(ABC):
     ) -> list[int]:
         await self.load()
         conversation = Conversation.of(messages, tools)
-        if not conversation.pictures and not isinstance(so_far, PicturePrompt):
+        pictures = conversation.pictures
+        if not pictures and not isinstance(so_far, PicturePrompt):
             return render_chat(self.tokenizer, messages, tools, so_far, self.generation_config)
-        rendered = render_text(self.tokenizer, conversation, tools, so_far, self.generation_config)
-        text = rendered.unwritten(self.tokenizer)
-        if conversation.pictures:
+        render = partial(render_text, self.tokenizer, so_far=so_far, generation_config=self.generation_config)
+        if pictures:
             processor = self._check_pictures()
+            values = (conversation, conversation.tools, conversation.template_variables)
+            rendered = render(Conversation(*(marked_as_text(value, processor.token) for value in values)))
+            text = rendered.unwritten(self.tokenizer)  # which has the token of pictures in their places alone
             check_shown(text, processor.token, conversation)
-            tail = processor.expand(text, conversation.pictures)
+            tail = processor.pieces(text, pictures)
         else:
-            tail = self.tokenizer.encode(text, add_special_tokens=False)
-        return PicturePrompt.joined(so_far, rendered.so_far[len(so_far) :], tail)
+            rendered = render(conversation)
+            tail = [self.tokenizer.encode(rendered.unwritten(self.tokenizer), add_special_tokens=False)]
+        return PicturePrompt.joined(so_far, rendered.so_far[len(so_far) :], *tail)
 
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Temperature-1 log-probability of every token but the first; see `InferenceModel.logprobs`."""

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.messages import TEMPLATE_VARIABLES, Conversation
-from trinity_lightning.common.pictures.parts import with_data_urls
+from trinity_lightning.common.pictures.parts import count_places, with_data_urls
 from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.config.chat_template import check_template_variables
 from trinity_lightning.config.engines import Capabilities
@@ -322,8 +322,8 @@ class OpenAIModel:
         plain = {name: value for name, value in sampling.items() if name not in _EXTRA and value is not None}
         if tools:
             plain["tools"] = tools
-        if isinstance(messages, Conversation) and messages.pictures:
-            messages = await asyncio.to_thread(with_data_urls, messages, messages.pictures)
+        if count_places(messages):
+            messages = await asyncio.to_thread(with_data_urls, messages)
         try:
             response = await self._opened().chat.completions.create(
                 model=self._model, messages=messages, n=n, extra_body=extra or None, **plain

@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from trinity_lightning.config.values import one_of, whole_number
+from trinity_lightning.errors import ConfigError
 
 EDGE = 64  # pixels of a picture's edge
 CELLS = 4  # places for squares in a row, and in a column
@@ -24,7 +25,7 @@ HELD_OUT = 8  # one picture in so many is held out, by its content
 
 
 def drawings(
-    split: str = "train", size: int | None = None, questions: Sequence[str] = ("colour",), most: int = 4
+    split: str = "train", size: int | None = None, questions: str | Sequence[str] = ("colour",), most: int = 4
 ) -> "Drawings":
     """Pictures of equal squares on white, each with a question that a number from 1 to 9 answers.
 
@@ -39,11 +40,14 @@ def drawings(
         ConfigError: an unknown split or question, or a number out of its range.
     """
     one_of(".split", split, SPLITS, label="split of the drawings")
-    for question in questions:
+    names = [questions] if isinstance(questions, str) else sorted(questions)
+    if not names:
+        raise ConfigError("the drawings have no question", key=".args.questions", fix=f"name {' or '.join(QUESTIONS)}")
+    for question in names:
         one_of(".args.questions", question, QUESTIONS, label="question about drawings")
     whole_number(".args.most", most, least=1, most=9)
     whole_number(".size", size, least=1, optional=True)
-    return Drawings(split, size or SPLITS[split], sorted(questions), most)
+    return Drawings(split, size or SPLITS[split], names, most)
 
 
 @dataclass(frozen=True)

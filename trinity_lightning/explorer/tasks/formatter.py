@@ -17,7 +17,7 @@ from trinity_lightning.common.messages import (
     read_template_variables,
     read_tools,
 )
-from trinity_lightning.common.pictures.parts import text_of
+from trinity_lightning.common.pictures.parts import text_of, without_pictures
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.task import ANSWER, IMAGES, MESSAGES, PROMPT
@@ -111,9 +111,10 @@ class Formatter:
             rest = conversation[1:] if conversation[0]["role"] == "system" else conversation
             conversation = [{"role": "system", "content": self.system_prompt}, *rest]
         placed = Conversation(conversation).with_pictures(pictures, folder)
+        shown = placed.pictures
         if PROMPT not in task or self.system_prompt is not None:
-            task[MESSAGES] = list(placed)
-        return task | ({IMAGES: placed.pictures} if placed.pictures else {})
+            task[MESSAGES] = without_pictures(placed) if shown else list(placed)
+        return task | ({IMAGES: shown} if shown else {})
 
     def _check(self, field: str, conversation: object) -> None:
         """Refuse a value that is no conversation, and a conversation that the policy cannot go on with."""

@@ -157,7 +157,7 @@ class Taskset(TaskSelection):
         # A stream that saves its own state may hand out other entries after a resume, so that none are compared.
         self._compares = not (self._stream and self._stream.has_state)
         self.most_pictures = 0
-        self.check_entries(self._count_pictures)  # a bad entry is refused now, not in the middle of a run
+        self.check_entries(self._check_pictures)  # a bad entry is refused now, not in the middle of a run
         self._order = order_of(name, order, self._entries, self._size, seed, difficulty_field, key)
 
     @classmethod
@@ -275,8 +275,18 @@ class Taskset(TaskSelection):
         """True if every entry is checked before a run: none is generated."""
         return not getattr(self._entries, "generated", False)
 
-    def _count_pictures(self, raw_task: Mapping[str, Any]) -> None:
-        self.most_pictures = max(self.most_pictures, len(_pictures_of(raw_task)))
+    def _check_pictures(self, raw_task: Mapping[str, Any]) -> None:
+        for picture in (pictures := _pictures_of(raw_task)):
+            picture.check()
+        self.most_pictures = max(self.most_pictures, len(pictures))
+
+    def _checksums(self, index: int, raw_task: Mapping[str, Any]) -> tuple[int, int] | None:
+        """Checksums of an entry and of its pictures; None if a picture cannot be read, which its rollouts will say."""
+        try:
+            of_pictures = _picture_checksum(raw_task)
+        except ConfigError:
+            return None
+        return self._checksum(index, raw_task), of_pictures
 
     def _checksum(self, index: int, raw_task: Mapping[str, Any]) -> int:
         """Checksum of an entry: by the source's method `checksum`, or else of the values that are not null.
@@ -343,8 +353,8 @@ class Taskset(TaskSelection):
             if self._stream and not self._stream.reaches(index):
                 break
             batch.append(self[index])
-            if self._compares:
-                seen[index] = self._checksum(index, batch[-1]), _picture_checksum(batch[-1])
+            if self._compares and (checksums := self._checksums(index, batch[-1])) is not None:
+                seen[index] = checksums
         self._seen |= seen
         self._position += len(batch)
         return batch

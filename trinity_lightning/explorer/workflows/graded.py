@@ -110,8 +110,7 @@ class JudgeWorkflow(AskingWorkflow):
 
 def showing(text: str, pictures: Sequence[Picture]) -> Conversation:
     """A question with pictures before its text, in which nothing stands for a picture any more."""
-    parts = [{"type": "image"}] * len(pictures) + [{"type": "text", "text": text.replace(IN_TEXT, SHOWN)}]
-    return Conversation([{"role": "user", "content": parts}], pictures=pictures)
+    return Conversation([{"role": "user", "content": text.replace(IN_TEXT, SHOWN)}]).with_pictures(pictures)
 
 
 # -- graded by a teacher, token by token ------------------------------------------------------------------------------

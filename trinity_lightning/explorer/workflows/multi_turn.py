@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.messages import Conversation
-from trinity_lightning.common.pictures.parts import parts_of
+from trinity_lightning.common.pictures.parts import parts_of, pictures_in
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.pictures.thumbnails import notes_of
 from trinity_lightning.common.thoughts import answer_part
@@ -86,18 +86,16 @@ class Exclusively:
 
 
 def as_messages(observation: Any) -> list[dict[str, Any]]:
-    """The messages of an observation, a `Conversation` if they have pictures.
+    """The messages of an observation; pictures are read, and are parts of them.
 
     Raises:
         RolloutError: it is neither text, nor pictures, nor messages; or a picture cannot be read.
     """
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
-    if isinstance(observation, Conversation) and observation.pictures:
-        return observation
     try:
         if (parts := parts_of(observation)) is not None:
-            return Conversation([{"role": "user", "content": parts}]).with_pictures([])
+            return [{"role": "user", "content": parts}]
         messages = [dict(observation)] if isinstance(observation, Mapping) else observation
         if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             raise RolloutError(
@@ -110,19 +108,19 @@ def as_messages(observation: Any) -> list[dict[str, Any]]:
 
 def _with_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     contents = [message.get("content") for message in messages]
-    parts = [parts_of(content) if isinstance(content, list) else None for content in contents]
+    parts = [parts_of(content) if isinstance(content, list | tuple) else None for content in contents]
     if not any(parts):
         return messages if isinstance(messages, Conversation) else [dict(message) for message in messages]
     pairs = zip(messages, parts, strict=True)
     shown = [{**message} if part is None else {**message, "content": part} for message, part in pairs]
+    pictures_in(shown)  # refuses an empty place
     conversation = Conversation.of(messages)
-    return Conversation(shown, conversation.tools, conversation.template_variables).with_pictures([])
+    return Conversation(shown, conversation.tools, conversation.template_variables)
 
 
 def state_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """Text by which the states are known that these messages show."""
-    pictures = messages.pictures if isinstance(messages, Conversation) else ()
-    return " ".join([prompt_text_of(messages), *(picture.digest for picture in pictures)])
+    return " ".join([prompt_text_of(messages), *(picture.digest for picture in pictures_in(messages))])
 
 
 # -- an episode --------------------------------------------------------------------------------------------------------
