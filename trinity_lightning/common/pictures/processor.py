@@ -1,8 +1,11 @@
 """The processor that engine and trainer share: it turns pictures into tensors, and expands their placeholders."""
 
+import asyncio
 import itertools
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,8 @@ class PictureProcessor:
         self._expansions: OrderedDict[tuple[str, ...], Expansion] = OrderedDict()
         self._bytes = 0
         self._written: dict[tuple[int, int], str] = {}
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None  # made at the first use, as a copy in another process has none
 
     @property
     def token(self) -> str:
@@ -64,13 +69,20 @@ class PictureProcessor:
             ConfigError: the numbers of placeholders and pictures differ; or the processor refuses the pictures.
         """
         key = (text, *(picture.digest for picture in pictures))
-        if key not in self._expansions:
-            expansion = self._expansions[key] = self._expanded(text, pictures)
-            self._bytes += _bytes_of(expansion)
-            while self._bytes > MOST_BYTES and len(self._expansions) > 1:
-                self._bytes -= _bytes_of(self._expansions.popitem(last=False)[1])
-        self._expansions.move_to_end(key)
-        return self._expansions[key]
+        with self._lock:
+            if key not in self._expansions:
+                expansion = self._expansions[key] = self._expanded(text, pictures)
+                self._bytes += _bytes_of(expansion)
+                while self._bytes > MOST_BYTES and len(self._expansions) > 1:
+                    self._bytes -= _bytes_of(self._expansions.popitem(last=False)[1])
+            self._expansions.move_to_end(key)
+            return self._expansions[key]
+
+    async def pieces_of(self, text: str, pictures: Sequence[Picture]) -> list[Expansion | list[int]]:
+        """Same as `pieces`, in a thread: the other rollouts of an event loop go on while large pictures are read."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # one: equal prompts are expanded once
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.pieces, text, pictures)
 
     def pieces(self, text: str, pictures: Sequence[Picture]) -> list[Expansion | list[int]]:
         """The text as the model reads it, in one piece; or in several, between which the token of pictures is text.
@@ -106,7 +118,10 @@ class PictureProcessor:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy in another process, which begins without expansions."""
-        return {**self.__dict__, "_expansions": OrderedDict(), "_bytes": 0}
+        return {**self.__dict__, "_expansions": OrderedDict(), "_bytes": 0, "_lock": None, "_thread": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
 
     def _expanded(self, text: str, pictures: Sequence[Picture]) -> Expansion:
         self._check_places(text, len(pictures))
