@@ -11,6 +11,7 @@ from PIL import Image
 from support.errors import refuses
 from support.pictures import processor, random_picture
 
+from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.pictures import processor as module
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.processor import AS_TEXT, PictureProcessor, marked_as_text
@@ -117,3 +118,10 @@ def test_a_copy_of_a_processor_in_another_process_works(fresh: PictureProcessor)
     asyncio.run(fresh.pieces_of("<image>a", [random_picture(1)]))
     copy = pickle.loads(pickle.dumps(fresh))  # noqa: S301 - as Ray does
     assert asyncio.run(copy.pieces_of("<image>a", [random_picture(1)]))[0].token_ids
+
+
+def test_as_many_places_as_the_model_has_states(fresh: PictureProcessor) -> None:
+    inputs = fresh.expand("a<image>b<image>", [random_picture(1), random_picture(2)]).inputs
+    fresh.check(inputs)
+    with pytest.raises(ExperienceError, match=r"30 places.* 32 states"):
+        fresh.check({**inputs, PLACES: inputs[PLACES][:-2]})

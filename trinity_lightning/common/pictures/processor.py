@@ -6,15 +6,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from torch import Tensor
 
+from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.prompt import PLACES, Expansion
-from trinity_lightning.common.pictures.tensors import MASK
+from trinity_lightning.common.pictures.tensors import MASK, PIXELS, PictureTensors
 from trinity_lightning.config.model import NO_PROCESSOR_ARGS
 from trinity_lightning.config.models import is_picture_model, load_config, reads_text_alone, resolve_model
 from trinity_lightning.config.values import unknown_name
@@ -105,6 +108,27 @@ class PictureProcessor:
             raise ConfigError(f"the tokenizer reads a text otherwise behind {self.token}", key="model.name")
         return pieces
 
+    def check(self, inputs: Mapping[str, Tensor]) -> None:
+        """Refuse `Experience.multi_modal_inputs` whose places are not as many as the model has states for them.
+
+        Raises:
+            ExperienceError: as above, with both numbers; or as in `PictureTensors.of`.
+        """
+        if PictureTensors.of(inputs) is None:
+            return
+        places, rows = len(inputs[PLACES]), len(inputs[PIXELS])
+        if places != (states := rows * self._tokens_per_row):
+            raise ExperienceError(
+                f"multi_modal_inputs: {PLACES} has {places} places, and the model has {states} states for {rows} rows of "
+                f"{PIXELS}."
+            )
+
+    @cached_property
+    def _tokens_per_row(self) -> Fraction:
+        """Tokens for each row of pixels, which is a picture, a tile or a patch."""
+        inputs = self.expand(self.token, [Picture(Image.new("RGB", (64, 64), "white"))]).inputs
+        return Fraction(len(inputs[PLACES]), len(inputs[PIXELS]))
+
     def _encode(self, text: str) -> list[int]:
         return self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -131,7 +155,7 @@ class PictureProcessor:
         tensors = {name: outputs[name][0] if nested else outputs[name] for name in outputs if name not in _OF_TEXT}
         if nested:
             tensors[MASK] = tensors[MASK].bool()  # an eighth of its bytes, as an experience keeps it
-            _check_visible(tensors["pixel_values"])
+            _check_visible(tensors[PIXELS])
         tensors[PLACES] = (token_ids == self.token_id).nonzero()[:, 0]
         return Expansion(tuple(self._encode(text)), tuple(pictures), tuple(token_ids.tolist()), tensors)
 
