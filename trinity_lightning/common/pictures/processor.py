@@ -119,8 +119,8 @@ class PictureProcessor:
         places, rows = len(inputs[PLACES]), len(inputs[PIXELS])
         if places != (states := rows * self._tokens_per_row):
             raise ExperienceError(
-                f"multi_modal_inputs: {PLACES} has {places} places, and the model has {states} states for {rows} rows of "
-                f"{PIXELS}."
+                f"multi_modal_inputs: {PLACES} has {places} places, and the model has {states} states for {rows} rows "
+                f"of {PIXELS}."
             )
 
     @cached_property
