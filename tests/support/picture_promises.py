@@ -27,6 +27,7 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.tool_calls import ToolCall
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import WorkflowRunner
+from trinity_lightning.explorer.workflows.workflow import SimpleWorkflow
 from trinity_lightning.sync.stream import weight_stream
 
 ROUNDING = 1e-5
@@ -86,6 +87,17 @@ class Painter:
         file = BytesIO()
         self._painted().save(file, "PNG")
         return [{"type": "image", "image": file.getvalue()}, "and", self._painted()], 0.5, self._turn == 4, {}
+
+
+class Misplaced(SimpleWorkflow):
+    """Says of a picture that it has fewer tokens than it has."""
+
+    async def run(self) -> list[Experience]:
+        experiences = await super().run()
+        for experience in experiences:
+            inputs = experience.multi_modal_inputs or {}
+            experience.multi_modal_inputs = {**inputs, PLACES: inputs[PLACES][:-1]}
+        return experiences
 
 
 def paint(seed: int) -> Any:
@@ -206,6 +218,13 @@ class PicturePromises:
         assert (experience.metrics["tool_calls"], experience.metrics["tool_errors"]) == (2.0, 0.0)
         check_trained(experience, [random_picture(seed) for seed in (399, 400, 401)])
         assert "tool\nHere<" in engine.tokenizer.decode(experience.tokens)
+
+    def test_an_experience_with_too_few_places_fails_its_task(self, engine: Engine, driver: Driver) -> None:
+        task = Task(Misplaced, {"prompt": "<image>?", "images": [random_picture(411)]}, rollout_args={"max_tokens": 2})
+        status, experiences = driver.run(WorkflowRunner(ExplorerConfig(), engine).run_task(task, 1))
+        assert not status.ok
+        assert "16 states" in str(status.message)
+        assert experiences == []
 
     def test_a_teacher_sees_the_pictures_too(self, engine: Engine, driver: Driver) -> None:
         raw = {"prompt": "<image>?", "images": [random_picture(410)]}

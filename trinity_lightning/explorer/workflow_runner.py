@@ -226,6 +226,7 @@ class _BoundWorkflow:
         for experience in experiences:
             try:
                 check_assigned(experience)
+                self.view.check_pictures(experience)
             except ExperienceError as error:
                 raise RolloutError(f"{type(self.workflow).__name__}.run: {error}") from error
             run = experience.eid.run if self.workflow.repeatable else self.run

@@ -1,11 +1,17 @@
 """The processor that engine and trainer share: one expansion for equal prompts, and a bound on what it keeps."""
 
+import asyncio
+import pickle
+import threading
+from typing import Any
+
 import pytest
 import torch
 from PIL import Image
 from support.errors import refuses
 from support.pictures import processor, random_picture
 
+from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.pictures import processor as module
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.processor import AS_TEXT, PictureProcessor, marked_as_text
@@ -86,3 +92,36 @@ def test_a_picture_that_the_model_would_take_for_padding_is_refused() -> None:
     with refuses("model.processor_args"):
         processor_of.expand("<image>", [black])
     assert processor().expand("<image>", [black]).inputs[MASK].dtype == torch.bool
+
+
+def test_other_rollouts_go_on_while_pictures_are_read(fresh: PictureProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor waits here until another coroutine has run."""
+    others_ran, process = threading.Event(), fresh._processed
+
+    def waiting(*arguments: Any) -> Any:
+        assert others_ran.wait(30)
+        return process(*arguments)
+
+    async def both() -> list[Any]:
+        texts = [fresh.pieces_of("<image>a", [random_picture(1)]) for _ in range(2)]
+        tasks = [asyncio.ensure_future(text) for text in texts]
+        await asyncio.sleep(0)
+        others_ran.set()
+        return await asyncio.gather(*tasks)
+
+    monkeypatch.setattr(fresh, "_processed", waiting)
+    [first], [again] = asyncio.run(both())
+    assert first is again
+
+
+def test_a_copy_of_a_processor_in_another_process_works(fresh: PictureProcessor) -> None:
+    asyncio.run(fresh.pieces_of("<image>a", [random_picture(1)]))
+    copy = pickle.loads(pickle.dumps(fresh))  # noqa: S301 - as Ray does
+    assert asyncio.run(copy.pieces_of("<image>a", [random_picture(1)]))[0].token_ids
+
+
+def test_as_many_places_as_the_model_has_states(fresh: PictureProcessor) -> None:
+    inputs = fresh.expand("a<image>b<image>", [random_picture(1), random_picture(2)]).inputs
+    fresh.check(inputs)
+    with pytest.raises(ExperienceError, match=r"30 places.* 32 states"):
+        fresh.check({**inputs, PLACES: inputs[PLACES][:-2]})

@@ -1,17 +1,23 @@
 """The processor that engine and trainer share: it turns pictures into tensors, and expands their placeholders."""
 
+import asyncio
 import itertools
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from torch import Tensor
 
+from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.prompt import PLACES, Expansion
-from trinity_lightning.common.pictures.tensors import MASK
+from trinity_lightning.common.pictures.tensors import MASK, PIXELS, PictureTensors
 from trinity_lightning.config.model import NO_PROCESSOR_ARGS
 from trinity_lightning.config.models import is_picture_model, load_config, reads_text_alone, resolve_model
 from trinity_lightning.config.values import unknown_name
@@ -42,6 +48,8 @@ class PictureProcessor:
         self._expansions: OrderedDict[tuple[str, ...], Expansion] = OrderedDict()
         self._bytes = 0
         self._written: dict[tuple[int, int], str] = {}
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None  # made at the first use, as a copy in another process has none
 
     @property
     def token(self) -> str:
@@ -64,13 +72,20 @@ class PictureProcessor:
             ConfigError: the numbers of placeholders and pictures differ; or the processor refuses the pictures.
         """
         key = (text, *(picture.digest for picture in pictures))
-        if key not in self._expansions:
-            expansion = self._expansions[key] = self._expanded(text, pictures)
-            self._bytes += _bytes_of(expansion)
-            while self._bytes > MOST_BYTES and len(self._expansions) > 1:
-                self._bytes -= _bytes_of(self._expansions.popitem(last=False)[1])
-        self._expansions.move_to_end(key)
-        return self._expansions[key]
+        with self._lock:
+            if key not in self._expansions:
+                expansion = self._expansions[key] = self._expanded(text, pictures)
+                self._bytes += _bytes_of(expansion)
+                while self._bytes > MOST_BYTES and len(self._expansions) > 1:
+                    self._bytes -= _bytes_of(self._expansions.popitem(last=False)[1])
+            self._expansions.move_to_end(key)
+            return self._expansions[key]
+
+    async def pieces_of(self, text: str, pictures: Sequence[Picture]) -> list[Expansion | list[int]]:
+        """Same as `pieces`, in a thread: the other rollouts of an event loop go on while large pictures are read."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # one: equal prompts are expanded once
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.pieces, text, pictures)
 
     def pieces(self, text: str, pictures: Sequence[Picture]) -> list[Expansion | list[int]]:
         """The text as the model reads it, in one piece; or in several, between which the token of pictures is text.
@@ -93,6 +108,27 @@ class PictureProcessor:
             raise ConfigError(f"the tokenizer reads a text otherwise behind {self.token}", key="model.name")
         return pieces
 
+    def check(self, inputs: Mapping[str, Tensor]) -> None:
+        """Refuse `Experience.multi_modal_inputs` whose places are not as many as the model has states for them.
+
+        Raises:
+            ExperienceError: as above, with both numbers; or as in `PictureTensors.of`.
+        """
+        if PictureTensors.of(inputs) is None:
+            return
+        places, rows = len(inputs[PLACES]), len(inputs[PIXELS])
+        if places != (states := rows * self._tokens_per_row):
+            raise ExperienceError(
+                f"multi_modal_inputs: {PLACES} has {places} places, and the model has {states} states for {rows} rows "
+                f"of {PIXELS}."
+            )
+
+    @cached_property
+    def _tokens_per_row(self) -> Fraction:
+        """Tokens for each row of pixels, which is a picture, a tile or a patch."""
+        inputs = self.expand(self.token, [Picture(Image.new("RGB", (64, 64), "white"))]).inputs
+        return Fraction(len(inputs[PLACES]), len(inputs[PIXELS]))
+
     def _encode(self, text: str) -> list[int]:
         return self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -106,7 +142,10 @@ class PictureProcessor:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy in another process, which begins without expansions."""
-        return {**self.__dict__, "_expansions": OrderedDict(), "_bytes": 0}
+        return {**self.__dict__, "_expansions": OrderedDict(), "_bytes": 0, "_lock": None, "_thread": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
 
     def _expanded(self, text: str, pictures: Sequence[Picture]) -> Expansion:
         self._check_places(text, len(pictures))
@@ -116,7 +155,7 @@ class PictureProcessor:
         tensors = {name: outputs[name][0] if nested else outputs[name] for name in outputs if name not in _OF_TEXT}
         if nested:
             tensors[MASK] = tensors[MASK].bool()  # an eighth of its bytes, as an experience keeps it
-            _check_visible(tensors["pixel_values"])
+            _check_visible(tensors[PIXELS])
         tensors[PLACES] = (token_ids == self.token_id).nonzero()[:, 0]
         return Expansion(tuple(self._encode(text)), tuple(pictures), tuple(token_ids.tolist()), tensors)
 

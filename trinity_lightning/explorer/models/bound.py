@@ -9,6 +9,7 @@ from torch import Tensor
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.messages import Conversation
+from trinity_lightning.common.pictures.processor import PictureProcessor
 from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.config.explorer import DEFAULT_TEMPERATURE, check_trained_sampling
 from trinity_lightning.explorer.models.blocking import BlockingModel
@@ -66,6 +67,12 @@ class BoundModel:
     @property
     def model_version(self) -> int:
         return self._model.model_version
+
+    def check_pictures(self, experience: Experience) -> None:
+        """Refuse an experience whose pictures have not as many places as states; an ExperienceError."""
+        processor: PictureProcessor | None = getattr(self._model, "processor", None)  # Ray's engines are elsewhere
+        if processor is not None and experience.multi_modal_inputs:
+            processor.check(experience.multi_modal_inputs)
 
     async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
         return await self._model.generate(prompt, n=n, **self._next_call(sampling))

@@ -164,7 +164,7 @@ class Engine(ABC):
             rendered = render(Conversation(*(marked_as_text(value, processor.token) for value in values)))
             text = rendered.unwritten(self.tokenizer)  # which has the token of pictures in their places alone
             check_shown(text, processor.token, conversation)
-            tail = processor.pieces(text, pictures)
+            tail = await processor.pieces_of(text, pictures)
         else:
             rendered = render(conversation)
             tail = [self.tokenizer.encode(rendered.unwritten(self.tokenizer), add_special_tokens=False)]
