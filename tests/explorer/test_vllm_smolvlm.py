@@ -8,6 +8,7 @@ from support.picture_promises import ROUNDING, answers, worst_difference
 from support.pictures import plain_model, random_picture
 from support.tiny_vllm import tiny_engine
 
+from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.explorer.driver import Driver
 
@@ -28,6 +29,9 @@ def test_smolvlm_reads_pictures_that_are_cut_up(tmp_path: Path) -> None:
         ]
         assert {len(prompt.inputs["pixel_values"]) for prompt in prompts} >= {3, 5}  # tiles, and the whole picture
         assert worst_difference(answers(engine, driver, prompts), plain_model(folder)) < ROUNDING
+        asked = Conversation([{"role": "user", "content": "Look"}]).with_pictures([random_picture(9)])
+        (answer,) = driver.run(engine.chat(asked, max_tokens=2))  # by the processor's template, a file of its own
+        assert isinstance(answer.prompt_token_ids, PicturePrompt)
         driver.run(engine.shutdown())
     finally:
         driver.close()

@@ -30,7 +30,7 @@ from trinity_lightning.config.engines import (
     reason_of,
     require_vllm,
 )
-from trinity_lightning.config.models import load_generation_config, resolve_model
+from trinity_lightning.config.models import load_generation_config, load_tokenizer, resolve_model
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine
@@ -199,7 +199,10 @@ class VLLMEngine(InProcessEngine):
                 warnings.simplefilter("ignore")  # packages that vLLM imports warn of things that users cannot change
                 self._weight_shapes = parameter_shapes(path)
                 self._engine = self._build(path)
-                self._tokenizer, self._dtype = self._engine.get_tokenizer(), self._engine.model_config.dtype
+                self._tokenizer = self._engine.get_tokenizer()
+                if self._tokenizer.chat_template is None:  # a processor may have it, at which vLLM does not look here
+                    self._tokenizer = load_tokenizer(self._model)
+                self._dtype = self._engine.model_config.dtype
                 self.generation_config = load_generation_config(self._model)
                 if (processor := load_processor(self._model, self.processor_args)) is not None:
                     self.processor = processor
