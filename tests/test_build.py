@@ -137,6 +137,18 @@ def test_an_engine_is_told_of_the_most_pictures(
     assert most_pictures(changed, [train_source(config)]) == most
 
 
+@pytest.mark.parametrize(("field", "warns"), [("pics", True), ("images", False)])
+def test_entries_whose_pictures_are_in_another_column_are_told_of(
+    field: str, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "?", field: ["a.png"], "answer": "1"}))
+    data = ["taskset=dataset", f"taskset.path={tmp_path}/data.jsonl", "eval_tasksets={}"]
+    config = typed_config(composed("+recipe=grpo_vision", "model=tiny_vision", *data))
+    check_pictures(config, [train_source(config)])
+    assert ("taskset.images_field" in caplog.text) is warns
+
+
 def test_tasks_of_text_are_for_every_model_and_engine() -> None:
     config = typed_config(composed("+recipe=grpo", "model=tiny", "engine=vllm_server"))
     check_pictures(config, [train_source(config), *eval_sources(config)])

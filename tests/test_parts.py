@@ -44,6 +44,20 @@ def test_a_resumed_run_says_what_has_changed(tmp_path: Path, caplog: pytest.LogC
     assert OmegaConf.load(file) == config
 
 
+def test_a_run_that_is_resumed_in_another_folder_says_what_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    earlier, file = tmp_path / "first" / "config.yaml", tmp_path / "second" / "config.yaml"
+    earlier.parent.mkdir()
+    file.parent.mkdir()
+    checkpoint = str(earlier.parent / "checkpoints" / "final.ckpt")
+    config = OmegaConf.create({"ckpt_path": checkpoint, "model": {"processor_args": {}}})
+    record_config(config, earlier)
+    config.model.processor_args = {"do_normalize": False}
+    record_config(config, file, checkpoint)
+    assert "resuming with model.processor_args.do_normalize = False; it was None" in own_messages(caplog)
+
+
 def test_a_run_of_an_earlier_version_is_resumed_with_a_warning_of_what_is_judged_now(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

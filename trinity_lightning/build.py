@@ -244,7 +244,7 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
         # Recorded only after the checkpoint is loaded: a resume that is refused must not change the record.
         record = LambdaCallback(
             on_fit_start=lambda *_: policy.try_saving(folder) if typed.save_model else None,
-            on_train_start=lambda *_: _record(config, typed.engine, policy, folder),
+            on_train_start=lambda *_: _record(config, typed.engine, policy, folder, checkpoint),
         )
         callbacks.insert(0, record)
     trainer = _trainer(config, callbacks, run_id(folder, checkpoint))
@@ -279,12 +279,14 @@ def checkpoint_of(config: TrainConfig | DictConfig, folder: Path, begins: bool =
     return None
 
 
-def _record(config: DictConfig, engine: EngineConfig, policy: PolicyModule, folder: Path) -> None:
+def _record(
+    config: DictConfig, engine: EngineConfig, policy: PolicyModule, folder: Path, checkpoint: str | None
+) -> None:
     """Write the configuration. The values of the policy and of the memory plan replace `auto` and null."""
     for key in ("max_num_seqs", "kv_cache_gb", "sleep"):
         config.engine[key] = getattr(engine, key)
     config.algorithm.max_tokens_per_micro_batch = policy.max_tokens
-    record_config(config, folder / "config.yaml")
+    record_config(config, folder / "config.yaml", checkpoint)
 
 
 def _policy(config: TrainConfig, plan: MemoryPlan | None) -> PolicyModule:
@@ -548,8 +550,15 @@ def quiet_libraries() -> None:
         enable_progress_bars()
 
 
-def record_config(config: DictConfig, file: Path) -> None:
-    """Write the resolved configuration. If the run was resumed, first warn of values that have changed."""
-    if config.ckpt_path is not None and file.is_file():
-        log_changes(config, file)
+def record_config(config: DictConfig, file: Path, checkpoint: str | None = None) -> None:
+    """Write the resolved configuration. If the run was resumed, first warn of values that have changed.
+
+    Args:
+        config: the run's configuration.
+        file: the record, in the run's folder.
+        checkpoint: the checkpoint that is resumed, perhaps in the folder of an earlier run.
+    """
+    earlier = file if checkpoint is None or file.is_file() else Path(checkpoint).parents[1] / file.name
+    if config.ckpt_path is not None and earlier.is_file():
+        log_changes(config, earlier)
     write_atomically(file, OmegaConf.to_yaml(config, resolve=True).encode())

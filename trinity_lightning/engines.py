@@ -87,6 +87,11 @@ def check_pictures(config: TrainConfig, sources: Sequence[TaskSource]) -> None:
         load_processor(name, processor_args)
     tasksets = [taskset for source in sources for taskset in source.taskset.tasksets.values() if taskset.most_pictures]
     if not tasksets:
+        if reads_pictures(name) and most_pictures(config, sources) == 0:
+            logger.warning(
+                "model '%s' reads pictures, and no entry of a taskset has any: taskset.images_field names the column.",
+                name,
+            )
         return
     for is_so, obstacle, key, fix in _picture_obstacles(config):
         if is_so:
