@@ -126,7 +126,7 @@ class Engine(ABC):
     async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
         await self.load()
         token_ids = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else self._tokens_of(prompt)
-        self._check_room(len(token_ids), sampling.get("max_tokens"))
+        self._check_room(token_ids, sampling.get("max_tokens"))
         chosen = {name: value for name, value in sampling.items() if value is not None}
         completions = await self._completions(token_ids, n, chosen)
         tokenizer = self.tokenizer
@@ -173,7 +173,7 @@ class Engine(ABC):
     async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Temperature-1 log-probability of every token but the first; see `InferenceModel.logprobs`."""
         await self.load()
-        self._check_room(len(token_ids))
+        self._check_room(token_ids)
         return await self._logprobs(self._tokens_of(token_ids))
 
     def get_openai_async_client(self) -> Any:
@@ -267,15 +267,18 @@ class Engine(ABC):
 
     # -- limits -------------------------------------------------------------------------------------------------------
 
-    def _check_room(self, prompt: int, max_tokens: int | None = None) -> None:
+    def _check_room(self, token_ids: Sequence[int], max_tokens: int | None = None) -> None:
         """Refuse a prompt that leaves no room for one token: PromptTooLongError. Warn once of less room than asked."""
+        prompt = len(token_ids)
         room = self.max_model_len - prompt
         if room >= max(max_tokens or 1, 1):
             return
         if room <= 0:
+            has_pictures = isinstance(token_ids, PicturePrompt)
+            fewer = "have pictures of fewer tokens (model.processor_args), " if has_pictures else ""
             raise PromptTooLongError(
                 f"the prompt has {prompt} tokens, and the model's context of {self.max_model_len} leaves no room for a "
-                "response. Raise engine.max_model_len, or drop such tasks."
+                f"response. Raise engine.max_model_len, {fewer}or drop such tasks."
             )
         if not self._warned_of_room:
             logger.warning(
