@@ -1,5 +1,6 @@
 """Frozen parameters: what a pattern selects, what is not trained, and what is kept of a frozen tower."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from support.policy import Gradients, Prepare, batch_of, fit, make_policy, optim
 from torch.utils._pytree import tree_leaves
 
 from trinity_lightning.common.pictures.kept import KeptStates, keep_states
+from trinity_lightning.common.pictures.states import picture_inputs
+from trinity_lightning.common.pictures.tensors import PictureTensors
 from trinity_lightning.config.algorithm import KLConfig
 from trinity_lightning.config.model import LoRAConfig, ModelConfig, OptimizerConfig
 from trinity_lightning.sync.proof import perturbed
+from trinity_lightning.trainer.flops import ModelSize
 from trinity_lightning.trainer.frozen import trained_skeleton, trained_weights
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -160,6 +164,34 @@ def test_a_reference_with_another_tower_keeps_no_states() -> None:
         policy.reference.get_encoder("image").post_layernorm.weight.mul_(3.0)
     keep_states(policy.policy, policy.reference)
     assert not hasattr(policy.reference, "kept_states")
+
+
+def test_a_later_fit_trains_a_tower_that_was_frozen_before() -> None:
+    policy, seen = policy_of(*EYES, kl=KLConfig(coef=0.1)), Gradients()
+    fit(policy, [batch_of(picture_groups())])
+    policy.policy.requires_grad_(True)
+    fit(policy, [batch_of(picture_groups(seed=1))], seen)
+    assert all_of(TOWER) <= {name for name, gradient in seen.steps[0].items() if gradient.abs().sum() > 0}
+    assert not hasattr(policy.policy, "kept_states")
+    assert not hasattr(policy.reference, "kept_states")
+    assert policy._size == ModelSize.of(policy.policy)
+
+
+def test_a_copy_of_a_model_that_keeps_states_computes_its_own_tower() -> None:
+    policy = policy_of("vision")
+    policy.configure_model()
+    keep_states(policy.policy)
+    pictures = picture_inputs([PictureTensors.of_experience(picture_groups()[0])], lambda rows, tokens: tokens)
+    assert pictures is not None
+    before = policy.policy.kept_states.states(policy.policy, pictures)
+    other = copy.deepcopy(policy.policy)
+    with torch.no_grad():
+        other.get_encoder("image").post_layernorm.weight.mul_(3.0)
+    other.kept_states.drop()
+    [after] = other.kept_states.states(other, pictures)
+    assert not torch.allclose(after, before[0], atol=1e-2)
+    keep_states(other)
+    assert torch.equal(other.kept_states.states(other, pictures)[0], after)
 
 
 # -- a whole run's checkpoints and table -------------------------------------------------------------------------------

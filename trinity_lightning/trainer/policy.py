@@ -252,7 +252,7 @@ class PolicyModule(L.LightningModule):
         if self.device.type == "cpu":
             reuse_large_buffers()
         self.check_trainable()
-        self._kept = keep_states(self.policy, self.reference)
+        self._kept, self._size = keep_states(self.policy, self.reference), ModelSize.of(self.policy)
         # All ranks must cut alike: each works out the micro-batches of all. Patient, since rank 0 has loaded engines.
         settled = self.placement.ranks.exchange((self.passes().max_tokens, self.passes().layout), patient=True)
         self._passes = replace(self.passes(), max_tokens=min(tokens for tokens, _ in settled), layout=settled[0][1])
@@ -340,10 +340,6 @@ class PolicyModule(L.LightningModule):
                 self.critic.check(passes, self.policy)
             self._passes = passes
         return self._passes
-
-    @cached_property
-    def _size(self) -> ModelSize:
-        return ModelSize.of(self.policy)
 
     # -- columns that are computed before a step, and probes ----------------------------------------------------------
 
