@@ -8,17 +8,18 @@ import lightning as L
 import pytest
 import torch
 from support.errors import refuses
-from support.pictures import picture_groups, plain_logprobs, plain_model, prompt_of, random_picture
+from support.pictures import experience, picture_groups, plain_logprobs, plain_model, prompt_of, random_picture
 from support.policy import Gradients, Prepare, batch_of, fit, make_policy, optimizer_of
 from torch.utils._pytree import tree_leaves
 
+from trinity_lightning.buffer.held_out import loss_of
 from trinity_lightning.common.pictures.kept import KeptStates, keep_states
 from trinity_lightning.common.pictures.states import picture_inputs
 from trinity_lightning.common.pictures.tensors import PictureTensors
 from trinity_lightning.config.algorithm import KLConfig
 from trinity_lightning.config.model import LoRAConfig, ModelConfig, OptimizerConfig
 from trinity_lightning.sync.proof import perturbed
-from trinity_lightning.trainer.flops import ModelSize
+from trinity_lightning.trainer.flops import ModelSize, Work
 from trinity_lightning.trainer.frozen import trained_skeleton, trained_weights
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -192,6 +193,30 @@ def test_a_copy_of_a_model_that_keeps_states_computes_its_own_tower() -> None:
     assert not torch.allclose(after, before[0], atol=1e-2)
     keep_states(other)
     assert torch.equal(other.kept_states.states(other, pictures)[0], after)
+
+
+class Computed(L.Callback):
+    """Keeps the pictures that each step is said to have computed; examples are held out after each epoch."""
+
+    def __init__(self) -> None:
+        self.pictures: list[tuple[int, ...]] = []
+
+    def training_flops(self, work: Work) -> int:
+        self.pictures.append(work.pictures)
+        return 1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        pl_module._size = self
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        held_out = [experience(prompt_of("<image>", [random_picture(seed)]), [5]) for seed in range(70, 73)]
+        loss_of(pl_module, batch_of(held_out))
+
+
+def test_pictures_of_held_out_examples_are_no_work_of_the_next_step() -> None:
+    computed = Computed()
+    fit(policy_of(*EYES), [batch_of(picture_groups())], computed, max_epochs=2)
+    assert computed.pictures == [(16, 16)] * 2
 
 
 # -- a whole run's checkpoints and table -------------------------------------------------------------------------------

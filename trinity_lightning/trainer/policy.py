@@ -360,7 +360,6 @@ class PolicyModule(L.LightningModule):
         if self.critic is not None:
             columns |= self.critic.weigh(batch, columns)
             self.critic.adapt(batch, columns)
-        self._kept.count()  # those that training computes are counted by themselves
         return columns
 
     @contextmanager
@@ -415,6 +414,7 @@ class PolicyModule(L.LightningModule):
             LossScaleError: a float16 gradient overflows at the least loss scale.
         """
         start = time.perf_counter()
+        self._kept.count()  # forgets pictures that columns, held-out examples or a step cut short have computed
         self.objective.check(batch)
         if self.critic is not None:
             self.critic.begin(batch, self.global_step)
