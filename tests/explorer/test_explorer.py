@@ -689,6 +689,21 @@ def test_the_copy_of_the_engines_weights_lacks_frozen_ones_which_the_trainer_has
     assert sent[0].all_shapes == {"f": (3,), "w": (2,)}
 
 
+def test_a_copy_without_frozen_weights_is_completed_for_engines_that_are_sent_all_weights() -> None:
+    state = {"version": 2, "weights": {"w": torch.zeros(2)}}  # of a run whose engine had the frozen ones
+    frozen = torch.ones(3)
+    sent: list[WeightStream] = []
+    explored = Explorer(ExplorerConfig(sync_interval=2), [fresh := FakeModel()], source())
+    explored.engines.source = lambda: WeightStream.of({"f": frozen, "w": torch.ones(2)}.items())
+    fresh.sync_weights = lambda stream, version: asyncio.sleep(0, sent.append(stream))  # type: ignore[method-assign]
+    explored.engines.load_state_dict(state)
+    assert asyncio.run(explored.engines.restore())
+    assert (sent[0].shapes, sent[0].rest) == ({"f": (3,), "w": (2,)}, None)
+    frozen += 1  # as a later fit may, which trains it
+    assert {name: tensor.tolist() for name, tensor in sent[0]} == {"f": [1, 1, 1], "w": [0, 0]}
+    assert explored.engines.state_dict()["weights"].keys() == {"f", "w"}
+
+
 def test_a_copy_is_made_beside_the_event_loop_and_ends_with_the_syncs_time() -> None:
     explored = Explorer(ExplorerConfig(sync_offset=1), [FakeModel()], source())
     threads: list[threading.Thread] = []

@@ -2,7 +2,9 @@
 
 import asyncio
 import ctypes
+import shutil
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +12,14 @@ import pytest
 import torch
 from support.errors import refuses
 from support.fake_model import FakeModel
+from support.picture_models import family_model
+from support.pictures import processor
+from support.policy import make_policy
 from support.rollouts import training_rollouts
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.explorer import ExplorerConfig
+from trinity_lightning.config.models import resolve_model
 from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer import rollouts as rollouts_module
 from trinity_lightning.explorer.callback import ExplorerCallback
@@ -303,3 +309,22 @@ async def until(condition: Any) -> None:
 )
 def test_overlap_is_a_share_of_the_shorter(one: tuple[float, float], other: tuple[float, float], share: float) -> None:
     assert overlap(one, other) == overlap(other, one) == share
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
+def test_the_probe_has_a_picture_unless_the_policys_family_is_refused(family: str, tmp_path: Path) -> None:
+    shutil.copytree(resolve_model("tiny_vision"), tmp_path, dirs_exist_ok=True)
+    family_model(family).save_pretrained(tmp_path)
+    policy, model = make_policy(name=str(tmp_path)), FakeModel()
+    policy.configure_model()
+    model.tokenizer, model.processor = policy.tokenizer, processor()
+    model.logprobs = lambda token_ids: asyncio.sleep(0, policy.sequence_logprobs(token_ids))  # type: ignore
+    explorer = Explorer(ExplorerConfig(), [model], TaskSource(Taskset.addition(), "simple", "math"))
+    rollouts = training_rollouts(explorer, PendingSteps())
+    rollouts.sync.policy = policy
+    try:
+        probe = rollouts.sync._synchronizer
+        assert probe.has_pictures == (family == "smolvlm")
+        assert probe.trainer_logprobs() == probe.engine_logprobs()[0]
+    finally:
+        rollouts.close()

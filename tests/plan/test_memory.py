@@ -10,16 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compose import composed
 from support.errors import refuses
+from support.picture_models import family_model
 from support.shapes import QWEN_1_5B, QWEN_3B, SMOLLM2
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from trinity_lightning.common.hardware import GIB
 from trinity_lightning.common.model_memory import ModelShape, Training, activations, layer_bytes
+from trinity_lightning.config.model import ModelConfig
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import typed_config
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.vllm_engine import CPU_BLOCK_TOKENS
-from trinity_lightning.plan.gpu import adapters_of, training_of
+from trinity_lightning.plan.gpu import adapters_of, frozen_of, training_of
 from trinity_lightning.plan.memory import (
     BLOCK_TOKENS,
     CACHE,
@@ -442,3 +444,14 @@ def test_frozen_weights_have_neither_masters_nor_moments_nor_gradients() -> None
     for part, width in ((MOMENTS, 8), (GRADIENTS, 4)):
         assert before[part] - after[part] == width * eyes.frozen
     assert activations(shape, eyes, 512) < activations(shape, whole, 512)
+
+
+def test_states_are_reserved_for_families_that_keep_them(tmp_path: Path) -> None:
+    family_model("llava").save_pretrained(tmp_path)
+    tower, eyes = (
+        frozen_of(replace(config, model=ModelConfig(str(tmp_path), freeze=freeze)))
+        for config in [typed_config(composed("+recipe=grpo_vision", "model=tiny_vision"))]
+        for freeze in (["vision_tower"], ["vision_tower", "projector"])
+    )
+    assert tower == {"frozen": tower["frozen"], "frozen_tower": True}  # its projector reads an inner layer of the tower
+    assert eyes["kept_states"] > 0

@@ -51,6 +51,10 @@ def family_config(family: str) -> PretrainedConfig:
         language = {"model_type": "gemma3_text", "head_dim": 16, **_LANGUAGE}
         tower = {"model_type": "siglip_vision_model", **_TOWER}
         return Gemma3Config(vision_config=tower, text_config=language, mm_tokens_per_image=4, image_token_index=100)
+    if family == "qwen3_vl":  # is refused
+        tower = {"hidden_size": 32, "depth": 2, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+        positions = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}, "head_dim": 16}
+        return Qwen3VLConfig(vision_config=tower, text_config=_LANGUAGE | positions, image_token_id=100)
     depth: dict[str, Any] = {"hidden_size": 32, "depth": 2, "num_heads": 2, "patch_size": 8}
     if family == "qwen2_vl":
         tower = {"embed_dim": 32, "mlp_ratio": 2, **depth}

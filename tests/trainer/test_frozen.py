@@ -1,5 +1,6 @@
 """Frozen parameters: what a pattern selects, what is not trained, and what is kept of a frozen tower."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,18 @@ import lightning as L
 import pytest
 import torch
 from support.errors import refuses
-from support.pictures import picture_groups, plain_logprobs, plain_model, prompt_of, random_picture
+from support.pictures import experience, picture_groups, plain_logprobs, plain_model, prompt_of, random_picture
 from support.policy import Gradients, Prepare, batch_of, fit, make_policy, optimizer_of
 from torch.utils._pytree import tree_leaves
 
+from trinity_lightning.buffer.held_out import loss_of
 from trinity_lightning.common.pictures.kept import KeptStates, keep_states
+from trinity_lightning.common.pictures.states import picture_inputs
+from trinity_lightning.common.pictures.tensors import PictureTensors
 from trinity_lightning.config.algorithm import KLConfig
 from trinity_lightning.config.model import LoRAConfig, ModelConfig, OptimizerConfig
 from trinity_lightning.sync.proof import perturbed
+from trinity_lightning.trainer.flops import ModelSize, Work
 from trinity_lightning.trainer.frozen import trained_skeleton, trained_weights
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -160,6 +165,58 @@ def test_a_reference_with_another_tower_keeps_no_states() -> None:
         policy.reference.get_encoder("image").post_layernorm.weight.mul_(3.0)
     keep_states(policy.policy, policy.reference)
     assert not hasattr(policy.reference, "kept_states")
+
+
+def test_a_later_fit_trains_a_tower_that_was_frozen_before() -> None:
+    policy, seen = policy_of(*EYES, kl=KLConfig(coef=0.1)), Gradients()
+    fit(policy, [batch_of(picture_groups())])
+    policy.policy.requires_grad_(True)
+    fit(policy, [batch_of(picture_groups(seed=1))], seen)
+    assert all_of(TOWER) <= {name for name, gradient in seen.steps[0].items() if gradient.abs().sum() > 0}
+    assert not hasattr(policy.policy, "kept_states")
+    assert not hasattr(policy.reference, "kept_states")
+    assert policy._size == ModelSize.of(policy.policy)
+
+
+def test_a_copy_of_a_model_that_keeps_states_computes_its_own_tower() -> None:
+    policy = policy_of("vision")
+    policy.configure_model()
+    keep_states(policy.policy)
+    pictures = picture_inputs([PictureTensors.of_experience(picture_groups()[0])], lambda rows, tokens: tokens)
+    assert pictures is not None
+    before = policy.policy.kept_states.states(policy.policy, pictures)
+    other = copy.deepcopy(policy.policy)
+    with torch.no_grad():
+        other.get_encoder("image").post_layernorm.weight.mul_(3.0)
+    other.kept_states.drop()
+    [after] = other.kept_states.states(other, pictures)
+    assert not torch.allclose(after, before[0], atol=1e-2)
+    keep_states(other)
+    assert torch.equal(other.kept_states.states(other, pictures)[0], after)
+
+
+class Computed(L.Callback):
+    """Keeps the pictures that each step is said to have computed; examples are held out after each epoch."""
+
+    def __init__(self) -> None:
+        self.pictures: list[tuple[int, ...]] = []
+
+    def training_flops(self, work: Work) -> int:
+        self.pictures.append(work.pictures)
+        return 1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        pl_module._size = self
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        held_out = [experience(prompt_of("<image>", [random_picture(seed)]), [5]) for seed in range(70, 73)]
+        loss_of(pl_module, batch_of(held_out))
+
+
+def test_pictures_of_held_out_examples_are_no_work_of_the_next_step() -> None:
+    computed = Computed()
+    fit(policy_of(*EYES), [batch_of(picture_groups())], computed, max_epochs=2)
+    assert computed.pictures == [(16, 16)] * 2
 
 
 # -- a whole run's checkpoints and table -------------------------------------------------------------------------------

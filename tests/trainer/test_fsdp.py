@@ -125,6 +125,7 @@ def test_gradients_are_sums_of_which_each_process_is_sent_its_share(monkeypatch:
     monkeypatch.setattr("trinity_lightning.trainer.fsdp.Scatter", OnBoth)
     layer: Any = torch.nn.Linear(3, 4, bias=False)
     layer.token_logprobs = layer.forward
+    layer.config = SimpleNamespace(model_type="llama")
     shards: Any = object.__new__(Shards)
     shards.ranks, shards.dtype, shards._mesh = ranks, torch.float32, Mesh(ranks, torch.device("cpu"))
     shards._shard(layer, trained=False)

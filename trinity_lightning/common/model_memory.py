@@ -21,7 +21,7 @@ from trinity_lightning.common.model_config import (
     layer_configs,
     query_width,
 )
-from trinity_lightning.common.pictures.kept import picture_parameters
+from trinity_lightning.common.pictures.kept import picture_parts
 
 FLOAT = 4  # bytes of a float32
 _IN_LAYER = re.compile(r"\.\d+\.")  # in the name of a layer's parameter
@@ -55,11 +55,9 @@ class ModelShape:
         feed_forward = _largest(layers, "intermediate_size") or 4 * config.hidden_size
         expert = _largest(layers, "moe_intermediate_size") or feed_forward
         chosen = _largest(layers, "num_experts_per_tok")
-        sizes, tower = (
-            {name: parameter.numel() for name, parameter in model.named_parameters()},
-            TowerSizes.of(model.config),
-        )
-        of_pictures = [] if tower is None else picture_parameters(model)
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        tower = TowerSizes.of(model.config)
+        of_pictures = [] if tower is None else [name for part in picture_parts(model) for name in part]
         return cls(
             parameters=sum(sizes.values()),
             largest=max(sizes.values()),

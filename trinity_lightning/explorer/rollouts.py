@@ -4,12 +4,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.pictures.families import untested_means
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.ranks import ALONE, Alone
 from trinity_lightning.config.engines import SENT, SynchronizerConfig
@@ -147,18 +148,7 @@ class SyncPolicy:
         if any(engine.tokenizer and engine.tokenizer.decode(token_ids) != text for engine in engines):
             message = f"an engine's tokenizer is not that of '{policy.model_name}'"
             raise ConfigError(message, key="engine", fix="give it that model, too")
-        room = min(engine.max_model_len for engine in engines) - 1
-        processors = [engine.processor for engine in engines if engine.processor is not None]
-        picture = probe_picture(processors[0]) if len(processors) == len(engines) > 0 else None
-        if picture is not None and (left := room - len(picture.token_ids)) > 0:  # cut short, it would lack tokens
-            token_ids = PicturePrompt.joined(picture, token_ids[:left])
-        elif picture is not None:
-            logger.warning(
-                "a picture of %d tokens does not fit into engine.max_model_len: the probe of synced weights "
-                "has none, and does not look at the tower.",
-                len(picture.token_ids),
-            )
-        token_ids = token_ids if len(token_ids) <= room else token_ids[:room]
+        token_ids = self._with_picture(token_ids)
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),
             send=lambda: self._run_in_time(self.explorer.sync_weight(self._sending)),
@@ -175,6 +165,23 @@ class SyncPolicy:
             drill_scale=self.versions.drill_scale,
             has_pictures=isinstance(token_ids, PicturePrompt),
         )
+
+    def _with_picture(self, token_ids: list[int]) -> Sequence[int]:
+        """The probe's tokens, behind a picture if policy and engines read any; no more than engines have room for."""
+        engines = self.explorer.engines.models
+        room = min(engine.max_model_len for engine in engines) - 1
+        processors = [engine.processor for engine in engines if engine.processor is not None]
+        if len(processors) < len(engines) or untested_means(self.policy.policy.config) is not None:
+            return token_ids[:room]  # the policy of a refused family is trained on text alone
+        picture = probe_picture(processors[0])
+        if (left := room - len(picture.token_ids)) > 0:  # cut short, it would lack tokens
+            return PicturePrompt.joined(picture, token_ids[:left])
+        logger.warning(
+            "a picture of %d tokens does not fit into engine.max_model_len: the probe of synced weights "
+            "has none, and does not look at the tower.",
+            len(picture.token_ids),
+        )
+        return token_ids[:room]
 
     def _run_in_time(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a part of a weight sync within `sync_timeout`; Ctrl-C waits, lest servers have half of the weights."""

@@ -13,7 +13,7 @@ from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.hardware import GIB, free_memory, is_before_ampere
 from trinity_lightning.common.model_config import TowerSizes
 from trinity_lightning.common.model_memory import FLOAT, SHORT_ROWS, ModelShape, Training
-from trinity_lightning.common.pictures.kept import KEPT_BYTES, picture_parameters
+from trinity_lightning.common.pictures.kept import KEPT_BYTES, kept_states_of, picture_parts
 from trinity_lightning.config.engines import TRAINER_GPU, EngineConfig, EngineDtype, EngineSleep, capabilities_of
 from trinity_lightning.config.model import ADAM, OFFLOADED, WeightDtype, room_for
 from trinity_lightning.config.models import reads_pictures, resolve_model
@@ -292,10 +292,11 @@ def frozen_of(config: TrainConfig) -> dict[str, Any]:
     model = trained_skeleton(config.model)
     sizes, adapted = TowerSizes.of(model.config), config.model.lora.r is not None
     frozen = 0 if adapted else sum(weight.numel() for weight in model.parameters() if not weight.requires_grad)
-    if sizes is None or any(weight.requires_grad for weight in model.get_encoder("image").parameters()):
+    if sizes is None or any(weight.requires_grad for weight in picture_parts(model).tower.values()):
         return {"frozen": frozen}
-    projects = any(weight.requires_grad for weight in picture_parameters(model).values())
-    row = sizes.patches * sizes.hidden if projects else model.config.get_text_config().hidden_size
+    if (kept := kept_states_of(model)) is None:
+        return {"frozen": frozen, "frozen_tower": True}
+    row = sizes.patches * sizes.hidden if kept.of_tower else model.config.get_text_config().hidden_size
     width = 4 if config.model.dtype is WeightDtype.fp32 else 2
     states = config.explorer.batch_size * config.engine.max_model_len * row * width  # if prompts were pictures alone
     return {"frozen": frozen, "frozen_tower": True, "kept_states": min(states, KEPT_BYTES)}

@@ -1,7 +1,7 @@
 """Handles the engines that hold the policy as one: keeps track of their weights, and sends new ones."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Generic, Protocol, TypeVar
@@ -82,9 +82,8 @@ class PolicyEngines(Generic[E]):
         """Send the trainer's present weights to every engine; RuntimeError: they are not connected."""
         stream = self._trainers()
         if self._keeps_copy:  # copied to the host before, so that weights in shards are put together only once
-            with while_sent(stream) as sent:
-                copied = ((name, tensor.to("cpu", copy=True)) for name, tensor in sent)
-                stream = replace(await run_in_thread(lambda: WeightStream.of(copied)), rest=stream.rest)
+            copied = await _copied(stream, stream.shapes)
+            stream = replace(WeightStream.of(copied.items()), rest=stream.rest)
         await self.send(stream, version)
 
     async def send(self, stream: WeightStream, version: int) -> None:
@@ -146,13 +145,26 @@ class PolicyEngines(Generic[E]):
         if self._to_restore is None:
             return False
         (weights, version), self._to_restore = self._to_restore, None
-        rest = None if self.source is None else self.source().rest  # frozen weights, which no copy has
+        rest = None
+        if self.source is not None:
+            trainers = self.source()
+            rest = trainers.rest
+            # The copy lacks frozen weights if the engines that it was sent to had them, and these may be other engines.
+            if weights.keys() < trainers.shapes.keys():
+                weights = weights | await _copied(trainers, trainers.shapes.keys() - weights.keys())
         await self.send(replace(WeightStream.of(weights.items()), rest=rest), version)
         return True
 
     def forget_restored(self) -> None:
         """Forget the weights that `restore` would send, because newer ones are due."""
         self._to_restore = None
+
+
+async def _copied(stream: WeightStream, names: Collection[str]) -> dict[str, Tensor]:
+    """Copies of the weights with these names in the host's memory, made beside the event loop."""
+    with while_sent(stream) as sent:
+        chosen = ((name, tensor) for name, tensor in sent if name in names)
+        return await run_in_thread(lambda: {name: tensor.to("cpu", copy=True) for name, tensor in chosen})
 
 
 def unknown_weight(name: str, shapes: Mapping[str, Shape]) -> KeyError:

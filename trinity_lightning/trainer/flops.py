@@ -17,7 +17,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.hardware import SHAPE, TORCH_DTYPES, known_gpu, product_flops
 from trinity_lightning.common.model_config import TowerSizes, layer_configs, query_width
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
-from trinity_lightning.common.pictures.kept import KeptStates
+from trinity_lightning.common.pictures.kept import KeptStates, picture_parts
 from trinity_lightning.common.pictures.tensors import PictureTensors
 from trinity_lightning.common.ranks import Alone
 from trinity_lightning.trainer.layout import Part, computed_tokens, trained_tokens
@@ -185,11 +185,9 @@ class TowerSize:
         if (sizes := TowerSizes.of(model.config)) is None:
             return None
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-        language = {id(p) for p in (*model.get_decoder().parameters(), model.get_output_embeddings().weight)}
-        tower = {id(p): p for p in model.get_encoder("image").parameters() if id(p) not in tables}
-        rest = [p for p in model.parameters() if id(p) not in language | tables | tower.keys()]
-        body, projector = (sum(p.numel() for p in part) for part in (tower.values(), rest))
-        trained, projects = (any(p.requires_grad for p in part) for part in (tower.values(), rest))
+        parts = [[p for p in part.values() if id(p) not in tables] for part in picture_parts(model)]
+        body, projector = (sum(p.numel() for p in part) for part in parts)
+        trained, projects = (any(p.requires_grad for p in part) for part in parts)
         return cls(body, projector, sizes.layers * sizes.hidden, sizes.patches, trained, projects)
 
     def training_flops(self, work: Work) -> int:

@@ -252,7 +252,7 @@ class PolicyModule(L.LightningModule):
         if self.device.type == "cpu":
             reuse_large_buffers()
         self.check_trainable()
-        self._kept = keep_states(self.policy, self.reference)
+        self._kept, self._size = keep_states(self.policy, self.reference), ModelSize.of(self.policy)
         # All ranks must cut alike: each works out the micro-batches of all. Patient, since rank 0 has loaded engines.
         settled = self.placement.ranks.exchange((self.passes().max_tokens, self.passes().layout), patient=True)
         self._passes = replace(self.passes(), max_tokens=min(tokens for tokens, _ in settled), layout=settled[0][1])
@@ -341,10 +341,6 @@ class PolicyModule(L.LightningModule):
             self._passes = passes
         return self._passes
 
-    @cached_property
-    def _size(self) -> ModelSize:
-        return ModelSize.of(self.policy)
-
     # -- columns that are computed before a step, and probes ----------------------------------------------------------
 
     def prepare_step(self, experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
@@ -364,7 +360,6 @@ class PolicyModule(L.LightningModule):
         if self.critic is not None:
             columns |= self.critic.weigh(batch, columns)
             self.critic.adapt(batch, columns)
-        self._kept.count()  # those that training computes are counted by themselves
         return columns
 
     @contextmanager
@@ -419,6 +414,7 @@ class PolicyModule(L.LightningModule):
             LossScaleError: a float16 gradient overflows at the least loss scale.
         """
         start = time.perf_counter()
+        self._kept.count()  # forgets pictures that columns, held-out examples or a step cut short have computed
         self.objective.check(batch)
         if self.critic is not None:
             self.critic.begin(batch, self.global_step)

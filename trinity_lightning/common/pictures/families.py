@@ -47,7 +47,7 @@ def check_family(config: Any) -> None:
     Raises:
         ConfigError: the family is none of `FAMILIES`, and has such means.
     """
-    if config.model_type not in FAMILIES and (means := _other_means(config)) is not None:
+    if (means := untested_means(config)) is not None:
         raise ConfigError(
             f"models of type '{config.model_type}' read pictures in a way that has not been tested ({means})",
             key="model.name",
@@ -55,8 +55,10 @@ def check_family(config: Any) -> None:
         )
 
 
-def _other_means(config: Any) -> str | None:
-    """The means that the family has beside states of pictures in their places; None if none is known."""
+def untested_means(config: Any) -> str | None:
+    """The means of a refused family: how it reads pictures beside states in their places; None: it is not refused."""
+    if config.model_type in FAMILIES:
+        return None
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     if any("deepstack" in name for name in vars(getattr(config, "vision_config", config))):

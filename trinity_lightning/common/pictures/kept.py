@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,10 +62,6 @@ class KeptStates:
             result.append(states)
         return result
 
-    def attach(self, model: Any) -> None:
-        """Let passes of the model read these states."""
-        model.kept_states, self.is_read = self, True
-
     def drop(self) -> None:
         """Forget all states: another explore step begins."""
         self._states.clear()
@@ -89,35 +86,42 @@ class KeptTowerStates(KeptStates):
     """The states that a frozen tower hands to a projector, which is trained; for families with `plain_tower`."""
 
     of_tower = True
-    _hashes: Sequence[int] = ()  # of the pictures that go through the tower
 
     def states(self, model: Any, pictures: PictureInputs) -> list[Tensor]:
-        self._hashes = pictures.hashes if self._is_on else ()
-        try:
+        if not self._is_on:
+            return super().states(model, pictures)
+        tower = model.get_encoder("image")
+        with _forward_of(tower, partial(self._through, tower.forward, pictures.hashes)):
             return features_of(model.get_image_features(**pictures.arguments))
-        finally:
-            self._hashes = ()
 
-    def attach(self, model: Any) -> None:
+    def _through(self, compute: Callable[..., Any], hashes: Sequence[int], **arguments: Any) -> Any:
+        """The tower's output for pictures with these hashes; `compute` is its own pass."""
         from transformers.modeling_outputs import BaseModelOutput
 
-        super().attach(model)
-        tower = model.get_encoder("image")
-        compute = tower.forward
+        rows = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        if any(len(value) != len(hashes) for value in rows.values()):
+            return compute(**arguments)
 
-        def forward(**arguments: Any) -> Any:
-            rows = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-            if not self._hashes or any(len(value) != len(self._hashes) for value in rows.values()):
-                return compute(**arguments)
+        def of_picture(place: int) -> Tensor:
+            alone = {name: value[place : place + 1] for name, value in rows.items()}
+            return compute(**arguments | alone).last_hidden_state
 
-            def of_picture(place: int) -> Tensor:
-                alone = {name: value[place : place + 1] for name, value in rows.items()}
-                return compute(**arguments | alone).last_hidden_state
+        states: Any = torch.cat(self._all_of(hashes, of_picture))
+        return BaseModelOutput(last_hidden_state=states)
 
-            states: Any = torch.cat(self._all_of(self._hashes, of_picture))
-            return BaseModelOutput(last_hidden_state=states)
 
-        tower.forward = forward
+@contextmanager
+def _forward_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module compute `forward` in place of its own, only meanwhile: a copy of it would call the original's."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward  # that of its class again
+        else:
+            module.forward = before
 
 
 def _each_alone(arguments: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -130,32 +134,62 @@ def _each_alone(arguments: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 def keep_states(policy: Any, reference: Any = None) -> KeptStates:
     """Let a policy whose tower is frozen, and a reference with the same tower, keep states of pictures.
 
-    If the projector is frozen too, its states are kept, otherwise the tower's.
+    States of an earlier fit are read no longer: it may have frozen what is trained now.
 
     Returns:
-        The states. Nothing is kept for a text model, or where the tower is trained.
+        The states. Nothing is kept where `kept_states_of` has none.
     """
-    if not is_picture_model(policy.config):
+    for model in (policy, reference):
+        if hasattr(model, "kept_states"):
+            del model.kept_states
+    kind = kept_states_of(policy)
+    if kind is None:
         return KeptStates()
-    tower = {id(parameter) for parameter in policy.get_encoder("image").parameters()}
-    parts = picture_parameters(policy)
-    kept = KeptStates()
-    if any(parameter.requires_grad for parameter in parts.values()):
-        parts = {name: parameter for name, parameter in parts.items() if id(parameter) in tower}
-        if not family_of(policy.config).plain_tower or any(weight.requires_grad for weight in parts.values()):
-            return KeptStates()
-        kept = KeptTowerStates()
-    kept.attach(policy)
-    if reference is not None and all(_are_equal(reference.get_parameter(name), parts[name]) for name in parts):
-        kept.attach(reference)
+    kept, parts = kind(), picture_parts(policy)
+    shared = parts.tower if kind.of_tower else parts.tower | parts.projector
+    policy.kept_states, kept.is_read = kept, True
+    if reference is not None and all(_are_equal(reference.get_parameter(name), shared[name]) for name in shared):
+        reference.kept_states = kept
     return kept
 
 
-def picture_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """A picture model's parameters outside its language model: tower and projector."""
-    head = model.get_output_embeddings()
+def kept_states_of(model: Any) -> type[KeptStates] | None:
+    """The kind of states that are kept for a model: the projector's if it is frozen, too, otherwise the tower's.
+
+    None: the model reads text alone, its tower is trained, or its projector reads more than the tower's last states.
+    """
+    if not is_picture_model(model.config):
+        return None
+    trains_tower, trains_projector = (any(p.requires_grad for p in part.values()) for part in picture_parts(model))
+    if trains_tower:
+        return None
+    if not trains_projector:
+        return KeptStates
+    return KeptTowerStates if family_of(model.config).plain_tower else None
+
+
+class PictureParts(NamedTuple):
+    """A picture model's parameters outside its language model, by name.
+
+    Attributes:
+        tower: those of the encoder of pictures; in Qwen-VL the projector is one of its layers.
+        projector: those between the tower and the language model.
+    """
+
+    tower: dict[str, nn.Parameter]
+    projector: dict[str, nn.Parameter]
+
+
+def picture_parts(model: Any) -> PictureParts:
+    """The parts of a model that reads pictures."""
+    head, encoder = model.get_output_embeddings(), model.get_encoder("image")
     language = {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in language}
+    encoding = {id(parameter) for parameter in encoder.parameters()}
+    parts = PictureParts({}, {})
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in language:
+            (parts.tower if id(parameter) in encoding else parts.projector)[name] = parameter
+    return parts
 
 
 def _are_equal(one: Any, other: Any) -> bool:
