@@ -319,9 +319,9 @@ class Examples(list[Experience]):
         """Checksum of the content of an example's pictures; 0 without any."""
         return 0 if self.pictures is None else self.pictures.checksum(example)
 
-    def completed(self, examples: Iterable[Experience]) -> list[Experience]:
-        """These examples with the tensors of their pictures. StorageError: pictures have changed since the start."""
-        return list(examples) if self.pictures is None else list(map(self.pictures.complete, examples))
+    def complete(self, example: Experience) -> Experience:
+        """The example with the tensors of its pictures. StorageError: they have changed since the start."""
+        return example if self.pictures is None else self.pictures.complete(example)
 
 
 def read_examples(
@@ -459,10 +459,12 @@ class ExampleReader(CursorReader):
         examples = super()._try_read(count, whole_groups, last)
         if examples is None or self._examples.pictures is None:
             return examples
-        self._seen |= {
-            index_of(example): self._examples.checksum(example) for example in examples if example.multi_modal_inputs
-        }
-        return self._examples.completed(examples)
+        completed = []
+        for example in examples:
+            if example.multi_modal_inputs:
+                self._seen[index_of(example)] = self._examples.checksum(example)
+            completed.append(self._examples.complete(example))  # at once, while its pictures are at hand
+        return completed
 
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         (start,) = cursor

@@ -224,7 +224,7 @@ def offline_data_module(
             examples = examples_of(config, str(config.buffer.path), settings.split, pairs)
         if settings.held_out.given:
             examples, measured = held_out_of_run(config, examples, pairs)
-            held_out = measured.completed(measured)
+            held_out = list(map(measured.complete, measured))
         reader = ExampleReader.of_run(config, examples)
     else:
         with configured_at("buffer.storage", section="buffer"):
