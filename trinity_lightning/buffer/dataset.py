@@ -19,7 +19,7 @@ from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.messages import (
     FILM_AND_SOUND,
-    PICTURES,
+    PICTURE_COLUMNS,
     check_asks,
     check_media,
     check_roles,
@@ -31,7 +31,7 @@ from trinity_lightning.common.messages import (
     warn_of_unread,
 )
 from trinity_lightning.common.pictures.families import check_family
-from trinity_lightning.common.pictures.parts import count_places, has_pictures, is_picture, pictures_in, placed
+from trinity_lightning.common.pictures.parts import count_places, has_places, is_place, pictures_in, placed
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.processor import PictureProcessor, load_processor
 from trinity_lightning.common.pictures.prompt import PLACES, WrittenPictures
@@ -98,12 +98,12 @@ class Example:
         generation_config: Any = None,
         report: Callable[[str], object] = logger.warning,
         processor: PictureProcessor | None = None,
-        images_field: str = PICTURES[0],
+        images_field: str = PICTURE_COLUMNS[0],
         folder: Path = Path(),
     ) -> None:
         sees = processor is not None
-        check_media(entry, FILM_AND_SOUND if sees else (*PICTURES, images_field, *FILM_AND_SOUND))
-        if images_field not in (*PICTURES, *entry):
+        check_media(entry, FILM_AND_SOUND if sees else (*PICTURE_COLUMNS, images_field, *FILM_AND_SOUND))
+        if images_field not in (*PICTURE_COLUMNS, *entry):
             raise ConfigError(unknown_name("column", images_field, entry), key=".images_field")
         self._processor, self._folder = processor, folder
         self._fields = {name: value for name, value in entry.items() if value is not None}
@@ -234,14 +234,14 @@ class Example:
         self.pictures = pictures_in(messages)
         for picture in self.pictures:
             picture.check()
-        if any(has_pictures(message) for message in messages if message.get("role") == "assistant"):
+        if any(has_places(message) for message in messages if message.get("role") == "assistant"):
             raise ConfigError("a turn of the assistant has a picture, and models write none", fix=IN_PROMPT)
         written = WrittenPictures(processor.token, [processor.written(picture.size) for picture in self.pictures])
         self._imitation = self._imitate(written)
         if not is_text:
             return messages
         parts = messages[0]["content"]
-        return "".join(processor.token if is_picture(part) else part["text"] for part in parts)
+        return "".join(processor.token if is_place(part) else part["text"] for part in parts)
 
     def _shown_alike(self, chosen: Any, rejected: Any) -> tuple[Any, Any]:
         """Two whole conversations with the same pictures."""
