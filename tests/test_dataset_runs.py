@@ -9,13 +9,15 @@ import torch
 from PIL import Image
 from support.compose import composed
 from support.errors import refuses
+from support.pictures import experience, prompt_of, random_picture
 from support.runs import TRAINERS, Commands, RunTrain, alike, equal, finished, rows, same_model
 
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule, offline_data_module
 from trinity_lightning.buffer.step_files import keep_step
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.pictures.prompt import PLACES
 from trinity_lightning.config.run import typed_config
-from trinity_lightning.errors import ConfigError
+from trinity_lightning.errors import ConfigError, StorageError
 from trinity_lightning.resume import check_resumed_data
 from trinity_lightning.trainer.objective import Objective
 
@@ -209,6 +211,30 @@ def test_stored_experiences_are_no_pairs_and_stay_to_be_read(tmp_path: Path) -> 
     with refuses("algorithm.policy_loss"):
         offline_data_module(run, True, False, 64)
     assert len(offline_data_module(run, False, False, 64).reader.read(2)) == 2
+
+
+def test_stored_pictures_have_as_many_places_as_the_model_has_states(tmp_path: Path) -> None:
+    """They may be another program's, or of a model with other tokens a picture."""
+
+    def data_of_step(folder: str, *steps: list[Experience]) -> OfflineExperienceDataModule:
+        for number, experiences in enumerate(steps, start=1):
+            keep_step(tmp_path / folder, number, experiences)
+        settings = ("buffer.batch_size=2", "model=tiny_vision", f"buffer.path={tmp_path / folder}")
+        return offline_data_module(typed_config(composed("+recipe=offline", *TINY, *settings)), False, False, 64)
+
+    *whole, wrong = [experience(prompt_of("<image>?", [random_picture(1)]), [5], task=task) for task in range(3)]
+    assert wrong.multi_modal_inputs is not None
+    wrong.multi_modal_inputs = {**wrong.multi_modal_inputs, PLACES: wrong.multi_modal_inputs[PLACES][1:]}
+    refused = pytest.raises(StorageError, match=f"experience {wrong.eid}, .* 15 places.* 16 states")
+    data = data_of_step("second", whole, [wrong])
+    (batch,) = data.train_dataloader()
+    assert len(batch.experiences) == 2
+    before = data.reader.state_dict()
+    with refused:
+        list(data.train_dataloader())
+    assert data.reader.state_dict() == before  # a run that is resumed with mended data reads them again
+    with refused:
+        data_of_step("first", [wrong])  # at the start
 
 
 @pytest.mark.parametrize(("batch_size", "warned"), [(10, False), (11, True)])

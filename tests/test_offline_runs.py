@@ -12,6 +12,7 @@ from support.runs import Commands, RunTrain, equal, finished
 from trinity_lightning.buffer.sql import SqlReader
 from trinity_lightning.buffer.step_files import read_experiences
 from trinity_lightning.common.experience import to_hf_datasets
+from trinity_lightning.common.pictures.thumbnails import names_in
 
 TINY = ("model=tiny", "logger=csv")
 QUICK = ("explorer.batch_size=2", "explorer.repeat_times=4", "sampling.max_tokens=8", "explorer.eval_interval=0")
@@ -102,7 +103,7 @@ def test_a_run_on_pictures_and_what_it_keeps_are_the_same_if_it_is_resumed(run_t
         other.eid.suffix = one.eid.suffix  # which is random
         assert one == other
     assert len({id(experience.multi_modal_inputs) for experience in kept}) == 6  # one for each prompt
-    named = {name for experience in kept for name in experience.info["pictures"]}
+    named = {name for experience in kept for name in names_in(experience)}
     assert named == {file.name for file in (whole / "completions" / "images").iterdir()}
 
 

@@ -9,13 +9,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
-from trinity_lightning.build import (
-    eval_sources,
-    finish,
-    instances_of,
-    quiet_libraries,
-    record_config,
-)
+from trinity_lightning.build import eval_sources, finish, instances_of, quiet_libraries, record_config
 from trinity_lightning.common.checkpoints import contents, whole
 from trinity_lightning.config.engines import TRAINER_GPU
 from trinity_lightning.config.models import resolve_model

@@ -235,10 +235,14 @@ def reader_of(data: Path) -> ExampleReader:
     return ExampleReader(examples_of(run_on(data), str(data), "train", pairs=False), "data", seed=1)
 
 
-def test_pixels_are_read_when_an_example_is_taken(data: Path) -> None:
+def test_pixels_are_read_when_an_example_is_taken(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = examples_of(run_on(data), str(data), "train", pairs=False)
     assert all((example.multi_modal_inputs or {}).keys() == {PLACES} for example in examples)
+    rendered: list[int] = []
+    make = Example.__init__
+    monkeypatch.setattr(Example, "__init__", lambda *args, **options: rendered.append(1) or make(*args, **options))
     read = ExampleReader(examples, "data", repeat=False).read(9)
+    assert len(rendered) == 4  # once each, for checksum and tensors
     expected = [processor().expand(f"{OPENING}<image>Hm?", [random_picture(i, (32, 32))]).inputs for i in range(4)]
     for example, inputs in zip(read, expected, strict=True):
         assert example.multi_modal_inputs is not None

@@ -18,7 +18,14 @@ from transformers import PreTrainedTokenizerBase
 
 from trinity_lightning.buffer.dataset import Example
 from trinity_lightning.buffer.offline import AnswerReader
-from trinity_lightning.common.messages import Conversation, check_roles, read_messages, warn_of_unread
+from trinity_lightning.common.messages import (
+    FILM_AND_SOUND,
+    Conversation,
+    check_media,
+    check_roles,
+    read_messages,
+    warn_of_unread,
+)
 from trinity_lightning.common.pictures.parts import without_pictures
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.config.chat_template import RENDERING_ARGUMENTS
@@ -167,6 +174,12 @@ def test_only_tasks_have_pictures(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         prompt_of(tokenizer, entry, tmp_path)
+
+
+def test_a_film_is_refused_by_what_else_is_trained_on() -> None:
+    for columns, trained in ((FILM_AND_SOUND, "text and pictures are"), (("images", *FILM_AND_SOUND), "text is")):
+        with pytest.raises(ConfigError, match=f"'video' is not empty, and only {trained} trained on"):
+            check_media({"video": ["a.mp4"]}, columns)
 
 
 @READERS

@@ -8,7 +8,7 @@ from PIL import Image
 from support.errors import refuses
 
 from trinity_lightning.common.messages import Conversation
-from trinity_lightning.common.pictures.picture import Picture
+from trinity_lightning.common.pictures.picture import FIELD, Picture
 from trinity_lightning.config.models import load_tokenizer
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.chat import Rendered, check_shown, render_chat, render_text, renders_tools
@@ -201,7 +201,7 @@ def test_a_text_model_is_refused_by_name_of_the_key(tokenizer: Any) -> None:
 def test_as_many_pictures_as_places(vision_tokenizer: Any) -> None:
     empty = {"role": "user", "content": [PLACE]}
     for messages in ([empty], [*shown(), empty], Conversation([empty, *shown()])):
-        with refuses("taskset.images_field"):
+        with refuses(FIELD):
             render_text(vision_tokenizer, messages)
 
 

@@ -17,7 +17,7 @@ from support.pictures import processor, random_picture
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.messages import Conversation
-from trinity_lightning.common.pictures.picture import Picture
+from trinity_lightning.common.pictures.picture import FIELD, Picture
 from trinity_lightning.common.pictures.prompt import PLACES, PicturePrompt
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.models import load_tokenizer
@@ -95,7 +95,7 @@ def test_lists_of_messages_keep_their_pictures(bound: bool, task: Task, model: S
 
 
 def test_a_place_without_a_picture_is_refused(task: Task, model: Seeing) -> None:
-    with refuses("taskset.images_field"):
+    with refuses(FIELD):
         asked(model, [*messages_of(task), user([PLACE])])
 
 

@@ -337,6 +337,13 @@ def test_states_differ_by_their_pictures() -> None:
     assert state_of(as_messages("Here")) == "Here"
 
 
+def test_texts_in_a_list_are_one_message_as_they_are_beside_pictures() -> None:
+    assert as_messages(["The board is now ", "full."]) == [{"role": "user", "content": "The board is now full."}]
+    (beside,) = as_messages(["The board is now ", "full.", RED])
+    assert beside["content"][0]["text"] == "The board is now full."
+    assert as_messages([]) == []
+
+
 def test_observations_keep_tools_and_variables() -> None:
     given = Conversation([{"role": "user", "content": ["Here", RED]}], [{"name": "f"}], {"mood": "calm"})
     shown = as_messages(given)

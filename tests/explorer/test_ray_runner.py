@@ -26,6 +26,7 @@ from support.runs import environment
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.experience.fields import PLACES
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.run import validate
 from trinity_lightning.errors import PromptTooLongError, RolloutError
@@ -267,7 +268,7 @@ class OddError(Exception):
         super().__init__(f"{one} and {other}")
 
 
-def test_what_cannot_be_sent_is_told(cluster: Cluster) -> None:
+def test_what_cannot_be_sent_is_told(cluster: Cluster, tmp_path: Path) -> None:
     async def odd(flow: Any) -> list[Experience]:
         raise OddError(1, 2)
 
@@ -279,6 +280,7 @@ def test_what_cannot_be_sent_is_told(cluster: Cluster) -> None:
 
     tasks = [scripted(odd), scripted(plain), scripted(unserializable), Task("simpel")]
     tasks.append(Task(Scripted, workflow_args={"lock": threading.Lock()}))
+    tasks.append(Task(Scripted, {"images": [Picture(tmp_path / "lost.png")]}))
     messages = [str(status.message) for status in cluster.results(tasks)[0]]
     expected = [
         "RolloutError: OddError: 1 and 2",
@@ -286,8 +288,10 @@ def test_what_cannot_be_sent_is_told(cluster: Cluster) -> None:
         "ExperienceError: ",
         "ConfigError: unknown workflow 'simpel'. Did you mean 'simple'",
         "cannot be sent to Ray runners: TypeError: cannot pickle '_thread.lock' object",
+        f"ConfigError: picture '{tmp_path}/lost.png': there is no such file",
     ]
     assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
+    assert "cannot be sent" not in messages[-1]
 
 
 def test_what_workflows_log_reaches_the_log_of_the_run(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:

@@ -34,6 +34,7 @@ from support.reward_functions import (
 )
 from support.runs import ROOT, wait_for
 
+from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer import Explorer, Scheduler
@@ -418,3 +419,10 @@ def test_a_script_that_starts_a_run_when_it_is_imported_is_told_why(tmp_path: An
     done = run_script(tmp_path / "script.py")
     assert done.returncode != 0
     assert "what starts the run belongs under `if __name__ == '__main__':`" in done.stderr
+
+
+def test_a_task_whose_picture_is_lost_fails_by_the_pictures_name(tmp_path: Path) -> None:
+    task = Task("simple", {"images": [Picture(tmp_path / "lost.png")]})
+    (reward,) = resolve_rewards(TWICE)
+    with pytest.raises(ConfigError, match=r"^picture '.*lost\.png': there is no such file"):
+        asyncio.run(RewardWorkers(1, 1.0).worth(reward, "12", task))

@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+import zlib
 from contextlib import nullcontext
 from typing import Any
 
@@ -193,6 +194,24 @@ def test_only_the_first_of_generated_entries_is_looked_at():
     with refuses("taskset.prompt_field") as refused:
         Taskset(Generated([{"prompt": ""}, {"prompt": "a"}]))
     assert "entry 0" in str(refused.value)
+
+
+def test_of_generated_entries_a_resumed_run_compares_64_at_most():
+    class Generated(list[Any]):
+        generated = True
+        asked = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.asked += 1
+            return {"prompt": f"{index}"}
+
+    entries = Generated([None] * 127)
+    taskset = Taskset(entries, order="sequential")
+    taskset.next_batch(127)
+    again = Taskset(resumed := Generated([None] * 127), order="sequential")
+    before = resumed.asked
+    again.load_state_dict(taskset.state_dict())
+    assert 32 <= (resumed.asked - before) / 2 <= 64  # each is made for its task, and for its checksum
 
 
 @pytest.mark.parametrize(
@@ -493,7 +512,10 @@ def test_pictures_of_datasets_stay_files_until_they_are_looked_at(many, stored, 
     """Decoding each of them whenever entries are checked would take hours for a large dataset."""
     content = paint(tmp_path / "a.png").read_bytes()
     begin = content.index(b"IDAT") + 4
-    damaged = content[:begin] + bytes(8) + content[begin + 8 :]
+    end = begin + int.from_bytes(content[begin - 8 : begin - 4])
+    chunk = b"IDAT" + bytes(8) + content[begin + 8 : end]
+    # Its checksum is right, so that the damage is found by decoding alone.
+    damaged = content[: begin - 4] + chunk + zlib.crc32(chunk).to_bytes(4) + content[end + 4 :]
     values = [{"bytes": content, "path": None}, {"bytes": damaged, "path": None}]
     feature = datasets.Sequence(datasets.Image()) if many else datasets.Image()
     features = datasets.Features({"prompt": datasets.Value("string"), "images": feature})

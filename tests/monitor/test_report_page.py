@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pictures import random_picture
 
-from trinity_lightning.common.pictures.thumbnails import FOLDER, NOTED, write_thumbnails
+from trinity_lightning.common.pictures.thumbnails import COLUMN, FOLDER, write_thumbnails
 from trinity_lightning.monitor.machine import describe_environment, write_environment
 from trinity_lightning.monitor.presentation import UNTRAINED_PREFIX as UNTRAINED
 from trinity_lightning.monitor.report import (
@@ -78,7 +78,7 @@ def write_completions(folder: Path, name: str, texts: list[str], reward: float =
         {"task": task, "prompt": f"Q{task} {EVIL}", "completion": text, "reward": reward, "truncated": task == 0}
         for task, text in enumerate(texts)
     ]
-    records[0] |= {NOTED: ["../../config.yaml", EVIL, 3]}
+    records[0] |= {COLUMN: ["../../config.yaml", EVIL, 3]}
     (folder / "completions" / name).write_text("\n".join(map(json.dumps, records)) + '\n{"torn', encoding="utf-8")
 
 
@@ -128,7 +128,7 @@ def test_pictures_of_prompts_are_part_of_the_page(evaluations: int, tmp_path: Pa
     pictures = [random_picture(seed, (9, 9)) for seed in range(3)]
     names = [f"{picture.digest}.jpg" for picture in pictures]
     write_thumbnails(tmp_path / "completions" / FOLDER, {names[0]: pictures[0].thumbnail, names[1]: b"x" * 2**17})
-    record = {"task": 0, "prompt": "[picture]?", "completion": "3", NOTED: names}
+    record = {"task": 0, "prompt": "[picture]?", "completion": "3", COLUMN: names}
     for step in range(evaluations):
         (tmp_path / f"completions/eval_held_step_{step}.jsonl").write_text(json.dumps(record))
     page = page_of(tmp_path)

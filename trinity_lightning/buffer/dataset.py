@@ -19,7 +19,7 @@ from trinity_lightning.buffer.reader import Cursor, CursorReader, Item
 from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.messages import (
     FILM_AND_SOUND,
-    PICTURES,
+    PICTURE_COLUMNS,
     check_asks,
     check_media,
     check_roles,
@@ -31,7 +31,7 @@ from trinity_lightning.common.messages import (
     warn_of_unread,
 )
 from trinity_lightning.common.pictures.families import check_family
-from trinity_lightning.common.pictures.parts import count_places, has_pictures, is_picture, pictures_in, placed
+from trinity_lightning.common.pictures.parts import count_places, has_places, is_place, pictures_in, placed
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.processor import PictureProcessor, load_processor
 from trinity_lightning.common.pictures.prompt import PLACES, WrittenPictures
@@ -98,12 +98,12 @@ class Example:
         generation_config: Any = None,
         report: Callable[[str], object] = logger.warning,
         processor: PictureProcessor | None = None,
-        images_field: str = PICTURES[0],
+        images_field: str = PICTURE_COLUMNS[0],
         folder: Path = Path(),
     ) -> None:
         sees = processor is not None
-        check_media(entry, FILM_AND_SOUND if sees else (*PICTURES, images_field, *FILM_AND_SOUND))
-        if images_field not in (*PICTURES, *entry):
+        check_media(entry, FILM_AND_SOUND if sees else (*PICTURE_COLUMNS, images_field, *FILM_AND_SOUND))
+        if images_field not in (*PICTURE_COLUMNS, *entry):
             raise ConfigError(unknown_name("column", images_field, entry), key=".images_field")
         self._processor, self._folder = processor, folder
         self._fields = {name: value for name, value in entry.items() if value is not None}
@@ -234,14 +234,14 @@ class Example:
         self.pictures = pictures_in(messages)
         for picture in self.pictures:
             picture.check()
-        if any(has_pictures(message) for message in messages if message.get("role") == "assistant"):
+        if any(has_places(message) for message in messages if message.get("role") == "assistant"):
             raise ConfigError("a turn of the assistant has a picture, and models write none", fix=IN_PROMPT)
         written = WrittenPictures(processor.token, [processor.written(picture.size) for picture in self.pictures])
         self._imitation = self._imitate(written)
         if not is_text:
             return messages
         parts = messages[0]["content"]
-        return "".join(processor.token if is_picture(part) else part["text"] for part in parts)
+        return "".join(processor.token if is_place(part) else part["text"] for part in parts)
 
     def _shown_alike(self, chosen: Any, rejected: Any) -> tuple[Any, Any]:
         """Two whole conversations with the same pictures."""
@@ -319,9 +319,9 @@ class Examples(list[Experience]):
         """Checksum of the content of an example's pictures; 0 without any."""
         return 0 if self.pictures is None else self.pictures.checksum(example)
 
-    def completed(self, examples: Iterable[Experience]) -> list[Experience]:
-        """These examples with the tensors of their pictures. StorageError: pictures have changed since the start."""
-        return list(examples) if self.pictures is None else list(map(self.pictures.complete, examples))
+    def complete(self, example: Experience) -> Experience:
+        """The example with the tensors of its pictures. StorageError: they have changed since the start."""
+        return example if self.pictures is None else self.pictures.complete(example)
 
 
 def read_examples(
@@ -459,10 +459,12 @@ class ExampleReader(CursorReader):
         examples = super()._try_read(count, whole_groups, last)
         if examples is None or self._examples.pictures is None:
             return examples
-        self._seen |= {
-            index_of(example): self._examples.checksum(example) for example in examples if example.multi_modal_inputs
-        }
-        return self._examples.completed(examples)
+        completed = []
+        for example in examples:
+            if example.multi_modal_inputs:
+                self._seen[index_of(example)] = self._examples.checksum(example)
+            completed.append(self._examples.complete(example))  # at once, while its pictures are at hand
+        return completed
 
     def _fetch(self, cursor: Cursor, count: int) -> list[Item]:
         (start,) = cursor

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +16,16 @@ from trinity_lightning.buffer.datamodule import UnmovedDataModule
 from trinity_lightning.buffer.dataset import ExampleReader, examples_of
 from trinity_lightning.buffer.held_out import HeldOutLoss, held_out_of_run
 from trinity_lightning.buffer.reader import BufferReader, create_reader
-from trinity_lightning.common.experience import EID, Experience
+from trinity_lightning.common.experience import EID, Experience, ExperienceError
 from trinity_lightning.common.messages import Conversation, check_media, check_roles, warn_of_unread
 from trinity_lightning.common.optimizer_batch import IS_EXPERT, OptimizerBatch
+from trinity_lightning.common.pictures.processor import PictureProcessor, load_processor
 from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.checkpoints import resume_command
 from trinity_lightning.config.models import load_generation_config, load_tokenizer
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.values import number, whole_number
-from trinity_lightning.errors import ConfigError, StorageError, configured_at
+from trinity_lightning.errors import ConfigError, ModelLoadError, StorageError, configured_at
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.models.imitation import Imitation
 from trinity_lightning.explorer.models.turns import common_length, turn_end
@@ -55,6 +56,7 @@ class OfflineLoader:
         whole_groups: never part the experiences of a task.
         wait: seconds to wait for a batch that another process has yet to write.
         max_response_length: longest response that the data allow, in tokens; None: unknown, see `OptimizerBatch`.
+        check: raises a StorageError for experiences that cannot be trained on.
         everywhere: calls the read on rank 0, and gives the experiences to all ranks.
         pause: see `BufferReader.read`; for a run that may end during the wait.
 
@@ -69,6 +71,7 @@ class OfflineLoader:
     whole_groups: bool = True
     wait: float = 0.0
     max_response_length: int | None = None
+    check: Callable[[Sequence[Experience]], None] | None = None
     everywhere: Callable[[Callable[[], list[Experience]]], list[Experience]] = lambda read: read()
     pause: Callable[[float], None] = time.sleep
     _epoch: int = field(default=1, init=False)
@@ -100,7 +103,14 @@ class OfflineLoader:
             yield OptimizerBatch.of(experiences, self._epoch, self.max_response_length)
 
     def _read(self) -> list[Experience]:
-        return self.reader.read(self.batch_size, whole_groups=self.whole_groups, wait=self.wait, pause=self.pause)
+        read = self.reader.read(self.batch_size, whole_groups=self.whole_groups, wait=self.wait, pause=self.pause)
+        try:
+            if self.check is not None:
+                self.check(read)
+        except StorageError:
+            self.reader.load_state_dict(self._before)  # a checkpoint of the run that ends now has not read them
+            raise
+        return read
 
     def rewind(self, position: int) -> None:
         """Go back to batch `position`. The batch after it was handed out but not trained on, and is read again."""
@@ -123,7 +133,7 @@ class OfflineExperienceDataModule(UnmovedDataModule):
 
     Args:
         reader: gives the experiences.
-        batch_size, steps_per_epoch, whole_groups, wait, max_response_length: see `OfflineLoader`.
+        batch_size, steps_per_epoch, whole_groups, wait, max_response_length, check: see `OfflineLoader`.
         held_out: examples to measure the loss on.
 
     Attributes:
@@ -144,6 +154,7 @@ class OfflineExperienceDataModule(UnmovedDataModule):
         whole_groups: bool = True,
         wait: float = 0.0,
         max_response_length: int | None = None,
+        check: Callable[[Sequence[Experience]], None] | None = None,
         held_out: Sequence[Experience] = (),
     ) -> None:
         super().__init__()
@@ -156,6 +167,7 @@ class OfflineExperienceDataModule(UnmovedDataModule):
             whole_groups=whole_groups,
             wait=wait,
             max_response_length=max_response_length,
+            check=check,
             everywhere=self.everywhere,
             pause=self._pause,
         )
@@ -199,6 +211,38 @@ class UnreadReader(BufferReader):
 # -- a run without rollouts, from its configuration --------------------------------------------------------------------
 
 
+@dataclass(eq=False)
+class PlacesCheck:
+    """Refuses experiences whose pictures have not as many places as the run's model has states for them.
+
+    The model's processor is loaded when the first pictures come. Training needs no more than their tensors: without a
+    processor nothing is refused here.
+
+    Args:
+        model, args: name of the model, and arguments of its processor's calls.
+    """
+
+    model: str
+    args: Mapping[str, Any]
+
+    def __call__(self, experiences: Sequence[Experience]) -> None:
+        """Check experiences before they are trained on. StorageError: they are refused; the message names the first."""
+        for experience in experiences:
+            if not experience.multi_modal_inputs or self._processor is None:
+                continue
+            try:
+                self._processor.check(experience.multi_modal_inputs)
+            except ExperienceError as error:
+                raise StorageError(f"experience {experience.eid}, which is to be trained on: {error}") from error
+
+    @cached_property
+    def _processor(self) -> PictureProcessor | None:
+        try:
+            return load_processor(self.model, self.args)
+        except ModelLoadError:
+            return None
+
+
 def offline_data_module(
     config: TrainConfig, pairs: bool, follower: bool, max_response_length: int
 ) -> OfflineExperienceDataModule:
@@ -216,6 +260,7 @@ def offline_data_module(
     dataset = config.buffer.storage == "dataset"
     reader: BufferReader
     held_out: Sequence[Experience] = ()
+    check: PlacesCheck | None = None
     if follower:
         reader = UnreadReader()
     elif dataset:
@@ -224,18 +269,20 @@ def offline_data_module(
             examples = examples_of(config, str(config.buffer.path), settings.split, pairs)
         if settings.held_out.given:
             examples, measured = held_out_of_run(config, examples, pairs)
-            held_out = measured.completed(measured)
+            held_out = list(map(measured.complete, measured))
         reader = ExampleReader.of_run(config, examples)
     else:
         with configured_at("buffer.storage", section="buffer"):
             reader = create_reader(config.buffer, config.seed)
+        check = PlacesCheck(config.model.name, config.model.processor_args)
         if config.buffer.order == "fifo":  # other orders log each read
-            _check_first(reader, pairs)
+            _check_first(reader, pairs, check)
     return OfflineExperienceDataModule(
         reader,
         batch_size=config.buffer.batch_size,
         steps_per_epoch=1,
         max_response_length=config.buffer.dataset.max_length if dataset else max_response_length,
+        check=check,
         held_out=held_out,
     )
 
@@ -279,8 +326,8 @@ def summary(config: TrainConfig) -> list[tuple[str, str]]:
     ]
 
 
-def _check_first(reader: BufferReader, pairs: bool) -> None:
-    """Refuse stored data whose first experience does not fit the loss: only `dpo` learns from pairs."""
+def _check_first(reader: BufferReader, pairs: bool, check: PlacesCheck) -> None:
+    """Refuse stored data whose first experience does not fit the loss (only `dpo` learns from pairs) or the model."""
     start = reader.state_dict()
     first = reader.read(1)
     reader.load_state_dict(start)
@@ -291,6 +338,7 @@ def _check_first(reader: BufferReader, pairs: bool) -> None:
         raise ConfigError(
             f"experience {first[0].eid}, which is to be trained on, {misfit}", key="algorithm.policy_loss"
         )
+    check(first)
 
 
 # -- expert data, which join the rollouts of every explore step --------------------------------------------------------

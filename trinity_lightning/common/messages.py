@@ -9,13 +9,13 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from jinja2 import Environment, TemplateError, meta
 
-from trinity_lightning.common.pictures.parts import is_picture, pictures_in, placed, read_parts, text_of
+from trinity_lightning.common.pictures.parts import is_place, pictures_in, placed, read_parts, text_of
 from trinity_lightning.common.pictures.picture import Picture, read_picture, read_pictures
 from trinity_lightning.config.chat_template import check_template_variables
 from trinity_lightning.config.values import nearest, unknown_name
@@ -24,7 +24,7 @@ from trinity_lightning.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 TOOLS, TEMPLATE_VARIABLES = "tools", "chat_template_kwargs"  # names of columns
-PICTURES = ("images", "image")  # columns with pictures
+PICTURE_COLUMNS = ("images", "image")  # columns with pictures
 FILM_AND_SOUND = ("video", "videos", "audio", "audios")  # columns with media that nothing is trained on
 _HERE = Path()
 # Roles that every chat template accepts; a template has to name any other role.
@@ -96,12 +96,13 @@ class Conversation(list[dict[str, Any]]):
 # -- an entry ----------------------------------------------------------------------------------------------------------
 
 
-def check_media(entry: Mapping[str, Any], columns: Iterable[str] = (*PICTURES, *FILM_AND_SOUND)) -> None:
+def check_media(entry: Mapping[str, Any], columns: Collection[str] = (*PICTURE_COLUMNS, *FILM_AND_SOUND)) -> None:
     """Refuse an entry with pictures, sound or film in these columns; those that are null or empty count as absent."""
+    trained = "text is" if {*columns} & {*PICTURE_COLUMNS} else "text and pictures are"
     for name in columns:
         if not is_empty(entry.get(name)):
             raise ConfigError(
-                f"column '{name}' is not empty, and only text is trained on here",
+                f"column '{name}' is not empty, and only {trained} trained on here",
                 fix="leave such entries or the column out (rename it if it has no pictures, sound or film)",
             )
 
@@ -113,11 +114,11 @@ def is_empty(value: object) -> bool:
 
 def picture_columns(field: str) -> tuple[str, ...]:
     """Names of the columns that may have pictures, if this is configured as the name of their column."""
-    return PICTURES if field == PICTURES[0] else (field,)
+    return PICTURE_COLUMNS if field == PICTURE_COLUMNS[0] else (field,)
 
 
-def read_pictures_of(entry: Mapping[str, Any], field: str = PICTURES[0], folder: Path = _HERE) -> list[Picture]:
-    """The pictures of an entry: those of a field, or by default of the first of `PICTURES` that is not empty.
+def read_pictures_of(entry: Mapping[str, Any], field: str = PICTURE_COLUMNS[0], folder: Path = _HERE) -> list[Picture]:
+    """The pictures of an entry: those of a field, or by default of the first of `PICTURE_COLUMNS` that is not empty.
 
     Raises:
         ConfigError: as in `read_picture`.
@@ -228,13 +229,13 @@ def _read_content(where: str, content: Any, pictures: bool) -> str | list[Any]:
         raise ConfigError(f"{where}: its content is {content!r:.80}", fix="give text, or parts of type 'text'")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if pictures and is_picture(part):
+        if pictures and is_place(part):
             continue
         if kind != "text" or not isinstance(part.get("text"), str):
             named = f"a part of type '{kind}'" if kind else f"the part {part!r:.80}"
             trained = "text and pictures are" if pictures else "text is"
             raise ConfigError(f"{where} has {named}, and only {trained} trained on here", fix="leave such entries out")
-    return read_parts(content) if any(map(is_picture, content)) else text_of(content)
+    return read_parts(content) if any(map(is_place, content)) else text_of(content)
 
 
 def check_asks(column: str, messages: Sequence[Mapping[str, Any]]) -> None:

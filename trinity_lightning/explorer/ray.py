@@ -288,6 +288,8 @@ def _pickled(value: object, label: str) -> bytes:
 
     try:
         return cloudpickle.dumps(value)  # pyright: ignore[reportPrivateImportUsage]
+    except ConfigError:  # of a picture whose file is lost
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         message = f"{label} cannot be sent to Ray runners: {reason}"

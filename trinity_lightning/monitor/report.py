@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from trinity_lightning.common.pictures.thumbnails import FOLDER, NOTED, files_of
+from trinity_lightning.common.pictures.thumbnails import COLUMN, FOLDER, files_of
 from trinity_lightning.common.solved import criterion_of
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, read_rows
 from trinity_lightning.monitor.machine import FILE as ENVIRONMENT_FILE
@@ -249,7 +249,7 @@ _LARGEST_THUMBNAIL = 2**16  # bytes of a file that the page takes in
 
 def _thumbnails(folder: Path, completion: Completion) -> list[str]:
     """The pictures of a completion's prompt, as data URLs; those whose files are missing are left out."""
-    files = (file for file in files_of(folder, completion.get(NOTED)) if file.stat().st_size <= _LARGEST_THUMBNAIL)
+    files = (file for file in files_of(folder, completion.get(COLUMN)) if file.stat().st_size <= _LARGEST_THUMBNAIL)
     return [f"data:image/jpeg;base64,{b64encode(file.read_bytes()).decode()}" for file in files]
 
 

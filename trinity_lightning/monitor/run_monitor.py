@@ -16,8 +16,8 @@ from tqdm import tqdm
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.pictures.thumbnails import (
+    COLUMN,
     FOLDER,
-    NOTED,
     files_of,
     names_in,
     side_by_side,
@@ -244,7 +244,7 @@ def write_completions(
 
     shown = records[:TABLE_ROWS]
     rewards = dict.fromkeys(name for record in shown for name in record if name.startswith(REWARD_PREFIX))
-    pictures = (NOTED,) * any(NOTED in record for record in shown)
+    pictures = (COLUMN,) * any(COLUMN in record for record in shown)
     of_training = _OF_TRAINING if taskset is None else ()
     columns = (*_BEFORE_REWARDS, *rewards, *_AFTER_REWARDS, *of_training, *pictures)
     return [{column: record.get(column) for column in columns} for record in shown]
@@ -254,11 +254,11 @@ def show_pictures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """In a table's rows put W&B's picture of thumbnails in the place of their names, one object for equal names."""
     images: dict[str, wandb.Image] = {}
     for row in rows:
-        if names := row.get(NOTED):
+        if names := row.get(COLUMN):
             files, key = files_of(folder, names), " ".join(names)
             if files and key not in images:
                 images[key] = wandb.Image(side_by_side(files))
-            row[NOTED] = images.get(key)
+            row[COLUMN] = images.get(key)
 
 
 def _record(step: int, experience: Experience, of_training: bool) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _record(step: int, experience: Experience, of_training: bool) -> dict[str, A
         "task": experience.eid.task,
         "run": experience.eid.run,
         "prompt": experience.prompt_text,
-        **({NOTED: names} if (names := names_in(experience)) else {}),
+        **({COLUMN: names} if (names := names_in(experience)) else {}),
         "completion": experience.response_text,
         "reward": _number(experience.reward),
         **rewards,

@@ -10,7 +10,7 @@ from support.errors import refuses
 
 from trinity_lightning.common.pictures.parts import (
     count_places,
-    has_pictures,
+    has_places,
     parts_of,
     pictures_in,
     placed,
@@ -162,4 +162,4 @@ def test_texts_of_contents() -> None:
 def test_places_are_counted() -> None:
     messages = [SYSTEM, user([PLACE, text("a"), OWN]), {"role": "assistant", "content": None, "tool_calls": []}]
     assert count_places(messages) == 2
-    assert list(map(has_pictures, messages)) == [False, True, False]
+    assert list(map(has_places, messages)) == [False, True, False]

@@ -13,7 +13,7 @@ from support.pictures import processor, random_picture
 
 from trinity_lightning.common.experience import ExperienceError
 from trinity_lightning.common.pictures import processor as module
-from trinity_lightning.common.pictures.picture import Picture
+from trinity_lightning.common.pictures.picture import FIELD, Picture
 from trinity_lightning.common.pictures.processor import AS_TEXT, PictureProcessor, marked_as_text
 from trinity_lightning.common.pictures.prompt import PLACES
 from trinity_lightning.common.pictures.tensors import MASK
@@ -45,7 +45,7 @@ def test_places_are_the_tokens_of_the_pictures(fresh: PictureProcessor) -> None:
 
 @pytest.mark.parametrize(("text", "count"), [("<image>", 0), ("<image>", 2), ("none", 1)])
 def test_places_and_pictures_must_be_as_many(fresh: PictureProcessor, text: str, count: int) -> None:
-    with refuses("taskset.images_field"):
+    with refuses(FIELD):
         fresh.expand(text, [random_picture(seed) for seed in range(count)])
 
 
@@ -58,7 +58,7 @@ def test_the_token_of_pictures_is_text_where_a_text_has_it(
     first, second = fresh.expand("a<image>", pictures[:1]), fresh.expand("<image>", pictures[1:])
     assert pieces == [[], [fresh.token_id], first, [fresh.token_id], second]
     for text in (f"{AS_TEXT}<image>", f"<image>{AS_TEXT}<image>a<image>"):
-        with refuses("taskset.images_field"):
+        with refuses(FIELD):
             fresh.pieces(text, pictures)
     encode = fresh._encode
     monkeypatch.setattr(fresh, "_encode", lambda text: [0, *encode(text)])  # begins each text with a space, say

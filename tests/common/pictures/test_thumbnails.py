@@ -13,8 +13,8 @@ from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.pictures.thumbnails import (
     CARRIED,
+    FILES,
     MOST_SHOWN,
-    NOTED,
     files_of,
     names_in,
     notes_of,
@@ -49,8 +49,18 @@ def test_a_rollout_carries_its_prompts_thumbnails_until_they_are_taken() -> None
     assert taken_from([made, experience(prompt(), [5])]) == {
         f"{picture.digest}.jpg": picture.thumbnail for picture in (FIRST, SECOND)
     }
-    assert made.info == {"finish_reason": "stop", NOTED: NAMES}
+    assert made.info == {"finish_reason": "stop", FILES: NAMES}
     assert taken_from([made]) == {}
+
+
+@pytest.mark.parametrize("prompt_of_run", [[1, 2], prompt()], ids=["text", "pictures"])
+def test_a_workflows_own_entries_of_info_stay(prompt_of_run: list[int]) -> None:
+    own = {"pictures": 2, "thumbnails": {"a.jpg": b"mine"}}
+    completion = Completion(prompt_of_run, [20], [-1.0], "3", "stop")
+    made = experience_of(completion, [], info=own)
+    assert taken_from([made]).keys() == ({*NAMES} if isinstance(prompt_of_run, PicturePrompt) else set())
+    assert names_in(made) == (NAMES if isinstance(prompt_of_run, PicturePrompt) else [])
+    assert own.items() <= made.info.items()
 
 
 def test_rollouts_of_text_carry_nothing() -> None:
@@ -60,7 +70,7 @@ def test_rollouts_of_text_carry_nothing() -> None:
 
 def test_of_many_pictures_the_first_are_carried() -> None:
     many = [random_picture(seed, (9, 9)) for seed in range(MOST_SHOWN + 2)]
-    assert notes_of(prompt_of("<image>" * len(many), many))[NOTED] == [f"{p.digest}.jpg" for p in many[:MOST_SHOWN]]
+    assert notes_of(prompt_of("<image>" * len(many), many))[FILES] == [f"{p.digest}.jpg" for p in many[:MOST_SHOWN]]
 
 
 def test_each_is_written_once_and_read_by_a_name_that_is_a_hash(tmp_path: Path) -> None:

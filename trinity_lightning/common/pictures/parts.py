@@ -16,12 +16,12 @@ _OWN_NAMES = ("image", "image_url", "path", "url")  # keys under which parts may
 Messages = list[dict[str, Any]]
 
 
-def is_picture(part: object) -> bool:
+def is_place(part: object) -> bool:
     """True for a part that is a picture's place, as chat templates or OpenAI's API have it."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
-def has_pictures(message: Mapping[str, Any]) -> bool:
+def has_places(message: Mapping[str, Any]) -> bool:
     """True if the message has a place for a picture."""
     return any(_places([message]))
 
@@ -41,7 +41,7 @@ def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Picture]:
     if missing := sum(value is None for value in values):
         raise ConfigError(
             f"the messages have {len(values)} places for pictures, {missing} of them without a picture",
-            key=f"taskset{FIELD}",
+            key=FIELD,
             fix="give the pictures in the task's entry, in their parts, or to chat(messages, images=...)",
         )
     return [read_picture(value, Path()) for value in values]
@@ -51,7 +51,7 @@ def without_pictures(messages: Iterable[Any]) -> list[Any]:
     """Messages without the pictures that `placed` has put in their places, for files and for raw tasks."""
     return [
         {**message, "content": [_place() if _has_picture(part) else part for part in message["content"]]}
-        if has_pictures(message)
+        if has_places(message)
         else message
         for message in messages
     ]
@@ -68,7 +68,7 @@ def with_data_urls(messages: Iterable[Mapping[str, Any]]) -> Messages:
         return {"type": "image_url", "image_url": {"url": _own(part).data_url}} if _has_picture(part) else part
 
     return [
-        {**message, "content": [part_of(part) for part in message["content"]]} if has_pictures(message) else {**message}
+        {**message, "content": [part_of(part) for part in message["content"]]} if has_places(message) else {**message}
         for message in messages
     ]
 
@@ -77,7 +77,7 @@ def _places(messages: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, list | tuple):
-            yield from filter(is_picture, content)
+            yield from filter(is_place, content)
 
 
 def text_of(content: object) -> str:
@@ -88,8 +88,8 @@ def text_of(content: object) -> str:
     """
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, Sequence) and all(is_picture(part) or _is_text(part) for part in content):
-        return "".join(SHOWN if is_picture(part) else part["text"] for part in content)
+    if isinstance(content, Sequence) and all(is_place(part) or _is_text(part) for part in content):
+        return "".join(SHOWN if is_place(part) else part["text"] for part in content)
     raise ConfigError(f"a message's content must be text, or parts of type 'text'; this is {type(content).__name__}.")
 
 
@@ -101,9 +101,9 @@ def read_parts(parts: Iterable[Mapping[str, Any]]) -> Messages:
     """Parts in one form: adjacent texts joined, none of them empty, and a picture that a part has under one name."""
     read: Messages = []
     for part in parts:
-        if is_picture(part):
+        if is_place(part):
             read.append(_place(_own(part)))
-        elif read and not is_picture(read[-1]):
+        elif read and not is_place(read[-1]):
             read[-1] = _text_part(read[-1]["text"] + text_of([part]))
         elif text := text_of([part]):
             read.append(_text_part(text))
@@ -112,7 +112,7 @@ def read_parts(parts: Iterable[Mapping[str, Any]]) -> Messages:
 
 def empty_places(parts: Iterable[Mapping[str, Any]]) -> Messages:
     """Parts in the form of `read_parts`, as chat templates read them: without pictures in their places."""
-    return [_place() if is_picture(part) else part for part in read_parts(parts)]
+    return [_place() if is_place(part) else part for part in read_parts(parts)]
 
 
 def _own(part: Mapping[str, Any]) -> Any:
@@ -142,7 +142,7 @@ def _picture_in(value: object) -> Any:
     """A value that is a picture; or the picture that a part brings along, None without any."""
     if is_image(value) or isinstance(value, Picture):
         return value
-    return _own(value) if isinstance(value, Mapping) and is_picture(value) else None
+    return _own(value) if isinstance(value, Mapping) and is_place(value) else None
 
 
 def _part_of(value: Any) -> Mapping[str, Any]:
@@ -150,7 +150,7 @@ def _part_of(value: Any) -> Mapping[str, Any]:
         picture = read_picture(source, Path())
         _ = picture.image
         return _place(picture)
-    if is_picture(value) or _is_text(value):
+    if is_place(value) or _is_text(value):
         return value
     return _text_part(value if isinstance(value, str) else json_text(value))
 
@@ -187,7 +187,7 @@ def placed(messages: Messages, pictures: Sequence[Picture], folder: Path) -> Mes
     if not pictures and not count_places(messages):
         return messages
     messages = [
-        message | {"content": read_parts(message["content"])} if has_pictures(message) else message
+        message | {"content": read_parts(message["content"])} if has_places(message) else message
         for message in messages
     ]
     if pictures and not count_places(messages):
@@ -195,8 +195,8 @@ def placed(messages: Messages, pictures: Sequence[Picture], folder: Path) -> Mes
     own = [read_picture(place[_OWN], folder) if _OWN in place else None for place in _places(messages)]
     rest = iter(_in_order(own, pictures))
     return [
-        message | {"content": [_place(next(rest)) if is_picture(part) else part for part in message["content"]]}
-        if has_pictures(message)
+        message | {"content": [_place(next(rest)) if is_place(part) else part for part in message["content"]]}
+        if has_places(message)
         else message
         for message in messages
     ]

@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 _CHECKED: set[int] = set()  # versions of files that `Picture.check` has found to be usable, in this process
 FIELD = ".images_field"  # key of the field with pictures, within a taskset's section
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)  # a colon alone may be part of a file's name
-_FILE_URL = "file://"
+_FILE_URL, _THIS_MACHINE = "file://", ("", "localhost")
 _DATA_URL = re.compile(r"data:[^,]*?(;base64)?,", re.IGNORECASE)
 _ENCODE = "write it as data:image/png;base64,..."
 _FILMS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 _LONGEST_PATH = 4096
 _LEAST_EDGE = 2  # in pixels: a single one shows nothing, and is what trackers and failed downloads leave behind
-_ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}  # the last bytes of files, by format, within their tail
+_ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}  # the last bytes of files, within their tail
+_WHOLE_IF_OPENED = "WEBP"  # a format whose files Pillow opens only if they are whole
 _TAIL = 16
 _THUMBNAIL_EDGE = 128  # in pixels, at most
 _ORIENTATION, _ON_THEIR_SIDE = 0x0112, (5, 6, 7, 8)  # an EXIF tag, and its values for pictures to turn by 90 degrees
@@ -46,7 +47,8 @@ _WITH_PREVIEWS = ("MPO",)  # formats whose further pictures show the same, in an
 class Picture:
     """A picture; two are equal if their sizes and all of their pixels are, in RGB.
 
-    It goes to other processes with the bytes of its file, because another machine may not have the file.
+    It goes to other processes with the bytes of its file, because another machine may not have the file. They are read
+    once, however often it goes; if the file is lost, it goes with the pixels that were read from it.
 
     Attributes:
         source: a picture of Pillow's, or a picture's file as bytes, as base64 text or by its path.
@@ -111,7 +113,7 @@ class Picture:
         with _named_errors(self.name):
             return str(self.source.stat().st_size)
 
-    @property
+    @cached_property
     def data_url(self) -> str:
         """The picture as a PNG file within a URL, as endpoints of OpenAI's API take it."""
         file = BytesIO()
@@ -124,12 +126,14 @@ class Picture:
         return f"picture '{self.source!s:.200}'" if isinstance(self.source, Path) else "a picture"
 
     def check(self) -> None:
-        """Refuse a picture that cannot be used, by head and end of its file: before a run, as this reads from the disk.
+        """Refuse a picture that cannot be used: before a run, as this reads from the disk.
 
-        A file that has passed is not opened again, as long as its size and its time of change stay.
+        Of a JPEG or WebP file head and end are read, of a PNG file all bytes, which have checksums; other formats are
+        decoded. A file that has passed is not opened again, as long as its size and its time of change stay.
 
         Raises:
-            ConfigError: the file is missing, is cut off, is no picture or several, or has too many pixels or too few.
+            ConfigError: the file is missing, is cut off, is no picture or several, has too many pixels or too few, or
+                is a PNG file with a wrong checksum.
         """
         if (version := self._version()) in _CHECKED:
             return
@@ -137,6 +141,8 @@ class Picture:
             self._check_head(image)
             if not self._is_whole(image.format):
                 image.load()  # which raises an error unless other bytes follow the picture's own
+            elif image.format == "PNG" and image is not self.source:
+                image.verify()
         if version is not None:
             _CHECKED.add(version)
 
@@ -164,13 +170,13 @@ class Picture:
             raise ConfigError(f"{self.name} is {count} pictures, as a film is", fix="save the one that is meant")
 
     def _is_whole(self, kind: str | None) -> bool:
-        """True if the file ends as files of its format do, which those that were cut off do not."""
-        end = _ENDS.get(kind or "")
-        if end is None:
+        """True if the file is known to be whole, because it ends as files of its format do, or there is no file."""
+        if kind == _WHOLE_IF_OPENED or is_image(self.source):
             return True
+        if (end := _ENDS.get(kind or "")) is None:
+            return False
         if not isinstance(self.source, Path):
-            content = self._content()
-            return content is None or end in content[-_TAIL:]
+            return end in (self._content() or b"")[-_TAIL:]
         with self.source.open("rb") as file:
             file.seek(-min(_TAIL, self.source.stat().st_size), 2)
             return end in file.read()
@@ -200,9 +206,19 @@ class Picture:
         except ValueError as error:
             raise ConfigError(f"the data URL of {self.source:.40}... is no base64 ({error})", fix=_ENCODE) from error
 
+    @cached_property
+    def _sent(self) -> Image.Image | bytes:
+        """The bytes of the file; or the picture's pixels, without a file or if it is lost since they were read."""
+        try:
+            content = self._content()
+        except ConfigError:
+            if "image" not in vars(self):
+                raise
+            content = None
+        return self.image if content is None else content
+
     def __getstate__(self) -> dict[str, Any]:
-        content = self._content()
-        return {"source": self.image if content is None else content}
+        return {"source": self._sent}
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -233,7 +249,8 @@ def _named_errors(name: str) -> Iterator[None]:
         raise _too_large(name, str(error).partition(",")[0]) from error
     except UnidentifiedImageError as error:
         raise ConfigError(f"{name} is no picture, or damaged, or of an unknown format", fix="save it as PNG") from error
-    except (OSError, SyntaxError, ValueError, EOFError, LookupError) as error:  # Pillow's readers raise any of them
+    # Pillow's readers raise any of these.
+    except (OSError, SyntaxError, ValueError, EOFError, LookupError, RuntimeError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error  # which does not have the path again
         raise ConfigError(f"{name} cannot be read ({reason})", fix="replace it, or leave such entries out") from error
 
@@ -320,7 +337,13 @@ def _of_text(text: str, folder: Path) -> Picture:
             raise ConfigError(f"the data URL {text:.40}... is not in base64", fix=_ENCODE)
         return Picture(text[data.end() :])
     if text[: len(_FILE_URL)].lower() == _FILE_URL:
-        text = unquote(text[len(_FILE_URL) :])
+        machine, slash, path = unquote(text[len(_FILE_URL) :]).partition("/")
+        if machine.lower() not in _THIS_MACHINE or not slash:
+            raise ConfigError(
+                f"picture '{text:.80}' is on another machine ({machine:.40}), as its URL says",
+                fix=f"write {_FILE_URL}/ and the whole path, or the path alone if it begins in the data's folder",
+            )
+        text = slash + path
     elif address := _ADDRESS.match(text):
         raise ConfigError(
             f"picture '{text:.80}' is on the web ({address[1]}), and a run downloads nothing",
@@ -332,4 +355,7 @@ def _of_text(text: str, folder: Path) -> Picture:
         )
     if len(text) > _LONGEST_PATH:
         raise ConfigError(f"a text of {len(text)} characters ({text:.40}...) is no path of a picture", fix=_ENCODE)
-    return Picture(folder / Path(text).expanduser())
+    try:
+        return Picture(folder / Path(text).expanduser())
+    except RuntimeError as error:
+        raise ConfigError(f"picture '{text:.80}' has no such user's folder", fix="give its whole path") from error

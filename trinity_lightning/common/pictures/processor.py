@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from trinity_lightning.common.experience import ExperienceError
-from trinity_lightning.common.pictures.picture import Picture
+from trinity_lightning.common.pictures.picture import FIELD, Picture
 from trinity_lightning.common.pictures.prompt import PLACES, Expansion
 from trinity_lightning.common.pictures.tensors import MASK, PIXELS, PictureTensors
 from trinity_lightning.config.model import NO_PROCESSOR_ARGS
@@ -136,7 +136,7 @@ class PictureProcessor:
         if (places := text.count(self.token)) != pictures:
             raise ConfigError(
                 f"a prompt has places for {places} pictures, and {pictures} pictures",
-                key="taskset.images_field",
+                key=FIELD,
                 fix=f"give each picture a part of type 'image', and do not write {self.token} in a text",
             )
 

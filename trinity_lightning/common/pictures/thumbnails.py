@@ -4,19 +4,25 @@ A rollout notes the hashes of its prompt's pictures. The copies go with it to th
 before it is stored, and has each written once.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from PIL import Image
+from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.prompt import PicturePrompt
+from trinity_lightning.common.runs import RESERVED
 
-NOTED, CARRIED = "pictures", "thumbnails"  # keys of an experience's info: names of files, and their contents by name
+if TYPE_CHECKING:
+    from PIL import Image
+
+# Entries of an experience's info: the names of files, and the files' contents by their names.
+FILES, CARRIED = f"{RESERVED}picture_files", f"{RESERVED}thumbnails"
+COLUMN = "pictures"  # the column of completions with the names of files
 FOLDER = "images"  # beside the completions
 MOST_SHOWN = 8  # pictures of a prompt, the first ones
 _NAME = re.compile(r"[0-9a-f]{32}\.jpg")
@@ -26,7 +32,7 @@ def notes_of(prompt: object) -> dict[str, Any]:
     """Entries of an experience's info for the pictures of its prompt; none for a prompt without pictures."""
     pictures: Sequence[Picture] = prompt.pictures[:MOST_SHOWN] if isinstance(prompt, PicturePrompt) else ()
     thumbnails = {f"{picture.digest}.jpg": picture.thumbnail for picture in pictures}
-    return {NOTED: [f"{picture.digest}.jpg" for picture in pictures], CARRIED: thumbnails} if pictures else {}
+    return {FILES: [f"{picture.digest}.jpg" for picture in pictures], CARRIED: thumbnails} if pictures else {}
 
 
 def taken_from(experiences: Iterable[Experience]) -> dict[str, bytes]:
@@ -36,7 +42,7 @@ def taken_from(experiences: Iterable[Experience]) -> dict[str, bytes]:
 
 def names_in(experience: Experience) -> list[str]:
     """The names of the files with thumbnails of an experience's pictures."""
-    return list(experience.info.get(NOTED, ()))
+    return list(experience.info.get(FILES, ()))
 
 
 def write_thumbnails(folder: Path, thumbnails: Mapping[str, bytes]) -> None:
@@ -64,6 +70,8 @@ def files_of(folder: Path, names: object) -> list[Path]:
 
 def side_by_side(files: Sequence[Path]) -> Image.Image:
     """One picture of several thumbnails, at least one."""
+    from PIL import Image
+
     pictures = [Image.open(file) for file in files]
     whole = Image.new("RGB", (sum(p.width for p in pictures), max(p.height for p in pictures)), "white")
     left = 0

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from trinity_lightning.common.messages import Conversation, check_roles
-from trinity_lightning.common.pictures.parts import empty_places, has_pictures, pictures_in, read_parts, text_of
+from trinity_lightning.common.pictures.parts import empty_places, has_places, pictures_in, read_parts, text_of
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.tool_calls import call_of_message, format_tool_call
 from trinity_lightning.explorer.models.turns import (
@@ -126,7 +126,7 @@ def check_shown(text: str, placeholder: str, conversation: Conversation) -> None
     Raises:
         ConfigError: the text has fewer placeholders than there are pictures in messages of other roles than the user's.
     """
-    roles = sorted({str(message.get("role")) for message in conversation if has_pictures(message)} - {"user"})
+    roles = sorted({str(message.get("role")) for message in conversation if has_places(message)} - {"user"})
     if roles and text.count(placeholder) < len(conversation.pictures):
         raise ConfigError(
             f"the model's chat template has no place for pictures in messages of role {' or '.join(map(repr, roles))}",
@@ -155,7 +155,7 @@ def apply_template(
         plain = [_plain(message, template) for message in messages]
         if template:
             _check_shown(tokenizer, template, plain)
-        if any(map(has_pictures, plain)) and not (template and shows_pictures(tokenizer, template)):
+        if any(map(has_places, plain)) and not (template and shows_pictures(tokenizer, template)):
             raise ConfigError(
                 "the model's chat template has no place for pictures",
                 key=TEMPLATE,
@@ -205,7 +205,7 @@ def _plain(message: Mapping[str, Any], template: str) -> dict[str, Any]:
         if read and not plain.get(read):
             plain[read] = plain.pop(reasoning)
     content: Any = message.get("content")
-    return plain | {"content": empty_places(content) if has_pictures(message) else text_of(content)}
+    return plain | {"content": empty_places(content) if has_places(message) else text_of(content)}
 
 
 @lru_cache(maxsize=16)

@@ -147,6 +147,8 @@ def _sendable(reward: Reward, task: Task) -> bytes:
     """A pickle of the task for a reward, without the fields that may hold functions of this process alone."""
     try:
         return pickle.dumps(replace(task, workflow="", reward_fn=None))
+    except ConfigError:  # of a picture whose file is lost
+        raise
     except Exception as error:
         raise ConfigError(
             f"task {task.batch_id}/{task.task_id} cannot be sent to the process of reward function '{reward.name}': "

@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity_lightning.common.messages import (
     FILM_AND_SOUND,
-    PICTURES,
+    PICTURE_COLUMNS,
     Conversation,
     check_asks,
     check_media,
@@ -86,7 +86,7 @@ class Formatter:
         conversation = self._conversation(fields, folder)
         replaced = (PROMPT, ANSWER, MESSAGES, *(self.picture_fields if IMAGES in conversation else ()))
         if self.images_field != IMAGES:
-            replaced += PICTURES  # whatever they have, it is not shown to the model
+            replaced += PICTURE_COLUMNS  # whatever they have, it is not shown to the model
         task = {key: value for key, value in entry.items() if key not in replaced} | conversation
         if fields.get(self.answer_field) is not None:
             task[ANSWER] = fields[self.answer_field]

@@ -311,9 +311,9 @@ class Taskset(TaskSelection):
         The content of pictures is compared for `MOST_COMPARED` entries, evenly spread too: a run may have seen a
         hundred thousand files. Of all others the sizes are compared.
         """
-        indices = sorted(index for index in seen if self._seen.get(index) != seen[index])
+        indices: Sequence[int] = sorted(index for index in seen if self._seen.get(index) != seen[index])
         if getattr(self._entries, "generated", False):
-            indices = indices[:: max(len(indices) // MOST_CHECKED, 1)]
+            indices = spread(indices, MOST_CHECKED)
         read = {*spread([index for index in indices if seen[index][1]], MOST_COMPARED)}
 
         def has_changed(index: int) -> bool:

@@ -44,9 +44,9 @@ class Environment(Protocol):
     made on the event loop, so that its constructor must be quick.
 
     An observation is the text of a user's message, a picture of Pillow's, or a list of texts and pictures in their
-    order; or a message {role, content}, or a list of messages, whose content is a text or such a list. A picture's file
-    is {"type": "image", "image": path}, and is read at once. The policy has to be a model that reads pictures then, and
-    its engine has to take them.
+    order, whose texts are joined; or a message {role, content}, or a list of messages, whose content is a text or such
+    a list. A picture's file is {"type": "image", "image": path}, and is read at once. The policy has to be a model that
+    reads pictures then, and its engine has to take them.
 
     Two entries of a step's info are known. "state" identifies the new state, for add strategies that compare states: a
     text, number, list or dict; without it the observation is the state. "metrics" are numbers of the episode so far.
@@ -93,6 +93,8 @@ def as_messages(observation: Any) -> list[dict[str, Any]]:
     """
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
+    if isinstance(observation, list | tuple) and observation and all(isinstance(text, str) for text in observation):
+        return [{"role": "user", "content": "".join(observation)}]
     try:
         if (parts := parts_of(observation)) is not None:
             return [{"role": "user", "content": parts}]
