@@ -157,4 +157,16 @@ def test_arguments_of_vllm_for_pictures() -> None:
     }
     limits = [picture_arguments(path, {}, {}, most)["limit_mm_per_prompt"] for most in (None, 0)]
     assert limits == [{"video": 0, "audio": 0}, {"video": 0, "audio": 0, "image": 1}]  # without any, no tower is loaded
-    assert picture_arguments(path, {"limit_mm_per_prompt": {"image": 9}}, {}, 3) == {"mm_processor_cache_gb": 0}
+
+
+def test_arguments_of_the_users_own_win_and_leave_the_others() -> None:
+    path = str(resolve_model("tiny_vision"))
+    limits = {"limit_mm_per_prompt": {"image": 9}, "mm_processor_cache_gb": 1}
+    assert picture_arguments(path, limits, {}, 3) == {
+        "limit_mm_per_prompt": {"video": 0, "audio": 0, "image": 9},
+        "mm_processor_cache_gb": 1,
+    }
+    films = {"limit_mm_per_prompt": {"video": 1}}
+    limits = picture_arguments(path, films, {}, 3)["limit_mm_per_prompt"]
+    assert limits == {"video": 1, "audio": 0, "image": 3}
+    assert films == {"limit_mm_per_prompt": {"video": 1}}

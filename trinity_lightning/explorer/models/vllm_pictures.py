@@ -17,25 +17,34 @@ from trinity_lightning.errors import RolloutError
 IMAGE = "image"  # vLLM's name of the modality
 
 
+def picture_config(path: str) -> Any:
+    """The configuration of a model that reads pictures; None: it reads text alone, or transformers does not know it.
+
+    Args:
+        path: the model's folder, or its hub name.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):  # vLLM may know a model that transformers does not
+        return None
+    return config if is_picture_model(config) else None
+
+
 def picture_arguments(
     path: str, given: Mapping[str, Any], processor_args: Mapping[str, Any], most_pictures: int | None
 ) -> dict[str, Any]:
-    """Arguments of vLLM that a model which reads pictures needs besides those given: none for a text model.
+    """Arguments of vLLM that a model which reads pictures needs, joined with those given: none for a text model.
 
     vLLM's class for SmolVLM loads a processor that reads videos too, by torchvision and num2words. Without them it is
     loaded as Idefics3, which has the same weights and computes the same.
 
     Args:
         path: the model's folder, or its hub name.
-        given: arguments of vLLM, which win.
+        given: arguments of vLLM, which win. Of those that have parts, as the limits have, each part does.
         processor_args: arguments of the model's processor.
         most_pictures: largest number of pictures of a prompt; None: it is not known.
     """
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError):  # vLLM may know a model that transformers does not
-        return {}
-    if not is_picture_model(config):
+    if (config := picture_config(path)) is None:
         return {}
     # vLLM reserves memory for the largest input that is allowed, which would often be a film.
     limits = {"video": 0, "audio": 0} | ({} if most_pictures is None else {IMAGE: max(most_pictures, 1)})
@@ -46,7 +55,12 @@ def picture_arguments(
     lacks_videos = not all(map(importlib.util.find_spec, ("torchvision", "num2words")))
     if lacks_videos and config.model_type == "smolvlm":
         arguments["hf_overrides"] = {"architectures": ["Idefics3ForConditionalGeneration"]}
-    return {name: value for name, value in arguments.items() if name not in given}
+    return {name: _joined_with(value, given[name]) if name in given else value for name, value in arguments.items()}
+
+
+def _joined_with(value: Any, given: Any) -> Any:
+    """The value that was given, or both if they have parts."""
+    return {**value, **given} if isinstance(value, Mapping) and isinstance(given, Mapping) else given
 
 
 class VLLMPictures:

@@ -41,7 +41,7 @@ from trinity_lightning.explorer.models.engine import LoadedEngine
 from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
 from trinity_lightning.explorer.models.server_pictures import UNKNOWN, PicturePrompts, request_of
 from trinity_lightning.explorer.models.vllm_engine import engine_args, with_end_tokens
-from trinity_lightning.explorer.models.vllm_pictures import picture_arguments
+from trinity_lightning.explorer.models.vllm_pictures import picture_arguments, picture_config
 from trinity_lightning.sync.files import MEMORY, WeightFolder
 from trinity_lightning.sync.servers import server_arguments
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes
@@ -287,9 +287,9 @@ class VLLMServerEngine(LoadedEngine):
             arguments["tensor_parallel_size"] = len(self._gpus)
         arguments |= engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
         arguments |= server_arguments(self.sync_method)
-        for_pictures = picture_arguments(path, arguments, self.processor_args, self.most_pictures)
-        arguments |= for_pictures | {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True}
-        return [*_command_line(arguments), *(("--middleware", MIDDLEWARE) if for_pictures else ())]
+        arguments |= picture_arguments(path, arguments, self.processor_args, self.most_pictures)
+        arguments |= {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True}
+        return [*_command_line(arguments), *(("--middleware", MIDDLEWARE) if picture_config(path) else ())]
 
     def _environment(self, flags: Collection[str]) -> dict[str, str]:
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
