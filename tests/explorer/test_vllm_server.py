@@ -418,6 +418,17 @@ def test_a_server_elsewhere_that_takes_no_pictures_is_refused() -> None:
     with_elsewhere(server, load, "tiny_vision")
 
 
+def test_a_server_elsewhere_that_takes_no_pictures_serves_a_run_without_any() -> None:
+    async def load(engine: VLLMServerEngine) -> None:
+        engine.most_pictures = 0
+        await engine.load()
+        assert engine.processor is None  # so that the probe has no picture
+
+    server = Elsewhere()
+    server.answers["/picture_prompts"] = 404, {"detail": "Not Found"}
+    with_elsewhere(server, load, "tiny_vision")
+
+
 def test_a_server_elsewhere_that_does_not_generate_is_told() -> None:
     async def load(engine: VLLMServerEngine) -> None:
         with pytest.raises(ModelLoadError, match="no such model"):
