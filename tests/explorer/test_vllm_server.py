@@ -302,7 +302,9 @@ class StartedError(Exception):
     """A server would have been started, with these flags and variables."""
 
 
-def started_with(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[str], dict[str, str]]:
+def started_with(
+    monkeypatch: pytest.MonkeyPatch, model: str = "tiny", **settings: Any
+) -> tuple[list[str], dict[str, str]]:
     """The flags and the variables with which an engine of these settings starts its server."""
 
     def start(flags: list[str], environment: dict[str, str], log: Path | None) -> None:
@@ -310,7 +312,7 @@ def started_with(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[list
 
     monkeypatch.setattr(vllm_server, "ServerProcess", start)
     with pytest.raises(StartedError) as started:
-        asyncio.run(VLLMServerEngine("tiny", **settings).load())
+        asyncio.run(VLLMServerEngine(model, **settings).load())
     flags, environment = started.value.args
     return flags, environment
 
@@ -360,6 +362,18 @@ def test_a_server_of_several_gpus_uses_all_of_them(
     assert [part for i in at for part in flags[i : i + 2]] == expected
 
 
+@pytest.mark.parametrize("args", [{}, {"limit_mm_per_prompt": {"image": 4}, "mm_processor_cache_gb": 0}])
+def test_a_server_of_a_model_that_reads_pictures_takes_prompts_with_them(
+    args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, environment = started_with(monkeypatch, "tiny_vision", args=args)
+    assert flags[flags.index("--middleware") + 1] == vllm_server.MIDDLEWARE
+    assert environment["PYTHONPATH"].startswith(ROOT)
+    limits = json.loads(flags[flags.index("--limit-mm-per-prompt") + 1])
+    assert limits == {"video": 0, "audio": 0, **args.get("limit_mm_per_prompt", {})}
+    assert "--middleware" not in started_with(monkeypatch)[0]
+
+
 def test_arguments_with_parts_are_json_on_the_command_line() -> None:
     parts = {"middleware": ["a.B", "c.D"], "lora_modules": [{"name": "a", "path": "/b"}], "hf_overrides": {"c": [1]}}
     flags = _command_line(parts | {"enforce_eager": True, "enable_log_requests": False, "seed": None})
@@ -398,6 +412,17 @@ def test_a_server_elsewhere_that_takes_no_pictures_is_refused() -> None:
         with refuses("engine.urls") as refused:
             await engine.load()
         assert "--middleware" in str(refused.value.fix)
+
+    server = Elsewhere()
+    server.answers["/picture_prompts"] = 404, {"detail": "Not Found"}
+    with_elsewhere(server, load, "tiny_vision")
+
+
+def test_a_server_elsewhere_that_takes_no_pictures_serves_a_run_without_any() -> None:
+    async def load(engine: VLLMServerEngine) -> None:
+        engine.most_pictures = 0
+        await engine.load()
+        assert engine.processor is None  # so that the probe has no picture
 
     server = Elsewhere()
     server.answers["/picture_prompts"] = 404, {"detail": "Not Found"}

@@ -36,12 +36,11 @@ from trinity_lightning.config.registry import PACKAGE_DIR
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
-from trinity_lightning.explorer.models import server_pictures
 from trinity_lightning.explorer.models.engine import LoadedEngine
 from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
-from trinity_lightning.explorer.models.server_pictures import UNKNOWN, PicturePrompts, request_of
+from trinity_lightning.explorer.models.server_pictures import PictureClient, PicturePrompts
 from trinity_lightning.explorer.models.vllm_engine import engine_args, with_end_tokens
-from trinity_lightning.explorer.models.vllm_pictures import picture_arguments
+from trinity_lightning.explorer.models.vllm_pictures import picture_arguments, picture_config
 from trinity_lightning.sync.files import MEMORY, WeightFolder
 from trinity_lightning.sync.servers import server_arguments
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes
@@ -72,9 +71,9 @@ class VLLMServerEngine(LoadedEngine):
 
     Without a `url` the server is started at the first use, on this machine and for this user only, and ends with this
     process. By default it reads its weights from a folder, by a request of VLLM_SERVER_DEV_MODE=1. A server elsewhere
-    must be started with that, with `--logprobs-mode processed_logprobs`, and must see the folder. For pictures it needs
-    `--middleware` with the class `PicturePrompts`, too. Make it reachable by this run only, since requests that change
-    its weights need no password.
+    must be started with that, with `--logprobs-mode processed_logprobs`, and must see the folder. If prompts may have
+    pictures it needs `--middleware` with the class `PicturePrompts`, too. Make it reachable by this run only, since
+    requests that change its weights need no password.
 
     A server started here that dies is started again by the next request, and answers once it has its weights again: no
     request is answered with other weights than `model_version` says. A server of a `url` that stops answering is given
@@ -222,6 +221,7 @@ class VLLMServerEngine(LoadedEngine):
         """Wait until the server answers, check its model and settings, and give it the weights that it had."""
         address = self._address or self._url or "" if self._process is None else str(self._process.socket)
         self._client = client = ServerClient(address, self._diagnose)
+        self._pictures = PictureClient(client, self.processor_args)
         await self._until_healthy(client)
         await self._check_model(client)
         if self._url is not None:
@@ -287,9 +287,9 @@ class VLLMServerEngine(LoadedEngine):
             arguments["tensor_parallel_size"] = len(self._gpus)
         arguments |= engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
         arguments |= server_arguments(self.sync_method)
-        for_pictures = picture_arguments(path, arguments, self.processor_args, self.most_pictures)
-        arguments |= for_pictures | {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True}
-        return [*_command_line(arguments), *(("--middleware", MIDDLEWARE) if for_pictures else ())]
+        arguments |= picture_arguments(path, arguments, self.processor_args, self.most_pictures)
+        arguments |= {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True}
+        return [*_command_line(arguments), *(("--middleware", MIDDLEWARE) if picture_config(path) else ())]
 
     def _environment(self, flags: Collection[str]) -> dict[str, str]:
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
@@ -345,15 +345,7 @@ class VLLMServerEngine(LoadedEngine):
             raise ConfigError(
                 f"{url} takes no weights ({error})", key="engine.urls", fix="start it with VLLM_SERVER_DEV_MODE=1"
             ) from error
-        if self.processor is not None:
-            try:
-                await self._running().post(server_pictures.PATH, {})
-            except ValueError as error:
-                raise ConfigError(
-                    f"{url} takes no pictures ({error})",
-                    key="engine.urls",
-                    fix=f"install this package there, and start it with --middleware {MIDDLEWARE}",
-                ) from error
+        await self._check_takes_pictures(url)
         try:
             sampling = {"temperature": PROBE_TEMPERATURE, "max_tokens": 8, "seed": 0}
             [sampled] = await self._completions(self._tokenizer.encode(PROBE), 1, sampling)
@@ -369,6 +361,22 @@ class VLLMServerEngine(LoadedEngine):
                 key="engine.urls",
                 fix="start it with --logprobs-mode processed_logprobs",
             )
+
+    async def _check_takes_pictures(self, url: str) -> None:
+        if self.processor is None:
+            return
+        try:
+            await self._pictures.check()
+        except ValueError as error:
+            if self.most_pictures == 0:
+                logger.info("%s takes no pictures, and no entry has any.", url)
+                self.processor = None
+                return
+            raise ConfigError(
+                f"{url} takes no pictures ({error})",
+                key="engine.urls",
+                fix=f"install this package there, and start it with --middleware {MIDDLEWARE}",
+            ) from error
 
     async def shutdown(self) -> None:
         """End the server if it was started here; twice is allowed."""
@@ -396,7 +404,7 @@ class VLLMServerEngine(LoadedEngine):
         """
         if self._url is None and self._address is None:
             raise RuntimeError("the server is not started yet: load() the engine before it is sent to other processes.")
-        not_copied = ("_process", "_client", "_loading", "_weights", "_log", "_resend")
+        not_copied = ("_process", "_client", "_pictures", "_loading", "_weights", "_log", "_resend")
         return {**self.__dict__, **dict.fromkeys(not_copied)}
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -411,7 +419,7 @@ class VLLMServerEngine(LoadedEngine):
         chosen["max_tokens"] = min(chosen.get("max_tokens", 16), room)  # the server refuses more than fits
         if isinstance(token_ids, PicturePrompt):
             chosen |= {"n": n, "logprobs": 0, "detokenize": bool(chosen.get("stop"))}
-            choices = sorted((await self._of_pictures(token_ids, chosen))["choices"], key=itemgetter("index"))
+            choices = sorted((await self._pictures.answer(token_ids, chosen))["choices"], key=itemgetter("index"))
             return [_completion_of(token_ids, choice, choice["logprobs"], self.end_tokens) for choice in choices]
         body = {"prompt": token_ids, "n": n, "logprobs": 0, "return_token_ids": True, **chosen}
         answer = await self._running().post("/v1/completions", {"model": self._model_id, **body})
@@ -425,28 +433,12 @@ class VLLMServerEngine(LoadedEngine):
         # vLLM samples at least one token.
         if isinstance(token_ids, PicturePrompt):
             scoring = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False, **WHOLE_DISTRIBUTION}
-            return (await self._of_pictures(token_ids, scoring))["logprobs"]
+            return (await self._pictures.answer(token_ids, scoring))["logprobs"]
         body = {"model": self._model_id, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
         body |= WHOLE_DISTRIBUTION
         answer = await self._running().post("/v1/completions", body)
         entries = answer["choices"][0]["prompt_logprobs"][1:]  # the first token has none
         return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries, strict=True)]
-
-    async def _of_pictures(self, prompt: PicturePrompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """The server's answer for a prompt with pictures, which are sent unless the server has them.
-
-        Raises:
-            RolloutError: it refused the prompt, or failed.
-        """
-        answer: dict[str, Any] = {UNKNOWN: True}
-        for with_pictures in (False, True):
-            if UNKNOWN in answer:
-                body = await asyncio.to_thread(request_of, prompt, sampling, with_pictures)
-                try:
-                    answer = await self._running().post(server_pictures.PATH, body)
-                except ValueError as error:
-                    raise RolloutError(f"the vLLM server refuses a prompt with pictures: {error}") from error
-        return answer
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """The server's answer to a request of its completions API; RolloutError: it failed; ValueError: it refuses."""
