@@ -72,7 +72,7 @@ def test_a_message_is_a_text_or_parts_for_the_small_model() -> None:
 
 def test_a_small_picture_is_sixteen_tokens() -> None:
     processor = processor_of("tiny_vision")
-    for size in ((64, 64), (1, 1), (300, 20)):
+    for size in ((64, 64), (2, 2), (300, 20)):
         expansion = processor.expand("<image>?", [Picture(Image.new("RGB", size, "red"))])
         assert expansion.token_ids.count(processor.token_id) == 16
         assert expansion.inputs["pixel_values"].shape == (1, 3, 64, 64)

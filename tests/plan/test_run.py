@@ -490,9 +490,9 @@ def test_pictures_of_a_step_are_counted() -> None:
     estimate = planned(*CPU, "model=tiny_vision", recipe="grpo_vision")
     assert estimate.pictures is not None
     assert (estimate.pictures.count, estimate.pictures.seen, estimate.pictures.tokens) == (32, 16, 19)
-    assert estimate.pictures.tensors == 32 * 64**2 * (3 * 4 + 8)
+    assert estimate.pictures.tensors == 32 * 64**2 * (3 * 4 + 1)
     assert "every prompt has 1 picture of its own (plan.pictures)" in as_text(estimate)
-    assert re.search(r"pictures +32\ntokens of each +19\nMB of their pixels, on the host +2.6\n", as_text(estimate))
+    assert re.search(r"pictures +32\ntokens of each +19\nMB of their pixels, on the host +1.7\n", as_text(estimate))
     assert json.loads(as_json(estimate))["pictures"]["count"] == 32
     none = planned(*CPU, "model=tiny_vision", "plan.pictures=0", recipe="grpo_vision")
     assert none.pictures is None

@@ -5,7 +5,7 @@ Everything else is the real thing: the requests, this package's two ends, and th
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,8 +58,8 @@ def install_in_trainer(patch: Callable[[Any, str, Any], None] = setattr) -> None
     install(patch)
     original = VLLMServerEngine._environment
 
-    def environment(engine: VLLMServerEngine) -> dict[str, str]:
-        variables = original(engine)
+    def environment(engine: VLLMServerEngine, flags: Collection[str]) -> dict[str, str]:
+        variables = original(engine, flags)
         before = (os.environ | variables).get("PYTHONPATH")
         return variables | {"PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), before]))}
 

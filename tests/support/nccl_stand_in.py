@@ -109,7 +109,7 @@ def install_in_trainer(patch: Callable[[Any, str, Any], None] = setattr) -> None
         return [*flags(self, model), *(extension if self.sync_method == "nccl" else [])]
 
     patch(VLLMServerEngine, "_flags", flags_with_extension)
-    patch(VLLMServerEngine, "_environment", lambda self: environment(self) | {"PYTHONPATH": path})
+    patch(VLLMServerEngine, "_environment", lambda self, flags: environment(self, flags) | {"PYTHONPATH": path})
     patch(weight_servers, "check_device", lambda device, method: None)
 
 

@@ -19,9 +19,9 @@ from trinity_lightning.trainer.adapter import Adapter, check_adapter
 from trinity_lightning.trainer.model import has_dropout, load_model, switch_off_dropout
 
 
-def inputs_with_padding() -> dict[str, torch.Tensor]:
+def inputs_with_padding(seed: int = 0) -> dict[str, torch.Tensor]:
     """Two random pictures, whose tower attends under a mask: the second is padded."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     pixels = torch.rand(1, 2, 3, 64, 64, generator=generator) * 2 - 1
     mask = torch.ones(1, 2, 64, 64, dtype=torch.int64)
     mask[0, 1, 40:], mask[0, 1, :, 24:] = 0, 0
@@ -30,8 +30,9 @@ def inputs_with_padding() -> dict[str, torch.Tensor]:
     return {"input_ids": token_ids, "pixel_values": pixels * mask[:, :, None], "pixel_attention_mask": mask}
 
 
-def logprobs_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    inputs = inputs_with_padding()
+def logprobs_and_gradients(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    inputs = inputs_with_padding(seed)
+    model.zero_grad()
     logprobs = model(**inputs).logits.log_softmax(-1)
     logprobs.gather(-1, inputs["input_ids"].roll(-1, 1)[..., None]).mean().backward()
     return logprobs.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -49,17 +50,20 @@ def test_a_tower_attends_as_transformers_own_does(attention: str) -> None:
 
 
 def test_sixteen_bits_are_as_close_to_float32_as_transformers_own() -> None:
-    """Short sequences are computed in float32 then, and norms and feed-forward parts of the language are lean."""
-    exact, gradients = logprobs_and_gradients(load_model("tiny_vision", torch.float32, Dropout.off, "sdpa"))
-    ours, our_gradients = logprobs_and_gradients(load_model("tiny_vision", torch.bfloat16, Dropout.off, "sdpa"))
+    """Short sequences are computed in float32 then, and norms and feed-forward parts of the language are lean.
+
+    One batch is one draw of roundings: single ratios lie between 0.7 and 1.5, and that of several is near 1.
+    """
     plain = AutoModelForImageTextToText.from_pretrained(resolve_model("tiny_vision"), dtype=torch.bfloat16)
-    theirs, their_gradients = logprobs_and_gradients(plain)
-
-    def error(some: dict[str, torch.Tensor]) -> float:
-        return sum(float((some[name] - gradient).square().sum()) for name, gradient in gradients.items())
-
-    assert (ours - exact).abs().mean() < 1.2 * (theirs - exact).abs().mean()
-    assert error(our_gradients) < 1.2 * error(their_gradients)
+    models = [load_model("tiny_vision", dtype, Dropout.off, "sdpa") for dtype in (torch.float32, torch.bfloat16)]
+    logprob_errors, gradient_errors = torch.zeros(2), torch.zeros(2)
+    for seed in range(8):
+        (exact, gradients), *others = (logprobs_and_gradients(model, seed) for model in (*models, plain))
+        for place, (logprobs, rounded) in enumerate(others):
+            logprob_errors[place] += (logprobs - exact).abs().mean()
+            gradient_errors[place] += sum((rounded[name] - exact).square().sum() for name, exact in gradients.items())
+    for ours, theirs in (logprob_errors, gradient_errors):
+        assert ours < 1.2 * theirs
 
 
 def test_dropout_of_the_tower_is_off_too() -> None:

@@ -140,15 +140,15 @@ def layer_bytes(shape: ModelShape, training: Training) -> int:
 def tower_bytes(tower: TowerSizes, training: Training) -> int:
     """Most bytes for each computed token that its pictures take: as if every token were one of another picture.
 
-    Rows that share a prefix have it once. The pixels are there in float32 and in the weights' dtype, with a mask of 8
-    bytes a pixel. A layer saves the input and the output of its two norms, queries, keys, values and the result of
+    Rows that share a prefix have it once. The pixels are there in float32 and in the weights' dtype, with a mask of a
+    byte a pixel. A layer saves the input and the output of its two norms, queries, keys, values and the result of
     attention, and the feed-forward part before and after its activation. A frozen tower saves nothing, nor does one
     with adapters, which are of the language layers.
     """
     width = training.width
     layer = width * (8 * tower.hidden + 2 * tower.intermediate)
     saved = tower.layers * width * tower.hidden + layer if training.checkpointing else tower.layers * layer
-    pixels = tower.edge**2 * (3 * (FLOAT + width) + 8)
+    pixels = tower.edge**2 * (3 * (FLOAT + width) + 1)
     return tower.patches * (pixels + (layer if training.adapters or training.frozen_tower else saved))
 
 
