@@ -486,7 +486,7 @@ def test_the_command_prints_a_plan_and_leaves_no_folder(run_train: RunTrain, tmp
 
 
 def test_pictures_of_a_step_are_counted() -> None:
-    """32 prompts of a picture each, and 16 tokens and 64 x 64 pixels for each of these, with a mask of a byte a pixel."""
+    """32 prompts of a picture each, and 16 tokens and 64 x 64 pixels for each, with a mask of a byte a pixel."""
     estimate = planned(*CPU, "model=tiny_vision", recipe="grpo_vision")
     assert estimate.pictures is not None
     assert (estimate.pictures.count, estimate.pictures.seen, estimate.pictures.tokens) == (32, 16, 19)

@@ -51,8 +51,14 @@ class FakeModel(Engine):
         return [self._completion(tokens, self.answer(sampling["seed"] + i)) for i in range(n)]
 
     async def chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, n: int = 1, **sampling: Any
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        n: int = 1,
+        images: Sequence[Any] = (),
+        **sampling: Any,
     ) -> list[Completion]:
+        assert not images, "this model reads text alone"
         return await self.generate("\n".join(text_of(message["content"]) for message in messages), n, **sampling)
 
     async def render(
