@@ -61,9 +61,9 @@ def test_a_chat_brings_pictures_to_the_first_message_of_the_user() -> None:
     asked: list[Conversation] = []
 
     class Chatting(FakeModel):
-        async def chat(self, messages: Any, tools: Any = None, n: int = 1, **sampling: Any) -> Any:
+        async def chat(self, messages: Any, tools: Any = None, n: int = 1, images: Any = (), **sampling: Any) -> Any:
             asked.append(messages)
-            assert "images" not in sampling
+            assert not images
             return await super().chat([{"role": "user", "content": "a"}], tools, n, **sampling)
 
     picture = Picture(Image.new("RGB", (2, 2), "red"))

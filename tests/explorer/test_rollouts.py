@@ -161,11 +161,11 @@ class Gated(FakeModel):
         self.gate = asyncio.Event()
         self.asked = 0
 
-    async def chat(self, messages: Any, tools: Any = None, n: int = 1, **sampling: Any) -> Any:
+    async def chat(self, messages: Any, tools: Any = None, n: int = 1, images: Any = (), **sampling: Any) -> Any:
         self.asked += 1
         if self.asked > 2:
             await self.gate.wait()
-        return await super().chat(messages, tools, n, **sampling)
+        return await super().chat(messages, tools, n, images, **sampling)
 
 
 class Ahead:
