@@ -9,6 +9,7 @@ from support.errors import refuses
 from support.policy import Gradients, Prepare, assert_same_gradients, batch_of, fit, groups, load_tiny, make_policy
 from support.replicas import Metrics
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from transformers import AutoModelForCausalLM
 
 from trinity_lightning.common.hardware import name_vectors
@@ -153,6 +154,6 @@ def test_rows_in_one_row_have_their_results(rows):
 def test_code_for_other_vectors_is_other_code(monkeypatch):
     """Else the cache on disk mixes them, and a process that takes code for shorter vectors is aborted."""
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    with torch._inductor.config.patch({"cpp.simdlen": None}):
+    with inductor.patch({"cpp.simdlen": None}):
         name_vectors()
-        assert torch._inductor.config.cpp.simdlen == 256
+        assert inductor.cpp.simdlen == 256

@@ -2,6 +2,7 @@
 
 import warnings
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -30,7 +31,7 @@ from trinity_lightning.config.models import resolve_model
 
 B, R, MAX_COMPLETION = 6, 9, 12
 BETA = 0.3
-GRPO_MODE = {"loss_agg_mode": "seq-mean-token-mean"}
+GRPO_MODE: dict[str, Any] = {"loss_agg_mode": "seq-mean-token-mean"}
 ACROSS_STEPS = 0.4
 
 
