@@ -86,7 +86,7 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             micro.inputs["shared_prefix"] = tables.attention(tables.tensors)
         return micro
 
-    monkeypatch.setattr(layout, "_shared", lambda *arguments: shared(*arguments[:3], False))
+    monkeypatch.setattr(layout, "_shared", lambda rows, positions, part, _: shared(rows, positions, part, False))
     for module in (model, passes, policy):
         monkeypatch.setattr(module, "collate", collated)
 
