@@ -235,6 +235,15 @@ def reader_of(data: Path) -> ExampleReader:
     return ExampleReader(examples_of(run_on(data), str(data), "train", pairs=False), "data", seed=1)
 
 
+def test_examples_whose_pictures_are_in_another_column_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "?", "pics": ["a.png"], "completion": "1"}))
+    examples_of(run_on(data), str(data), "train", pairs=False)
+    assert "buffer.dataset.images_field" in caplog.text
+
+
 def test_pixels_are_read_when_an_example_is_taken(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = examples_of(run_on(data), str(data), "train", pairs=False)
     assert all((example.multi_modal_inputs or {}).keys() == {PLACES} for example in examples)

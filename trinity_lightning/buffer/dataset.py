@@ -478,8 +478,8 @@ def examples_of(config: TrainConfig, path: str, split: str, pairs: bool) -> Exam
     buffer, model = config.buffer, config.model
     settings, tokenizer = buffer.dataset, load_tokenizer(model.name)
     kind = Example.pair if pairs else Example.response
-    entries: Any = dataset_entries(path, split, settings.subset, as_text=True)
-    entries = undecoded(entries, picture_columns(settings.images_field))
+    columns = picture_columns(settings.images_field)
+    entries: Any = undecoded(dataset_entries(path, split, settings.subset, as_text=True), columns)
     where = f"dataset '{path}'"
     if not pairs:
         _warn_of_unused(entries, where)
@@ -520,9 +520,19 @@ def examples_of(config: TrainConfig, path: str, split: str, pairs: bool) -> Exam
     warn_of_unread(variables, tokenizer.chat_template)
     for habit, count in habits.items():
         logger.warning("%s, %d of %d examples: %s.", where, count, len(entries), habit)
-    if pictures is None or not pictures.noted:
+    return _with_pictures(examples, pictures, model.name, where)
+
+
+def _with_pictures(
+    examples: Sequence[Experience], pictures: ExamplePictures | None, model: str, where: str
+) -> Examples:
+    """The examples, with their pictures if they have any and the model reads them."""
+    if pictures is None:
         return Examples(examples, None)
-    check_family(load_config(model.name))
+    if not pictures.noted:
+        logger.warning("%s has no pictures, which the model reads: is buffer.dataset.images_field right?", where)
+        return Examples(examples, None)
+    check_family(load_config(model))
     return Examples(examples, pictures)
 
 
