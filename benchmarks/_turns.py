@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -72,6 +72,23 @@ class Requests:
     def answer(self, value: Any) -> None:
         self._answers.write(json.dumps(value) + "\n")
         self._answers.flush()
+
+
+def steps_on_request(requests: Requests, batch: Any, warmed_up: Callable[[], Any]) -> Iterator[Any]:
+    """Yield the batch to a training: once to warm up, for memory and compiled primitives, and then once a request.
+
+    A request is answered with the seconds of its step, and the warm-up with what `warmed_up` returns. Any request but
+    "step" ends the training.
+    """
+    yield batch
+    reset_peak()
+    requests.answer(warmed_up())
+    for request in requests:
+        if request != "step":
+            return
+        start = clock()
+        yield batch
+        requests.answer(clock() - start)
 
 
 class EnoughError(Exception):

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _turns import Requests, Side, clock, peak_gb, reset_peak, spread, take_turns
+from _turns import Requests, Side, peak_gb, spread, steps_on_request, take_turns
 
 ENVIRONMENT = dict(os.environ)
 SIDES = {"ours": "shared_prefix", "padded": "padded", "per_row": "padded"}  # and their layouts
@@ -52,15 +52,7 @@ def work(spec: dict[str, Any]) -> None:
     def batches() -> Iterator[Any]:
         nonlocal loaded
         batch, loaded = make_batch(spec["groups"], spec["rows"], alike=spec["side"] != "per_row"), resident_gb()
-        yield batch  # the warm-up: memory, and compiled primitives for these shapes
-        reset_peak()
-        requests.answer(norms[0])
-        for request in requests:
-            if request != "step":
-                return
-            start = clock()
-            yield batch
-            requests.answer(clock() - start)
+        yield from steps_on_request(requests, batch, lambda: norms[0])
 
     class Look(L.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -86,7 +78,7 @@ def make_batch(groups: int, rows: int, alike: bool) -> Any:
         prompt = torch.cat([text[:4], torch.full((PICTURE_TOKENS,), PICTURE), text[4:]])
         inputs = {
             "pixel_values": torch.rand(1, 3, EDGE, EDGE, generator=generator) * 2 - 1,
-            "pixel_attention_mask": torch.ones(1, EDGE, EDGE, dtype=torch.int64),
+            "pixel_attention_mask": torch.ones(1, EDGE, EDGE, dtype=torch.bool),
             PLACES: torch.arange(4, 4 + PICTURE_TOKENS),
         }
         for run in range(rows):

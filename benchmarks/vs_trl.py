@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from _rollouts import CASES, Rollout
-from _turns import EnoughError, Requests, Side, clock, peak_gb, reset_peak, spread, take_turns
+from _turns import EnoughError, Requests, Side, clock, peak_gb, reset_peak, spread, steps_on_request, take_turns
 
 Groups = list[list[Rollout]]
 
@@ -65,16 +65,7 @@ def our_steps(spec: dict[str, Any], groups: Groups, requests: Requests) -> float
     from trinity_lightning.config.algorithm import AlgorithmConfig
 
     def batches() -> Iterator[Any]:
-        batch = batch_of(groups)
-        yield batch  # the warm-up: memory, and compiled primitives for these shapes
-        reset_peak()
-        requests.answer("ready")
-        for request in requests:
-            if request != "step":
-                return
-            start = clock()
-            yield batch
-            requests.answer(clock() - start)
+        yield from steps_on_request(requests, batch_of(groups), lambda: "ready")
 
     shares: list[float] = []
 

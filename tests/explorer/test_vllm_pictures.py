@@ -1,16 +1,14 @@
 """Pictures with a real vLLM, in float32."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
-from support.picture_promises import ROUNDING, PicturePromises, answers, prompts, worst_difference
-from support.pictures import plain_model, processor, prompt_of, random_picture
+from support.picture_promises import ROUNDING, VLLMPicturePromises, answers, prompts, worst_difference
+from support.pictures import plain_model, prompt_of, random_picture
 from support.tiny_model import train_a_little
 from support.tiny_vllm import tiny_engine
 
 from trinity_lightning.common.pictures.prompt import PicturePrompt
-from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine
 from trinity_lightning.sync.stream import changing_stream, weight_stream
@@ -35,15 +33,7 @@ def driver(engine: VLLMEngine) -> Iterator[Driver]:
         driver.close()
 
 
-class TestPictures(PicturePromises):
-    def test_tokens_that_vllm_would_expand_otherwise_are_refused_at_the_first_difference(
-        self, engine: VLLMEngine, driver: Driver
-    ) -> None:
-        expansion = processor().expand("<image>?", [random_picture(1)])
-        other = replace(expansion, token_ids=(*expansion.token_ids[:3], 7, *expansion.token_ids[4:]))
-        with pytest.raises(RolloutError, match="place 3"):
-            driver.run(engine.generate(PicturePrompt.joined(other), max_tokens=1))
-
+class TestPictures(VLLMPicturePromises):
     def test_what_is_expanded_once_is_never_expanded_again(
         self, engine: VLLMEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:

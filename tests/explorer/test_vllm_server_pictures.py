@@ -2,18 +2,16 @@
 
 import pickle
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.forked import fork_servers
-from support.picture_promises import PicturePromises
-from support.pictures import processor, prompt_of, random_picture
+from support.picture_promises import VLLMPicturePromises
+from support.pictures import prompt_of, random_picture
 from support.runs import Commands
 
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.config.engines import EngineDtype
-from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.server import ServerClient
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
@@ -41,15 +39,7 @@ def engine(driver: Driver, run_train: Commands, tmp_path_factory: pytest.TempPat
         driver.run(engine.shutdown())
 
 
-class TestPictures(PicturePromises):
-    def test_tokens_that_vllm_would_expand_otherwise_are_refused_at_the_first_difference(
-        self, engine: VLLMServerEngine, driver: Driver
-    ) -> None:
-        expansion = processor().expand("<image>?", [random_picture(1)])
-        other = replace(expansion, token_ids=(*expansion.token_ids[:3], 7, *expansion.token_ids[4:]))
-        with pytest.raises(RolloutError, match="place 3"):
-            driver.run(engine.generate(PicturePrompt.joined(other), max_tokens=1))
-
+class TestPictures(VLLMPicturePromises):
     def test_pictures_are_sent_once(
         self, engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:

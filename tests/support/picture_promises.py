@@ -5,6 +5,7 @@ The engine is one of `tiny_vision` in float32.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from io import BytesIO
 from typing import Any
@@ -22,6 +23,7 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.prompt import PLACES, PicturePrompt
 from trinity_lightning.config.explorer import ExplorerConfig
+from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.tool_calls import ToolCall
@@ -251,7 +253,7 @@ class PicturePromises:
         assert first.inputs is second.inputs
 
     def test_a_trained_tower_arrives_although_pictures_were_cached(self, engine: Engine, driver: Driver) -> None:
-        asked, model = prompts(6, seed=90), plain_model()
+        asked, model = prompts(51), plain_model()
         answers(engine, driver, asked)
         train_a_little(model)
         driver.run(engine.sync_weights(weight_stream(model), 1))
@@ -259,3 +261,15 @@ class PicturePromises:
             assert worst_difference(answers(engine, driver, asked), model) < ROUNDING
         finally:
             driver.run(engine.sync_weights(weight_stream(plain_model()), 2))
+
+
+class VLLMPicturePromises(PicturePromises):
+    """Promises of vLLM's engines, which expand a prompt's pictures themselves, too."""
+
+    def test_tokens_that_vllm_would_expand_otherwise_are_refused_at_the_first_difference(
+        self, engine: Engine, driver: Driver
+    ) -> None:
+        expansion = processor().expand("<image>?", [random_picture(1)])
+        other = replace(expansion, token_ids=(*expansion.token_ids[:3], 7, *expansion.token_ids[4:]))
+        with pytest.raises(RolloutError, match="place 3"):
+            driver.run(engine.generate(PicturePrompt.joined(other), max_tokens=1))
