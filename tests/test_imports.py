@@ -47,7 +47,8 @@ PACKAGE_TOPS = (
     "buffer.held_out",
     "buffer.offline",
 )
-TOP = {f"{PACKAGE}.{name}" for name in (*TOPS, *PACKAGE_TOPS)}
+COMMANDS = {module for module in MODULES if module.startswith(f"{PACKAGE}.cli")}  # one file for each command
+TOP = {f"{PACKAGE}.{name}" for name in (*TOPS, *PACKAGE_TOPS)} | COMMANDS
 # The package that offers a module of the top under its own name.
 RE_EXPORTERS = {f"{PACKAGE}.explorer"}
 EXPLORER_PARTS = ("explorer.tasks", "explorer.rewards", "explorer.workflows", "explorer.models")
@@ -83,7 +84,7 @@ MAY_USE_LIGHTNING = {
 }
 
 # Programs: they refuse a wrong command before they import what a run needs.
-ENTRY_POINTS = {f"{PACKAGE}.{name}" for name in ("train", "evaluate", "report", "plan.command")}
+ENTRY_POINTS = {f"{PACKAGE}.{name}" for name in ("train", "evaluate", "report", "plan.command")} | COMMANDS
 # Its names are imported at their first use: `explorer.tasks` and `explorer.rewards` must be importable without torch.
 IMPORTS_ON_USE = {f"{PACKAGE}.explorer"}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -71,6 +72,33 @@ def test_the_second_time_nothing_is_installed(setup_script: ModuleType, rehearsa
     rehearsal.clear()
     setup_script.main(["smollm"])
     assert rehearsal == []
+
+
+def test_the_tests_get_a_browser_where_they_may(
+    setup_script: ModuleType, rehearsal: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    setup_script.main(["dev"])
+    assert rehearsal[1][0] == "apt-get"
+    assert rehearsal[1][-1] == "chromium"
+    rehearsal.clear()
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    setup_script.main(["dev"])
+    assert rehearsal == []
+
+
+def test_a_browser_that_cannot_be_had_does_not_stop_the_installation(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*command: object) -> None:
+        raise setup_script.SetupError("apt-get failed")
+
+    monkeypatch.setattr(setup_script, "run", fail)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    setup_script.install_browser()
+    assert "skipped" in capsys.readouterr().out
 
 
 def test_further_extras_are_added_to_those_in_place(setup_script: ModuleType, rehearsal: list[list[str]]) -> None:

@@ -201,7 +201,7 @@ def main() -> None:
     """
     if (name := "".join(sys.argv[1:2])) in explain.PROGRAMS:
         del sys.argv[1]
-        import_module(f"trinity_lightning.{name}").main()
+        import_module(explain.PROGRAMS[name]).main()
     else:
         compose.run_command(_main)
 

@@ -29,7 +29,11 @@ from trinity_lightning.config.trainer import NOT_OF_A_RUN, SET_INSTEAD
 from trinity_lightning.config.values import nearest, unknown_name
 from trinity_lightning.errors import ConfigError, RankTerminatedError, TakenFolderError, TrinityError
 
-PROGRAMS = ("plan", "evaluate", "report")  # commands other than training
+# Commands other than training, and their modules.
+PROGRAMS = {
+    **{name: f"trinity_lightning.{name}" for name in ("plan", "evaluate", "report")},
+    **{name: f"trinity_lightning.cli.{name}" for name in ("dashboard", "doctor", "new", "watch")},
+}
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 begun: set[Path] = set()  # folders of runs and evaluations that this process made, or Hydra made for it
 LOCK = ".lock"
