@@ -32,7 +32,7 @@ from trinity_lightning.sync.proof import DRILL_SEED, noise
 from trinity_lightning.trainer.ddp import Replicas, ReplicaStrategy
 from trinity_lightning.trainer.head import gradient_of
 from trinity_lightning.trainer.layout import Part
-from trinity_lightning.trainer.masters import parameters_of
+from trinity_lightning.trainer.masters import master_of, parameters_of
 from trinity_lightning.trainer.model import layers_of
 
 ONE_FILE_BYTES = 16 << 30  # most that rank 0 writes alone: about 1.2 billion parameters in bfloat16
@@ -81,7 +81,7 @@ class Shards(Replicas):
             if trained:
                 for parameter in part.parameters():
                     if parameter.requires_grad and not isinstance(parameter, DTensor):
-                        parameter.data = parameter.data.float()
+                        parameter.data = master_of(parameter.data)
             sharded: Any = fully_shard(part, mesh=self._mesh, mp_policy=policy)
             sharded.set_custom_all_gather(Gather(self.ranks))
             sharded.set_custom_reduce_scatter(Scatter(self.ranks))

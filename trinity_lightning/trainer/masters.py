@@ -2,10 +2,17 @@
 
 bfloat16 has 8 bits of precision: an update below 1/256 of a weight would be lost; in float16, with 11 bits, one below
 1/2048. The optimizer therefore updates float32 copies, and the policy's weights are those copies, rounded.
+
+A checkpoint's weights have 16 bits already. Copies that began with exactly these values would have to move by half a
+rounding step before the policy changes: at a learning rate of 1e-5 a weight of 0.1 takes 25 steps, at 1e-6 it takes
+250, in which the policy samples and learns as if nothing had been trained. Masters therefore begin anywhere within
+the range that rounds to the weight, uniformly. The policy begins with the same weights, and in the mean over many
+weights it moves by each update as the masters do.
 """
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +43,7 @@ class MasterWeights(Optimizer):
             weight.grad_dtype = torch.float32
 
         def master(weight: Tensor) -> nn.Parameter:
-            return nn.Parameter(weight.detach().to(device or weight.device, torch.float32, copy=True))
+            return nn.Parameter(master_of(weight.detach().to(device or weight.device)))
 
         masters = [{**group, "params": [master(weight) for weight in group["params"]]} for group in self.param_groups]
         self.inner = factory(masters)
@@ -92,6 +99,30 @@ class MasterWeights(Optimizer):
     def _round(self) -> None:
         """Round the masters into the weights, all tensors of a device in one call."""
         torch._foreach_copy_(self.weights, self.masters)  # pyright: ignore[reportPrivateImportUsage]
+
+
+# Bits that a float32 has beyond a number of 16 bits: there, and only there, masters differ from their weights.
+FURTHER_BITS = {torch.bfloat16: 16, torch.float16: 13}
+PIECE = 2**24  # numbers that are drawn at once: 64 MB
+
+
+def master_of(weight: Tensor) -> Tensor:
+    """A float32 copy that begins somewhere within the range of numbers that are rounded to the weight.
+
+    Float32 numbers of one sign are in the order of their bits as integers. The numbers that round to a weight are thus
+    those whose bits are less than half a unit of its last bit away. The same weight always gets the same copy. Zeros
+    stay, as numbers near them are hardly rounded; so do float32 weights.
+    """
+    master = weight.to(torch.float32, copy=True)  # in the same order in memory, without gaps
+    if (further := FURTHER_BITS.get(weight.dtype)) is None:
+        return master
+    half = 2 ** (further - 1)
+    seed = int(weight.contiguous().view(torch.int16).sum(dtype=torch.int64)) % 2**63
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    draw = partial(torch.randint, 1 - half, half, generator=generator, device=weight.device, dtype=torch.int32)
+    for numbers in master.as_strided((master.numel(),), (1,)).split(PIECE):
+        numbers.view(torch.int32).add_(draw(numbers.shape).mul_(numbers != 0))
+    return master
 
 
 def are_rounded(groups: Iterable[dict[str, Any]]) -> bool:
