@@ -32,7 +32,7 @@ ENGINES = ("transformers", "vllm")
 
 
 class ReleaseError(Exception):
-    """What was built does not do what a release has to; the message has the command and its output."""
+    """A built release does not do what it has to; the message has the command and its output."""
 
 
 def call(*command: str | Path, folder: Path, env: Mapping[str, str] | None = None) -> str:

@@ -15,7 +15,8 @@ from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.run import validate
 from trinity_lightning.plan.command import PlanConfig, register
 
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "CODE_OF_CONDUCT")]
+PAGES += sorted(ROOT.glob("docs/**/*.md"))
 COMMAND = re.compile(  # of Python, or of what starts it, such as torchrun
     r"^(?: {4,}|#   )(?:\w.*\\\n +|\w.* )-m (trinity_lightning\.(?:train|evaluate|plan) (?:.*\\\n)*.*)", re.MULTILINE
 )
@@ -84,8 +85,9 @@ def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
     assert not openers, "\n".join(openers)
 
 
-def test_the_tree_in_the_readme_is_the_tree() -> None:
-    [tree] = re.findall(r"^    conf/ .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def test_the_tree_in_the_page_of_the_architecture_is_the_tree() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    [tree] = re.findall(r"^    conf/ .*?\n\n", page, re.MULTILINE | re.DOTALL)
     folders, named = [ROOT], set[Path]()
     for line in tree.rstrip().splitlines():
         depth = (len(line) - len(line.lstrip())) // 2 - 2
