@@ -18,6 +18,17 @@ def test_it_is_read_in_one_sitting_and_counts_the_recipes() -> None:
     assert re.findall(r"\*\*(\d+) recipes\*\*", readme) == [str(len([*ROOT.glob("recipes/*.yaml")]))]
 
 
+def test_what_it_claims_beside_others_can_be_looked_up() -> None:
+    readme, performance = ((ROOT / name).read_text() for name in ("README.md", "docs/performance.md"))
+    named = re.findall(r"(?:tests|benchmarks)/[\w/]+\.py", readme)
+    assert len(named) >= 3
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    [(least, most)] = re.findall(r"took TRL ([\d.]+) to ([\d.]+) times as long", readme)
+    [table] = re.findall(r"^\| SmolLM2, seconds ours / TRL .*?\n\n", performance, re.MULTILINE | re.DOTALL)
+    ratios = [float(ratio) for ratio in re.findall(r"\*\*([\d.]+)x\*\*", table)]
+    assert [float(least), float(most)] == [min(ratios), max(ratios)]
+
+
 def test_the_script_without_hydra_trains(run_train: RunTrain, tmp_path: Path) -> None:
     [script] = blocks("python", "docs/guide_script.md")
     assert len([line for line in script.splitlines() if line.strip()]) <= 28
