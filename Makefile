@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Tests start many processes, each of which would compile the package again where this variable is set.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train check test test-avx2 lint style bench release-check setup-train setup-dev setup-bench
+.PHONY: train check test test-avx2 lint style bench setup-train setup-dev setup-bench
 
 train: setup-train
 	$(BIN)/python -m trinity_lightning.train +recipe=grpo $(ARGS)
@@ -41,6 +41,7 @@ bench: setup-bench
 	@set -e; for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
 
 # Builds a release and tries it in an empty environment: minutes, and gigabytes of downloads. ARGS names the extras.
+.PHONY: release-check
 release-check: setup-dev
 	$(BIN)/python scripts/release_check.py $(ARGS)
 

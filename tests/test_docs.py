@@ -15,8 +15,7 @@ from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.run import validate
 from trinity_lightning.plan.command import PlanConfig, register
 
-PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "CODE_OF_CONDUCT")]
-PAGES += sorted(ROOT.glob("docs/**/*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
 COMMAND = re.compile(  # of Python, or of what starts it, such as torchrun
     r"^(?: {4,}|#   )(?:\w.*\\\n +|\w.* )-m (trinity_lightning\.(?:train|evaluate|plan) (?:.*\\\n)*.*)", re.MULTILINE
 )
