@@ -40,6 +40,11 @@ style: setup-dev
 bench: setup-bench
 	@set -e; for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/[!_]*.py)); do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
 
+# Builds a release and tries it in an empty environment: minutes, and gigabytes of downloads. ARGS names the extras.
+.PHONY: release-check
+release-check: setup-dev
+	$(BIN)/python scripts/release_check.py $(ARGS)
+
 setup-train:
 	@$(PYTHON) scripts/setup.py smollm
 

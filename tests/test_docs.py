@@ -84,8 +84,9 @@ def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
     assert not openers, "\n".join(openers)
 
 
-def test_the_tree_in_the_readme_is_the_tree() -> None:
-    [tree] = re.findall(r"^    conf/ .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def test_the_tree_in_the_page_of_the_architecture_is_the_tree() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    [tree] = re.findall(r"^    conf/ .*?\n\n", page, re.MULTILINE | re.DOTALL)
     folders, named = [ROOT], set[Path]()
     for line in tree.rstrip().splitlines():
         depth = (len(line) - len(line.lstrip())) // 2 - 2

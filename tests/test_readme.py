@@ -1,4 +1,4 @@
-"""The script, the reward and the recipe that the README shows are run."""
+"""The reward and the recipe that the README shows, and the script of docs/guide_script.md, are run."""
 
 import json
 import re
@@ -8,12 +8,29 @@ import pytest
 from support.runs import ROOT, RunTrain
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_it_is_read_in_one_sitting_and_counts_the_recipes() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 200
+    assert re.findall(r"\*\*(\d+) recipes\*\*", readme) == [str(len([*ROOT.glob("recipes/*.yaml")]))]
+
+
+def test_what_it_claims_beside_others_can_be_looked_up() -> None:
+    readme, performance = ((ROOT / name).read_text() for name in ("README.md", "docs/performance.md"))
+    named = re.findall(r"(?:tests|benchmarks)/[\w/]+\.py", readme)
+    assert len(named) >= 3
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    [(least, most)] = re.findall(r"took TRL ([\d.]+) to ([\d.]+) times as long", readme)
+    [table] = re.findall(r"^\| SmolLM2, seconds ours / TRL .*?\n\n", performance, re.MULTILINE | re.DOTALL)
+    ratios = [float(ratio) for ratio in re.findall(r"\*\*([\d.]+)x\*\*", table)]
+    assert [float(least), float(most)] == [min(ratios), max(ratios)]
 
 
 def test_the_script_without_hydra_trains(run_train: RunTrain, tmp_path: Path) -> None:
-    [script] = [block for block in blocks("python") if "L.Trainer" in block]
+    [script] = blocks("python", "docs/guide_script.md")
     assert len([line for line in script.splitlines() if line.strip()]) <= 28
     # The same script on the small model, for three steps, with a reward that a random model varies in.
     script = script.replace("smollm2", "tiny").replace("max_epochs=30", "max_epochs=3")
@@ -29,7 +46,7 @@ def test_the_script_without_hydra_trains(run_train: RunTrain, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["reward", "recipe"])
 def test_a_reward_and_a_recipe_of_ones_own(kind: str, run_train: RunTrain, tmp_path: Path) -> None:
-    [reward] = [block for block in blocks("python") if "short_and_right" in block]
+    [reward] = blocks("python")
     [recipe] = blocks("yaml")
     (tmp_path / "my_rewards.py").write_text(reward)
     (tmp_path / "my_conf" / "recipe").mkdir(parents=True)

@@ -6,7 +6,7 @@ Importing this package is cheap: torch, Lightning and vLLM are imported only by 
 import logging
 import os
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 # Libraries read these variables when they are loaded. Therefore this module sets them. A value that the user has set
 # stays.
