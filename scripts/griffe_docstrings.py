@@ -1,7 +1,7 @@
 """Makes the project's docstrings what griffe reads for the API reference.
 
-A docstring may say `a, b: text` for two arguments; griffe knows entries of one name, so each name gets the text. Links in
-docstrings of the configuration lead from its pages (docs/config); from the pages in docs/api they lead there.
+A docstring may say `a, b: text` for two arguments; griffe knows entries of one name, so each name gets the text. Links
+in docstrings of the configuration lead from its pages (docs/config); from the pages in docs/api they lead there.
 """
 
 import re

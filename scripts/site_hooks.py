@@ -1,8 +1,8 @@
 """Hooks of mkdocs: files of the repository that the pages link to become pages of the site.
 
-Pages link to other files of the repository by relative paths (../recipes/grpo.yaml), as GitHub shows them. The site has
-no such paths, and mkdocs refuses them. A linked file becomes a page with its text, under repository/, and the link leads
-there. README.md, CONTRIBUTING.md and CHANGELOG.md become pages too. Nothing is copied by hand.
+Pages link to other files of the repository by relative paths (../recipes/grpo.yaml), as GitHub shows them. The site
+has no such paths, and mkdocs refuses them. A linked file becomes a page with its text, under repository/, and the link
+leads there. README.md, CONTRIBUTING.md and CHANGELOG.md become pages too. Nothing is copied by hand.
 """
 
 import re
@@ -28,7 +28,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, page in ROOT_PAGES.items():
         texts[page] = (ROOT / name).read_text()
         files.append(File.generated(config, page, content=texts[page]))
-    linked = {target for page, text in texts.items() for link, _ in LINK.findall(text) if (target := _outside(page, link))}
+    linked = {
+        target for page, text in texts.items() for link, _ in LINK.findall(text) if (target := _outside(page, link))
+    }
     for target in sorted(linked - ROOT_PAGES.keys()):
         files.append(File.generated(config, _page_of(target), content=_source_page(target)))
     return files

@@ -72,11 +72,16 @@ def see(failure: Failure, folder: Path) -> list[str]:
     (folder / "my_faults.py").write_text(faults(PAGE.read_text()))
     command = [sys.executable, "-m", *failure.command, f"output_dir={folder / 'run'}", "save_model=false"]
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    metrics = folder / "run" / "metrics.csv"
-    rows = list(csv.DictReader(metrics.open())) if metrics.exists() else []
+    rows = rows_of(folder / "run")
     if not rows and failure.conditions:
         return [f"no metrics: {done.stdout.strip().splitlines()[-1]}"]
     return failure.unseen(rows, done.stdout)
+
+
+def rows_of(run: Path) -> list[dict[str, str]]:
+    """The rows of a run's metrics.csv; none if it has not begun."""
+    metrics = run / "metrics.csv"
+    return list(csv.DictReader(metrics.read_text().splitlines())) if metrics.exists() else []
 
 
 def main() -> int:
