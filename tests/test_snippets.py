@@ -254,7 +254,7 @@ def test_the_script_for_trl_has_arguments_that_trl_has() -> None:
 
 def test_trls_reward_is_adapted(readers_folder: Path) -> None:
     write_files(TRL, readers_folder)
-    correct = import_object("my_adapted.correct")
+    correct: Any = import_object("my_adapted.correct")
 
     task = Task(MathWorkflow, raw_task={"prompt": "1 + 1 =", "answer": "2"})
     assert (correct("It is 2", task), correct("3", task)) == (1.0, 0.0)
