@@ -17,9 +17,9 @@ from support.compose import composed
 from support.doc_blocks import COMMAND, LANGUAGES, PAGES, Block, blocks_of, commands_of
 from support.runs import ROOT
 
-from trinity_lightning.build import train_source
+from trinity_lightning.build import eval_sources, train_source
 from trinity_lightning.config.registry import import_object
-from trinity_lightning.config.run import typed_config
+from trinity_lightning.config.run import typed_config, validate
 from trinity_lightning.explorer.tasks import Task
 from trinity_lightning.explorer.workflows import MathWorkflow
 from trinity_lightning.train import check
@@ -100,7 +100,7 @@ TRAINING = [
     for page in PAGES
     if any(block.file for block in blocks_of(page))
     for command in commands_of(page)
-    if command.startswith("python -m trinity_lightning.train") and "my_" in command
+    if re.match(r"python -m trinity_lightning\.(train|evaluate) ", command) and "my_" in command
 ]
 
 
@@ -109,11 +109,16 @@ TRAINING = [
 def test_a_command_with_parts_of_the_page_can_begin(page: Path, command: str, readers_folder: Path) -> None:
     """Composed with the page's recipes, checked as a run checks itself, and its tasks are made."""
     write_files(page, readers_folder)
-    words = [word for word in shlex.split(command)[3:] if word != "--multirun"]
+    _, _, module, *words = shlex.split(command)
+    words = [word for word in words if word != "--multirun"]
     if words[0] == "--config-dir":
         words[:2] = [f"hydra.searchpath=[file://{readers_folder}/{words[1]}]"]
     words = [word if "[" in word else word.partition(",")[0] for word in words if not word.startswith("logger=")]
-    config = composed(*words, "model=tiny", "model.name=tiny", "logger=csv")
+    program = module.rpartition(".")[2]
+    config = composed(*words, "model=tiny", "model.name=tiny", "logger=csv", name=program)
+    if program == "evaluate":
+        assert eval_sources(validate(config))
+        return
     check(config)
     tasks = train_source(typed_config(config)).next_tasks(2)
     assert len(tasks) == 2
