@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Tests start many processes, each of which would compile the package again where this variable is set.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train check test test-avx2 lint style bench setup-train setup-dev setup-bench
+.PHONY: train check test test-avx2 lint style docs bench setup-train setup-dev setup-bench
 
 train: setup-train
 	$(BIN)/python -m trinity_lightning.train +recipe=grpo $(ARGS)
@@ -35,6 +35,11 @@ lint: style
 style: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# The documentation, to be opened at site/index.html; a warning is an error.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: setup-dev
+	$(BIN)/mkdocs build --strict
 
 # On a GPU: python benchmarks/gpu.py, which takes up to 90 minutes.
 bench: setup-bench

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf, open_dict
 from support.compose import composed
+from support.doc_blocks import PAGES, blocks_of, joined
 from support.runs import ROOT
 
 from trinity_lightning.config.registry import PARTS
 from trinity_lightning.config.run import validate
 from trinity_lightning.plan.command import PlanConfig, register
 
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
 COMMAND = re.compile(  # of Python, or of what starts it, such as torchrun
     r"^(?: {4,}|#   )(?:\w.*\\\n +|\w.* )-m (trinity_lightning\.(?:train|evaluate|plan) (?:.*\\\n)*.*)", re.MULTILINE
 )
@@ -25,6 +25,14 @@ COMMANDS = sorted(
         for page in [*PAGES, *ROOT.glob("recipes/*.yaml")]
         for command in COMMAND.findall(page.read_text())
         if "--config-dir" not in command  # whose recipe test_readme.py writes and runs
+    }
+    | {
+        command.partition("-m ")[2]
+        for page in PAGES
+        for block in blocks_of(page)
+        for command in joined(block.text)
+        if block.language == "sh" and re.search(r"-m trinity_lightning\.(train|evaluate|plan) ", command)
+        if "--config-dir" not in command  # nor here, where test_site.py writes it
     }
 )
 

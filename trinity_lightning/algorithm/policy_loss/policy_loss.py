@@ -14,16 +14,6 @@ from trinity_lightning.errors import ConfigError
 class PolicyLossFn(Protocol):
     """A policy loss: a pure function of per-token tensors [b, r] of one micro-batch.
 
-    Args:
-        logprobs: log pi_theta of each response token.
-        old_logprobs: the same before the step's first update, without gradient (on-policy: `logprobs.detach()`); or the
-            engine's, with algorithm.old_logprobs=engine.
-        action_mask: True for trained tokens, bool; or the weights of the tokens, float (in a stream).
-        advantages: A.
-        ref_logprobs: log-probabilities of the reference model, if one is loaded: for the KL term, or for a loss that
-            has this argument without a default (unless its argument `reference_free` is true).
-        num_tokens, num_sequences, max_response_length: see `BatchTotals`.
-
     Further totals of the whole optimizer batch are given to a loss that has an argument for them. `num_computed_tokens`
     are the trained tokens in rows that are computed at all (rows without advantage may be skipped); measurements are
     normalised by it. `expert_mask` marks an expert's rows, bool [b]; `num_expert_tokens` and `num_expert_sequences` are
@@ -35,13 +25,6 @@ class PolicyLossFn(Protocol):
     A loss with an argument `teacher_top_k_logprobs` [b, r, k], for the k tokens that a teacher finds likeliest, is
     given the policy's log-probabilities of the same tokens as `top_k_logprobs`. Mixtures alone are given
     `stream_weights`, `stream_totals` and `terms`.
-
-    Returns:
-        The loss, whose sum over micro-batches is the optimizer batch's, and metrics that combine by `combine_metrics`.
-        `pg_loss` is always among them.
-
-    Raises:
-        ConfigError: an argument of the loss's own is out of its range, or is an unknown name.
     """
 
     def __call__(
@@ -55,7 +38,27 @@ class PolicyLossFn(Protocol):
         num_tokens: int | None = None,
         num_sequences: int | None = None,
         max_response_length: int | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the loss of a micro-batch.
+
+        Args:
+            logprobs: log pi_theta of each response token.
+            old_logprobs: the same before the step's first update, without gradient (on-policy: `logprobs.detach()`);
+                or the engine's, with algorithm.old_logprobs=engine.
+            action_mask: True for trained tokens, bool; or the weights of the tokens, float (in a stream).
+            advantages: A.
+            ref_logprobs: log-probabilities of the reference model, if one is loaded: for the KL term, or for a loss
+                that has this argument without a default (unless its argument `reference_free` is true).
+            num_tokens, num_sequences, max_response_length: see `BatchTotals`.
+
+        Returns:
+            The loss, whose sum over micro-batches is the optimizer batch's, and metrics that combine by
+            `combine_metrics`. `pg_loss` is always among them.
+
+        Raises:
+            ConfigError: an argument of the loss's own is out of its range, or is an unknown name.
+        """
+        ...
 
 
 class BatchTotals(TypedDict, total=False):
