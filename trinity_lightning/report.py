@@ -45,7 +45,7 @@ def write_comparison(folder: str | Path) -> Path:
     if not folder.is_dir():
         raise _no_runs(folder)
     from trinity_lightning.common.files import write_atomically
-    from trinity_lightning.monitor.sweep import compare, comparison_page, comparison_table, jobs_of
+    from trinity_lightning.monitor.report.comparison import compare, comparison_page, comparison_table, jobs_of
 
     jobs = jobs_of(folder)
     if not jobs:

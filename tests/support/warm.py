@@ -87,7 +87,7 @@ def prepare() -> None:
     """Make what each process of a command would make for itself, and keep: patterns, templates, parsed files."""
     for choices in CHOSEN:
         composed(*choices, "sampling.max_tokens=8", "optimizer.lr=1e-3", "steps=2")
-    for template in ("report.html", "pictures.html"):
+    for template in ("run.html", "pictures.html"):
         ENVIRONMENT.get_template(template)
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     # One of the interpreters that a cluster starts: it asks for more machines where there are too few.

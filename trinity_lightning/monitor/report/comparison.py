@@ -15,7 +15,9 @@ from rich.text import Text
 
 from trinity_lightning.monitor.csv_logger import STEP_METRIC
 from trinity_lightning.monitor.presentation import PLAIN_WIDTH, headline_metrics
-from trinity_lightning.monitor.report import ENVIRONMENT, RunRecord, hidden, read_run, short
+from trinity_lightning.monitor.report.hiding import hidden
+from trinity_lightning.monitor.report.record import RunRecord, read_run
+from trinity_lightning.monitor.report.texts import ENVIRONMENT, short
 
 _RUN_FILES = ("metrics.csv", "config.yaml", ".hydra/overrides.yaml")
 _ERROR = re.compile(r"^\[[^]]*\] ERROR [\w.]+: (.*)$", re.MULTILINE)
@@ -182,5 +184,5 @@ def comparison_page(folder: Path, comparison: Comparison) -> str:
     """The table as a page that opens from disk."""
     reports = {path.parent.name for path in folder.glob("*/report.html")}
     title = f"{folder.parent.name} {folder.name}".strip()
-    template = ENVIRONMENT.get_template("sweep.html")
+    template = ENVIRONMENT.get_template("comparison.html")
     return template.render(title=title, comparison=comparison, reports=reports)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.monitor.sweep import compare, jobs_of
+from trinity_lightning.monitor.report.comparison import compare, jobs_of
 from trinity_lightning.report import main, write_comparison
 
 EVIL = "<script>document.title='owned'</script>"
