@@ -2,9 +2,11 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from trinity_lightning.monitor.report.axes import Axis
 from trinity_lightning.monitor.report.texts import ENVIRONMENT, labels
 
 Point = tuple[float, float]
@@ -56,12 +58,108 @@ def line_chart(series: Mapping[str, Sequence[Point]], label: str) -> str:
         raise ValueError("a chart needs at least one finite point.")
     frame = _Frame([x for x, _ in drawn], [y for _, y in drawn])
     lines = {name: thinned(points) for name, points in series.items()}
-    pieces = {
-        name: [list(piece) for drawable, piece in itertools.groupby(points, _drawable) if drawable]
-        for name, points in lines.items()
-    }
+    pieces = {name: _pieces(points) for name, points in lines.items()}
     dotted = {name for name, points in lines.items() if len(points) <= _MOST_DOTS}
     return _pictures().line_chart(frame, pieces, dotted, label)
+
+
+class Line(NamedTuple):
+    """A line of a comparison.
+
+    Attributes:
+        css: its class in the style sheet.
+        name: shown where the mouse points at it.
+        points: in order of x.
+        band: (x, lowest, highest) of the runs that the line is the mean of; empty for one run.
+        mark: a short text at its end.
+    """
+
+    css: str
+    name: str
+    points: Sequence[Point]
+    band: Sequence[tuple[float, float, float]] = ()
+    mark: str = ""
+
+
+_ALL_POINTS, _FEWEST_POINTS = 3000, 24  # of all lines of a comparison; and of each one
+_MARK_HEIGHT, _NEAR = 10.0, 14.0  # pixels: of a mark, and between line ends whose marks would overlap
+
+
+def comparison_chart(lines: Sequence[Line], label: str) -> str:
+    """A picture of lines of several runs, each of which a page can hide; ValueError: there is no finite point.
+
+    The more lines there are, the fewer points each of them has.
+    """
+    most = max(_FEWEST_POINTS, min(_MOST_POINTS, _ALL_POINTS // max(len(lines), 1)))
+    edges = [(x, y) for line in lines for x, *ends in line.band for y in ends]
+    drawn = finite([point for line in lines for point in (*line.points, *edges)])
+    if not drawn:
+        raise ValueError("a chart needs at least one finite point.")
+    frame = _Frame([x for x, _ in drawn], [y for _, y in drawn])
+    frame.right -= 12  # for the marks
+    shown = [(line, _pieces(thinned(line.points, most))) for line in lines]
+    shown = [(line, pieces, _outline(line.band, most)) for line, pieces in shown if pieces]
+    ends = {line.css: pieces[-1][-1] for line, pieces, _ in shown}
+    marked = [(line.css, frame.x(ends[line.css][0]), frame.y(ends[line.css][1])) for line, *_ in shown if line.mark]
+    return _pictures().comparison_chart(frame, shown, ends, _marks_apart(marked), label)
+
+
+def _pieces(points: Sequence[Point]) -> list[list[Point]]:
+    """The parts of a line between values that cannot be drawn."""
+    return [list(piece) for drawable, piece in itertools.groupby(points, _drawable) if drawable]
+
+
+def _outline(band: Sequence[tuple[float, float, float]], most: int) -> list[Point]:
+    """The lowest values from left to right, then the highest ones back."""
+    whole = [row for row in band if _drawable((row[0], row[1])) and _drawable((row[0], row[2]))]
+    low, high = (thinned([(row[0], row[place]) for row in whole], most) for place in (1, 2))
+    return [*low, *reversed(high)]
+
+
+def _marks_apart(ends: Sequence[tuple[str, float, float]]) -> dict[str, Point]:
+    """The place of each mark, moved down where marks would lie on each other."""
+    placed: dict[str, Point] = {}
+    for css, x, y in sorted(ends, key=lambda end: end[2]):
+        near = [other for other_x, other in placed.values() if abs(other_x - x) < _NEAR]
+        placed[css] = x, max([y, *(other + _MARK_HEIGHT for other in near)])
+    return placed
+
+
+def parallel_coordinates(axes: Sequence[Axis], lines: Sequence[tuple[str, str, Sequence[str]]], label: str) -> str:
+    """A picture with an upright axis for each setting, the last one for the score, and a line for each run.
+
+    Args:
+        axes: the axes, from left to right.
+        lines: of each run its class in the style sheet, its name, and its value on each axis.
+        label: as in `line_chart`.
+    """
+    apart = _FEW_AXES_APART if len(axes) <= _FEW_AXES else _AXES_APART
+    x = [_AXIS_LEFT + apart * index for index in range(len(axes))]
+    heights = [[_height(axis.places[values[index]]) for *_, values in lines] for index, axis in enumerate(axes)]
+    by_line = zip(*map(_side_by_side, heights), strict=True)
+    drawn = [(css, name, list(zip(x, ys, strict=True))) for (css, name, _), ys in zip(lines, by_line, strict=True)]
+    ticks = [[(_height(place), text) for place, text in axis.ticks.items()] for axis in axes]
+    return _pictures().parallel_coordinates(x[-1] + _AXIS_LEFT, list(zip(x, axes, ticks, strict=True)), drawn, label)
+
+
+_AXIS_LEFT, _AXES_APART, _FEW_AXES_APART, _FEW_AXES = 90, 150, 220, 4
+_AXIS_TOP, _AXIS_BOTTOM = 46, 246
+_LINES_APART, _WIDEST_BUNDLE = 2.5, 14.0  # pixels between lines that meet at one value, and of all of them
+
+
+def _height(place: float) -> float:
+    return round(_AXIS_BOTTOM - place * (_AXIS_BOTTOM - _AXIS_TOP), 1)
+
+
+def _side_by_side(heights: Sequence[float]) -> list[float]:
+    """The heights with equal ones moved a little apart, so that lines which meet at a value can be told apart."""
+    counts, seen = Counter(heights), Counter[float]()
+    moved = []
+    for height in heights:
+        gap = min(_LINES_APART, _WIDEST_BUNDLE / counts[height])
+        moved.append(round(height + gap * ((counts[height] - 1) / 2 - seen[height]), 1))
+        seen[height] += 1
+    return moved
 
 
 def stacked_bars(steps: Sequence[float], parts: Mapping[str, Sequence[float]], label: str) -> str:
@@ -107,9 +205,9 @@ def finite(points: Sequence[Point]) -> list[Point]:
     return [point for point in points if _drawable(point)]
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most 400 points: neighbours are averaged."""
-    size = math.ceil(len(points) / _MOST_POINTS)
+def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
+    """At most so many points: neighbours are averaged."""
+    size = math.ceil(len(points) / most)
     if size <= 1:
         return list(points)
     groups = (points[start : start + size] for start in range(0, len(points), size))

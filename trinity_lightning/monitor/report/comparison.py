@@ -1,6 +1,8 @@
-"""Compares the runs in a folder, such as a sweep's, in a table and a page: their settings that differ, their scores."""
+"""Compares several runs, such as those of a sweep, in a table: their settings that differ, and their scores."""
 
+import fcntl
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trinity_lightning.config.explain import LOCK
+from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.csv_logger import STEP_METRIC
 from trinity_lightning.monitor.presentation import PLAIN_WIDTH, headline_metrics
+from trinity_lightning.monitor.report.differences import differing
 from trinity_lightning.monitor.report.hiding import hidden
 from trinity_lightning.monitor.report.record import RunRecord, read_run
-from trinity_lightning.monitor.report.texts import ENVIRONMENT, short
+from trinity_lightning.monitor.report.texts import short
 
 _RUN_FILES = ("metrics.csv", "config.yaml", ".hydra/overrides.yaml")
 _ERROR = re.compile(r"^\[[^]]*\] ERROR [\w.]+: (.*)$", re.MULTILINE)
@@ -32,17 +37,18 @@ class Job:
         overrides: values by key, as in its command.
         config: its resolved configuration.
         failure: the last error in its log; empty without one.
+        name: its name on the page, by default that of its folder.
+        is_named: somebody chose the name.
+        goes_on: a process on this machine is running it.
     """
 
     record: RunRecord
     overrides: dict[str, str]
     config: dict[str, Any]
     failure: str
-
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return self.record.folder.name
+    name: str
+    is_named: bool = False
+    goes_on: bool = False
 
     @property
     def steps(self) -> str:
@@ -54,6 +60,8 @@ class Job:
     def end(self) -> str:
         """The reason why it ended early: the last error, or "not finished"; empty if it did all steps."""
         finished = self.record.rows and " of " not in self.steps
+        if not finished and self.goes_on:
+            return "goes on"
         return "" if finished else self.failure or "not finished"
 
 
@@ -64,11 +72,54 @@ def is_run(folder: Path) -> bool:
 
 def jobs_of(folder: Path) -> list[Job]:
     """The runs in the folders of a folder, in the order of their numbers or names."""
+    return [_job(run, run.name) for run in _runs_in(folder)]
+
+
+def jobs_in(folders: Sequence[Path]) -> list[Job]:
+    """The runs that these folders are or hold, each once, in their order. Their names are paths in the common folder.
+
+    A folder that does not exist may be NAME=FOLDER: the run's name on the page.
+
+    Raises:
+        ConfigError: a folder is no run's and holds none.
+    """
+    named = [_named(folder) for folder in folders]
+    runs: dict[Path, str] = {}
+    for name, folder in named:
+        members = [folder] if is_run(folder) else _runs_in(folder) if folder.is_dir() else []
+        if not members:
+            raise no_runs(folder)
+        for run in members:
+            inside = "" if run == folder else f"/{run.name}"
+            runs.setdefault(run.resolve(), f"{name}{inside}" if name else "")
+    common = common_folder(list(runs))
+    return [_job(run, name or run.relative_to(common).as_posix(), bool(name)) for run, name in runs.items()]
+
+
+def common_folder(runs: Sequence[Path]) -> Path:
+    """The innermost folder that holds all of these, none of which it is itself unless they lie in each other."""
+    return Path(os.path.commonpath([run.parent for run in runs]))
+
+
+def _named(folder: Path) -> tuple[str, Path]:
+    name, sign, path = str(folder).partition("=")
+    return (name, Path(path)) if sign and not folder.exists() and "/" not in name else ("", folder)
+
+
+def _runs_in(folder: Path) -> list[Path]:
     runs = [path for path in folder.iterdir() if path.is_dir() and is_run(path)]
-    return [_job(run) for run in sorted(runs, key=lambda run: (not run.name.isdigit(), run.name.zfill(9), run.name))]
+    return sorted(runs, key=lambda run: (not run.name.isdigit(), run.name.zfill(9), run.name))
 
 
-def _job(folder: Path) -> Job:
+def no_runs(folder: Path) -> ConfigError:
+    """The error about a folder that is no run's and holds no runs."""
+    return ConfigError(
+        f"'{folder}' is no run's folder, and holds none: it has neither metrics.csv nor config.yaml",
+        fix="give one like outputs/grpo/2026-01-31_12-00-00, or the folder of a sweep",
+    )
+
+
+def _job(folder: Path, name: str, is_named: bool = False) -> Job:
     record = read_run(folder)
     recorded = _yaml(folder / ".hydra" / "overrides.yaml")
     texts = map(str, recorded if isinstance(recorded, list) else ())
@@ -76,7 +127,20 @@ def _job(folder: Path) -> Job:
     config, log = _yaml(folder / "config.yaml"), folder / "train.log"
     errors = _ERROR.findall(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else []
     overrides = {key: hidden(f"{key}={value}").partition("=")[2] for key, _, value in pairs}
-    return Job(record, overrides, config if isinstance(config, dict) else {}, hidden(errors[-1]) if errors else "")
+    failure, config = hidden(errors[-1]) if errors else "", config if isinstance(config, dict) else {}
+    return Job(record, overrides, config, failure, name, is_named, _is_locked(folder / LOCK))
+
+
+def _is_locked(lock: Path) -> bool:
+    """True if a process of this machine holds the lock of a run's folder. Not for a run's own process: see fcntl(2)."""
+    try:
+        with lock.open() as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return lock.is_file()
+    except OSError:  # no such file, or a file system without locks
+        return False
+    return False
 
 
 def _yaml(path: Path) -> Any:
@@ -97,52 +161,78 @@ class Comparison:
         metric: the metric that they are compared by; None if they have no metrics.
         head: names of the columns.
         rows: cells, as text.
+        jobs: the runs of the rows.
+        scores: by the run's name; None for a run without one.
+        keys: the overrides that differ.
     """
 
     metric: str | None
     head: list[str]
     rows: list[list[str]]
+    jobs: list[Job]
+    scores: "dict[str, Score | None]"
+    keys: list[str]
+
+    @property
+    def is_small(self) -> bool:
+        """True if the smallest score is the best."""
+        return is_small(self.metric)
 
 
 def compare(jobs: Sequence[Job]) -> Comparison:
     """A table of differing overrides, steps, final and best score, and the reasons why runs ended early."""
     metric = _metric(jobs)
-    keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
-    differing = [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
+    keys = differing([job.overrides for job in jobs])
     scores = {job.name: _score(job, metric) for job in jobs}
-    small = metric is not None and metric.endswith("loss")
     ends = any(job.end for job in jobs)
 
     def rank(job: Job) -> tuple[bool, bool, float]:
         score = scores[job.name]
-        return score is None, bool(job.end), 0.0 if score is None else score.final if small else -score.final
+        return score is None, bool(job.end), 0.0 if score is None else score.final if is_small(metric) else -score.final
 
+    ranked = sorted(jobs, key=rank)
     rows = []
-    for job in sorted(jobs, key=rank):
+    for job in ranked:
         score = scores[job.name]
-        cells = [job.name, *(job.overrides.get(key, "") for key in differing), job.steps]
-        cells += ["", ""] if score is None else [short(score.final), f"{short(score.best)} (step {score.step:g})"]
+        cells = [job.name, *(job.overrides.get(key, "") for key in keys), job.steps]
+        cells += ["", ""] if score is None else [score.last, f"{short(score.best)} (step {score.step:g})"]
         rows.append([*cells, job.end] if ends else cells)
-    head = ["run", *differing, "steps", "final", "best", *(["ended by"] if ends else [])]
-    return Comparison(metric, head, rows)
+    head = ["run", *keys, "steps", "final", "best", *(["ended by"] if ends else [])]
+    return Comparison(metric, head, rows, ranked, scores, keys)
+
+
+def is_small(metric: str | None) -> bool:
+    """True for a metric whose smallest value is the best."""
+    return metric is not None and metric.endswith("loss")
 
 
 @dataclass
 class Score:
-    """The last value of a metric, and the best one with its explore step."""
+    """The last finite value of a metric, and the best one with its explore step.
+
+    Attributes:
+        is_whole: no value that is not finite follows the last one.
+    """
 
     final: float
     best: float
     step: float
+    is_whole: bool = True
+
+    @property
+    def last(self) -> str:
+        """The last value as text."""
+        return short(self.final) + ("" if self.is_whole else ", then not finite")
 
 
 def _score(job: Job, metric: str | None) -> Score | None:
-    points = [(step, value) for step, value in job.record.series(metric or "") if math.isfinite(value)]
+    series = job.record.series(metric or "")
+    points = [(step, value) for step, value in series if math.isfinite(value)]
     if not points:
         return None
-    sign = -1 if str(metric).endswith("loss") else 1
+    sign = -1 if is_small(metric) else 1
     step, best = max(points, key=lambda point: sign * point[1])
-    return Score(points[-1][1], best, step)
+    return Score(points[-1][1], best, step, is_whole=series[-1] == points[-1])
 
 
 def _metric(jobs: Sequence[Job]) -> str | None:
@@ -178,11 +268,3 @@ def comparison_table(comparison: Comparison) -> str:
         console.print(f"final and best {comparison.metric}" if comparison.metric else "no metrics yet", markup=False)
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
-
-
-def comparison_page(folder: Path, comparison: Comparison) -> str:
-    """The table as a page that opens from disk."""
-    reports = {path.parent.name for path in folder.glob("*/report.html")}
-    title = f"{folder.parent.name} {folder.name}".strip()
-    template = ENVIRONMENT.get_template("comparison.html")
-    return template.render(title=title, comparison=comparison, reports=reports)

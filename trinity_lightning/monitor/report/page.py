@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -20,26 +20,54 @@ from trinity_lightning.monitor.presentation import (
     headline_metrics,
     times_in_turn,
 )
-from trinity_lightning.monitor.report.charts import finite, line_chart, stacked_bars
+from trinity_lightning.monitor.report.charts import Point, finite, line_chart, stacked_bars
 from trinity_lightning.monitor.report.hiding import without_secrets
 from trinity_lightning.monitor.report.record import Completion, RunRecord
 from trinity_lightning.monitor.report.texts import ENVIRONMENT, short
+from trinity_lightning.monitor.report.token_view import token_view
+
+FILE = "report.html"  # in the folder of a run, or of several
 
 
 def report_page(run: RunRecord) -> str:
     """The whole page, to be written as UTF-8."""
+    sections: dict[str, Any] = {
+        "Curves": [figure for title, names in _PANELS if (figure := _figure(run, title, names)) is not None],
+        "Where the time went": _times(run),
+        "Steps that trained on no rollout": _idle_steps(run),
+        "Before and after": _pairs(run),
+        "Completions": _apart(run),
+        "Tokens": token_view(run.tokens),
+        "Experiences kept": run.kept,
+        "Environment": run.environment,
+        "Configuration": without_secrets(run.config) if run.config else "",
+    }
     return ENVIRONMENT.get_template("run.html").render(
         run=run,
         title=f"{run.folder.parent.name} {run.folder.name}".strip(),
+        subtitle=_subtitle(run),
         facts=_facts(run),
-        curves=[figure for title, names in _PANELS if (figure := _figure(run, title, names)) is not None],
-        times=_times(run),
-        idle=_idle_steps(run),
-        pairs=_pairs(run),
+        sections=[name for name, content in sections.items() if content],
+        parts=sections,
         thumbnails=partial(_thumbnails, run.folder / "completions" / FOLDER),
-        apart=_apart(run),
-        config=without_secrets(run.config) if run.config else "",
     )
+
+
+def _subtitle(run: RunRecord) -> str:
+    """The run's model, algorithm, tasks and seed, as far as its configuration says."""
+    try:
+        config = yaml.safe_load(run.config)
+    except yaml.YAMLError:
+        return ""
+    places = {"model": ("model", "name"), "tasks": ("taskset", "name"), "learning rate": ("optimizer", "lr")}
+    words = {name: _at(config, place) for name, place in (places | {"seed": ("seed",)}).items()}
+    return ", ".join(f"{name} {value}" for name, value in words.items() if isinstance(value, str | int | float))
+
+
+def _at(node: object, place: Sequence[str]) -> object:
+    for key in place:
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
 
 
 _LARGEST_THUMBNAIL = 2**16  # bytes of a file that the page takes in
@@ -55,12 +83,12 @@ def _thumbnails(folder: Path, completion: Completion) -> list[str]:
 
 
 class Figure(NamedTuple):
-    """A picture with its title, the names of its colours, and their unit."""
+    """A picture with its title, the names of its colours, each with first and last value as text, and their unit."""
 
     title: str
     unit: str
     chart: str
-    names: list[str]
+    names: dict[str, str]
 
 
 SOLVED = "Held-out, solved"
@@ -101,7 +129,7 @@ def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> Figure | Non
     metric = find_metric(next(iter(series)))
     chart = line_chart(series, f"{title} over explore steps: {', '.join(series)}")
     unit = _solved(run, series) if title == SOLVED else metric.unit if metric else ""
-    return Figure(title, unit, chart, list(series))
+    return Figure(title, unit, chart, {name: _change(points) for name, points in series.items()})
 
 
 def _solved(run: RunRecord, names: Iterable[str]) -> str:
@@ -144,7 +172,7 @@ def _times(run: RunRecord) -> tuple[Figure, list[tuple[str, str, str]]] | None:
     whole = sum(map(sum, columns.values()))
     rows = [(part, format_seconds(sum(values)), f"{sum(values) / whole:.0%}") for part, values in columns.items()]
     chart = stacked_bars(steps, columns, "Seconds of each explore step by part")
-    return Figure("Explore steps", "s", chart, list(columns)), rows
+    return Figure("Explore steps", "s", chart, dict.fromkeys(columns, "")), rows
 
 
 # -- facts, idle steps and completions ---------------------------------------------------------------------------------
@@ -167,8 +195,13 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
 
 def _ends(run: RunRecord, name: str) -> tuple[str, str]:
     """A metric with its first and last value as text, which is empty if it has none."""
-    points = finite(run.series(name))
-    return name, " → ".join(short(value) for _, value in dict.fromkeys((*points[:1], *points[-1:])))
+    return name, _change(finite(run.series(name)))
+
+
+def _change(points: Sequence[Point]) -> str:
+    """The first and the last value as text."""
+    points = finite(points)
+    return " → ".join(short(value) for _, value in dict.fromkeys((*points[:1], *points[-1:])))
 
 
 def _idle_steps(run: RunRecord) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from trinity_lightning.monitor.csv_logger import STEP_METRIC, read_rows
 from trinity_lightning.monitor.machine import FILE as ENVIRONMENT_FILE
+from trinity_lightning.monitor.tokens import FOLDER as TOKENS_FOLDER
 
 Completion = dict[str, Any]
 
@@ -28,6 +29,7 @@ class RunRecord:
         environment: versions and hardware by name.
         rows: rows of metrics.csv, each with numbers by name, the explore step among them.
         completions: by taskset ("" for training), the completions of the first and of the last file, by step.
+        tokens: responses of the first and of the last step with their tokens, by step; see monitor/tokens.py.
         kept: rows of a table of the experiences kept; if many steps were kept, only some of them.
         kept_steps: number of steps whose experiences were kept.
     """
@@ -37,6 +39,7 @@ class RunRecord:
     environment: dict[str, str] = field(default_factory=dict)
     rows: list[dict[str, float]] = field(default_factory=list)
     completions: dict[str, dict[int, list[Completion]]] = field(default_factory=dict)
+    tokens: dict[int, list[Completion]] = field(default_factory=dict)
     kept: Sequence[Sequence[object]] = ()
     kept_steps: int = 0
 
@@ -79,6 +82,7 @@ def read_run(folder: str | Path) -> RunRecord:
         environment={str(name): str(value) for name, value in environment.items()},
         rows=[row for row in rows if math.isfinite(row.get(STEP_METRIC, math.nan))],
         completions=_completions(folder / "completions"),
+        tokens=_completions(folder / "completions" / TOKENS_FOLDER).get("", {}),
     )
 
 

@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+LONG = 40  # characters of a cell from which its text may have several lines
 
 
 def short(value: float, digits: int = 4) -> str:
     """A number in few characters; a very small or large one with fewer digits."""
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.{digits - 3}e}".replace("e-0", "e-").replace("e+0", "e")
+        return f"{value:.{max(digits - 3, 0)}e}".replace("e-0", "e-").replace("e+0", "e")
     return f"{value:.{digits}g}"
 
 
@@ -44,6 +47,24 @@ def cut(value: Any) -> str:
     return text[:_MOST_CHARACTERS] + (f" … ({left} more characters)" if left > 0 else "")
 
 
+def anchor(heading: str) -> str:
+    """The id of a heading, for links within the page."""
+    return re.sub(r"\W+", "-", heading.lower())
+
+
+def breakable(name: str) -> Markup:
+    """A metric's or setting's name as markup that a line may break in."""
+    return Markup(re.sub(r"([/_.@])(?=\w)", r"\1<wbr>", str(escape(name))))
+
+
+_LONGEST_NAME = 22
+
+
+def ending(name: str) -> str:
+    """The end of a long dotted name, which tells more than its beginning."""
+    return name if len(name) <= _LONGEST_NAME else "…" + name[1 - _LONGEST_NAME :]
+
+
 # Completions, prompts and configuration are other people's text: markup in them is shown as text.
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -52,4 +73,5 @@ ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-ENVIRONMENT.filters |= {"short": short, "cut": cut}
+ENVIRONMENT.filters |= {"short": short, "cut": cut, "anchor": anchor, "ending": ending, "breakable": breakable}
+ENVIRONMENT.tests["long"] = lambda text: len(str(text)) > LONG
