@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from trinity_lightning.config.explain import LOCK
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.csv_logger import STEP_METRIC
 from trinity_lightning.monitor.presentation import PLAIN_WIDTH, headline_metrics
-from trinity_lightning.monitor.report.differences import differing
+from trinity_lightning.monitor.report.differences import differing, flattened, is_place
 from trinity_lightning.monitor.report.hiding import hidden
 from trinity_lightning.monitor.report.record import RunRecord, read_run
 from trinity_lightning.monitor.report.texts import short
@@ -49,6 +50,15 @@ class Job:
     name: str
     is_named: bool = False
     goes_on: bool = False
+
+    def setting(self, key: str) -> str:
+        """The value of a key in its command, or else in its configuration; empty if it is in neither."""
+        return self.overrides.get(key, self.settings.get(key, ""))
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """The values of its configuration by dotted key, see `flattened`."""
+        return flattened(self.config)
 
     @property
     def steps(self) -> str:
@@ -182,7 +192,7 @@ class Comparison:
 def compare(jobs: Sequence[Job]) -> Comparison:
     """A table of differing overrides, steps, final and best score, and the reasons why runs ended early."""
     metric = _metric(jobs)
-    keys = differing([job.overrides for job in jobs])
+    keys = [key for key in differing([job.overrides for job in jobs]) if not is_place(key)]
     scores = {job.name: _score(job, metric) for job in jobs}
     ends = any(job.end for job in jobs)
 
@@ -194,7 +204,7 @@ def compare(jobs: Sequence[Job]) -> Comparison:
     rows = []
     for job in ranked:
         score = scores[job.name]
-        cells = [job.name, *(job.overrides.get(key, "") for key in keys), job.steps]
+        cells = [job.name, *(job.setting(key) for key in keys), job.steps]
         cells += ["", ""] if score is None else [score.last, f"{short(score.best)} (step {score.step:g})"]
         rows.append([*cells, job.end] if ends else cells)
     head = ["run", *keys, "steps", "final", "best", *(["ended by"] if ends else [])]

@@ -11,7 +11,7 @@ from trinity_lightning.monitor.presentation import find_metric, headline_metrics
 from trinity_lightning.monitor.report.axes import chosen_axes, scale_of
 from trinity_lightning.monitor.report.charts import comparison_chart, finite, parallel_coordinates
 from trinity_lightning.monitor.report.comparison import Comparison
-from trinity_lightning.monitor.report.differences import MISSING, differing, flattened
+from trinity_lightning.monitor.report.differences import MISSING, differing
 from trinity_lightning.monitor.report.groups import Group, groups_of
 from trinity_lightning.monitor.report.page import FILE
 from trinity_lightning.monitor.report.texts import ENVIRONMENT, short
@@ -94,7 +94,7 @@ class Curve(NamedTuple):
 
 
 def _curves(comparison: Comparison, groups: Sequence[Group]) -> list[Curve]:
-    """A picture for each metric; those that no run has, or that are one number in all runs, are left out."""
+    """A picture for each metric; those that never change, or have one value a run, are left out."""
     names = dict.fromkeys(name for job in comparison.jobs for name in job.record.names())
     headlines = headline_metrics(list(names))
     patterns = (comparison.metric or "", *_METRICS)
@@ -106,8 +106,8 @@ def _curves(comparison: Comparison, groups: Sequence[Group]) -> list[Curve]:
 def _curve(metric: str, groups: Sequence[Group]) -> Curve | None:
     # The best are drawn last, so that they lie above the others.
     lines = [line for group in reversed(groups) if (line := group.line(metric)) is not None]
-    values = {y for line in lines for _, y in finite(line.points)}
-    if len(values) < 2:
+    points = [point for line in lines for point in finite(line.points)]
+    if len({y for _, y in points}) < 2 or len(points) == len(lines):
         return None
     documented = find_metric(metric)
     ends = (f"{line.name} {short(finite(line.points)[-1][1])}" for line in list(reversed(lines))[:3])
@@ -124,9 +124,9 @@ def _parallel(comparison: Comparison, group_of: dict[str, Group]) -> str | None:
     jobs = [job for job in reversed(comparison.jobs) if job.name in finals]
     if len({*finals.values()}) < 2:
         return None
-    settings = {job.name: flattened(job.config) for job in jobs}
+    settings = {job.name: job.settings for job in jobs}
     keys = [*comparison.keys, *(key for key in differing([*settings.values()]) if key not in comparison.keys)]
-    columns = {key: [job.overrides.get(key, settings[job.name].get(key, MISSING)) for job in jobs] for key in keys}
+    columns = {key: [job.setting(key) or MISSING for job in jobs] for key in keys}
     axes = chosen_axes(columns)
     if not axes:
         return None
@@ -158,7 +158,7 @@ class Differences(NamedTuple):
 def _differences(comparison: Comparison) -> Differences | None:
     """Of few runs a column for each; of many, each value with the runs that have it. None if nothing differs."""
     jobs = [job for job in comparison.jobs if job.config]
-    settings = {job.name: flattened(job.config) for job in jobs}
+    settings = {job.name: job.settings for job in jobs}
     keys = differing([*settings.values()])
     if not keys:
         return None

@@ -19,7 +19,7 @@ def flattened(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(node, Mapping) and node:
             for key, value in node.items():
                 walk(value, f"{path}.{key}" if path else str(key))
-        elif path not in _PLACES:
+        elif not is_place(path):
             leaves[path] = node if isinstance(node, str) else json.dumps(node, ensure_ascii=False, default=str)
 
     walk(hidden(config), "")
@@ -30,6 +30,11 @@ def differing(settings: Sequence[Mapping[str, str]]) -> list[str]:
     """The keys whose values are not the same everywhere, in order of appearance."""
     keys = dict.fromkeys(key for leaves in settings for key in leaves)
     return [key for key in keys if len({leaves.get(key) for leaves in settings}) > 1]
+
+
+def is_place(key: str) -> bool:
+    """True for the key of a place that a run writes to, or for one of Hydra's own."""
+    return key in _PLACES or key.startswith("hydra.")
 
 
 def is_seed(key: str) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trinity_lightning.monitor.report.charts import Line, finite
 from trinity_lightning.monitor.report.comparison import Comparison, Job
-from trinity_lightning.monitor.report.differences import differing, flattened, is_seed
+from trinity_lightning.monitor.report.differences import differing, is_seed
 from trinity_lightning.monitor.report.texts import short
 
 COLOURS = 10  # of the style sheet; the groups behind the first ones are grey
@@ -71,7 +71,7 @@ def groups_of(comparison: Comparison) -> list[Group]:
         alone = job.name if job.is_named or not keys else None
         members.setdefault((alone, *(settings[job.name].get(key) for key in keys)), []).append(job)
     named = [key for key in comparison.keys if not is_seed(key)] or keys
-    groups = [_group(jobs, comparison, named, settings) for jobs in members.values()]
+    groups = [_group(jobs, comparison, named) for jobs in members.values()]
     sign = 1 if comparison.is_small else -1
     groups.sort(key=lambda group: (group.score is None, all(job.end for job in group.jobs), sign * (group.score or 0)))
     for number, group in enumerate(groups, start=1):
@@ -80,16 +80,16 @@ def groups_of(comparison: Comparison) -> list[Group]:
 
 
 def _settings(job: Job) -> dict[str, str]:
-    return flattened(job.config) or dict(job.overrides)
+    return job.settings or job.overrides
 
 
-def _group(jobs: list[Job], comparison: Comparison, keys: Sequence[str], settings: dict[str, dict[str, str]]) -> Group:
+def _group(jobs: list[Job], comparison: Comparison, keys: Sequence[str]) -> Group:
     scored = [job for job in jobs if comparison.scores[job.name] is not None]
     whole = [job for job in scored if not job.end] or scored  # a run that died early has not reached its score
     finals = [score.final for job in whole if (score := comparison.scores[job.name]) is not None]
     name, first = jobs[0].name, jobs[0]
     if len(jobs) > 1:
-        values = {key: first.overrides.get(key, settings[first.name].get(key, "")) for key in keys[:_MOST_NAMED]}
+        values = {key: first.setting(key) for key in keys[:_MOST_NAMED]}
         name = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items() if value)
         name = f"{name or jobs[0].name} ({len(jobs)} runs)"
     spread = statistics.stdev(finals) if len(finals) > 1 else None

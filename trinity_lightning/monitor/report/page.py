@@ -119,16 +119,17 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> Figure | None:
-    """A picture of metrics; None if there are none, or if they never change (no failed task, a constant rate)."""
+    """A picture of metrics; None if they never change (no failed task, a constant rate), or have one value each."""
     headlines = headline_metrics(run.names())
     names = dict.fromkeys(name for pattern in patterns for name in headlines if fnmatchcase(name, pattern))
     series = {name: points for name in names if finite(points := run.series(name))}
     values = [y for points in series.values() for _, y in finite(points)]
-    if not values or (len(values) > 1 and len(set(values)) == 1):
+    if not values or (len(values) > 1 and len(set(values)) == 1) or (len(values) == len(series) and run.last_step > 1):
         return None
     metric = find_metric(next(iter(series)))
     chart = line_chart(series, f"{title} over explore steps: {', '.join(series)}")
     unit = _solved(run, series) if title == SOLVED else metric.unit if metric else ""
+    unit = "" if unit == title.lower() else unit
     return Figure(title, unit, chart, {name: _change(points) for name, points in series.items()})
 
 

@@ -37,7 +37,7 @@ class Rollout:
     summary: list[str]
     tokens: list[Token]
     left: int
-    largest: list[tuple[str, str, str, str, str]]
+    largest: Sequence[Sequence[str]]
 
 
 @dataclass
