@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trinity_lightning.config.output import end_unread
 from trinity_lightning.errors import ConfigError, TrinityError
+from trinity_lightning.monitor.report.folders import common_folder, is_run, named_runs
 
 FILE = "report.html"
 
@@ -47,19 +48,19 @@ def write_comparison(*folders: str | Path, output: str | Path | None = None) -> 
         ConfigError: a folder holds no runs, or one run lies in the folder of another and `output` is not given.
         StorageError: a run's metrics are damaged.
     """
-    from trinity_lightning.common.files import write_atomically
-    from trinity_lightning.monitor.report.comparison import common_folder, compare, comparison_table, is_run, jobs_in
-    from trinity_lightning.monitor.report.comparison_page import comparison_page
-
-    jobs = jobs_in([Path(folder) for folder in folders])
-    holder = common_folder([job.record.folder for job in jobs])
+    runs = named_runs(folders)
+    holder = common_folder(list(runs))
     if output is None and is_run(holder):
         raise ConfigError(
             f"'{holder}' holds all of these runs and is a run's folder itself: their page would replace its report",
             fix="say where the page goes with --output FILE",
         )
+    from trinity_lightning.common.files import write_atomically
+    from trinity_lightning.monitor.report.comparison import compare, comparison_table, jobs_in
+    from trinity_lightning.monitor.report.comparison_page import comparison_page
+
     file = holder / FILE if output is None else Path(output)
-    comparison = compare(jobs)
+    comparison = compare(jobs_in(runs))
     print(comparison_table(comparison))
     page = comparison_page(file.resolve().parent, comparison, title=f"{holder.parent.name} {holder.name}".strip())
     write_atomically(file, page.encode(errors="replace"))
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     folders: list[Path] = given.folder
     try:
-        alone = len(folders) == 1 and any((folders[0] / file).is_file() for file in ("metrics.csv", "config.yaml"))
+        alone = len(folders) == 1 and is_run(folders[0])
         page = write_report(folders[0], given.output) if alone else write_comparison(*folders, output=given.output)
         print(page)
     except (TrinityError, OSError) as error:

@@ -146,6 +146,19 @@ def test_several_folders_are_one_page_in_the_folder_that_holds_them(
     assert "<h1>" in (tmp_path / "sweep" / "x.html").read_text()
 
 
+def test_two_runs_do_not_have_one_name(tmp_path: Path) -> None:
+    a, b = (job(tmp_path / name, scores=(0.1,)) for name in ("a", "b"))
+    with pytest.raises(ConfigError, match="named 'x'"):
+        write_comparison(f"x={a}", f"x={b}")
+
+
+def test_links_to_runs_elsewhere_stay_in_the_folder_that_has_the_links(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "mine" / name).symlink_to(job(tmp_path / "elsewhere" / name / "run", scores=(0.1,)))
+    assert write_comparison(tmp_path / "mine") == tmp_path / "mine" / "report.html"
+
+
 def test_a_folder_with_an_equals_sign_is_a_folder(tmp_path: Path) -> None:
     folders = [job(tmp_path / name, scores=(0.1,)) for name in ("lr=1", "lr=2")]
     assert "lr=1" in write_comparison(*folders).read_text()

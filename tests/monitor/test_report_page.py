@@ -16,18 +16,11 @@ from support.pictures import random_picture
 from trinity_lightning.common.pictures.thumbnails import COLUMN, FOLDER, write_thumbnails
 from trinity_lightning.monitor.machine import describe_environment, write_environment
 from trinity_lightning.monitor.presentation import UNTRAINED_PREFIX as UNTRAINED
-from trinity_lightning.monitor.report import (
-    labels,
-    line_chart,
-    nice_ticks,
-    read_run,
-    report_page,
-    short,
-    stacked_bars,
-    thinned,
-    visible,
-    without_secrets,
-)
+from trinity_lightning.monitor.report.charts import line_chart, nice_ticks, stacked_bars, thinned
+from trinity_lightning.monitor.report.hiding import without_secrets
+from trinity_lightning.monitor.report.page import report_page
+from trinity_lightning.monitor.report.record import read_run
+from trinity_lightning.monitor.report.texts import labels, short, visible
 
 EVIL = "</pre></svg><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&lt;b&gt;"
 VOID = {"meta", "hr", "br", "wbr", "img", "link", "input"}

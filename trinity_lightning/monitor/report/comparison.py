@@ -2,7 +2,6 @@
 
 import fcntl
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,15 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from trinity_lightning.config.explain import LOCK
-from trinity_lightning.errors import ConfigError
 from trinity_lightning.monitor.csv_logger import STEP_METRIC
 from trinity_lightning.monitor.presentation import PLAIN_WIDTH, headline_metrics
 from trinity_lightning.monitor.report.differences import differing, flattened, is_place
+from trinity_lightning.monitor.report.folders import common_folder, runs_in
 from trinity_lightning.monitor.report.hiding import hidden
 from trinity_lightning.monitor.report.record import RunRecord, read_run
 from trinity_lightning.monitor.report.texts import short
 
-_RUN_FILES = ("metrics.csv", "config.yaml", ".hydra/overrides.yaml")
 _ERROR = re.compile(r"^\[[^]]*\] ERROR [\w.]+: (.*)$", re.MULTILINE)
 
 
@@ -75,58 +73,15 @@ class Job:
         return "" if finished else self.failure or "not finished"
 
 
-def is_run(folder: Path) -> bool:
-    """True if a run has written to the folder."""
-    return any((folder / file).is_file() for file in _RUN_FILES)
-
-
 def jobs_of(folder: Path) -> list[Job]:
-    """The runs in the folders of a folder, in the order of their numbers or names."""
-    return [_job(run, run.name) for run in _runs_in(folder)]
+    """The runs in the folders of a folder."""
+    return [_job(run, run.name) for run in runs_in(folder)]
 
 
-def jobs_in(folders: Sequence[Path]) -> list[Job]:
-    """The runs that these folders are or hold, each once, in their order. Their names are paths in the common folder.
-
-    A folder that does not exist may be NAME=FOLDER: the run's name on the page.
-
-    Raises:
-        ConfigError: a folder is no run's and holds none.
-    """
-    named = [_named(folder) for folder in folders]
-    runs: dict[Path, str] = {}
-    for name, folder in named:
-        members = [folder] if is_run(folder) else _runs_in(folder) if folder.is_dir() else []
-        if not members:
-            raise no_runs(folder)
-        for run in members:
-            inside = "" if run == folder else f"/{run.name}"
-            runs.setdefault(run.resolve(), f"{name}{inside}" if name else "")
+def jobs_in(runs: Mapping[Path, str]) -> list[Job]:
+    """These runs, by the names that were chosen for them, or else by their paths in the folder that holds all."""
     common = common_folder(list(runs))
     return [_job(run, name or run.relative_to(common).as_posix(), bool(name)) for run, name in runs.items()]
-
-
-def common_folder(runs: Sequence[Path]) -> Path:
-    """The innermost folder that holds all of these, none of which it is itself unless they lie in each other."""
-    return Path(os.path.commonpath([run.parent for run in runs]))
-
-
-def _named(folder: Path) -> tuple[str, Path]:
-    name, sign, path = str(folder).partition("=")
-    return (name, Path(path)) if sign and not folder.exists() and "/" not in name else ("", folder)
-
-
-def _runs_in(folder: Path) -> list[Path]:
-    runs = [path for path in folder.iterdir() if path.is_dir() and is_run(path)]
-    return sorted(runs, key=lambda run: (not run.name.isdigit(), run.name.zfill(9), run.name))
-
-
-def no_runs(folder: Path) -> ConfigError:
-    """The error about a folder that is no run's and holds no runs."""
-    return ConfigError(
-        f"'{folder}' is no run's folder, and holds none: it has neither metrics.csv nor config.yaml",
-        fix="give one like outputs/grpo/2026-01-31_12-00-00, or the folder of a sweep",
-    )
 
 
 def _job(folder: Path, name: str, is_named: bool = False) -> Job:

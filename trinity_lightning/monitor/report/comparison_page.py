@@ -156,7 +156,7 @@ class Differences(NamedTuple):
 
 
 def _differences(comparison: Comparison) -> Differences | None:
-    """Of few runs a column for each; of many, each value with the runs that have it. None if nothing differs."""
+    """A column for each of a few runs; with many, each value and the runs that have it. None if nothing differs."""
     jobs = [job for job in comparison.jobs if job.config]
     settings = {job.name: job.settings for job in jobs}
     keys = differing([*settings.values()])
