@@ -162,6 +162,8 @@ def test_tokens_are_coloured_by_what_is_chosen_and_can_be_read(browser: Any, sch
     assert min(contrast(text, page_colour), contrast(text, box)) > 7
     assert min(contrast(quiet, page_colour), contrast(quiet, box)) > 4.5
     assert (contrast("rgb(0, 0, 0)", page_colour) > 7) == (scheme == "light")
+    page.emulate_media(media="print")
+    assert page.evaluate(colours, ("body", "backgroundColor")) == "rgb(255, 255, 255)"  # no dark paper
 
 
 @pytest.mark.parametrize("width", [320, 1200])

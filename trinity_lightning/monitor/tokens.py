@@ -71,6 +71,10 @@ class TokenKeeper(L.Callback):
             self._failed = True
             logger.warning("tokens are not kept any more, which report.html would show: %s", error)
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Forget the log-probabilities of a step that failed."""
+        pl_module.on_logprobs, self._seen = None, []  # type: ignore[assignment]
+
 
 def _chosen(batch: OptimizerBatch, seen: Sequence[tuple[tuple[int, ...], Tensor]]) -> list[Trained]:
     """The rows to show among those that were computed, with their advantages and log-probabilities on the CPU."""

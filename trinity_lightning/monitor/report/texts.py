@@ -54,7 +54,7 @@ def anchor(heading: str) -> str:
 
 def breakable(name: str) -> Markup:
     """A metric's or setting's name as markup that a line may break in."""
-    return Markup(re.sub(r"([/_.@])(?=\w)", r"\1<wbr>", str(escape(name))))
+    return Markup(re.sub(r"([/_.])(?=\w)", r"\1<wbr>", str(escape(name))))
 
 
 _LONGEST_NAME = 22

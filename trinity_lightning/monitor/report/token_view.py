@@ -48,11 +48,13 @@ class TokenView:
         steps: by explore step, the rollouts of each task.
         advantages: texts of the legend for the four shades of advantages, the smallest first; empty without any.
         differences: the same for log-probability differences.
+        has_others: there are tokens that were not trained on, such as a tool's.
     """
 
     steps: dict[int, list[list[Rollout]]]
     advantages: list[str]
     differences: list[str]
+    has_others: bool
 
 
 def token_view(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> TokenView | None:
@@ -73,7 +75,8 @@ def token_view(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> TokenView 
     bounds = [short(share * largest, 2) for share in _SHARES] if largest else []
     shown = any(value is not None for record in everything for value in _differences(record))
     differences = [f"from {bound:g}" for bound in DIFFERENCES] if shown else []
-    return TokenView(steps, [f"beyond {bound}" for bound in bounds], differences)
+    others = any(trained == 0 for record in everything for trained in _column(record, "trained"))
+    return TokenView(steps, [f"beyond {bound}" for bound in bounds], differences, others)
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
