@@ -47,6 +47,14 @@ def test_runs_are_compared_by_their_held_out_score_the_best_first(tmp_path: Path
     ]
 
 
+def test_a_value_is_the_configurations_where_a_command_has_none(tmp_path: Path) -> None:
+    job(tmp_path / "0", "optimizer.lr=2e-5", "n=3", "x=a", scores=(0.1,), optimizer="{lr: 2.0e-05}", n="3")
+    job(tmp_path / "1", scores=(0.2,), optimizer="{lr: 3.0e-05}", n="3")
+    comparison = compare(jobs_of(tmp_path))
+    assert comparison.head[1:3] == ["optimizer.lr", "x"]  # n is the same
+    assert [row[1:3] for row in comparison.rows] == [["3e-5", ""], ["2e-5", "a"]]
+
+
 def test_a_run_that_failed_or_goes_on_is_there_and_says_so(tmp_path: Path) -> None:
     job(tmp_path / "0", "seed=1", scores=(0.1, 0.2, 0.3, 0.4))
     log = (
@@ -243,10 +251,12 @@ def test_a_large_sweep_has_a_page_of_a_reasonable_size(tmp_path: Path) -> None:
 
 def test_only_keys_that_differ_are_compared_without_secrets_and_places() -> None:
     settings = [
-        flattened({"a": {"b": rate, "c": [1, "x"], "d": {}}, "output_dir": str(rate), "api_key": str(rate), "e": None})
+        flattened(
+            {"a": {"b": rate / 1e5, "c": [1, "x"], "d": {}}, "output_dir": str(rate), "api_key": str(rate), "e": None}
+        )
         for rate in (1, 2)
     ]
-    assert settings[0] == {"a.b": "1", "a.c": '[1, "x"]', "a.d": "{}", "api_key": "***", "e": "null"}
+    assert settings[0] == {"a.b": "1e-5", "a.c": '[1, "x"]', "a.d": "{}", "api_key": "***", "e": "null"}
     assert differing(settings) == ["a.b"]
     assert differing([{"a": "1"}, {}]) == ["a"]
 

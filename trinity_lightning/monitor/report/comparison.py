@@ -50,8 +50,8 @@ class Job:
     goes_on: bool = False
 
     def setting(self, key: str) -> str:
-        """The value of a key in its command, or else in its configuration; empty if it is in neither."""
-        return self.overrides.get(key, self.settings.get(key, ""))
+        """The value of a key in its configuration, or else (a choice of a group) in its command; empty without one."""
+        return self.settings.get(key, self.overrides.get(key, ""))
 
     @cached_property
     def settings(self) -> dict[str, str]:
@@ -147,7 +147,8 @@ class Comparison:
 def compare(jobs: Sequence[Job]) -> Comparison:
     """A table of differing overrides, steps, final and best score, and the reasons why runs ended early."""
     metric = _metric(jobs)
-    keys = [key for key in differing([job.overrides for job in jobs]) if not is_place(key)]
+    overridden = dict.fromkeys(key for job in jobs for key in job.overrides if not is_place(key))
+    keys = differing([{key: job.setting(key) for key in overridden} for job in jobs])
     scores = {job.name: _score(job, metric) for job in jobs}
     ends = any(job.end for job in jobs)
 

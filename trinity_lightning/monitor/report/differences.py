@@ -20,7 +20,8 @@ def flattened(config: Mapping[str, Any]) -> dict[str, str]:
             for key, value in node.items():
                 walk(value, f"{path}.{key}" if path else str(key))
         elif not is_place(path):
-            leaves[path] = node if isinstance(node, str) else json.dumps(node, ensure_ascii=False, default=str)
+            text = node if isinstance(node, str) else json.dumps(node, ensure_ascii=False, default=str)
+            leaves[path] = text.replace("e-0", "e-") if isinstance(node, float) else text  # as people write it
 
     walk(hidden(config), "")
     return leaves
