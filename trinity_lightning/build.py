@@ -52,6 +52,7 @@ from trinity_lightning.explorer.tasks.taskset import Taskset, mixture_of
 from trinity_lightning.monitor.machine import CPULoad
 from trinity_lightning.monitor.presentation import summary_table
 from trinity_lightning.monitor.run_monitor import RunMonitor
+from trinity_lightning.monitor.tokens import TokenKeeper
 from trinity_lightning.monitor.wandb_logger import RunLogger, run_id
 from trinity_lightning.plan.gpu import follower_plan, tokens_on_a_cpu, trains_on_gpus, with_memory_plan
 from trinity_lightning.plan.memory import MemoryPlan
@@ -246,7 +247,7 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
             on_fit_start=lambda *_: policy.try_saving(folder) if typed.save_model else None,
             on_train_start=lambda *_: _record(config, typed.engine, policy, folder, checkpoint),
         )
-        callbacks.insert(0, record)
+        callbacks[:0] = [record, TokenKeeper(folder)]
     trainer = _trainer(config, callbacks, run_id(folder, checkpoint))
     return Run(typed, folder, trainer, policy, data, monitor, checkpoint, plan, why_folder)
 

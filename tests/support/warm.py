@@ -34,7 +34,7 @@ from support.forked import fork_ranks, fork_servers, fork_sides, fork_stages
 from trinity_lightning.common.hardware import ON_A_CPU, TORCH_DTYPES, product_flops, timed_product
 from trinity_lightning.config import hydra
 from trinity_lightning.explorer.models import vllm_engine
-from trinity_lightning.monitor.report import ENVIRONMENT
+from trinity_lightning.monitor.report.texts import ENVIRONMENT
 
 OF_RUNS = ("hydra.main", "transformers.models.llama.modeling_llama", "transformers.optimization")
 NOT_BEFORE = "trinity_lightning.sync.ipc_worker"  # changes vLLM in a server that is told to import it
@@ -87,7 +87,7 @@ def prepare() -> None:
     """Make what each process of a command would make for itself, and keep: patterns, templates, parsed files."""
     for choices in CHOSEN:
         composed(*choices, "sampling.max_tokens=8", "optimizer.lr=1e-3", "steps=2")
-    for template in ("report.html", "pictures.html"):
+    for template in ("run.html", "pictures.html"):
         ENVIRONMENT.get_template(template)
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     # One of the interpreters that a cluster starts: it asks for more machines where there are too few.

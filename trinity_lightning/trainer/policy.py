@@ -97,6 +97,7 @@ class PolicyModule(L.LightningModule):
         critic: the critic, once loaded; None: the algorithm has none.
         expected: memory that training is planned to take, for the message of a GPU that runs out of it.
         peak: operations a second of the devices that train; None before training, or unknown.
+        on_logprobs: called in training with rows of the batch that this process computes, and their log-probabilities.
 
     Raises:
         ConfigError: a number of the algorithm or the optimizer is out of its range; or dtype=auto, which every resume
@@ -145,6 +146,7 @@ class PolicyModule(L.LightningModule):
         self.loss_scale = LossScale() if self._dtype == torch.float16 else None
         self._resumption: Resumption | None = None  # until a resumed run trains
         self.peak: Peak | None = None
+        self.on_logprobs: Callable[[tuple[int, ...], Tensor], object] | None = None
         self._heap, self._kept = HeapBound(), KeptStates()
         self._optimizer_settings: list[dict[str, Any]] = []  # `settings_of` the optimizer when it was made
         self._peak_rates: list[Any] = []  # configured learning rates of the optimizer's groups
@@ -485,6 +487,8 @@ class PolicyModule(L.LightningModule):
             micro = collate(batch, part, self.device, passes.position_rule)
             collating += time.perf_counter() - start
             logprobs, entropies, *values = passes.through(self.policy, micro, placement)
+            if self.on_logprobs is not None:
+                self.on_logprobs(part.rows, logprobs.detach())
             part_loss, part_metrics = self.objective(logprobs, entropies, micro, batch, *tokens)
             measured.append({f"actor/{name}": value for name, value in part_metrics.items()})
             if critic is not None:

@@ -1,9 +1,11 @@
-"""Compares the runs in a folder, such as a sweep's, in a table and a page: their settings that differ, their scores."""
+"""Compares several runs, such as those of a sweep, in a table: their settings that differ, and their scores."""
 
+import fcntl
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trinity_lightning.config.explain import LOCK
 from trinity_lightning.monitor.csv_logger import STEP_METRIC
 from trinity_lightning.monitor.presentation import PLAIN_WIDTH, headline_metrics
-from trinity_lightning.monitor.report import ENVIRONMENT, RunRecord, hidden, read_run, short
+from trinity_lightning.monitor.report.differences import differing, flattened, is_place
+from trinity_lightning.monitor.report.folders import common_folder, runs_in
+from trinity_lightning.monitor.report.hiding import hidden
+from trinity_lightning.monitor.report.record import RunRecord, read_run
+from trinity_lightning.monitor.report.texts import short
 
-_RUN_FILES = ("metrics.csv", "config.yaml", ".hydra/overrides.yaml")
 _ERROR = re.compile(r"^\[[^]]*\] ERROR [\w.]+: (.*)$", re.MULTILINE)
 
 
@@ -30,17 +36,27 @@ class Job:
         overrides: values by key, as in its command.
         config: its resolved configuration.
         failure: the last error in its log; empty without one.
+        name: its name on the page, by default that of its folder.
+        is_named: somebody chose the name.
+        goes_on: a process on this machine is running it.
     """
 
     record: RunRecord
     overrides: dict[str, str]
     config: dict[str, Any]
     failure: str
+    name: str
+    is_named: bool = False
+    goes_on: bool = False
 
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return self.record.folder.name
+    def setting(self, key: str) -> str:
+        """The value of a key in its configuration, or else (a choice of a group) in its command; empty without one."""
+        return self.settings.get(key, self.overrides.get(key, ""))
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """The values of its configuration by dotted key, see `flattened`."""
+        return flattened(self.config)
 
     @property
     def steps(self) -> str:
@@ -52,21 +68,23 @@ class Job:
     def end(self) -> str:
         """The reason why it ended early: the last error, or "not finished"; empty if it did all steps."""
         finished = self.record.rows and " of " not in self.steps
+        if not finished and self.goes_on:
+            return "goes on"
         return "" if finished else self.failure or "not finished"
 
 
-def is_run(folder: Path) -> bool:
-    """True if a run has written to the folder."""
-    return any((folder / file).is_file() for file in _RUN_FILES)
-
-
 def jobs_of(folder: Path) -> list[Job]:
-    """The runs in the folders of a folder, in the order of their numbers or names."""
-    runs = [path for path in folder.iterdir() if path.is_dir() and is_run(path)]
-    return [_job(run) for run in sorted(runs, key=lambda run: (not run.name.isdigit(), run.name.zfill(9), run.name))]
+    """The runs in the folders of a folder."""
+    return [_job(run, run.name) for run in runs_in(folder)]
 
 
-def _job(folder: Path) -> Job:
+def jobs_in(runs: Mapping[Path, str]) -> list[Job]:
+    """These runs, by the names that were chosen for them, or else by their paths in the folder that holds all."""
+    common = common_folder(list(runs))
+    return [_job(run, name or run.relative_to(common).as_posix(), bool(name)) for run, name in runs.items()]
+
+
+def _job(folder: Path, name: str, is_named: bool = False) -> Job:
     record = read_run(folder)
     recorded = _yaml(folder / ".hydra" / "overrides.yaml")
     texts = map(str, recorded if isinstance(recorded, list) else ())
@@ -74,7 +92,20 @@ def _job(folder: Path) -> Job:
     config, log = _yaml(folder / "config.yaml"), folder / "train.log"
     errors = _ERROR.findall(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else []
     overrides = {key: hidden(f"{key}={value}").partition("=")[2] for key, _, value in pairs}
-    return Job(record, overrides, config if isinstance(config, dict) else {}, hidden(errors[-1]) if errors else "")
+    failure, config = hidden(errors[-1]) if errors else "", config if isinstance(config, dict) else {}
+    return Job(record, overrides, config, failure, name, is_named, _is_locked(folder / LOCK))
+
+
+def _is_locked(lock: Path) -> bool:
+    """True if a process of this machine holds the lock of a run's folder. Not for a run's own process: see fcntl(2)."""
+    try:
+        with lock.open() as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return lock.is_file()
+    except OSError:  # no such file, or a file system without locks
+        return False
+    return False
 
 
 def _yaml(path: Path) -> Any:
@@ -95,52 +126,79 @@ class Comparison:
         metric: the metric that they are compared by; None if they have no metrics.
         head: names of the columns.
         rows: cells, as text.
+        jobs: the runs of the rows.
+        scores: by the run's name; None for a run without one.
+        keys: the overrides that differ.
     """
 
     metric: str | None
     head: list[str]
     rows: list[list[str]]
+    jobs: list[Job]
+    scores: "dict[str, Score | None]"
+    keys: list[str]
+
+    @property
+    def is_small(self) -> bool:
+        """True if the smallest score is the best."""
+        return is_small(self.metric)
 
 
 def compare(jobs: Sequence[Job]) -> Comparison:
     """A table of differing overrides, steps, final and best score, and the reasons why runs ended early."""
     metric = _metric(jobs)
-    keys = list(dict.fromkeys(key for job in jobs for key in job.overrides))
-    differing = [key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1]
+    overridden = dict.fromkeys(key for job in jobs for key in job.overrides if not is_place(key))
+    keys = differing([{key: job.setting(key) for key in overridden} for job in jobs])
     scores = {job.name: _score(job, metric) for job in jobs}
-    small = metric is not None and metric.endswith("loss")
     ends = any(job.end for job in jobs)
 
     def rank(job: Job) -> tuple[bool, bool, float]:
         score = scores[job.name]
-        return score is None, bool(job.end), 0.0 if score is None else score.final if small else -score.final
+        return score is None, bool(job.end), 0.0 if score is None else score.final if is_small(metric) else -score.final
 
+    ranked = sorted(jobs, key=rank)
     rows = []
-    for job in sorted(jobs, key=rank):
+    for job in ranked:
         score = scores[job.name]
-        cells = [job.name, *(job.overrides.get(key, "") for key in differing), job.steps]
-        cells += ["", ""] if score is None else [short(score.final), f"{short(score.best)} (step {score.step:g})"]
+        cells = [job.name, *(job.setting(key) for key in keys), job.steps]
+        cells += ["", ""] if score is None else [score.last, f"{short(score.best)} (step {score.step:g})"]
         rows.append([*cells, job.end] if ends else cells)
-    head = ["run", *differing, "steps", "final", "best", *(["ended by"] if ends else [])]
-    return Comparison(metric, head, rows)
+    head = ["run", *keys, "steps", "final", "best", *(["ended by"] if ends else [])]
+    return Comparison(metric, head, rows, ranked, scores, keys)
+
+
+def is_small(metric: str | None) -> bool:
+    """True for a metric whose smallest value is the best."""
+    return metric is not None and metric.endswith("loss")
 
 
 @dataclass
 class Score:
-    """The last value of a metric, and the best one with its explore step."""
+    """The last finite value of a metric, and the best one with its explore step.
+
+    Attributes:
+        is_whole: no value that is not finite follows the last one.
+    """
 
     final: float
     best: float
     step: float
+    is_whole: bool = True
+
+    @property
+    def last(self) -> str:
+        """The last value as text."""
+        return short(self.final) + ("" if self.is_whole else ", then not finite")
 
 
 def _score(job: Job, metric: str | None) -> Score | None:
-    points = [(step, value) for step, value in job.record.series(metric or "") if math.isfinite(value)]
+    series = job.record.series(metric or "")
+    points = [(step, value) for step, value in series if math.isfinite(value)]
     if not points:
         return None
-    sign = -1 if str(metric).endswith("loss") else 1
+    sign = -1 if is_small(metric) else 1
     step, best = max(points, key=lambda point: sign * point[1])
-    return Score(points[-1][1], best, step)
+    return Score(points[-1][1], best, step, is_whole=series[-1] == points[-1])
 
 
 def _metric(jobs: Sequence[Job]) -> str | None:
@@ -176,11 +234,3 @@ def comparison_table(comparison: Comparison) -> str:
         console.print(f"final and best {comparison.metric}" if comparison.metric else "no metrics yet", markup=False)
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
-
-
-def comparison_page(folder: Path, comparison: Comparison) -> str:
-    """The table as a page that opens from disk."""
-    reports = {path.parent.name for path in folder.glob("*/report.html")}
-    title = f"{folder.parent.name} {folder.name}".strip()
-    template = ENVIRONMENT.get_template("sweep.html")
-    return template.render(title=title, comparison=comparison, reports=reports)

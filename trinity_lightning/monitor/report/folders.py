@@ -1,0 +1,59 @@
+"""Finds the runs that a command names. It imports little: a wrong command is refused at once."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trinity_lightning.errors import ConfigError
+
+_RUN_FILES = ("metrics.csv", "config.yaml", ".hydra/overrides.yaml")
+
+
+def is_run(folder: Path) -> bool:
+    """True if a run has written to the folder."""
+    return any((folder / file).is_file() for file in _RUN_FILES)
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs in the folders of a folder, in the order of their numbers or names."""
+    runs = [path for path in folder.iterdir() if path.is_dir() and is_run(path)] if folder.is_dir() else []
+    return sorted(runs, key=lambda run: (not run.name.isdigit(), run.name.zfill(9), run.name))
+
+
+def named_runs(folders: Sequence[str | Path]) -> dict[Path, str]:
+    """The runs that these folders are or hold, each once, in their order, with the names that were chosen for them.
+
+    A folder that does not exist may be NAME=FOLDER. A run without such a name has an empty one.
+
+    Raises:
+        ConfigError: a folder is no run's and holds none, or two runs have one name.
+    """
+    runs: dict[Path, str] = {}
+    for text in folders:
+        name, folder = _named(Path(text))
+        members = [folder] if is_run(folder) else runs_in(folder)
+        if not members:
+            raise ConfigError(
+                f"'{folder}' is no run's folder, and holds none: it has neither metrics.csv nor config.yaml",
+                fix="give one like outputs/grpo/2026-01-31_12-00-00, or the folder of a sweep",
+            )
+        seen = {run.resolve() for run in runs}
+        for run in members:
+            if run.resolve() not in seen:
+                inside = "" if run == folder else f"/{run.name}"
+                runs[run.absolute()] = f"{name}{inside}" if name else ""
+    chosen = [name for name in runs.values() if name]
+    if len({*chosen}) < len(chosen):
+        twice = next(name for name in chosen if chosen.count(name) > 1)
+        raise ConfigError(f"two runs are to be named '{twice}'", fix="give them different names")
+    return runs
+
+
+def _named(folder: Path) -> tuple[str, Path]:
+    name, sign, path = str(folder).partition("=")
+    return (name, Path(path)) if sign and not folder.exists() and "/" not in name else ("", folder)
+
+
+def common_folder(runs: Sequence[Path]) -> Path:
+    """The innermost folder that holds all of these runs. It is one of them only if others lie in it."""
+    return Path(os.path.commonpath([run.parent for run in runs]))
