@@ -5,7 +5,6 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from io import TextIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from trinity_lightning.monitor.live import RunFolder, View
 
 LOOK_SECONDS = 1.0  # time between two looks at the files
-PLAIN_WIDTH = 100  # outside a terminal
 OUTPUTS = Path("outputs")
 
 
@@ -36,8 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--once", action="store_true", help="print one picture and end, as outside a terminal")
     options = parser.parse_args(arguments)
-    if isinstance(sys.stdout, TextIOBase) and hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # an old locale lacks some signs
     try:
         watch(options.run, options.once)
     except KeyboardInterrupt:
@@ -58,14 +54,10 @@ def watch(run: Path | None, once: bool) -> None:
         ConfigError: there is no run.
     """
     picture = _picture_of(_folder(run))
-    from rich.console import Console
+    from trinity_lightning.monitor.terminal import console_of_stdout
 
-    console = Console()
-    if once or not console.is_terminal:
-        plain = console if console.is_terminal else Console(width=PLAIN_WIDTH)
-        plain.print(picture.draw(plain.width, None))
-        return
-    if picture.look():
+    console = console_of_stdout()
+    if not once and console.is_terminal and picture.look():
         _follow(console, picture)
     console.print(picture.draw(console.width, None))  # stays in the terminal
 

@@ -173,7 +173,10 @@ class MetricsFile:
 
 
 def _cells(line: bytes) -> list[str]:
-    return next(csv.reader(io.StringIO(line.decode(errors="replace"))), [])
+    try:
+        return next(csv.reader(io.StringIO(line.decode(errors="replace"))), [])
+    except csv.Error:  # a damaged line
+        return []
 
 
 def _number(cell: str) -> float:
@@ -216,13 +219,10 @@ class Record:
 
 
 def end_of_log(path: Path) -> list[Record]:
-    """The records at the end of a log, without the lines of tracebacks; empty without a log."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(os.fstat(file.fileno()).st_size - _LOG_BYTES, 0))
-            text = file.read(_LOG_BYTES).decode(errors="replace")
-    except OSError:
-        return []
+    """The records at the end of a log, without the lines of tracebacks."""
+    with path.open("rb") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - _LOG_BYTES, 0))
+        text = file.read(_LOG_BYTES).decode(errors="replace")
     matches = map(_RECORD.match, text.splitlines())
     return [Record(match["time"], match["level"], match["text"]) for match in matches if match]
 
@@ -321,19 +321,16 @@ class State:
         return self.name in ("starting", "running", "silent")
 
 
-def state_of(
-    locked: bool | None, progress: tuple[Progress, float] | None, log: list[Record], done: int, steps: int | None
-) -> State:
+def state_of(locked: bool | None, age: float | None, log: list[Record], done: int, steps: int | None) -> State:
     """The state of a run.
 
     Args:
         locked: as of `is_locked`.
-        progress: as of `read_progress`.
+        age: seconds since the run wrote its progress last; None: there is no such file, which a run removes at its end.
         log: the records at the end of its log.
         done: steps done.
         steps: steps of the whole run; None: unknown.
     """
-    age = None if progress is None else max(time.time() - progress[1], 0.0)
     if locked or (age is not None and age < ALIVE_SECONDS and locked is None):
         if age is None:
             return State("starting")
@@ -349,9 +346,9 @@ def state_of(
         return State("stopped", early)
     if any(record.level == "WARNING" and record.text.startswith(_STOPPED) for record in log[-3:]):
         return State("stopped", f"after step {done}")
-    if not log and not done and progress is None:
-        return State("unknown", "it has written nothing yet")
-    killed = "its process was killed, or the machine went down" if progress else "its log does not say why"
+    if not log and not done and age is None:
+        return State("unknown", "it has written nothing, and no process is at work in its folder")
+    killed = "its log does not say why" if age is None else "its process was killed, or the machine went down"
     return State("died", f"after step {done}: {killed}")
 
 
@@ -419,6 +416,7 @@ class RunFolder:
         self._folder = folder
         self._metrics = MetricsFile(folder / rows.FILE)
         self._read: dict[str, tuple[Any, Any]] = {}  # what was made of each file, and the file's state then
+        self._beat: tuple[float, float] | None = None  # the last sign of life, by the file's clock and by this one's
 
     def look(self, completions: bool = True) -> View:
         """The run as it is now; without `completions`, these are not read."""
@@ -429,7 +427,8 @@ class RunFolder:
         log = self._unless_changed("train.log", end_of_log) or []
         progress = read_progress(folder)
         view = View(folder, settings or {}, self._unless_changed("environment.json", _json) or {}, metrics, progress)
-        view.state = state_of(is_locked(folder / LOCK), progress, log, metrics.steps_done, view.steps)
+        age = None if progress is None else self._age(progress[1])
+        view.state = state_of(is_locked(folder / LOCK), age, log, metrics.steps_done, view.steps)
         view.warnings = warnings_of(log)
         view.overrides = self._unless_changed(".hydra/overrides.yaml", _overrides) or {}
         resumes = (record.text.partition("Resume with: ")[2] for record in reversed(log))
@@ -438,6 +437,15 @@ class RunFolder:
             step = progress[0].step if progress else metrics.steps_done
             view.completions = newest_completions(folder, max(step, metrics.steps_done))
         return view
+
+    def _age(self, written: float) -> float:
+        """Seconds since a run's last sign of life. The clock of another machine counts at the first look alone."""
+        now = time.monotonic()
+        if self._beat is None:
+            self._beat = written, now - max(time.time() - written, 0.0)
+        elif self._beat[0] != written:
+            self._beat = written, now
+        return now - self._beat[1]
 
     def _unless_changed(self, name: str, read: Callable[[Path], Any]) -> Any:
         """What `read` makes of a file, made again only once the file has changed; None without the file."""
@@ -448,7 +456,10 @@ class RunFolder:
             return None
         now = stat.st_ino, stat.st_size, stat.st_mtime_ns
         if name not in self._read or self._read[name][1] != now:
-            self._read[name] = read(path), now
+            try:
+                self._read[name] = read(path), now
+            except OSError:  # it was removed just now
+                return None
         return self._read[name][0]
 
 
@@ -456,7 +467,7 @@ def _yaml(path: Path) -> Any:
     """The content of a YAML file; None if it is damaged."""
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except (yaml.YAMLError, OSError):
+    except yaml.YAMLError:
         return None
 
 

@@ -1,18 +1,32 @@
 """Draws a run, or the runs of a folder, as lines of a terminal of any width: curves, times, completions, warnings."""
 
+import io
 import itertools
 import math
+import os
+import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Group
+from rich.console import Console, Group
 from rich.text import Text
 
 from trinity_lightning.monitor.live import CURVES, HELD_OUT, LOSSES, Completion, View, differing_settings
 from trinity_lightning.monitor.presentation import format_seconds
+
+PLAIN_WIDTH = 100  # columns outside a terminal, unless COLUMNS says otherwise
+
+
+def console_of_stdout() -> Console:
+    """The console of the standard output. Signs that its encoding lacks become question marks."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    console = Console(highlight=False)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PLAIN_WIDTH, highlight=False)
+
 
 # -- small parts -------------------------------------------------------------------------------------------------------
 
@@ -48,10 +62,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def number(value: float) -> str:
-    """A number in at most eight characters."""
+    """A number in at most nine characters."""
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:.4g}"
+    return f"{value:.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def _title(name: str, width: int, more: str = "") -> Text:
@@ -166,9 +180,9 @@ def _curves(view: View, width: int, most: int | None) -> Iterator[Text]:
     labels = labels_of(list(series))
     first = min(max(map(cell_len, labels.values())), max(width // 4, 12))
     wide = width >= 76
-    numbers = 40 if wide else 18
+    numbers = 40 if wide else 20
     room = max(width - first - numbers - 4, 8)
-    head = f"{'first':>9} {'last':>9} {'min':>9} {'max':>9}" if wide else f"{'first':>8} {'last':>8}"
+    head = f"{'first':>9} {'last':>9} {'min':>9} {'max':>9}" if wide else f"{'first':>9} {'last':>9}"
     yield Text(" " * (first + room + 3) + head, "dim")
     for name, points in series.items():
         values = [value for _, value in points]
@@ -177,7 +191,7 @@ def _curves(view: View, width: int, most: int | None) -> Iterator[Text]:
         label.truncate(first, overflow="ellipsis", pad=True)
         line = label.append("  ").append(_padded(sparkline(values, room), room), "green").append(" ")
         for place, value in enumerate(ends):
-            line.append(f"{number(value):>{9 if wide else 8}} ", "bold" if place == 1 else "")
+            line.append(f"{number(value):>9} ", "bold" if place == 1 else "")
         yield line
 
 
