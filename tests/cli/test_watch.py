@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.runs import SMALL, RunTrain, environment, wait_for
+from support.runs import SMALL, Commands, environment, wait_for
 
 from trinity_lightning.cli.watch import main
 from trinity_lightning.monitor.live import RunFolder
@@ -25,7 +25,7 @@ ARGUMENTS = ("+recipe=grpo", *SMALL, "engine=transformers", "logger=csv", "steps
 
 @pytest.mark.slow
 def test_a_run_is_shown_while_it_goes_on_and_after_it_was_killed(
-    run_train: RunTrain, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_train: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "outputs" / "grpo" / "run"
     process = run_train.start(tmp_path, *ARGUMENTS)
@@ -55,7 +55,8 @@ def test_a_run_is_shown_while_it_goes_on_and_after_it_was_killed(
         assert part in shown
     process.kill()
     assert (folder / PROGRESS).exists()
-    os.utime(folder / PROGRESS, (time.time() - 60,) * 2)
+    long_ago = time.time() - 60
+    os.utime(folder / PROGRESS, (long_ago, long_ago))
     main(["outputs/grpo/run"])
     shown = capsys.readouterr().out
     assert shown.startswith("✘ died  grpo/run\nafter step ")

@@ -1,4 +1,4 @@
-"""What is installed, by metadata alone."""
+"""Installed packages, by their metadata alone."""
 
 import importlib.metadata
 

@@ -168,17 +168,22 @@ def test_warnings_of_a_kind_are_one(tmp_path: Path) -> None:
 def test_the_newest_completions_are_found_without_listing_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert newest_completions(tmp_path, 5) == (0, [])
+    assert newest_completions(tmp_path, 5) == 0
     folder = tmp_path / "completions"
     folder.mkdir()
-    assert newest_completions(tmp_path, 5) == (0, [])
+    assert newest_completions(tmp_path, 5) == 0
     for step in (9, 10):
         (folder / f"step_{step}.jsonl").write_text(json.dumps({"step": step}) + '\n{"torn\n[]\n')
     (folder / "eval_a_step_99.jsonl").write_text("{}\n")
-    assert newest_completions(tmp_path, 0) == (10, [{"step": 10}])  # listed
+    assert newest_completions(tmp_path, 0) == 10  # listed
     monkeypatch.delattr(live.os, "scandir")
-    assert newest_completions(tmp_path, 7) == (10, [{"step": 10}])
-    assert newest_completions(tmp_path, 11) == (10, [{"step": 10}])
+    assert newest_completions(tmp_path, 7) == 10
+    assert newest_completions(tmp_path, 11) == 10
+    monkeypatch.undo()
+    run = RunFolder(tmp_path)
+    assert [run.look().completions for _ in range(2)] == [(10, [{"step": 10}])] * 2
+    (folder / "step_11.jsonl").write_text(json.dumps({"step": 11}))
+    assert run.look().completions == (11, [{"step": 11}])
 
 
 # -- whether a run goes on ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a run would take here: told by the code that decides, and as soon as it is known."""
+"""The settings that a run would take here: told by the code that decides, and as soon as it is known."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is installed beside this package, as its metadata says. Nothing of it is imported."""
+"""Reads what is installed beside this package from its metadata. Nothing of it is imported."""
 
 import importlib.metadata
 from collections.abc import Iterable

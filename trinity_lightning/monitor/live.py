@@ -247,8 +247,8 @@ _AHEAD, _BEHIND = 8, 3  # steps around the last one of metrics.csv that are trie
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
-def newest_completions(folder: Path, step: int) -> tuple[int, list[Completion]]:
-    """The step of the newest file of training completions, and its completions; 0 and [] without one.
+def newest_completions(folder: Path, step: int) -> int:
+    """The step of the newest file of training completions; 0 without one.
 
     Args:
         folder: the run's folder.
@@ -256,19 +256,23 @@ def newest_completions(folder: Path, step: int) -> tuple[int, list[Completion]]:
     """
     completions = folder / "completions"
     near = (number for number in range(step + _AHEAD, max(step - _BEHIND, 0), -1))
-    newest = next((number for number in near if (completions / f"step_{number}.jsonl").is_file()), 0)
+    newest = next((number for number in near if (folder / completions_file(number)).is_file()), 0)
     if not newest and completions.is_dir():
         names = (_STEP_FILE.fullmatch(entry.name) for entry in os.scandir(completions))
         newest = max((int(match[1]) for match in names if match), default=0)
-    if not newest:
-        return 0, []
-    try:
-        with (completions / f"step_{newest}.jsonl").open(encoding="utf-8", errors="replace") as file:
-            lines = file.read(_COMPLETIONS_BYTES).splitlines()
-    except OSError:
-        return 0, []
-    objects = map(_object, lines)
-    return newest, [completion for completion in objects if completion is not None]
+    return newest
+
+
+def completions_file(step: int) -> str:
+    """The path of a step's completions in a run's folder."""
+    return f"completions/step_{step}.jsonl"
+
+
+def read_completions(path: Path) -> list[Completion]:
+    """The completions in the first megabytes of a file."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        objects = map(_object, file.read(_COMPLETIONS_BYTES).splitlines())
+        return [completion for completion in objects if completion is not None]
 
 
 def _object(text: str) -> dict[str, Any] | None:
@@ -357,7 +361,7 @@ def state_of(locked: bool | None, age: float | None, log: list[Record], done: in
 
 @dataclass
 class View:
-    """What is shown of a run at one moment.
+    """Everything that is shown of a run at one moment.
 
     Attributes:
         folder: its folder.
@@ -435,7 +439,9 @@ class RunFolder:
         view.resume = "" if view.state.goes_on else next(filter(None, resumes), "")
         if completions:
             step = progress[0].step if progress else metrics.steps_done
-            view.completions = newest_completions(folder, max(step, metrics.steps_done))
+            newest = newest_completions(folder, max(step, metrics.steps_done))
+            completions_read = self._unless_changed(completions_file(newest), read_completions, "completions")
+            view.completions = newest, completions_read or []
         return view
 
     def _age(self, written: float) -> float:
@@ -447,20 +453,26 @@ class RunFolder:
             self._beat = written, now
         return now - self._beat[1]
 
-    def _unless_changed(self, name: str, read: Callable[[Path], Any]) -> Any:
-        """What `read` makes of a file, made again only once the file has changed; None without the file."""
+    def _unless_changed(self, name: str, read: Callable[[Path], Any], place: str = "") -> Any:
+        """The result of `read` for a file, made again only once the file has changed; None without the file.
+
+        Args:
+            name: path in the folder.
+            read: reads it.
+            place: files of one place replace each other, as those of the steps.
+        """
         path = self._folder / name
         try:
             stat = path.stat()
         except OSError:
             return None
-        now = stat.st_ino, stat.st_size, stat.st_mtime_ns
-        if name not in self._read or self._read[name][1] != now:
+        now, place = (name, stat.st_ino, stat.st_size, stat.st_mtime_ns), place or name
+        if place not in self._read or self._read[place][1] != now:
             try:
-                self._read[name] = read(path), now
+                self._read[place] = read(path), now
             except OSError:  # it was removed just now
                 return None
-        return self._read[name][0]
+        return self._read[place][0]
 
 
 def _yaml(path: Path) -> Any:

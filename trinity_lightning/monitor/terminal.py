@@ -276,9 +276,8 @@ def _completions(view: View, width: int, room: int | None) -> Iterator[Text]:
             head.append("cut off  ", "yellow")
         if completion.get("reason"):
             head.append(f"not trained: {harmless(completion['reason'])}  ", "yellow")
-        yield head.append(_end_of(harmless(completion.get("prompt") or ""), width - head.cell_len), "dim")
-        text = harmless(completion.get("completion") or "(empty)")
-        yield from _wrapped(text, width, rows)
+        yield head.append(_end_of(str(completion.get("prompt") or ""), width - head.cell_len), "dim")
+        yield from _wrapped(str(completion.get("completion") or "(empty)"), width, rows)
 
 
 def _spread(completions: Sequence[Completion], count: int) -> list[Completion]:
@@ -297,18 +296,20 @@ def _real(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else -math.inf
 
 
-def _end_of(text: str, width: int) -> str:
+def _end_of(prompt: str, width: int) -> str:
     """The end of a prompt, where the question usually is."""
-    if cell_len(text) <= width:
+    text = harmless(prompt[-max(width, 1) :])
+    if len(text) == len(prompt) and cell_len(text) <= width:
         return text
     while text and cell_len(text) > max(width - 1, 0):
-        text = text[max(len(text) - width, 1) :] if len(text) > width else text[1:]
+        text = text[1:]
     return f"…{text}"
 
 
-def _wrapped(text: str, width: int, rows: int) -> Iterator[Text]:
-    """The first rows of a text, indented; the last one says how many characters are left out."""
+def _wrapped(completion: str, width: int, rows: int) -> Iterator[Text]:
+    """The first rows of a completion, indented; the last one says how many characters are left out."""
     inner, begin = max(width - 2, 10), 0
+    text = harmless(completion[: inner * rows + 1])
     for row in range(rows):
         end, cells = begin, 0
         while end < len(text) and cells + cell_len(text[end]) <= inner:
@@ -317,8 +318,8 @@ def _wrapped(text: str, width: int, rows: int) -> Iterator[Text]:
         if end == begin:
             return
         line = Text(f"  {text[begin:end]}")
-        if row == rows - 1 and end < len(text):
-            more = f" … {len(text) - end} more"
+        if row == rows - 1 and end < len(completion):
+            more = f" … {len(completion) - end} more"
             line.truncate(max(width - len(more), 0))
             line.append(more, "dim")
         yield line

@@ -1,4 +1,4 @@
-"""What a run would take on this machine and why, and trials of it: in a process of its own, for `doctor`.
+"""Tells what a run would take on this machine and why, and tries it: in a process of its own, for `doctor`.
 
     python -m trinity_lightning.plan.trial FILE run OVERRIDE ...      the settings, a product, transformers
     python -m trinity_lightning.plan.trial FILE vllm                  vLLM alone, which may crash or hang
