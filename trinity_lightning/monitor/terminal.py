@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -82,6 +83,12 @@ def _fitted(line: Text, width: int) -> Text:
     return line
 
 
+def _folded(text: str, width: int, style: str, rows: int = 6) -> Iterator[Text]:
+    """The first rows of a sentence or a command, cut between words."""
+    for line in textwrap.wrap(harmless(text), width, break_on_hyphens=False)[:rows]:
+        yield Text(line, style)
+
+
 def _padded(text: str, width: int) -> str:
     return text + " " * max(width - cell_len(text), 0)
 
@@ -123,8 +130,7 @@ def _head(view: View, width: int) -> Iterator[Text]:
     yield Text.assemble(
         (f"{sign} {view.state.name}", style), "  ", (harmless(f"{folder.parent.name}/{folder.name}"), "bold")
     )
-    if view.state.why:
-        yield Text(harmless(view.state.why), style)
+    yield from _folded(view.state.why, width, style)
     model, engine = view.setting("model.name"), view.setting("engine.name")
     facts = [f"model {model}" if model else "", f"engine {engine}" if engine else ""]
     facts += [
@@ -145,7 +151,7 @@ def _head(view: View, width: int) -> Iterator[Text]:
     if view.progress and view.state.goes_on:
         yield _now(view)
     if view.resume:
-        yield Text(f"resume with: {harmless(view.resume)}", "yellow", overflow="fold")
+        yield from _folded(f"resume with: {view.resume}", width, "yellow")
 
 
 def _now(view: View) -> Text:
@@ -154,7 +160,8 @@ def _now(view: View) -> Text:
     progress, _ = view.progress
     now = time.time()
     line = Text("now: ").append(harmless(progress.part), "bold")
-    line.append(f" of step {progress.step}" if progress.step else "")
+    if progress.step:
+        line.append(f" {'after' if progress.part == 'between steps' else 'of'} step {progress.step}")
     line.append(f" for {format_seconds(max(now - progress.since, 0))}")
     if progress.total and (progress.done < progress.total or progress.part in ("rollout", "evaluation")):
         name = harmless(progress.batch.partition("/")[2] or f"step {progress.batch}")
