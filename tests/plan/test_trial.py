@@ -75,6 +75,31 @@ def test_the_machine_decides_on_the_dtype_and_on_room_for_checkpoints(
 
 
 @pytest.mark.slow
+def test_a_run_on_a_gpu(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in: the plan asks for sizes and names alone."""
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "device_count": 2,
+        "mem_get_info": (78 << 30, 79 << 30),
+        "get_device_capability": (9, 0),
+        "get_device_name": "NVIDIA H100 80GB HBM3",
+        "is_bf16_supported": True,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    findings = of_a_run(told, "+recipe=grpo", "logger=csv")
+    assert ("run", "refused") not in findings, findings
+    texts = {name: finding["text"] for (_, name), finding in findings.items()}
+    assert texts["devices"] == "1 of 2 GPUs for the trainer: NVIDIA H100 80GB HBM3"
+    assert texts["dtype"] == "trainer bf16, engine bf16: 16 bits on a GPU, fp16 if it has no bfloat16"
+    assert texts["attention"].startswith("trainer sdpa (flash)")
+    assert texts["weight sync"] == "within this process"
+    assert texts["micro-batches"].endswith("by the memory plan")
+    assert any(name not in ("disk", "memory") and "GiB" in text for name, text in texts.items())  # rows of the plan
+    assert "threads" not in texts
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -28,13 +28,13 @@ from trinity_lightning.build import quiet_libraries, with_sync_method
 from trinity_lightning.common.hardware import GIB, timed_product
 from trinity_lightning.common.installation import version_of
 from trinity_lightning.config import hydra as compose
-from trinity_lightning.config.engines import EngineDtype, capabilities_of, gpu_count, has_driver
+from trinity_lightning.config.engines import TRAINER_GPU, EngineDtype, capabilities_of, gpu_count, has_driver
 from trinity_lightning.config.explain import CONFIG_ERRORS, explain
 from trinity_lightning.config.model import Dropout
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.registry import config_dir
 from trinity_lightning.config.run import TrainConfig, typed_config
-from trinity_lightning.config.trainer import compute_dtype
+from trinity_lightning.config.trainer import compute_dtype, processes_of
 from trinity_lightning.config.values import AUTO
 from trinity_lightning.engines import settle_dtypes
 from trinity_lightning.explorer.driver import Driver
@@ -89,7 +89,7 @@ def tell_run(tell: Tell, overrides: Sequence[str], load: CPULoad) -> None:
         return
     load.stop()
     on_gpu = trains_on_gpus(run)
-    tell("run", "devices", f"{torch.cuda.device_count()} x cuda" if on_gpu else "cpu (torch sees no GPU)")
+    tell("run", "devices", _devices(run) if on_gpu else "cpu" + ("" if gpu_count() else ": torch sees no GPU"))
     tell("run", "engine", _engine(run, overrides))
     tell("run", "dtype", _dtype(run, config, overrides, on_gpu))
     for name, text in rows_on_a_gpu(*_gpu_arguments(run, plan, why_folder)) if on_gpu else _rows_on_a_cpu(run):
@@ -143,9 +143,16 @@ def _dtype(run: TrainConfig, config: DictConfig, overrides: Sequence[str], on_gp
     return f"trainer {run.model.dtype.value}, engine {engine}: {why}"
 
 
+def _devices(run: TrainConfig) -> str:
+    """The GPUs that train, of those that torch sees."""
+    ranks, count = processes_of(run.trainer or {}, torch.cuda.device_count()), torch.cuda.device_count()
+    return f"{ranks} of {count} GPU{'s' * (count > 1)} for the trainer: {torch.cuda.get_device_name(TRAINER_GPU)}"
+
+
 def _gpu_arguments(run: TrainConfig, plan: MemoryPlan | None, why_folder: str) -> tuple[Any, ...]:
-    tokens = plan and plan.micro_batch_tokens
-    return run, torch.cuda.get_device_capability(), tokens, torch.cuda.device_count(), why_folder
+    """The arguments of `rows_on_a_gpu`."""
+    tokens, ranks = plan and plan.micro_batch_tokens, processes_of(run.trainer or {}, torch.cuda.device_count())
+    return run, torch.cuda.get_device_capability(TRAINER_GPU), tokens, ranks, why_folder
 
 
 def _rows_on_a_cpu(run: TrainConfig) -> Iterator[tuple[str, str]]:
