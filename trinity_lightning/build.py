@@ -229,7 +229,7 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
         plan = follower_plan(typed, local_rank, checkpoint)
     else:
         typed, plan = with_memory_plan(typed, checkpoint, folder / "config.yaml")
-    typed, why_folder = _with_sync_method(typed)
+    typed, why_folder = with_sync_method(typed)
     L.seed_everything(typed.seed, verbose=False)
     policy = _policy(typed, plan)
     monitor = RunMonitor(folder, typed.steps, load)
@@ -252,7 +252,7 @@ def build(config: DictConfig, load: CPULoad | None = None) -> Run:
     return Run(typed, folder, trainer, policy, data, monitor, checkpoint, plan, why_folder)
 
 
-def _with_sync_method(config: TrainConfig) -> tuple[TrainConfig, str]:
+def with_sync_method(config: TrainConfig) -> tuple[TrainConfig, str]:
     """The configuration with ipc or nccl in place of synchronizer=auto where they work; else the reason, in words."""
     if not config.buffer.has_rollouts:
         return config, ""

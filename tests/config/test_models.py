@@ -118,6 +118,10 @@ def test_a_wrong_name_says_what_to_do(tmp_path, monkeypatch, name, message):
         ({"config.json": b'{"a": '}, r"config.json of model folder '.*' is damaged \(Expecting value"),
         ({"config.json": b"\xff\xfe"}, r"config.json of .* is damaged \('utf-8' codec"),
         ({"config.json": b"[1]"}, r"is damaged \(it holds no \{KEY: VALUE\}\)"),
+        (
+            {"model.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"},
+            "`git lfs pull` in that",
+        ),
         ({"model.safetensors": b"garbage here"}, r"the weights '.*/model.safetensors' are damaged \(.*write or copy"),
         ({"config.json": b'{"architectures": ["BertModel"]}'}, "is a BertModel, which generates nothing"),
         ({"config.json": b'{"architectures": ["RobertaForSequenceClassification"]}'}, "which generates nothing"),

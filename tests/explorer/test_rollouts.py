@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -211,6 +212,18 @@ def test_what_was_begun_is_waited_for_and_measured(monkeypatch: pytest.MonkeyPat
     assert not made.rollouts.under_way
     assert made.pending.metrics[1]["taken"] == 1
     assert made.pending.metrics[2]["rollout/overlap"] == pytest.approx(1.0)
+    made.rollouts.close()
+
+
+def test_tasks_ahead_are_counted_for_other_processes_and_not_drawn() -> None:
+    """On the terminal, the main thread draws its own bar meanwhile."""
+    model = Gated()
+    made = Ahead(model)
+    made.rollouts.watcher = watcher = Mock()
+    made.begin()
+    made.rollouts.driver.run(until(lambda: model.asked == 4 and watcher.count_tasks.call_count == 3))
+    assert watcher.count_tasks.call_args_list == [call(1, done, 4) for done in range(3)]
+    assert call(1, 2, 4) not in watcher.show_tasks.call_args_list
     made.rollouts.close()
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.runs import UNTRAINED
-from trinity_lightning.monitor import run_monitor
+from trinity_lightning.monitor import progress, run_monitor
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
+from trinity_lightning.monitor.progress import Progress, read_progress
 from trinity_lightning.monitor.run_monitor import RunMonitor, write_completions
 
 pytestmark = pytest.mark.filterwarnings(
@@ -144,6 +146,33 @@ def test_the_time_left_is_that_of_the_whole_step(tmp_path: Path, capsys: pytest.
     fit(tmp_path, monitor=monitor)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert lines[0].endswith("left 83d 7h")
+
+
+class Watched(SkippingModel):
+    """Waits, in its first item, for the file of the run's progress."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self.seen: Progress | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for _ in range(500 if self.seen is None else 0):
+            read = read_progress(self._folder)
+            if read is not None and read[0].part == "training":
+                self.seen = read[0]
+                break
+            time.sleep(0.01)
+        super().training_step(batch, batch_idx)
+
+
+def test_other_processes_are_told_what_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "WRITE_SECONDS", 0.01)
+    model = Watched(tmp_path)
+    fit(tmp_path, model=model)
+    assert model.seen is not None
+    assert (model.seen.part, model.seen.step) == ("training", 1)
+    assert read_progress(tmp_path) is None  # the run has ended
 
 
 # -- completions -------------------------------------------------------------------------------------------------------

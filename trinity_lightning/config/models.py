@@ -31,6 +31,7 @@ BUILT_IN_MODELS = tuple(PARTS["built-in model"])
 HUB_SECONDS = 10  # time for an answer of the hub
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_LFS_POINTER = b"version https://git-lfs"  # how a file begins whose contents git-lfs has not fetched
 _HUB_NAME = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+")
 # Names of transformers' classes whose models cannot continue a text.
 _NOT_CAUSAL = re.compile(
@@ -380,6 +381,14 @@ def _check_weights(folder: Path) -> None:
             with safe_open(path, "np"):
                 continue
         except (SafetensorError, OSError) as error:
+            with path.open("rb") as file:
+                is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+            if is_pointer:
+                raise ConfigError(
+                    f"'{path}' holds no weights: git-lfs has not fetched them yet",
+                    key="model.name",
+                    fix="run `git lfs pull` in that folder",
+                ) from error
             raise ConfigError(
                 f"the weights '{path}' are damaged ({error})", key="model.name", fix="write or copy the model again"
             ) from error

@@ -50,6 +50,9 @@ class Watcher(Protocol):
     def keep_thumbnails(self, thumbnails: Mapping[str, bytes]) -> None:
         """Take small copies of pictures, by the names of their files, before the completions that name them."""
 
+    def count_tasks(self, batch: int | str, done: int, total: int) -> None:
+        """Take the number of tasks of a batch that have ended, from any thread."""
+
     def show_tasks(self, batch: int | str, done: int, total: int) -> None:
         """Show the number of tasks of a batch that have ended."""
 

@@ -320,6 +320,7 @@ class TrainingRollouts(Watcher):
 
     def show_tasks(self, batch: int | str, done: int, total: int) -> None:
         """Show the number of finished tasks, unless the main thread trains and draws its own progress bar."""
+        self.watcher.count_tasks(batch, done, total)
         if not self.under_way:
             self.watcher.show_tasks(batch, done, total)
 

@@ -16,13 +16,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from trinity_lightning.common.files import write_atomically
-from trinity_lightning.errors import StorageFormatError
-
-Row = dict[str, str]
-
-STEP_METRIC = "explore_step"  # the axis over which all metrics are drawn
-# Columns that say where a row belongs; every other column is a measurement.
-KEYS = ("step", STEP_METRIC, "epoch")
+from trinity_lightning.monitor.rows import FILE, KEYS, STEP_METRIC, Row, damaged, read_rows
 
 # -- the row of a measurement ------------------------------------------------------------------------------------------
 
@@ -87,7 +81,7 @@ class MetricsCSVLogger(Logger):
 
     def __init__(self, dir: str | Path) -> None:
         super().__init__()
-        self.path = Path(dir) / "metrics.csv"
+        self.path = Path(dir) / FILE
         self._columns: list[str] | None = None  # None: the file has not been looked at yet
         self._row: Row = {}
         self._row_start = 0  # size in bytes of the file before its last row
@@ -178,24 +172,3 @@ def _line(row: Row, columns: Iterable[str]) -> bytes:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow([row.get(name, "") for name in columns])
     return text.getvalue().encode()
-
-
-def damaged(path: Path, error: Exception) -> StorageFormatError:
-    """The error for a file that cannot be read, with the fix."""
-    return StorageFormatError(f"'{path}' is damaged ({error}): move it away, and the metrics begin again.")
-
-
-def read_rows(path: Path, size: int = -1) -> tuple[list[str], list[Row]]:
-    """Columns and rows in the first `size` bytes (-1: all) of a file, without empty cells and a torn last line.
-
-    Raises:
-        StorageFormatError: the file is no table.
-    """
-    with path.open("rb") as file:
-        content = file.read(size)
-    try:
-        reader = csv.DictReader(io.StringIO(content[: content.rfind(b"\n") + 1].decode()))
-        rows = [{name: cell for name, cell in row.items() if cell} for row in reader]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise damaged(path, error) from error
-    return list(reader.fieldnames or []), rows

@@ -198,6 +198,18 @@ def fitting_threads(others: float, threads: int, cores: int) -> int:
     return min(threads, max(cores - math.ceil(others), 1))
 
 
+def threads_beside(others: float | None) -> int:
+    """The number of threads that a run on a CPU takes beside other programs; torch's own if OMP_NUM_THREADS is set.
+
+    Args:
+        others: cores that other programs use; None: unknown.
+    """
+    threads = torch.get_num_threads()
+    if others is None or "OMP_NUM_THREADS" in os.environ:
+        return threads
+    return fitting_threads(others, threads, len(os.sched_getaffinity(0)))
+
+
 class CPULoad:
     """Measures the cores that other programs than this run and its children use, between `start` and `stop`."""
 
@@ -243,10 +255,8 @@ class TrainingThreads:
         """Let torch use as many threads as get a core each, unless OMP_NUM_THREADS is set."""
         self._load.stop()
         others = self._load.take()
-        if others is None or "OMP_NUM_THREADS" in os.environ:
-            return
         threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
-        fitting = fitting_threads(others, threads, cores)
+        fitting = threads_beside(others)
         if fitting < threads:
             logger.warning(
                 "other programs use %.1f of %d cores: this run computes with %d of %d threads, which is faster beside "

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trinity_lightning.monitor.csv_logger import STEP_METRIC
+from trinity_lightning.monitor.rows import STEP_METRIC
 
 # -- names, units and meanings: scripts/metrics_docs.py writes docs/metrics.md from the same table ---------------------
 

@@ -24,7 +24,7 @@ from trinity_lightning.common.pictures.thumbnails import (
     write_thumbnails,
 )
 from trinity_lightning.common.runs import UNTRAINED, written_tokens
-from trinity_lightning.monitor.csv_logger import STEP_METRIC, MetricsCSVLogger, last_row, log_row, next_row, step_of
+from trinity_lightning.monitor.csv_logger import MetricsCSVLogger, last_row, log_row, next_row, step_of
 from trinity_lightning.monitor.machine import (
     CPULoad,
     MemoryMeter,
@@ -33,6 +33,8 @@ from trinity_lightning.monitor.machine import (
     write_environment,
 )
 from trinity_lightning.monitor.presentation import format_evaluation, format_step_line, metric_globs
+from trinity_lightning.monitor.progress import ProgressFile
+from trinity_lightning.monitor.rows import STEP_METRIC
 from trinity_lightning.monitor.wandb_logger import STATE, RunLogger, record_id
 
 LOGPROB_DIFF = "actor/logprob_diff/mean"
@@ -68,6 +70,7 @@ class RunMonitor(L.Callback):
         self._total_steps = total_steps
         self._explored: dict[str, float] = {}  # the explorer's metrics of the step under way
         self._folder = Path(folder)
+        self._progress = ProgressFile(self._folder)
         self._wandb: WandbLogger | None = None
         self._bar: tqdm[Any] | None = None
         self._trained_at = -1  # global_step at the end of the last explore step
@@ -77,8 +80,14 @@ class RunMonitor(L.Callback):
 
     # -- called by the explorer ----------------------------------------------------------------------------------------
 
+    def count_tasks(self, batch: int | str, done: int, total: int) -> None:
+        """Note, for other processes, how many tasks of a batch have ended."""
+        self._progress.count(batch, done, total)
+
     def show_tasks(self, batch: int | str, done: int, total: int) -> None:
         """Draw how many tasks of a batch have ended."""
+        part = "rollout" if isinstance(batch, int) else "evaluation"
+        self._progress.enter(part, int(str(batch).partition("/")[0]))
         if self._bar is None or done == 0:
             self._close_bar()
             title = f"step {batch}" if isinstance(batch, int) else f"evaluating {batch.partition('/')[2]}"
@@ -119,6 +128,7 @@ class RunMonitor(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Choose the number of threads, and set up W&B's axis."""
+        self._progress.start()
         alone = trainer.world_size == 1  # several processes share the cores already
         if trainer.strategy.root_device.type == "cpu" and alone:
             self._threads.choose()
@@ -153,6 +163,7 @@ class RunMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Count memory towards training, and measure other programs' load on a CPU that trains."""
+        self._progress.enter("training", step_of(trainer))
         self.memory.mark("train")
         if pl_module.device.type == "cpu":
             self._load.start()
@@ -167,6 +178,7 @@ class RunMonitor(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Log peak memory and other programs' load, and print the step's line."""
         step = step_of(trainer)
+        self._progress.enter("between steps", step)
         resources = {"perf/peak_memory_gb": self.memory.peak_gb} | self._load_of_others()
         resources |= peak_gpu_memory(pl_module.device)
         log_row(trainer.loggers, resources, step, last_row(trainer))
@@ -199,6 +211,7 @@ class RunMonitor(L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Stop measuring, and give threads back."""
         self._close_bar()
+        self._progress.stop()
         self.memory.stop()
         self._threads.give_back()
 
