@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.compose import composed
+from support.errors import refuses
 from support.runs import RunTrain, rows
 
 from trinity_lightning.cli import new
+from trinity_lightning.cli.check import check, register
 from trinity_lightning.cli.new import main, write_project
 from trinity_lightning.cli.trial import shortened, wilson
 from trinity_lightning.errors import ConfigError
@@ -160,14 +163,8 @@ def test_check_finds_signal_and_prints_the_command_of_the_run(run_train: RunTrai
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [
-        (
-            "def plural(response, task):\n    return None\n",
-            "returned None, expected a finite number (in float32) (my_reward.py:1 in plural)",
-        ),
-        (
-            "def plural(response, task):\n    return task.raw_task['x']\n",
-            "raised KeyError: 'x' (my_reward.py:2 in plural)",
-        ),
+        ("return None", "returned None, expected a finite number (in float32) (my_reward.py:1 in plural)"),
+        ("return task.raw_task['x']", "raised KeyError: 'x' (my_reward.py:2 in plural)"),
         (None, "recipe/mine.yaml, line 7: cannot import 'my_reward.plural': there is no module 'my_reward'."),
     ],
     ids=["none", "raises", "missing"],
@@ -185,21 +182,19 @@ def test_a_mistake_in_the_reward_is_a_sentence_with_file_and_line(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "key"),
     [
-        (("+recipe=sft", "buffer.path=x.jsonl"), "this run trains on stored data"),
-        (("+recipe=grpo", "ckpt_path=last"), "trinity-lightning evaluate looks at checkpoints"),
-        (("+recipe=grpo", "check=3"), "give check.tasks=NUMBER"),
+        (("+recipe=sft", "buffer.path=x.jsonl"), "buffer.storage"),
+        (("+recipe=grpo", "ckpt_path=last"), "ckpt_path"),
+        (("+recipe=grpo", "check=3"), "check"),
         (("+recipe=grpo", "check.tasks=0"), "check.tasks"),
+        (("+recipe=grpo", "engine=transformers", "sampling.top_k=3"), "sampling.top_k"),  # as the run itself
     ],
 )
-def test_what_cannot_be_checked_is_refused(
-    arguments: tuple[str, ...], sentence: str, run_train: RunTrain, tmp_path: Path
-) -> None:
-    done = run_train(tmp_path, *arguments, "model=tiny", program=CHECK)
-    assert done.returncode == 2
-    assert sentence in done.stdout
-    assert list(tmp_path.iterdir()) == []
+def test_what_cannot_be_checked_is_refused(arguments: tuple[str, ...], key: str) -> None:
+    register()
+    with refuses(key):
+        check(composed(*arguments, "model=tiny", name="check"))
 
 
 def test_text_for_a_terminal() -> None:

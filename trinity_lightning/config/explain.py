@@ -248,6 +248,8 @@ def _place(group: str, name: str, key: str) -> str:
 
 def line_in_recipe(key: str) -> str | None:
     """The chosen recipe and its line that sets a key, as "recipe/mine.yaml, line 7"; None if it does not set it."""
+    if not HydraConfig.initialized():
+        return None
     hydra = HydraConfig.get()
     names = (override.lstrip("+").partition("=")[0] for override in hydra.overrides.task)
     recipe = hydra.runtime.choices.get("recipe")
