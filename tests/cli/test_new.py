@@ -7,22 +7,25 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from support.compose import composed
 from support.errors import refuses
-from support.runs import RunTrain, rows
+from support.runs import ROOT, RunTrain, rows
 
 from trinity_lightning.cli import new
 from trinity_lightning.cli.check import check, register
 from trinity_lightning.cli.new import main, write_project
 from trinity_lightning.cli.trial import shortened, wilson
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.tasks.task import Task
 
 ARGUMENTS = ("--config-dir", "conf", "+recipe=mine")
 # What the tiny model can do within seconds.
 TINY = ("model=tiny", "engine=transformers", "logger=csv", "explorer.repeat_times=4", "sampling.max_tokens=8")
+WITH_SIGNAL = "reward={contains_digits: 1, my_reward.plural: 1}"  # random letters have no other
 CHECK = "trinity_lightning.cli.check"
 
 # -- new ---------------------------------------------------------------------------------------------------------------
@@ -137,17 +140,35 @@ def test_the_printed_steps_work_one_after_the_other(run_train: RunTrain, project
     assert re.search(
         r"^5 of 5: reward 0 \(plural/correct 0, plural/form 0(\.2)?\), \d tokens", done.stdout, re.MULTILINE
     )
-    small = ("steps=1", "eval_repeat_times=1", "save_model=false")
-    assert run_train(project, *NEXT[1], *TINY, *small).returncode == 0
+    small = (*TINY, WITH_SIGNAL, "steps=1", "eval_repeat_times=1")
+    assert run_train(project, *NEXT[1], *small).returncode == 0
     [run] = project.glob("outputs/first_one/2*")
-    assert 0 <= float(rows(run)[0]["eval/heldout/mean@1"]) <= 0.2  # random letters
-    evaluated = run_train(project, *NEXT[2], *TINY)
+    assert float(rows(run)[0]["eval/heldout/reward/plural/form/mean@1"]) <= 0.2
+    evaluated = run_train(project, *NEXT[2], *small[:-1])
     assert evaluated.returncode == 0, evaluated.stdout
+
+
+@pytest.mark.parametrize("page", [new.FILES / "README.md", ROOT / "docs" / "your_own.md"], ids=["project", "docs"])
+def test_pages_have_the_printed_commands(page: Path) -> None:
+    """Those that the test above runs; the README adds settings to the one that trains."""
+    commands = re.findall(r"^    trinity-lightning (.*?)(?:  +#.*)?$", page.read_text(), re.MULTILINE)
+    words = [shlex.split(command) for command in commands if "new" not in command]
+    assert [word[: len(known)] for word, known in zip(words, NEXT, strict=False)] == NEXT
+    assert all(word[:3] == NEXT[1] for word in words[3:])
+
+
+def test_the_reward_of_the_page_gives_parts() -> None:
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your_own.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    task = Task("simple", raw_task={"prompt": "Name a city in Peru.", "answer": ["Lima", "Cusco"]})
+    assert names["city"]("Cusco.", task) == {"correct": 1.0, "brief": 0.2}
+    assert names["city"]("I would say that it is Paris.", task) == {"correct": 0.0, "brief": 0.0}
 
 
 def test_check_finds_signal_and_prints_the_command_of_the_run(run_train: RunTrain, project: Path) -> None:
     """As if by the run itself: the same first step, weighed by the same strategy."""
-    arguments = (*ARGUMENTS, *TINY, "reward={contains_digits: 1, my_reward.plural: 1}")
+    arguments = (*ARGUMENTS, *TINY, WITH_SIGNAL)
     done = run_train(project, *arguments, "check.tasks=3", "hydra.run.dir=checked", program=CHECK)
     assert done.returncode == 0, done.stdout
     assert "- plural/correct is 0 for every completion" in done.stdout
