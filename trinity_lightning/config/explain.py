@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import yaml
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
@@ -32,7 +33,7 @@ from trinity_lightning.errors import ConfigError, RankTerminatedError, TakenFold
 # Commands other than training, and their modules.
 PROGRAMS = {
     **{name: f"trinity_lightning.{name}" for name in ("plan", "evaluate", "report")},
-    **{name: f"trinity_lightning.cli.{name}" for name in ("dashboard", "doctor", "new", "watch")},
+    **{name: f"trinity_lightning.cli.{name}" for name in ("check", "dashboard", "doctor", "new", "watch")},
 }
 CONFIG_ERRORS = (ConfigError, HydraException, OmegaConfBaseException, YAMLError)
 begun: set[Path] = set()  # folders of runs and evaluations that this process made, or Hydra made for it
@@ -243,6 +244,19 @@ def _place(group: str, name: str, key: str) -> str:
     path = next((path for path in places if path.is_file()), None)
     line = _line(yaml.compose(path.read_text()), key.split(".")) if path else None
     return f"{group}/{name}.yaml" + ("" if line is None else f", line {line}")
+
+
+def line_in_recipe(key: str) -> str | None:
+    """The chosen recipe and its line that sets a key, as "recipe/mine.yaml, line 7"; None if it does not set it."""
+    if not HydraConfig.initialized():
+        return None
+    hydra = HydraConfig.get()
+    names = (override.lstrip("+").partition("=")[0] for override in hydra.overrides.task)
+    recipe = hydra.runtime.choices.get("recipe")
+    if not isinstance(recipe, str) or any(key == name or key.startswith(f"{name}.") for name in names):
+        return None
+    place = _place("recipe", recipe, key)
+    return place if ", line " in place else None
 
 
 def _line(node: yaml.Node | None, keys: Sequence[str]) -> int | None:

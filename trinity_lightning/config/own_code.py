@@ -1,9 +1,11 @@
 """The line of the user's own code that raised an error, for messages."""
 
+import inspect
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,16 @@ def place(file: str, line: int | None, function: str) -> str:
     """A line of code for messages; a file below the current folder is shown relative to it."""
     path, folder = Path(file), Path.cwd()
     return f"{path.relative_to(folder) if path.is_relative_to(folder) else path}:{line} in {function}"
+
+
+def defined_at(part: Any) -> str:
+    """The line where a user's function, or the method `__call__` of an object, is defined, as " (LINE)"; else empty."""
+    part = inspect.unwrap(part.func if isinstance(part, partial) else part)
+    function = part if inspect.isroutine(part) else getattr(type(part), "__call__", None)  # noqa: B004
+    code = getattr(function, "__code__", None)
+    if code is None or of_a_library(code.co_filename):
+        return ""
+    return f" ({place(code.co_filename, code.co_firstlineno, code.co_name)})"
 
 
 def described(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.common.threads import call
-from trinity_lightning.config.own_code import described, own_frames
+from trinity_lightning.config.own_code import defined_at, described, own_frames
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.signatures import check_arguments, check_call, has_method, made_at_start
 from trinity_lightning.config.values import FLOAT32_MOST, as_float, number, unknown_name
@@ -137,7 +137,10 @@ def worth(reward: Reward, returned: Any) -> tuple[float, dict[str, float]]:
     metrics = {}
     if isinstance(returned, Mapping):
         if not returned:
-            raise RewardError(f"reward function '{reward.name}' returned {{}}, expected a finite number, or parts.")
+            where = defined_at(reward.function)
+            raise RewardError(
+                f"reward function '{reward.name}' returned {{}}, expected a finite number, or parts{where}."
+            )
         parts = {str(part): _number(reward, f"'{part}': ", number) for part, number in returned.items()}
         metrics |= {f"reward/{reward.name}/{part}": number for part, number in parts.items()}
         returned = sum(parts.values())
@@ -150,6 +153,7 @@ def _number(reward: Reward, part: str, value: Any) -> float:
         return number
     raise RewardError(
         f"reward function '{reward.name}' returned {part}{value!r}, expected a finite number (in float32)"
+        f"{defined_at(reward.function)}"
     )
 
 
