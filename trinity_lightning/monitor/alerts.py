@@ -4,6 +4,7 @@ Every threshold is far from what chance does in small batches: tests replay the 
 """
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ LOST_OF_BEST = 0.2  # share of the best mean itself
 MOST_SILENT = 0.95  # share of groups with equal rewards
 # Rounding makes hundredths, weights that are a few steps old make tenths. At 1 the mean importance weight is e^-1.
 MOST_LOGPROB_DIFF = 1.0
-# A jump: so many times the largest of so many earlier steps whose weights were as old, twice in a row.
+# A jump: so many times the median of the last steps whose weights were as old, twice in a row.
 JUMP, LEAST_JUMP, EARLIER, LEAST_EARLIER = 10.0, 0.1, 20, 5
 MOST_LAG = 8.0  # explore steps
 
@@ -97,15 +98,15 @@ class Alerts:
     Attributes:
         told: titles of alerts that were told already.
         rewards: the last steps' rewards.
-        differences: lag and log-probability difference of the last steps.
-        bar: what the next step's difference must not exceed, as this one's did; 0 if it did not.
+        differences: lag and log-probability difference of the last steps without those that were far above the others.
+        was_high: True if the last step's difference was far above the others.
         steps_at_zero: steps in a row that were trained with a learning rate of 0.
     """
 
     told: list[str] = field(default_factory=list)
     rewards: RewardWindow = field(default_factory=RewardWindow)
     differences: list[list[float]] = field(default_factory=list)
-    bar: float = 0.0
+    was_high: bool = False
     steps_at_zero: int = 0
 
     def check(self, metrics: Mapping[str, float]) -> list[Alert]:
@@ -140,15 +141,14 @@ class Alerts:
             return []
         if difference > MOST_LOGPROB_DIFF:
             return [_far_off(difference)]
-        if self.bar and difference > self.bar:
-            return [_jumped(difference, self.bar / JUMP)]
         # Older weights differ more. So a step is compared with those whose weights were at least as old.
         comparable = [earlier for age, earlier in self.differences if age >= lag]
-        bar = max(JUMP * max(comparable), LEAST_JUMP) if len(comparable) >= LEAST_EARLIER else math.inf
-        self.bar = bar if difference > bar else 0.0
-        if not self.bar:
+        usual = statistics.median(comparable) if len(comparable) >= LEAST_EARLIER else math.inf
+        is_high, was_high = difference > max(JUMP * usual, LEAST_JUMP), self.was_high
+        self.was_high = is_high
+        if not is_high:
             self.differences = [*self.differences, [lag, difference]][-EARLIER:]
-        return []
+        return [_jumped(difference, usual)] if is_high and was_high else []
 
     def _lag(self, metrics: Mapping[str, float]) -> list[Alert]:
         lag = metrics.get(LAG, 0.0)
@@ -197,11 +197,11 @@ def _far_off(difference: float) -> Alert:
     )
 
 
-def _jumped(difference: float, before: float) -> Alert:
+def _jumped(difference: float, usual: float) -> Alert:
     return Alert(
         "the log-probability difference jumped",
-        f"engine and trainer differ by {difference:.2g} nats in the mean ({LOGPROB_DIFF}), and by no more than "
-        f"{before:.2g} before. The last weights did not reach the engine as they are: look at sync/probe_diff and the "
+        f"engine and trainer differ by {difference:.2g} nats in the mean ({LOGPROB_DIFF}), and by "
+        f"{usual:.1g} before. The last weights did not reach the engine as they are: look at sync/probe_diff and the "
         "engine's log, and resume from a checkpoint, which starts the engine afresh.",
     )
 

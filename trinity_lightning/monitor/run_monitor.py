@@ -150,7 +150,7 @@ class RunMonitor(L.Callback):
             self._wandb.flush(before=step_of(trainer))
 
     def state_dict(self) -> dict[str, Any]:
-        """The id of the run of W&B, for a resumed run to go on in it, what alerts have seen, and the best evaluation."""
+        """The id of the run of W&B, for a resumed run to go on in it, what alerts saw, and the best evaluation."""
         id = {STATE: self._wandb.id} if isinstance(self._wandb, RunLogger) else {}
         return id | {ALERTS: self._alerts.state_dict(), HELD_OUT: self._best_held_out}
 
