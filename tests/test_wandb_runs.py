@@ -10,6 +10,8 @@ import wandb
 from support.runs import SMALL, Commands, only, rows, wait_for
 from support.wandb_reader import WandbRun, read_wandb_run
 
+from trinity_lightning.monitor.dashboard import SECTIONS
+
 STEPS = 8
 RUN = ("+recipe=grpo", "optimizer.lr=1e-4", f"steps={STEPS}", *SMALL[:-1], "engine=transformers", "ckpt_path=auto")
 RUN += ("output_dir=run", "callbacks.checkpoint.every_n_epochs=1")
@@ -55,6 +57,81 @@ def test_a_run_is_named_by_what_the_command_set(parts: list[WandbRun]) -> None:
     for part in parts:
         assert part.name.startswith(f"grpo tiny transformers lr=1e-4 steps={STEPS} reward=contains_digits ")
         assert sorted(part.tags) == ["addition", "contains_digits", "grpo", "tiny"]
+
+
+# -- a run with settings and an evaluation, which goes wrong in three ways ---------------------------------------------
+
+WORN_OUT = """
+calls = 0
+
+
+def reward(response, task):
+    global calls
+    calls += 1
+    return 1 + len(response) % 2 / 10 if calls <= 16 * 2 * 5 else 0.0
+"""
+SET = {"entity": "team", "project": "sums", "name": "mine", "group": "g", "notes": "a note", "id": "abc123"}
+FAILING = ("+recipe=grpo", *SMALL[:-1], "reward=worn_out.reward", "engine=transformers", "output_dir=run", "steps=10")
+FAILING += ("explorer.batch_size=16", "explorer.repeat_times=2", "sampling.max_tokens=4", "optimizer.lr=1e-4")
+FAILING += ("optimizer.lr_scheduler={name: torch.optim.lr_scheduler.StepLR, args: {step_size: 2, gamma: 0.0}}",)
+FAILING += ("explorer.eval_interval=5", "eval_tasksets.addition_heldout.size=2", "logger.wandb.tags=[a,b]")
+
+
+@pytest.fixture(scope="module")
+def failing(run_train: Commands, tmp_path_factory: pytest.TempPathFactory) -> tuple[WandbRun, str]:
+    """The run, and what it printed: its reward function breaks in step 6, and its learning rate is 0 from step 3 on."""
+    folder = tmp_path_factory.mktemp("failing")
+    (folder / "worn_out.py").write_text(WORN_OUT)
+    done = run_train(folder, *FAILING, *(f"logger.wandb.{key}={value}" for key, value in SET.items()))
+    assert done.returncode == 0, done.stdout[-4000:]
+    return read_wandb_run(folder), done.stdout
+
+
+def test_the_run_of_wandb_is_the_one_of_the_settings(failing: tuple[WandbRun, str]) -> None:
+    run, _ = failing
+    assert {key: getattr(run, key) for key in SET} == SET
+    assert sorted(run.tags) == ["a", "b"]
+
+
+def test_each_alert_is_told_once_to_wandb_and_in_the_terminal(failing: tuple[WandbRun, str]) -> None:
+    run, printed = failing
+    titles = [title for title, _ in run.alerts]
+    assert titles == ["the learning rate is 0", "the reward collapsed", "groups have no signal"]
+    steps = [int(text.split()[2].rstrip(":")) for _, text in run.alerts]
+    assert steps == [4, 7, 10]
+    assert [printed.count(text) for _, text in run.alerts] == [1, 1, 1]
+
+
+def test_every_panel_of_the_dashboard_finds_its_metrics(failing: tuple[WandbRun, str]) -> None:
+    names = {name for row in failing[0].history for name in row}
+    panels = [panel for section in SECTIONS for panel in section.panels]
+    missing = {panel.title: panel for panel in panels if not panel.matching(names)}
+    assert [title for title, panel in missing.items() if not panel.only] == []
+    assert sorted(set(panel.metrics) - names for panel in panels if not panel.only if panel.metrics) == [set()] * sum(
+        bool(panel.metrics) for panel in panels if not panel.only
+    )
+    # Of the others this run has these; test_dashboard.py compares all of them with the table of metrics.
+    here = {panel.title for panel in panels if panel.only} - missing.keys()
+    assert here >= {"Held-out reward", "Groups without signal", "Not trained, by reason", "Importance weights"}
+
+
+def test_the_table_of_runs_has_the_best_values_beside_the_last(failing: tuple[WandbRun, str]) -> None:
+    run, _ = failing
+
+    def values(name: str) -> list[float]:
+        return [row[name] for row in run.history if name in row]
+
+    held_out = values("eval/addition_heldout/mean@1")
+    assert len(held_out) == 2
+    assert run.summary["eval/addition_heldout/mean@1"] == {"max": max(held_out), "last": held_out[-1]}
+    assert (run.summary["held_out/best"], run.summary["held_out/last"]) == (max(held_out), held_out[-1])
+    for name in ("reward/mean", "actor/logprob_diff/mean", "actor/grad_norm"):
+        assert run.summary[name] == {"max": max(values(name)), "last": values(name)[-1]}, name
+    assert run.summary["time/step"]["mean"] == pytest.approx(sum(values("time/step")) / 10)
+    assert run.axes["reward/mean"] == "explore_step"
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from trinity_lightning.common.runs import UNTRAINED
 from trinity_lightning.monitor import progress, run_monitor
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
 from trinity_lightning.monitor.progress import Progress, read_progress
-from trinity_lightning.monitor.run_monitor import RunMonitor, write_completions
+from trinity_lightning.monitor.run_monitor import RunMonitor, held_out_score, write_completions
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning",  # no worker processes
@@ -130,6 +130,18 @@ def test_an_engine_whose_log_probabilities_are_far_off_is_named_once(
     fit(tmp_path, model=FarOff())
     [warned] = [record.message for record in caplog.records if "nats" in record.message]
     assert warned.startswith("explore step 1: the log-probabilities that the engine gave its responses are 3.6 nats")
+
+
+def test_a_resumed_run_does_not_repeat_its_alerts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, model=FarOff())
+    fit(tmp_path, tmp_path / "checkpoints" / f"step={ITEMS + 1}.ckpt", FarOff())  # within the second step
+    assert len([record for record in caplog.records if "nats" in record.message]) == 1
+
+
+def test_the_score_of_an_evaluation_is_that_of_its_first_taskset() -> None:
+    metrics = {"eval/a/acc/mean@4": 0.1, "eval/a/mean@4": 0.2, "eval/a/seconds": 1.0}
+    assert held_out_score(metrics | {"eval/b/mean@4": 0.3, "eval/b/seconds": 1.0}) == 0.2
+    assert held_out_score({"reward/mean": 1.0}) is None
 
 
 def test_a_step_that_trained_on_little_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

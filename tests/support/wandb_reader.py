@@ -33,13 +33,16 @@ class WandbRun:
     """A run: each history row as logged, the last values, the configuration, and the tables by name, one a logging.
 
     `images` holds the files of a table's images, by the table's name, one list a logging; W&B uploads them with it.
-    `axes` holds the step metric of each defined metric or glob; `finished` tells whether the run came to its end, and
-    `exit_code` which end.
+    `axes` holds the step metric of each defined metric or glob, `alerts` titles and texts; `finished` tells whether the
+    run came to its end, and `exit_code` which end.
     """
 
     id: str = ""
+    entity: str = ""
+    project: str = ""
     group: str = ""
     name: str = ""
+    notes: str = ""
     tags: list[str] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -47,6 +50,7 @@ class WandbRun:
     tables: dict[str, list[WandbTable]] = field(default_factory=dict)
     images: dict[str, list[list[Path]]] = field(default_factory=dict)
     axes: dict[str, str] = field(default_factory=dict)
+    alerts: list[tuple[str, str]] = field(default_factory=list)
     exit_code: int | None = None
 
     @property
@@ -82,6 +86,7 @@ def _parse(content: bytes) -> WandbRun:
         if kind == "run":
             run.id, run.tags = record.run.run_id, list(record.run.tags)
             run.group, run.name = record.run.run_group, record.run.display_name
+            run.entity, run.project, run.notes = record.run.entity, record.run.project, record.run.notes
             _assign(run.config, record.run.config.update)
         elif kind == "config":
             _assign(run.config, record.config.update)
@@ -96,6 +101,8 @@ def _parse(content: bytes) -> WandbRun:
             name = record.artifact.name.removeprefix(f"run-{run.id}-")
             contents = [content for content in record.artifact.manifest.contents if "images/" in content.path]
             run.images.setdefault(name, []).append([Path(content.local_path) for content in contents])
+        elif kind == "alert":
+            run.alerts.append((record.alert.title, record.alert.text))
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
     return run

@@ -24,7 +24,9 @@ from trinity_lightning.common.pictures.thumbnails import (
     write_thumbnails,
 )
 from trinity_lightning.common.runs import UNTRAINED, written_tokens
+from trinity_lightning.monitor.alerts import Alerts
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger, last_row, log_row, next_row, step_of
+from trinity_lightning.monitor.dashboard import HELD_OUT_BEST, HELD_OUT_LAST
 from trinity_lightning.monitor.machine import (
     CPULoad,
     MemoryMeter,
@@ -37,9 +39,7 @@ from trinity_lightning.monitor.progress import ProgressFile
 from trinity_lightning.monitor.rows import STEP_METRIC
 from trinity_lightning.monitor.wandb_logger import STATE, RunLogger, record_id
 
-LOGPROB_DIFF = "actor/logprob_diff/mean"
-# Rounding makes hundredths, weights that are a few steps old make tenths. At 1 the mean importance weight is e^-1.
-MOST_LOGPROB_DIFF = 1.0
+ALERTS, HELD_OUT = "alerts", "held_out"  # keys in RunMonitor's state in checkpoints, beside STATE
 logger = logging.getLogger(__name__)
 # Logs the lines that are printed too. conf/train.yaml sends them to train.log alone: a terminal would show them twice.
 printed = logging.getLogger("trinity_lightning.printed")
@@ -76,7 +76,8 @@ class RunMonitor(L.Callback):
         self._trained_at = -1  # global_step at the end of the last explore step
         self._load = CPULoad()
         self._threads = TrainingThreads(load)
-        self._warned_of_engine = False
+        self._alerts = Alerts()
+        self._best_held_out = -math.inf
 
     # -- called by the explorer ----------------------------------------------------------------------------------------
 
@@ -118,6 +119,9 @@ class RunMonitor(L.Callback):
         """Print a line for each taskset of an evaluation; `solved`: see `format_evaluation`."""
         for line in format_evaluation(metrics, step, self._total_steps, solved):
             show(line)
+        if (score := held_out_score(metrics)) is not None and self._wandb is not None:
+            self._best_held_out = max(self._best_held_out, score)
+            self._wandb.experiment.summary.update({HELD_OUT_BEST: self._best_held_out, HELD_OUT_LAST: score})
 
     def _close_bar(self) -> None:
         if self._bar is not None:
@@ -156,8 +160,15 @@ class RunMonitor(L.Callback):
             self._wandb.flush(before=step_of(trainer))
 
     def state_dict(self) -> dict[str, Any]:
-        """The id of the run of W&B, for a resumed run to go on in it."""
-        return {STATE: self._wandb.id} if isinstance(self._wandb, RunLogger) else {}
+        """The id of the run of W&B, for a resumed run to go on in it, what alerts saw, and the best evaluation."""
+        id = {STATE: self._wandb.id} if isinstance(self._wandb, RunLogger) else {}
+        return id | {ALERTS: self._alerts.state_dict(), HELD_OUT: self._best_held_out}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what alerts have seen, and the best evaluation; checkpoints of earlier versions have neither."""
+        if ALERTS in state_dict:
+            self._alerts.load_state_dict(state_dict[ALERTS])
+        self._best_held_out = state_dict.get(HELD_OUT, -math.inf)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -186,19 +197,16 @@ class RunMonitor(L.Callback):
         if trainer.global_step == self._trained_at:  # nothing was trained: Lightning still holds the last step's values
             logged = {n: value for n, value in logged.items() if not n.startswith(("actor/", "time/", "perf/"))}
         self._trained_at = trainer.global_step
-        self._warn_of_engine(logged.get(LOGPROB_DIFF, 0.0), step)
+        self._tell_alerts(logged | self._explored, step)
         show(format_step_line(logged | self._explored, step, self._total_steps))
 
-    def _warn_of_engine(self, difference: float, step: int) -> None:
-        """Warn, once, of an engine whose log-probabilities are far off: importance weights leave hardly a gradient."""
-        if difference > MOST_LOGPROB_DIFF and not self._warned_of_engine:
-            self._warned_of_engine = True
-            logger.warning(
-                f"explore step {step}: the log-probabilities that the engine gave its responses are {difference:.1f} "
-                f"nats from the trainer's in the mean ({LOGPROB_DIFF}). Either they are not those of the distribution "
-                "that it samples from, or the weights that it samples with are too old: look at the engine's own "
-                "log-probabilities, and at synchronizer and explorer.sync_interval."
-            )
+    def _tell_alerts(self, metrics: Mapping[str, float], step: int) -> None:
+        """Warn of signs that the run goes wrong, in the terminal and by W&B, which sends them on to its user."""
+        for alert in self._alerts.check(metrics):
+            text = f"explore step {step}: {alert.text}"
+            logger.warning(text)
+            if self._wandb is not None:
+                self._wandb.experiment.alert(title=alert.title, text=text, level=wandb.AlertLevel.WARN)
 
     def _load_of_others(self) -> dict[str, float]:
         """The metric of other programs' load, if it could be measured; warns once if it is too high."""
@@ -298,6 +306,13 @@ def _number(value: Any) -> float | None:
 
 
 # -- W&B's axes and tables ---------------------------------------------------------------------------------------------
+
+
+def held_out_score(metrics: Mapping[str, float]) -> float | None:
+    """Mean reward of the first taskset of an evaluation, by which a sweep compares runs; None if there is none."""
+    first = next((name for name in metrics if name.startswith("eval/") and name.endswith("/seconds")), "")
+    mean = first.removesuffix("seconds") + "mean@"
+    return next((value for name, value in metrics.items() if first and name.startswith(mean)), None)
 
 
 def define_metrics(run: wandb.Run) -> None:

@@ -2,9 +2,10 @@
 
 import math
 import os
+import re
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,20 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from trinity_lightning.common.checkpoints import contents
 from trinity_lightning.common.files import write_atomically
-from trinity_lightning.monitor.csv_logger import STEP_METRIC, belongs
+from trinity_lightning.monitor.csv_logger import belongs
+from trinity_lightning.monitor.rows import STEP_METRIC
 
 FILE = "wandb_run_id.txt"  # a file in a run's folder, with the id of its run of W&B
 STATE = "wandb_run_id"  # a key in RunMonitor's state in checkpoints, for the same id
+# Statistics of a run that W&B's table of runs shows and sorts by, for the metrics that match in full: reward/mean.max.
+SUMMARIES = (
+    (r"reward/(.+/)?mean|eval/accuracy|eval/.+/(mean|pass)@\d+", "max,last"),
+    (r"eval/loss", "min,last"),
+    (r"actor/(logprob_diff|is_weight)/(mean|max)|actor/(grad_norm|pg_clipfrac)|sample/lag/mean", "max,last"),
+    (r"frac_reward_zero_std|time/step|(perf|rollout)/\w*tokens_per_second", "mean,last"),
+    (r"response_length/(mean|clip_ratio)|perf/peak_\w+", "max,last"),
+    (r"actor/entropy", "min,last"),
+)
 
 
 class RunLogger(WandbLogger):
@@ -37,6 +48,7 @@ class RunLogger(WandbLogger):
         if "weave" not in sys.modules:  # W&B would advise to install it if it finds, say, the package openai
             os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         self._row: dict[str, Any] = {}
+        self._known: set[str] = set()  # names whose summary is settled
         self._is_chosen = self._id is not None
         self._id = self._wandb_init["id"] = self._id or os.environ.get("WANDB_RUN_ID") or new_id()
 
@@ -68,12 +80,25 @@ class RunLogger(WandbLogger):
             return
         row, self._row = self._row, {}
         if row:
+            self._define_summaries(row)
             super().log_metrics(row, row.pop("step", None))
+
+    def _define_summaries(self, names: Iterable[str]) -> None:
+        """Ask W&B for the statistics of metrics that appear for the first time: only now are all names known."""
+        for name in set(names) - self._known:
+            if summary := summary_of(name):
+                self.experiment.define_metric(name, step_metric=STEP_METRIC, step_sync=True, summary=summary)
+        self._known.update(names)
 
     def finalize(self, status: str) -> None:
         """Send the last row."""
         self.flush()
         super().finalize(status)
+
+
+def summary_of(name: str) -> str | None:
+    """The statistics of a metric in W&B's table of runs, as `define_metric` takes them; None: its last value alone."""
+    return next((summary for pattern, summary in SUMMARIES if re.fullmatch(pattern, name)), None)
 
 
 def new_id() -> str:

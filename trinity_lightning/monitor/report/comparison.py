@@ -16,13 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from trinity_lightning.config.explain import LOCK
-from trinity_lightning.monitor.csv_logger import STEP_METRIC
 from trinity_lightning.monitor.presentation import PLAIN_WIDTH, headline_metrics
 from trinity_lightning.monitor.report.differences import differing, flattened, is_place
 from trinity_lightning.monitor.report.folders import common_folder, runs_in
 from trinity_lightning.monitor.report.hiding import hidden
 from trinity_lightning.monitor.report.record import RunRecord, read_run
 from trinity_lightning.monitor.report.texts import short
+from trinity_lightning.monitor.rows import STEP_METRIC
 
 _ERROR = re.compile(r"^\[[^]]*\] ERROR [\w.]+: (.*)$", re.MULTILINE)
 

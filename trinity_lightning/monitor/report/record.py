@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trinity_lightning.monitor.csv_logger import STEP_METRIC, read_rows
 from trinity_lightning.monitor.machine import FILE as ENVIRONMENT_FILE
+from trinity_lightning.monitor.rows import STEP_METRIC, read_rows
 from trinity_lightning.monitor.tokens import FOLDER as TOKENS_FOLDER
 
 Completion = dict[str, Any]
