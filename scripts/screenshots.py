@@ -2,10 +2,13 @@
 
     python scripts/screenshots.py --run outputs/grpo/TIME --runs outputs/schedules
 
-Any run and any folder of runs will do. Those of the committed pictures were made so (about an hour on two cores):
+Any run and any folder of runs will do. The committed pictures show runs of about ten minutes on two cores:
 
-    trinity-lightning +recipe=grpo
-    trinity-lightning --multirun +recipe=grpo optimizer.lr_scheduler=linear,cosine optimizer.lr=2e-5,4e-5 seed=42,43
+    trinity-lightning +recipe=grpo explorer.eval_on_startup=false explorer.eval_interval=24 model.dtype=fp32
+
+and, to be compared with it, the same with model.dtype=bf16, optimizer.lr=4e-5, optimizer.lr_scheduler=linear and
+algorithm.entropy_coef=0.02, and one that was stopped. The run whose tokens are shown has steps=5 engine.dtype=bf16: in
+float32 engine and trainer do not differ.
 
 It needs playwright (`pip install playwright`) and Chromium (`apt-get install chromium`).
 """
@@ -42,7 +45,10 @@ def chromium() -> Iterator[Browser]:
 def photograph(
     browser: Browser, address: str, name: str, size: tuple[int, int] = WIDE, scheme: Any = "light", at: str = ""
 ) -> Path:
-    """Write a picture of the window's content, scrolled to the element `at` (a selector), and return its path."""
+    """Write a picture of the window's content, scrolled to the element `at` (a selector), and return its path.
+
+    If this element can be chosen, it is clicked before.
+    """
     width, height = size
     sharpness = 2 if width < 600 else 1
     window = browser.new_context(
@@ -51,7 +57,7 @@ def photograph(
     page = window.new_page()
     page.goto(address)
     if at:
-        page.evaluate("selector => document.querySelector(selector).scrollIntoView()", at)
+        page.evaluate("selector => { const e = document.querySelector(selector); e.click(); e.scrollIntoView(); }", at)
     picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     window.close()
     file = FOLDER / f"{name}.png"
@@ -65,6 +71,7 @@ def report_pictures(browser: Browser, run: Path, pages: Path) -> Iterator[Path]:
     yield from in_all_looks(browser, address, "report")
     if (run / "completions" / "tokens").is_dir():  # those of before version 0.1.0 have none
         yield photograph(browser, address, "report_tokens", at="#tokens")
+        yield photograph(browser, address, "report_tokens_difference", at="#by-difference")
 
 
 def comparison_pictures(browser: Browser, runs: Sequence[Path], pages: Path) -> Iterator[Path]:

@@ -50,8 +50,9 @@ class Job:
     goes_on: bool = False
 
     def setting(self, key: str) -> str:
-        """The value of a key in its configuration, or else (a choice of a group) in its command; empty without one."""
-        return self.settings.get(key, self.overrides.get(key, ""))
+        """The value of a key in its command or configuration; of a group, the name of the choice. Empty without one."""
+        values = (self.settings.get(key), self.overrides.get(key), self.settings.get(f"{key}.name"), "")
+        return next(value for value in values if value is not None)
 
     @cached_property
     def settings(self) -> dict[str, str]:
