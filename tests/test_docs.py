@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf, open_dict
 from support.compose import composed
-from support.doc_blocks import PAGES, blocks_of, joined
+from support.doc_blocks import PAGES, commands_of, composing
 from support.runs import ROOT
 
 from trinity_lightning.config.registry import PARTS
@@ -27,12 +27,10 @@ COMMANDS = sorted(
         if "--config-dir" not in command  # whose recipe test_readme.py writes and runs
     }
     | {
-        command.partition("-m ")[2]
+        command
         for page in PAGES
-        for block in blocks_of(page)
-        for command in joined(block.text)
-        if block.language == "sh" and re.search(r"-m trinity_lightning\.(train|evaluate|plan) ", command)
-        if "--config-dir" not in command  # nor here, where test_site.py writes it
+        for shown in commands_of(page)
+        if (command := composing(shown)) and "--config-dir" not in command  # of test_snippets.py and test_new.py
     }
 )
 

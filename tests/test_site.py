@@ -3,9 +3,11 @@
 import ast
 import importlib
 import re
+import shutil
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ TROUBLES = ROOT / "docs" / "troubleshooting.md"
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make docs` builds it."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -51,6 +53,42 @@ def test_pages_load_nothing_from_the_network(site: Path) -> None:
     assert {"index.html", "troubleshooting.html", "changelog.html"} <= {page.name for page in pages}
     assert [page.name for page in pages if loads.search(page.read_text())] == []
     assert (site / "search" / "search_index.js").exists()  # which a page on disk searches
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        program = shutil.which("chromium")
+        if program is None:
+            pytest.skip("no Chromium is installed: apt-get install chromium")
+        chromium = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+def test_the_site_is_searched_from_disk(site: Path, browser: Any) -> None:
+    page, requests, errors = browser.new_page(), list[str](), list[str]()
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto((site / "index.html").as_uri())
+    page.click(".md-search__input")
+    page.keyboard.type("clip_ratio")
+    page.wait_for_selector(".md-search-result__item")
+    results = page.locator(".md-search-result__item a").evaluate_all("links => links.map(link => link.href)")
+    assert any("/metrics.html" in result for result in results)
+    assert [request for request in requests if not request.startswith("file:")] == errors == []
+
+
+def test_a_phone_need_not_scroll_sideways(site: Path, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 400, "height": 800})
+    wide = []
+    for name in ("index", "troubleshooting", "from_trl", "metrics", "api/runs"):
+        page.goto((site / f"{name}.html").as_uri())
+        if page.evaluate("document.documentElement.scrollWidth") > 400:
+            wide.append(name)
+    assert wide == []
 
 
 @pytest.mark.slow

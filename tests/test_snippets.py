@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from support.compose import composed
-from support.doc_blocks import COMMAND, LANGUAGES, PAGES, Block, blocks_of, commands_of
+from support.doc_blocks import COMMAND, LANGUAGES, PAGES, Block, blocks_of, commands_of, composing
 from support.runs import ROOT
 
 from trinity_lightning.build import eval_sources, train_source
@@ -146,8 +146,7 @@ def within(part: Any, whole: Any) -> bool:
     return all(key in whole and within(value, whole[key]) for key, value in part.items())
 
 
-OURS = re.compile(r"-m trinity_lightning\.(train|evaluate|plan)\b|^trinity-lightning (?=[+~'\w.]+=)")
-OTHERS = sorted({command for page in PAGES for command in commands_of(page) if not OURS.search(command)})
+OTHERS = sorted({command for page in PAGES for command in commands_of(page) if not composing(command)})
 # Where programs of other libraries declare their subcommands and options: a distribution, and its files.
 DECLARED = {
     "pip": ("pip", ["pip/_internal/commands/__init__.py", "pip/_internal/cli/cmdoptions.py"]),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.runs import ROOT
+from trinity_lightning.config.explain import PROGRAMS as OURS
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
 # Languages of fences: what a block means, and the test that runs it. Any other fence is refused.
@@ -68,3 +69,22 @@ def commands_of(page: Path) -> list[str]:
         line for part in INDENTED.findall(FENCE.sub("\n", text)) for line in joined(part) if COMMAND.match(line)
     ]
     return fenced + indented
+
+
+def composing(command: str) -> str | None:
+    """The module and overrides of a command that composes a configuration; None for any other command.
+
+    `trinity-lightning check +recipe=grpo` composes what `python -m trinity_lightning.train +recipe=grpo` does.
+    """
+    if given := re.search(r"-m (trinity_lightning\.(?:train|evaluate|plan) .*)", command):
+        return given[1]
+    program, *words = command.split()
+    name = program.removeprefix("trinity-lightning").lstrip("-")
+    if program == command or not program.startswith("trinity-lightning"):
+        return None
+    if not name and words[0] in OURS:
+        name, *words = words
+    if not any(re.match(r"[+~'\w./]+=", word) for word in words) or name in ("report", "watch", "dashboard"):
+        return None
+    module = {"eval": "evaluate", "evaluate": "evaluate", "plan": "plan"}.get(name, "train")
+    return " ".join([f"trinity_lightning.{module}", *words])
