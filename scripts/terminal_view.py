@@ -2,7 +2,10 @@
 
     python scripts/terminal_view.py outputs/grpo/TIME
 
-The picture in the repository is of the default recipe while it ran (`+recipe=grpo`).
+The picture in the repository is of a run that went on, of random weights that learn to write digits:
+
+    trinity-lightning +recipe=grpo model=tiny engine=transformers reward=contains_digits logger=csv steps=60
+        optimizer.lr=1e-3 explorer.eval_interval=4
 """
 
 import io

@@ -36,6 +36,7 @@ PACKAGE_TOPS = (
     "plan.__main__",
     "plan.command",
     "plan.gpu",
+    "plan.here",
     "plan.memory",
     "plan.pictures",
     "plan.run",

@@ -25,8 +25,8 @@ def tell(section, name, text="", level="good"):
 
 def with_trials(monkeypatch: pytest.MonkeyPatch, run: str, vllm: str) -> None:
     """Let the processes of the trials run this code."""
-    code = f"{TRIAL}\nif sys.argv[2] == 'vllm':\n    {vllm}\nelse:\n    {run}"
-    monkeypatch.setattr(doctor, "PROGRAM", (sys.executable, "-c", code))
+    programs = {part: (sys.executable, "-c", f"{TRIAL}\n{code}") for part, code in (("run", run), ("vllm", vllm))}
+    monkeypatch.setattr(doctor, "PROGRAMS", programs)
     monkeypatch.setattr(doctor, "find_spec", lambda name: True)
 
 

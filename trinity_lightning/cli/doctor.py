@@ -36,7 +36,10 @@ PACKAGES = (
 )
 # Extras that only the development of this package, or its documentation, needs.
 OF_DEVELOPMENT = ("dev", "bench", "docs")
-PROGRAM = (sys.executable, "-m", "trinity_lightning.plan.trial")
+PROGRAMS = {
+    "run": (sys.executable, "-m", "trinity_lightning.plan.here"),
+    "vllm": (sys.executable, "-m", "trinity_lightning.plan.trial"),
+}
 SMALL_SHM = 1 << 30  # bytes; Docker gives 64 MiB
 GIB = 1 << 30
 
@@ -173,7 +176,7 @@ class Trial:
 
     Args:
         folder: for its files.
-        part: "run" or "vllm", see `plan.trial`.
+        part: "run" (see `plan.here`) or "vllm" (see `plan.trial`).
         overrides: those of a run.
     """
 
@@ -181,7 +184,7 @@ class Trial:
         self._findings, self._output = folder / f"{part}.jsonl", folder / f"{part}.log"
         self._told = 0
         self.part = part
-        command = [*PROGRAM, str(self._findings), part, *overrides]
+        command = [*PROGRAMS[part], str(self._findings), *overrides]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         with self._output.open("wb") as output:
             # A session of its own, whose processes are ended together.
@@ -243,7 +246,10 @@ def trials(overrides: Sequence[str], seconds: float) -> Iterator[Finding]:
                             needs_vllm = finding.text.startswith("vllm")
                         if finding.name != "done":
                             yield _weighed(finding, needs_vllm)
-                    if over:
+                    if trial.part == "vllm" and "vllm" in told:  # it would take seconds to clean up
+                        running.remove(trial)
+                        trial.end()
+                    elif over:
                         running.remove(trial)
                         if failure := trial.failure():
                             yield _weighed(Finding("trials", _stage(trial.part, told), failure, "bad"), needs_vllm)

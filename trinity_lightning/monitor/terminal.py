@@ -167,7 +167,8 @@ def _now(view: View) -> Text:
         name = harmless(progress.batch.partition("/")[2] or f"step {progress.batch}")
         line.append(f"  tasks of {name}: {progress.done} of {progress.total} ended")
         line.append(f", {progress.total - progress.done} in flight", "bold")
-        line.append(f", the last {format_seconds(max(now - progress.last, 0))} ago", "dim")
+        if progress.done:
+            line.append(f", the last {format_seconds(max(now - progress.last, 0))} ago", "dim")
     return line
 
 
