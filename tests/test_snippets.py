@@ -146,7 +146,11 @@ def within(part: Any, whole: Any) -> bool:
     return all(key in whole and within(value, whole[key]) for key, value in part.items())
 
 
-OURS = re.compile(r"-m trinity_lightning\.(train|evaluate|plan)\b|^trinity-lightning (?=[+~'\w.]+=)")
+# Those of docs/your_own.md are run by tests/cli/test_new.py.
+OURS = re.compile(
+    r"-m trinity_lightning\.(train|evaluate|plan)\b|^trinity-lightning (?=[+~'\w.]+=)"
+    r"|^trinity-lightning (?:(?:check|evaluate) )?--config-dir conf \+recipe=mine\b"
+)
 OTHERS = sorted({command for page in PAGES for command in commands_of(page) if not OURS.search(command)})
 # Where programs of other libraries declare their subcommands and options: a distribution, and its files.
 DECLARED = {
