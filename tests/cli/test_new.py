@@ -150,7 +150,7 @@ def test_the_printed_steps_work_one_after_the_other(run_train: RunTrain, project
 
 @pytest.mark.parametrize("page", [new.FILES / "README.md", ROOT / "docs" / "your_own.md"], ids=["project", "docs"])
 def test_pages_have_the_printed_commands(page: Path) -> None:
-    """Those that the test above runs; the README adds settings to the one that trains."""
+    """They are run by the test above; the README adds settings to the one that trains."""
     commands = re.findall(r"^    trinity-lightning (.*?)(?:  +#.*)?$", page.read_text(), re.MULTILINE)
     words = [shlex.split(command) for command in commands if "new" not in command]
     assert [word[: len(known)] for word, known in zip(words, NEXT, strict=False)] == NEXT

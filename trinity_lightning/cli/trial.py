@@ -44,7 +44,7 @@ MANY = 0.25  # share of completions that are cut off, and of groups without sign
 
 @dataclass
 class Trial:
-    """What came of some tasks that the untrained model tried, as the run itself would have taken it.
+    """The outcome of some tasks that the untrained model tried, as the run itself would have taken it.
 
     Attributes:
         experiences: of all completions, with the reasons for those that would not be trained on.
