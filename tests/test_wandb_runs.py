@@ -74,7 +74,8 @@ SET = {"entity": "team", "project": "sums", "name": "mine", "group": "g", "notes
 FAILING = ("+recipe=grpo", *SMALL[:-1], "reward=worn_out.reward", "engine=transformers", "output_dir=run", "steps=10")
 FAILING += ("explorer.batch_size=16", "explorer.repeat_times=2", "sampling.max_tokens=4", "optimizer.lr=1e-4")
 FAILING += ("optimizer.lr_scheduler={name: torch.optim.lr_scheduler.StepLR, args: {step_size: 2, gamma: 0.0}}",)
-FAILING += ("explorer.eval_interval=5", "eval_tasksets.addition_heldout.size=2", "logger.wandb.tags=[a,b]")
+FAILING += ("explorer.eval_interval=5", "+eval_tasksets.addition_heldout.args.heldout=4")
+FAILING += ("explorer.eval_on_startup=false", "eval_sampling.max_tokens=4", "logger.wandb.tags=[a,b]")
 
 
 @pytest.fixture(scope="module")

@@ -166,8 +166,7 @@ class Alerts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        restored = Alerts(**dict(state) | {"rewards": RewardWindow(**state["rewards"])})
-        self.__dict__.update(restored.__dict__)
+        vars(self).update(state, rewards=RewardWindow(**state["rewards"]))
 
 
 def _collapsed(best: float, reward: float, steps: int) -> Alert:
