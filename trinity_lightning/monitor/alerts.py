@@ -161,7 +161,7 @@ class Alerts:
         return [_no_rate(self.steps_at_zero)] if self.steps_at_zero > 1 else []
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on watching."""
+        """The state with which a resumed run goes on watching."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
