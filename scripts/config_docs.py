@@ -218,8 +218,9 @@ installed. TensorBoard is the extra `tensorboard`.
 
 The name of a run consists of its recipe, and of the parts and values that the command chose
 (`grpo sort lr=1e-4 seed=1`). Its tags are recipe, model, rewards and tasksets. The jobs of a sweep share a group. Set
-`logger.wandb.name`, `tags` and `group` to choose your own. The history has one row per optimizer step, as metrics.csv
-has. `explore_step` is the axis of all charts.
+`logger.wandb.name`, `tags` and `group` to choose your own, and `entity`, `project` and `notes`. The history has one row
+per optimizer step, as metrics.csv has. `explore_step` is the axis of all charts. [Dashboard, table of runs and
+alerts](../wandb.md) have a page of their own.
 
 **A resumed run** continues the same W&B run. Its id is in `wandb_run_id.txt` in the run's folder, and in the
 checkpoint. A run that is resumed in another folder, from a checkpoint in the folder of its run, branches off and gets

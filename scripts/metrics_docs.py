@@ -1,4 +1,4 @@
-"""Write `docs/metrics.md`: the table of metrics, and why a step trains nothing.
+"""Write `docs/metrics.md`: the table of metrics, and why a step trains nothing; and the charts of `docs/wandb.md`.
 
 python scripts/metrics_docs.py
 """
@@ -6,9 +6,12 @@ python scripts/metrics_docs.py
 from pathlib import Path
 
 from trinity_lightning.common.runs import REASONS
+from trinity_lightning.monitor.dashboard import SECTIONS, Panel
 from trinity_lightning.monitor.presentation import METRICS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+WANDB_PAGE = PAGE.with_name("wandb.md")
+BEGIN, END = "<!-- sections: begin -->\n", "<!-- sections: end -->\n"
 
 WHY_UNTRAINED = """\
 ## Why a step trains nothing
@@ -55,5 +58,20 @@ def metrics_page() -> str:
     )
 
 
+def wandb_page() -> str:
+    """The text of docs/wandb.md with the dashboard's sections as they are now."""
+    before, _, rest = WANDB_PAGE.read_text().partition(BEGIN)
+    sections = (f"### {section.name}\n\n{''.join(map(_line, section.panels))}\n" for section in SECTIONS)
+    return before + BEGIN + "\n" + "".join(sections) + END + rest.partition(END)[2]
+
+
+def _line(panel: Panel) -> str:
+    """A chart as an item of a list."""
+    names = ", ".join(f"`{name}`" for name in panel.metrics) or f"all of `{panel.regex}`"
+    only = f" Only {panel.only}." if panel.only else ""
+    return f"- **{panel.title}.** {panel.why} ({names}){only}\n"
+
+
 if __name__ == "__main__":
     PAGE.write_text(metrics_page())
+    WANDB_PAGE.write_text(wandb_page())

@@ -68,13 +68,15 @@ calls = 0
 def reward(response, task):
     global calls
     calls += 1
-    return 1 + len(response) % 2 / 10 if calls <= 16 * 2 * 5 else 0.0
+    varied = 1 + sum(map(ord, response)) % 97 / 1000
+    return varied if calls <= 5 * 16 * 2 + 4 else 0.0  # of five steps, and of the first evaluation
 """
 SET = {"entity": "team", "project": "sums", "name": "mine", "group": "g", "notes": "a note", "id": "abc123"}
 FAILING = ("+recipe=grpo", *SMALL[:-1], "reward=worn_out.reward", "engine=transformers", "output_dir=run", "steps=10")
 FAILING += ("explorer.batch_size=16", "explorer.repeat_times=2", "sampling.max_tokens=4", "optimizer.lr=1e-4")
 FAILING += ("optimizer.lr_scheduler={name: torch.optim.lr_scheduler.StepLR, args: {step_size: 2, gamma: 0.0}}",)
-FAILING += ("explorer.eval_interval=5", "eval_tasksets.addition_heldout.size=2", "logger.wandb.tags=[a,b]")
+FAILING += ("explorer.eval_interval=4", "+eval_tasksets.addition_heldout.args.heldout=4")
+FAILING += ("explorer.eval_on_startup=false", "eval_sampling.max_tokens=4", "logger.wandb.tags=[a,b]")
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +109,8 @@ def test_every_panel_of_the_dashboard_finds_its_metrics(failing: tuple[WandbRun,
     panels = [panel for section in SECTIONS for panel in section.panels]
     missing = {panel.title: panel for panel in panels if not panel.matching(names)}
     assert [title for title, panel in missing.items() if not panel.only] == []
-    assert sorted(set(panel.metrics) - names for panel in panels if not panel.only if panel.metrics) == [set()] * sum(
-        bool(panel.metrics) for panel in panels if not panel.only
-    )
+    parts = {name for panel in panels if not panel.only for name in panel.metrics}
+    assert parts - names == {"time/wait_for_rollout", "time/operators"}  # of rollouts ahead, and of operators
     # Of the others this run has these; test_dashboard.py compares all of them with the table of metrics.
     here = {panel.title for panel in panels if panel.only} - missing.keys()
     assert here >= {"Held-out reward", "Groups without signal", "Not trained, by reason", "Importance weights"}
@@ -122,7 +123,7 @@ def test_the_table_of_runs_has_the_best_values_beside_the_last(failing: tuple[Wa
         return [row[name] for row in run.history if name in row]
 
     held_out = values("eval/addition_heldout/mean@1")
-    assert len(held_out) == 2
+    assert len(held_out) == 3
     assert run.summary["eval/addition_heldout/mean@1"] == {"max": max(held_out), "last": held_out[-1]}
     assert (run.summary["held_out/best"], run.summary["held_out/last"]) == (max(held_out), held_out[-1])
     for name in ("reward/mean", "actor/logprob_diff/mean", "actor/grad_norm"):

@@ -15,8 +15,8 @@ from support.tiers import examples
 
 from trinity_lightning.monitor.alerts import Alerts
 
-# Metrics that alerts look at, step by step, of `python benchmarks/learning.py` with one seed and of recipe=grpo with
-# SmolLM2, in float32 and bfloat16.
+# Metrics that alerts look at, step by step: of recipes on the tiny model, as benchmarks/learning.py runs them, and of
+# recipe=grpo with SmolLM2, in float32 and bfloat16.
 RECORDED = Path(__file__).with_name("healthy_curves.csv")
 
 Step = Mapping[str, float]

@@ -93,6 +93,13 @@ def test_summaries_are_those_of_single_metrics() -> None:
     assert summary_of("eval/sums/seconds") is summary_of("actor/lr") is None
 
 
+def test_the_page_lists_the_charts_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import metrics_docs  # pyright: ignore[reportMissingImports]
+
+    assert metrics_docs.WANDB_PAGE.read_text() == metrics_docs.wandb_page(), "run: python scripts/metrics_docs.py"
+
+
 # -- printing ----------------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +160,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["Content-Length"]))
-        request = json.loads(asked) if self.path == "/graphql" else {"query": ""}
+        request: Any = json.loads(asked) if self.path == "/graphql" else {"query": ""}
         query, variables = request["query"], request.get("variables") or {}
         answer: dict[str, Any] = {}
         if "viewer" in query:
@@ -174,7 +181,7 @@ class Answers(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""
 
 

@@ -97,7 +97,8 @@ def views_of(entity: str, project: str) -> "list[Workspace]":
     for view, name in ((run, RUN_VIEW), (sweep, SWEEP_VIEW)):
         view._internal_name = f"nw-{name}-v"
         for number, panel in enumerate(panel for section in view.sections for panel in section.panels):
-            panel._id = f"{name}{number}"  # else drawn by chance, and two calls would print two things
+            # Else it is drawn by chance, and two calls would print two things.
+            panel._id = f"{name}{number}"  # pyright: ignore[reportAttributeAccessIssue]
     return [run, sweep]
 
 
@@ -130,7 +131,7 @@ def _line_plot(panel: "Panel") -> Any:
 
 def _sweep_sections() -> "list[Section]":
     from wandb_workspaces import workspaces
-    from wandb_workspaces.reports.v2 import (
+    from wandb_workspaces.reports.v2.interface import (
         BarPlot,
         Config,
         ParallelCoordinatesPlot,
@@ -195,6 +196,7 @@ def save(entity: str | None, project: str) -> list[str]:
     """
     views_of("", project)  # a missing package is the first thing to say
     import wandb
+    from wandb.errors import UsageError
 
     try:
         api = wandb.Api(timeout=TIMEOUT)
@@ -204,7 +206,7 @@ def save(entity: str | None, project: str) -> list[str]:
         return [_save(view, name) for view, name in zip(views_of(owner, project), (RUN_VIEW, SWEEP_VIEW), strict=True)]
     except ConfigError:  # it is a ValueError too
         raise
-    except wandb.errors.UsageError as error:
+    except UsageError as error:
         raise ConfigError(
             "saving views needs a login at W&B, and this machine has none",
             fix="run `wandb login`, set WANDB_API_KEY, or see the views with --print",

@@ -18,7 +18,7 @@ MIN_STEPS, MIN_GROUPS = 5, 64
 # Differences of two such means, in standard deviations of one of them: chance does not get there in a million steps.
 SURE = 8.0
 LOST = 0.5  # share of what the run had gained
-LOST_OF_BEST = 0.2  # share of the best mean itself
+LOST_OF_BEST = 0.3  # share of the best mean itself: one step without rewards is no collapse
 MOST_SILENT = 0.95  # share of groups with equal rewards
 # Rounding makes hundredths, weights that are a few steps old make tenths. At 1 the mean importance weight is e^-1.
 MOST_LOGPROB_DIFF = 1.0
@@ -161,13 +161,12 @@ class Alerts:
         return [_no_rate(self.steps_at_zero)] if self.steps_at_zero > 1 else []
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on watching."""
+        """The state with which a resumed run goes on watching."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        restored = Alerts(**dict(state) | {"rewards": RewardWindow(**state["rewards"])})
-        self.__dict__.update(restored.__dict__)
+        vars(self).update(state, rewards=RewardWindow(**state["rewards"]))
 
 
 def _collapsed(best: float, reward: float, steps: int) -> Alert:

@@ -76,11 +76,11 @@ SECTIONS = (
                 "Held-out reward",
                 "Does it learn the skill or the tasks? The mean over k rollouts of tasks that are not trained on.",
                 regex=_REWARD_OF_TASKSET,
-                only="runs with explorer.eval_interval",
+                only="runs that evaluate (explorer.eval_interval)",
             ),
             Panel(
                 "Held-out pass@k",
-                "How many held-out tasks are within reach? A flat pass@k below a rising mean is sharpening alone.",
+                "How many held-out tasks are within reach? Flat beside a rising mean: it grew surer, not abler.",
                 regex="^eval/.+/pass@[0-9]+$",
                 only="evaluated tasksets with a criterion (reward_solved)",
             ),

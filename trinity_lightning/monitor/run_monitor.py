@@ -206,7 +206,7 @@ class RunMonitor(L.Callback):
             text = f"explore step {step}: {alert.text}"
             logger.warning(text)
             if self._wandb is not None:
-                self._wandb.experiment.alert(title=alert.title, text=text, level=wandb.AlertLevel.WARN)
+                self._wandb.experiment.alert(title=alert.title, text=text, level="WARN")
 
     def _load_of_others(self) -> dict[str, float]:
         """The metric of other programs' load, if it could be measured; warns once if it is too high."""
