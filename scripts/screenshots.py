@@ -1,8 +1,9 @@
 """Make the pictures of the documentation in docs/images, from pages of real runs, in a headless Chromium.
 
-    python scripts/screenshots.py --run outputs/grpo/TIME --runs outputs/schedules
+    python scripts/screenshots.py --run outputs/grpo/TIME --runs outputs/schedules --site site
 
-Any run and any folder of runs will do. The committed pictures show runs of about ten minutes on two cores:
+Any run and any folder of runs will do, and the site that `make docs` wrote. The committed pictures show runs of about
+ten minutes on two cores:
 
     trinity-lightning +recipe=grpo explorer.eval_on_startup=false explorer.eval_interval=24 model.dtype=fp32
 
@@ -80,6 +81,12 @@ def comparison_pictures(browser: Browser, runs: Sequence[Path], pages: Path) -> 
     yield from in_all_looks(browser, address, "comparison")
 
 
+def site_pictures(browser: Browser, site: Path) -> Iterator[Path]:
+    """The first page of the documentation at two widths."""
+    for size in (WIDE, PHONE):
+        yield photograph(browser, (site / "index.html").resolve().as_uri(), f"site_{size[0]}", size)
+
+
 def in_all_looks(browser: Browser, address: str, name: str) -> Iterator[Path]:
     """A page at two widths, in light and dark."""
     for size in (WIDE, PHONE):
@@ -91,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Make the pictures in docs/images.")
     parser.add_argument("--run", type=Path, help="folder of a run")
     parser.add_argument("--runs", type=Path, nargs="+", default=[], help="folders of runs to compare, or of a sweep")
+    parser.add_argument("--site", type=Path, help="folder of the documentation's site")
     given = parser.parse_args(arguments)
     FOLDER.mkdir(exist_ok=True)
     pages = FOLDER.parents[1] / "outputs" / "pictures"
@@ -99,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for file in (
             *(report_pictures(browser, given.run, pages) if given.run else ()),
             *(comparison_pictures(browser, given.runs, pages) if given.runs else ()),
+            *(site_pictures(browser, given.site) if given.site else ()),
         ):
             print(f"{file}: {file.stat().st_size / 1000:.0f} KB")
 

@@ -10,6 +10,7 @@ import csv
 import operator
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,7 @@ def faults(text: str) -> str:
 def see(failure: Failure, folder: Path) -> list[str]:
     """Run a failure's command in the folder, and return what did not show."""
     (folder / "my_faults.py").write_text(faults(PAGE.read_text()))
+    shutil.copy(ROOT / "docs" / "examples" / "my_engine.py", folder)
     command = [sys.executable, "-m", *failure.command, f"output_dir={folder / 'run'}", "save_model=false"]
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     rows = rows_of(folder / "run")

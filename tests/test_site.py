@@ -3,16 +3,15 @@
 import ast
 import importlib
 import re
-import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.browser import browser as browser
 from support.doc_blocks import PAGES, blocks_of
 from support.runs import ROOT, RunTrain, environment
 from test_public_names import PUBLIC
@@ -53,19 +52,6 @@ def test_pages_load_nothing_from_the_network(site: Path) -> None:
     assert {"index.html", "troubleshooting.html", "changelog.html"} <= {page.name for page in pages}
     assert [page.name for page in pages if loads.search(page.read_text())] == []
     assert (site / "search" / "search_index.js").exists()  # which a page on disk searches
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as started:
-        program = shutil.which("chromium")
-        if program is None:
-            pytest.skip("no Chromium is installed: apt-get install chromium")
-        chromium = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 def test_the_site_is_searched_from_disk(site: Path, browser: Any) -> None:
@@ -150,14 +136,19 @@ FREE = re.compile(  # mappings whose keys are a part's, a library's or the user'
     r"model\.(chat_template_kwargs|processor_args)\.|reward_solved\."
 )
 READERS = (
-    "first_run",
-    "your_task",
-    "from_trl",
-    "troubleshooting",
-    "metrics",
-    "gpu",
-    "results",
-    "pictures",
+    *(
+        "index",
+        "first_run",
+        "your_task",
+        "your_own",
+        "from_trl",
+        "troubleshooting",
+        "metrics",
+        "gpu",
+        "results",
+        "pictures",
+    ),
+    *("guide_runs", "guide_script", "guide_servers", "report", "wandb", "commands"),
 )
 PAGES_OF_READERS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in READERS)]
 KNOB = re.compile(r"['+~]*([a-z_]+(?:\.[a-z_0-9]+)+)(?:=.*)?", re.DOTALL)
