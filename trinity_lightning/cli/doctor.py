@@ -301,7 +301,8 @@ def _late(stage: str, seconds: float, computed: float | None) -> Finding:
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     state = "it had not begun" if computed is None else f"it had computed for {computed:.0f} s"
     busy = f", on {cores} cores with a load of {load:.1f}" if load > cores else ""
-    fix = "with --seconds 120" + (", when the machine is less busy" if busy else ": a first start reads much from disk")
+    when = ", when the machine is less busy" if busy else ": a first start reads much from disk"
+    fix = f"once more with --seconds 120{when}"
     return Finding("trials", stage, f"{UNKNOWN} within {seconds:g} s; {state}{busy}", "bad", fix)
 
 
