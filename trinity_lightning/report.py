@@ -7,7 +7,8 @@ from pathlib import Path
 
 from trinity_lightning.config.output import end_unread
 from trinity_lightning.errors import ConfigError, TrinityError
-from trinity_lightning.monitor.report.folders import common_folder, is_run, named_runs
+from trinity_lightning.monitor.folders import is_run
+from trinity_lightning.monitor.report.folders import common_folder, named_runs
 
 FILE = "report.html"
 

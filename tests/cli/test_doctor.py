@@ -40,11 +40,10 @@ CRASH = "print('corrupted size vs. prev_size', flush=True); os.abort()"
     [
         (WELL.format("vllm"), "tell('trials', 'vllm')", {"product": "", "transformers": "", "vllm": ""}),
         (WELL.format("vllm"), CRASH, {"vllm": "signal 6: corrupted size"}),
-        (WELL.format("transformers"), CRASH, {"vllm": "signal 6: corrupted size"}),
         (CRASH, "tell('trials', 'vllm')", {"product": "signal 6: corrupted size", "vllm": ""}),
         (f"tell('trials', 'product'); {CRASH}", "pass", {"settings of a run": "signal 6"}),
         ("tell('trials', 'product'); sys.exit('an error')", "pass", {"settings of a run": "exit code 1: an error"}),
-        (WELL.format("vllm"), "os.fork(); time.sleep(60)", {"vllm": "not done within 3 s"}),
+        (WELL.format("vllm"), "os.fork(); time.sleep(60)", {"vllm": "not done within 3 s; it had computed for 0 s"}),
     ],
 )
 def test_a_trial_that_crashes_or_hangs_is_reported(
@@ -55,8 +54,28 @@ def test_a_trial_that_crashes_or_hangs_is_reported(
     found = {finding.name: finding for finding in trials([], limit)}
     for name, text in expected.items():
         assert text in found[name].text
-        bad = "bad" if "engine" not in found or found["engine"].text == "vllm" else "note"
-        assert found[name].level == (bad if text else "good")
+        assert found[name].level == ("bad" if text else "good")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["transformers", "none: the run has no rollouts"])
+def test_vllm_is_not_tried_for_a_run_without_it(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_trials(monkeypatch, WELL.format(engine), CRASH)
+    assert [finding.name for finding in trials([], 60)] == ["product", "engine", "transformers"]
+
+
+@pytest.mark.slow
+def test_a_trial_that_is_late_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_trials(monkeypatch, f"tell('trials', 'product'); time.sleep(60); {WELL.format('vllm')}", "pass")
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (99.0, 99.0, 99.0))
+    with pytest.raises(SystemExit) as end:
+        main(["--seconds", "2"])
+    assert end.value.code == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "with a load of 99.0" in shown
+    assert "it is not known whether a run would work here" in shown
 
 
 @pytest.mark.slow

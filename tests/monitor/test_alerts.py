@@ -81,7 +81,7 @@ def test_no_alert_on_the_noise_of_small_batches(
         age = number % lag
         step = rollouts(rewards.mean(), rewards.std(), (rewards.std(axis=1) == 0).mean(), tasks)
         lr = 1e-5 * min(number / 10, (149 - number) / 100)  # 0 in the first step and the last
-        steps.append(step | trained((0.01 + 0.05 * age) * draw.lognormal(0, 0.5), age, lr))
+        steps.append(step | trained((0.01 + 0.05 * age) * min(draw.lognormal(0, 0.5), 5.0), age, lr))
     silent = float(np.mean([step["frac_reward_zero_std"] for step in steps]))
     true = ["groups have no signal"] if silent > 0.8 else []  # of pairs of rollouts of hard tasks, say
     assert [title for _, title in fired(steps) if title not in true] == []
@@ -90,6 +90,32 @@ def test_no_alert_on_the_noise_of_small_batches(
 def test_a_run_that_has_solved_its_tasks_is_healthy() -> None:
     learned = [rollouts(0.1 + 0.08 * number) for number in range(11)]
     assert fired([*learned, *[rollouts(1.0, std=0.0, silent=1.0)] * 50]) == []
+
+
+def drawn(rates: Iterable[float], seed: int, tasks: int = 16, runs: int = 8) -> list[Step]:
+    """Steps whose rewards are 0 or 1 by chance, at these mean rates, of tasks of different difficulty."""
+    draw, steps = np.random.default_rng(seed), []
+    for mean in rates:
+        of_tasks = draw.beta(4 * mean, 4 * (1 - mean), tasks) if 0 < mean < 1 else np.full(tasks, mean)
+        rewards = (draw.random((tasks, runs)) < of_tasks[:, None]).astype(float)
+        steps.append(rollouts(rewards.mean(), rewards.std(), (rewards.std(axis=1) == 0).mean(), tasks))
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rare_rewards_after_a_long_time_without_any_are_no_collapse(seed: int) -> None:
+    steps = drawn([0.0] * 400 + [0.04] * 100, seed)
+    assert fired(steps) == [(5, "groups have no signal")]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_that_began_well_and_learned_the_rest_is_healthy(seed: int) -> None:
+    assert fired(drawn([*np.linspace(0.6, 1, 40), *[1.0] * 100], seed)) == []
+
+
+@pytest.mark.parametrize("signal", ["group_advantages/reverse_kl/mean", "critic/lr"])
+def test_a_teacher_or_a_critic_teaches_groups_with_equal_rewards(signal: str) -> None:
+    assert fired([rollouts(0.0, std=0.0, silent=1.0) | {signal: 0.1}] * 40) == []
 
 
 def test_a_dip_is_no_collapse() -> None:

@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiers import examples
 
+from trinity_lightning.config.explain import LOCK
 from trinity_lightning.monitor import live
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger
+from trinity_lightning.monitor.folders import RUN_FILES, is_locked, runs_in
 from trinity_lightning.monitor.live import (
     MetricsFile,
     Record,
     RunFolder,
     differing_settings,
     end_of_log,
-    is_locked,
     newest_completions,
     newest_run,
-    runs_in,
     state_of,
     warnings_of,
 )
@@ -190,7 +190,7 @@ def test_the_newest_completions_are_found_without_listing_the_folder(
 
 ERROR = Record("", "ERROR", "the disk is full")
 STOPPED = Record("", "WARNING", "stopped in step 3, with a checkpoint. Resume with: x")
-NOTE, INFO = Record("", "WARNING", "other programs use 1 of 2 cores"), Record("", "INFO", "step 3/9")
+NOTE, INFO = Record("", "WARNING", "other programs use 1 of 2 cores"), Record("", "INFO", "step 3/9  reward 0.5")
 
 
 @pytest.mark.parametrize(
@@ -205,6 +205,8 @@ NOTE, INFO = Record("", "WARNING", "other programs use 1 of 2 cores"), Record(""
         (False, None, [INFO, NOTE], 9, "ended"),
         (False, None, [ERROR], 9, "died"),  # the model could not be saved
         (False, None, [INFO, ERROR], 3, "died"),
+        (False, None, [ERROR, INFO], 9, "ended"),  # resumed
+        (False, None, [ERROR, INFO, STOPPED], 5, "stopped"),  # resumed
         (False, 300.0, [INFO], 3, "died"),
         (False, None, [INFO], 3, "died"),
         (False, None, [INFO, STOPPED], 3, "stopped"),
@@ -268,6 +270,7 @@ def test_the_newest_run_is_the_one_that_was_written_to_last(tmp_path: Path) -> N
     os.utime(tmp_path / "sweep/c/0/.lock", (2000, 2000))
     assert newest_run(tmp_path) == tmp_path / "sweep" / "c"
     assert [run.name for run in runs_in(tmp_path / "sweep" / "c")] == ["0", "1"]
+    assert LOCK in RUN_FILES
 
 
 def test_settings_in_which_runs_differ() -> None:

@@ -214,6 +214,22 @@ def test_bars_stand_on_each_other() -> None:
     assert b_height == pytest.approx(3 * a_height, abs=0.3)
 
 
+def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+    names = ("time/rollout", "time/train", "reward/mean", "experience_pipeline/trained")
+    cells = [[step % 7, 1.5, step / 3000, 0] for step in range(3000)]
+    rows: list[dict[str, object]] = [
+        {"step": step, "explore_step": step + 1, **dict(zip(names, row, strict=True))} for step, row in enumerate(cells)
+    ]
+    write_metrics(tmp_path, rows)
+    page = report_page(read_run(tmp_path))
+    assert len(page) < 120_000
+    assert page.count("<rect") <= 300
+    text = " ".join(Page(page).text.split())
+    assert "3000 of 3000 steps" in text
+    assert "The last 50 are" in text
+    assert re.findall(r"<td[^>]*>3000</td>|<th[^>]*>3000</th>", page)
+
+
 @settings(deadline=None)
 @given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
 def test_no_two_ticks_of_an_axis_have_the_same_label(low: float, span: float) -> None:

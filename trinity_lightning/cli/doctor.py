@@ -40,6 +40,7 @@ PROGRAMS = {
     "run": (sys.executable, "-m", "trinity_lightning.plan.here"),
     "vllm": (sys.executable, "-m", "trinity_lightning.plan.trial"),
 }
+UNKNOWN = "not done"  # how the text of a trial begins that neither succeeded nor failed
 SMALL_SHM = 1 << 30  # bytes; Docker gives 64 MiB
 GIB = 1 << 30
 
@@ -216,6 +217,18 @@ class Trial:
         last = lines[-1][:300] if lines else "without a word"
         return f"its process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}: {last}"
 
+    def computed(self) -> float:
+        """Seconds of computing by the process and its children so far."""
+        import psutil
+
+        seconds = 0.0
+        with suppress(psutil.Error):
+            process = psutil.Process(self._process.pid)
+            for member in (process, *process.children(recursive=True)):
+                with suppress(psutil.Error):
+                    seconds += sum(member.cpu_times()[:4])
+        return seconds
+
     def end(self) -> None:
         """End the process and its children, if they still run."""
         if not self.ended:
@@ -225,41 +238,45 @@ class Trial:
 
 
 def trials(overrides: Sequence[str], seconds: float) -> Iterator[Finding]:
-    """The findings of the trials, as soon as they are known. vLLM begins once nothing is timed any more."""
+    """The findings of the trials, as soon as they are known.
+
+    vLLM begins once nothing is timed any more, and not at all for a run that does not generate with it: its trial takes
+    the longest, and says nothing about that run.
+    """
     deadline = time.monotonic() + seconds
-    has_vllm = find_spec("vllm") is not None
-    needs_vllm = True  # of the run that is asked about
-    if not has_vllm:
-        yield Finding("trials", "vllm", "not installed: engine=transformers alone generates here", "note")
     with tempfile.TemporaryDirectory(prefix="trinity-doctor-") as name:
         folder = Path(name)
         running = [Trial(folder, "run", overrides)]
-        waiting = ["vllm"] if has_vllm else []
-        told: set[str] = set()
+        waiting, told = ["vllm"], set[str]()
         try:
             while running and time.monotonic() < deadline:
                 for trial in list(running):
                     over = trial.ended  # asked before the news, which are then the last ones
                     for finding in trial.news():
                         told.add(finding.name)
-                        if finding.name == "engine":
-                            needs_vllm = finding.text.startswith("vllm")
+                        if finding.name == "engine" and not finding.text.startswith("vllm"):
+                            waiting = []
                         if finding.name != "done":
-                            yield _weighed(finding, needs_vllm)
+                            yield finding
                     if trial.part == "vllm" and "vllm" in told:  # it would take seconds to clean up
                         running.remove(trial)
                         trial.end()
                     elif over:
                         running.remove(trial)
                         if failure := trial.failure():
-                            yield _weighed(Finding("trials", _stage(trial.part, told), failure, "bad"), needs_vllm)
+                            yield Finding("trials", _stage(trial.part, told), failure, "bad")
                 if waiting and ("done" in told or not running):
-                    running.append(Trial(folder, waiting.pop()))
+                    waiting = []
+                    if find_spec("vllm") is None:
+                        text = "not installed: engine=transformers alone generates here"
+                        yield Finding("trials", "vllm", text, "note")
+                    else:
+                        running.append(Trial(folder, "vllm"))
                 time.sleep(0.1)
-            for part in [trial.part for trial in running] + waiting:
-                text = f"not done within {seconds:g} s: a slow disk or a busy machine, or it hangs"
-                fix = "once more, when files are in the machine's cache, or with --seconds 120"
-                yield _weighed(Finding("trials", _stage(part, told), text, "bad", fix), needs_vllm)
+            for trial in running:
+                yield _late(_stage(trial.part, told), seconds, trial.computed())
+            for part in waiting:
+                yield _late(part, seconds, None)
         finally:
             for trial in running:
                 trial.end()
@@ -273,11 +290,20 @@ def _stage(part: str, told: set[str]) -> str:
     return next((stage for name, stage in stages.items() if name not in told), "W&B")
 
 
-def _weighed(finding: Finding, needs_vllm: bool) -> Finding:
-    """The finding, which is no more than a note about vLLM if the run needs none."""
-    if finding.section == "trials" and finding.name == "vllm" and finding.level == "bad" and not needs_vllm:
-        finding.level = "note"
-    return finding
+def _late(stage: str, seconds: float, computed: float | None) -> Finding:
+    """The finding that a trial is not done in time, with what tells a slow one from one that hangs.
+
+    Args:
+        stage: the part of the trial that was under way, or would have come next.
+        seconds: the limit.
+        computed: seconds of computing so far; None: it has not begun.
+    """
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    state = "it had not begun" if computed is None else f"it had computed for {computed:.0f} s"
+    busy = f", on {cores} cores with a load of {load:.1f}" if load > cores else ""
+    when = ", when the machine is less busy" if busy else ": a first start reads much from disk"
+    fix = f"once more with --seconds 120{when}"
+    return Finding("trials", stage, f"{UNKNOWN} within {seconds:g} s; {state}{busy}", "bad", fix)
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------
@@ -360,7 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def answer(overrides: Sequence[str], seconds: float, as_json: bool) -> int:
     """Print the findings, and return the exit code."""
-    start, bad, notes = time.monotonic(), 0, 0
+    start, bad, notes, late = time.monotonic(), 0, 0, 0
     told: list[dict[str, Any]] = []
     sections: set[str] = set()
     console = None
@@ -370,6 +396,7 @@ def answer(overrides: Sequence[str], seconds: float, as_json: bool) -> int:
         console = console_of_stdout()
     for finding in findings(overrides, seconds):
         bad, notes = bad + (finding.level == "bad"), notes + (finding.level == "note")
+        late += finding.text.startswith(UNKNOWN)
         if console is None:
             told.append(asdict(finding))
         else:
@@ -380,6 +407,8 @@ def answer(overrides: Sequence[str], seconds: float, as_json: bool) -> int:
         print(json.dumps({"works": not bad, "findings": told}, indent=2))
     else:
         end = "a run would work here" if not bad else f"{bad} thing{'s' * (bad > 1)} that a run needs failed: see ✘"
+        if bad and late == bad:
+            end = "it is not known whether a run would work here: a trial was not done in time, see ✘"
         more = f", {notes} to look at: see !" if notes else ""
         console.print(f"\n{end}{more} ({time.monotonic() - start:.0f} s)")
     return int(bad > 0)

@@ -124,7 +124,8 @@ class _SeveralRuns:
 
     def look(self) -> bool:
         """Read what is new, and find new runs."""
-        from trinity_lightning.monitor.live import RunFolder, runs_in
+        from trinity_lightning.monitor.folders import runs_in
+        from trinity_lightning.monitor.live import RunFolder
 
         runs = [self._runs.setdefault(path, RunFolder(path)) for path in runs_in(self._folder)]
         self._views = [run.look(completions=False) for run in runs]
@@ -139,7 +140,7 @@ class _SeveralRuns:
 
 def _picture_of(folder: Path) -> _OneRun | _SeveralRuns:
     """The picture of a folder; a ConfigError if it holds no run."""
-    from trinity_lightning.monitor.live import is_run, runs_in
+    from trinity_lightning.monitor.folders import is_run, runs_in
 
     if is_run(folder):
         return _OneRun(folder)

@@ -12,6 +12,8 @@ from typing import Any
 REWARD, SPREAD, GROUPS = "reward/mean", "reward/std", "rollout/tasks"
 SILENT, LAG, RATE = "frac_reward_zero_std", "sample/lag/mean", "actor/lr"
 LOGPROB_DIFF = "actor/logprob_diff/mean"
+# A run with one of these also learns from groups with equal rewards: from a teacher, or by a critic's values.
+OTHER_SIGNALS = ("group_advantages/reverse_kl/mean", "critic/lr")
 
 # Means of rewards are taken over the last steps that hold so many groups, and are at least so many steps.
 MIN_STEPS, MIN_GROUPS = 5, 64
@@ -40,29 +42,27 @@ class RewardWindow:
     """Means over the last steps: of the reward and of the share of groups without signal.
 
     Attributes:
-        steps: groups, mean reward and share without signal (-1 if unknown) of each step in the window.
+        steps: groups, mean reward, share without signal (-1 if unknown) and variance of the rewards of each step in
+            the window.
         first: mean reward of the first step, before anything is trained; None before it.
         best: largest mean reward of a window.
-        variance: mean variance of the rewards within a step, over all steps.
-        count: steps so far.
+        best_variance: mean variance of the rewards within a step of that window.
     """
 
     steps: list[list[float]] = field(default_factory=list)
     first: float | None = None
     best: float = -math.inf
-    variance: float = 0.0
-    count: int = 0
+    best_variance: float = 0.0
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add a step; the window loses the steps that it can do without."""
-        self.count += 1
-        self.variance += (metrics.get(SPREAD, 0.0) ** 2 - self.variance) / self.count
-        self.steps.append([metrics[GROUPS], metrics[REWARD], metrics.get(SILENT, -1.0)])
+        silent = -1.0 if any(name in metrics for name in OTHER_SIGNALS) else metrics.get(SILENT, -1.0)
+        self.steps.append([metrics[GROUPS], metrics[REWARD], silent, metrics.get(SPREAD, 0.0) ** 2])
         while len(self.steps) > MIN_STEPS and self.groups - self.steps[0][0] >= MIN_GROUPS:
             del self.steps[0]
         self.first = metrics[REWARD] if self.first is None else self.first
-        if self.is_full:
-            self.best = max(self.best, self.reward)
+        if self.is_full and self.reward > self.best:
+            self.best, self.best_variance = self.reward, self.variance
 
     @property
     def groups(self) -> float:
@@ -77,18 +77,29 @@ class RewardWindow:
     @property
     def reward(self) -> float:
         """Mean reward of the window's groups."""
-        return sum(groups * reward for groups, reward, _ in self.steps) / self.groups
+        return self._mean(1)
 
     @property
     def silent(self) -> float:
         """Share of the window's groups without signal; 0 if a step does not know its own."""
-        known = all(share >= 0 for _, _, share in self.steps)
-        return sum(groups * share for groups, _, share in self.steps) / self.groups if known else 0.0
+        return self._mean(2) if all(step[2] >= 0 for step in self.steps) else 0.0
+
+    @property
+    def variance(self) -> float:
+        """Mean variance of the rewards within a step of the window."""
+        return self._mean(3)
 
     @property
     def noise(self) -> float:
-        """Standard deviation that chance gives the window's mean, at most: as if a group's rollouts were all alike."""
-        return math.sqrt(self.variance / self.groups)
+        """Standard deviation that chance gives a window's mean, at most: as if a group's rollouts were all alike.
+
+        It is that of this window or of the best one. The steps between them do not count: rewards that were all 0 for
+        a long time say nothing of the noise of those that came after.
+        """
+        return math.sqrt(max(self.variance, self.best_variance) / self.groups)
+
+    def _mean(self, place: int) -> float:
+        return sum(step[0] * step[place] for step in self.steps) / self.groups
 
 
 @dataclass

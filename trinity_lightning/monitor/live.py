@@ -1,13 +1,11 @@
 """Reads a run's folder while the run goes on, for another process: little at a time, and without torch."""
 
 import csv
-import fcntl
 import io
 import json
 import math
 import os
 import re
-import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +16,10 @@ import yaml
 
 from trinity_lightning.config.explain import LOCK
 from trinity_lightning.monitor import rows
+from trinity_lightning.monitor.folders import RUN_FILES, is_locked, is_run, runs_in
 from trinity_lightning.monitor.presentation import STEP_TIMES, WAIT, times_in_turn
 from trinity_lightning.monitor.progress import BEAT_SECONDS, Progress, read_progress
+from trinity_lightning.monitor.progress import FILE as PROGRESS
 from trinity_lightning.monitor.rows import STEP_METRIC
 
 # -- metrics.csv -------------------------------------------------------------------------------------------------------
@@ -286,24 +286,11 @@ def _object(text: str) -> dict[str, Any] | None:
 
 # -- whether a run goes on ---------------------------------------------------------------------------------------------
 
-_FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
-
-
-def is_locked(path: Path) -> bool | None:
-    """True if another process holds a run's lock, which is only asked for and never taken; None if nobody can tell."""
-    try:
-        with path.open("rb") as file:
-            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
-        return struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK
-    except OSError:
-        return None
-
-
 # A run whose lock is not to be seen, as on some shared file systems, lives if it has written within so many seconds.
 ALIVE_SECONDS = 6 * BEAT_SECONDS
 _STOPPED = ("interrupted.", "stopped ")  # how a log ends after Ctrl-C or SIGTERM
 _EARLY = "training stopped after step "
+_STEP = re.compile(r"step \d+/\d+ ")  # how the line of a step begins
 
 
 @dataclass
@@ -341,7 +328,8 @@ def state_of(locked: bool | None, age: float | None, log: list[Record], done: in
         return State("running") if age < ALIVE_SECONDS else State("silent", "no sign of life for a minute or more")
     if age is not None and age < 2 * BEAT_SECONDS:  # the machine that runs it holds a lock that this one cannot see
         return State("running")
-    last = next((record for record in reversed(log) if record.level != "INFO"), None)
+    # An error from before a step's line is that of an earlier part of a resumed run.
+    last = next((record for record in reversed(log) if record.level != "INFO" or _STEP.match(record.text)), None)
     if last is not None and last.level in ("ERROR", "CRITICAL"):
         return State("died", last.text)
     if steps is not None and done >= steps:
@@ -507,19 +495,6 @@ def _json(path: Path) -> Any:
 
 # -- which run ---------------------------------------------------------------------------------------------------------
 
-_RUN_FILES = (rows.FILE, "config.yaml", LOCK, "train.log")
-
-
-def is_run(folder: Path) -> bool:
-    """True if a run has begun to write to the folder."""
-    return any((folder / name).is_file() for name in _RUN_FILES)
-
-
-def runs_in(folder: Path) -> list[Path]:
-    """The runs in the folders of a folder, such as a sweep's, in the order of their numbers or names."""
-    runs = [path for path in folder.iterdir() if path.is_dir() and is_run(path)]
-    return sorted(runs, key=lambda run: (not run.name.isdigit(), run.name.zfill(9), run.name))
-
 
 def newest_run(root: Path) -> Path | None:
     """The folder of a run, or of a sweep, in which something was written last; None without any.
@@ -534,5 +509,5 @@ def newest_run(root: Path) -> Path | None:
 
 def _last_written(folder: Path) -> float | None:
     runs = [folder] if is_run(folder) else runs_in(folder)
-    files = (run / name for run in runs for name in (*_RUN_FILES, ".progress.json"))
+    files = (run / name for run in runs for name in (*RUN_FILES, PROGRESS))
     return max((path.stat().st_mtime for path in files if path.is_file()), default=None)

@@ -51,8 +51,10 @@ class TokenKeeper(L.Callback):
             pl_module.on_logprobs = self._take  # type: ignore[assignment]
 
     def _take(self, rows: tuple[int, ...], logprobs: Tensor) -> None:
-        own = logprobs if logprobs.dim() == 2 else logprobs[..., 0]  # those of a teacher's likeliest tokens follow
-        self._seen.append((rows, own))  # without a copy, and without waiting for a GPU
+        # It neither waits for a GPU nor copies, unless those of a teacher's likeliest tokens follow: a view would hold
+        # their memory until the step ends.
+        sampled = logprobs if logprobs.dim() == 2 else logprobs[..., 0].clone()
+        self._seen.append((rows, sampled))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: OptimizerBatch, batch_idx: int

@@ -14,6 +14,7 @@ Point = tuple[float, float]
 # With more points than pixels, neighbours are averaged.
 _MOST_POINTS = 400
 _MOST_DOTS = 60
+_MOST_BARS = 150
 # Beyond these limits, double precision cannot tell differences and powers of ten apart.
 _FINEST, _SMALLEST, _LARGEST = 1e-9, 1e-100, 1e100
 
@@ -163,19 +164,21 @@ def _side_by_side(heights: Sequence[float]) -> list[float]:
 
 
 def stacked_bars(steps: Sequence[float], parts: Mapping[str, Sequence[float]], label: str) -> str:
-    """A picture with one bar for each step (at least one), made of parts.
+    """A picture with one bar for each step (at least one), made of parts; of many steps, neighbours are averaged.
 
     Args:
         steps: the explore steps.
         parts: heights of a part, one for each step, by the part's name; the first part is at the bottom.
         label: as in `line_chart`.
     """
-    heights, bars = [0.0] * len(steps), {}
-    for name, values in parts.items():
-        bars[name] = list(zip(steps, heights, values, strict=True))
-        heights = [height + value for height, value in zip(heights, values, strict=True)]
+    lines = {name: thinned(list(zip(steps, values, strict=True)), _MOST_BARS) for name, values in parts.items()}
+    heights, bars = [0.0] * min(map(len, lines.values())), {}
+    for name, points in lines.items():
+        bars[name] = [(step, height, value) for (step, value), height in zip(points, heights, strict=True)]
+        heights = [height + value for height, (_, value) in zip(heights, points, strict=True)]
     frame = _Frame(steps, [0.0, max(heights)], margin=0.5)
-    width = max(round(0.8 * (frame.x(steps[0] + 1) - frame.x(steps[0])), 1), 0.5)
+    steps_of_bar = math.ceil(len(steps) / _MOST_BARS)
+    width = max(round(0.8 * (frame.x(steps[0] + steps_of_bar) - frame.x(steps[0])), 1), 0.5)
     return _pictures().stacked_bars(frame, bars, width, label)
 
 

@@ -1,6 +1,5 @@
 """Compares several runs, such as those of a sweep, in a table: their settings that differ, and their scores."""
 
-import fcntl
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from trinity_lightning.config.explain import LOCK
+from trinity_lightning.monitor.folders import is_locked, runs_in
 from trinity_lightning.monitor.presentation import PLAIN_WIDTH, headline_metrics
 from trinity_lightning.monitor.report.differences import differing, flattened, is_place
-from trinity_lightning.monitor.report.folders import common_folder, runs_in
+from trinity_lightning.monitor.report.folders import common_folder
 from trinity_lightning.monitor.report.hiding import hidden
 from trinity_lightning.monitor.report.record import RunRecord, read_run
 from trinity_lightning.monitor.report.texts import short
@@ -90,23 +90,11 @@ def _job(folder: Path, name: str, is_named: bool = False) -> Job:
     recorded = _yaml(folder / ".hydra" / "overrides.yaml")
     texts = map(str, recorded if isinstance(recorded, list) else ())
     pairs = [text.lstrip("+").partition("=") for text in texts if "=" in text]
-    config, log = _yaml(folder / "config.yaml"), folder / "train.log"
+    log = folder / "train.log"
     errors = _ERROR.findall(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else []
     overrides = {key: hidden(f"{key}={value}").partition("=")[2] for key, _, value in pairs}
-    failure, config = hidden(errors[-1]) if errors else "", config if isinstance(config, dict) else {}
-    return Job(record, overrides, config, failure, name, is_named, _is_locked(folder / LOCK))
-
-
-def _is_locked(lock: Path) -> bool:
-    """True if a process of this machine holds the lock of a run's folder. Not for a run's own process: see fcntl(2)."""
-    try:
-        with lock.open() as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return lock.is_file()
-    except OSError:  # no such file, or a file system without locks
-        return False
-    return False
+    failure = hidden(errors[-1]) if errors else ""
+    return Job(record, overrides, record.settings, failure, name, is_named, bool(is_locked(folder / LOCK)))
 
 
 def _yaml(path: Path) -> Any:
@@ -204,7 +192,7 @@ def _score(job: Job, metric: str | None) -> Score | None:
 
 def _metric(jobs: Sequence[Job]) -> str | None:
     """The metric by which runs are compared: their `sweep.metric`, or the first usual one that one of them has."""
-    names = list(dict.fromkeys(name for job in jobs for name in job.record.names()))
+    names = list(dict.fromkeys(name for job in jobs for name in job.record.names))
     for job in jobs:
         sweep = job.config.get("sweep")
         if isinstance(sweep, Mapping) and sweep.get("metric") in names:

@@ -95,7 +95,7 @@ class Curve(NamedTuple):
 
 def _curves(comparison: Comparison, groups: Sequence[Group]) -> list[Curve]:
     """A picture for each metric; those that never change, or have one value a run, are left out."""
-    names = dict.fromkeys(name for job in comparison.jobs for name in job.record.names())
+    names = dict.fromkeys(name for job in comparison.jobs for name in job.record.names)
     headlines = headline_metrics(list(names))
     patterns = (comparison.metric or "", *_METRICS)
     chosen = dict.fromkeys(name for pattern in patterns for name in headlines if fnmatchcase(name, pattern))

@@ -5,19 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trinity_lightning.errors import ConfigError
-
-_RUN_FILES = ("metrics.csv", "config.yaml", ".hydra/overrides.yaml")
-
-
-def is_run(folder: Path) -> bool:
-    """True if a run has written to the folder."""
-    return any((folder / file).is_file() for file in _RUN_FILES)
-
-
-def runs_in(folder: Path) -> list[Path]:
-    """The runs in the folders of a folder, in the order of their numbers or names."""
-    runs = [path for path in folder.iterdir() if path.is_dir() and is_run(path)] if folder.is_dir() else []
-    return sorted(runs, key=lambda run: (not run.name.isdigit(), run.name.zfill(9), run.name))
+from trinity_lightning.monitor.folders import is_run, runs_in
 
 
 def named_runs(folders: Sequence[str | Path]) -> dict[Path, str]:

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from trinity_lightning.common.pictures.thumbnails import COLUMN, FOLDER, files_of
 from trinity_lightning.common.solved import criterion_of
 from trinity_lightning.monitor.presentation import (
@@ -45,6 +43,8 @@ def report_page(run: RunRecord) -> str:
     return ENVIRONMENT.get_template("run.html").render(
         run=run,
         title=f"{run.folder.parent.name} {run.folder.name}".strip(),
+        most_idle=MOST_IDLE,
+        several_processes=_at(run.settings, ("trainer", "devices")) not in (None, 1, "1"),
         subtitle=_subtitle(run),
         facts=_facts(run),
         sections=[name for name, content in sections.items() if content],
@@ -55,12 +55,8 @@ def report_page(run: RunRecord) -> str:
 
 def _subtitle(run: RunRecord) -> str:
     """The run's model, algorithm, tasks and seed, as far as its configuration says."""
-    try:
-        config = yaml.safe_load(run.config)
-    except yaml.YAMLError:
-        return ""
     places = {"model": ("model", "name"), "tasks": ("taskset", "name"), "learning rate": ("optimizer", "lr")}
-    words = {name: _at(config, place) for name, place in (places | {"seed": ("seed",)}).items()}
+    words = {name: _at(run.settings, place) for name, place in (places | {"seed": ("seed",)}).items()}
     return ", ".join(f"{name} {value}" for name, value in words.items() if isinstance(value, str | int | float))
 
 
@@ -120,7 +116,7 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> Figure | None:
     """A picture of metrics; None if they never change (no failed task, a constant rate), or have one value each."""
-    headlines = headline_metrics(run.names())
+    headlines = headline_metrics(run.names)
     names = dict.fromkeys(name for pattern in patterns for name in headlines if fnmatchcase(name, pattern))
     series = {name: points for name in names if finite(points := run.series(name))}
     values = [y for points in series.values() for _, y in finite(points)]
@@ -135,14 +131,10 @@ def _figure(run: RunRecord, title: str, patterns: Sequence[str]) -> Figure | Non
 
 def _solved(run: RunRecord, names: Iterable[str]) -> str:
     """The criteria of solved tasks, in words, for the tasksets of these metrics, `eval/<taskset>/pass@<k>`."""
-    try:
-        config = yaml.safe_load(run.config)
-    except yaml.YAMLError:
-        config = None
-    thresholds = config.get("reward_solved") if isinstance(config, dict) else None
+    thresholds = run.settings.get("reward_solved")
     tasksets_by_criterion: dict[str, list[str]] = {}
     for prefix in dict.fromkeys(name.rpartition("pass@")[0] for name in names):
-        others = [name.removeprefix(prefix) for name in run.names() if name.startswith(prefix) and "@" in name]
+        others = [name.removeprefix(prefix) for name in run.names if name.startswith(prefix) and "@" in name]
         metrics = dict.fromkeys(name.rpartition("/")[0] for name in others if "/" in name)
         criterion = criterion_of(metrics, thresholds if isinstance(thresholds, dict) else None)
         tasksets_by_criterion.setdefault(str(criterion), []).append(prefix.split("/", 1)[1].removesuffix("/"))
@@ -164,7 +156,7 @@ def _times(run: RunRecord) -> tuple[Figure, list[tuple[str, str, str]]] | None:
     """A picture of the seconds of each part and of evaluations by step, and rows (part, time in all, share)."""
     seconds = {name.removeprefix("time/"): by_step for name, by_step in _step_times(run).items()}
     seconds["prepare"] = run.totals(["time/prepare"])
-    seconds["evaluation"] = run.totals([name for name in run.names() if fnmatchcase(name, "eval/*/seconds")])
+    seconds["evaluation"] = run.totals([name for name in run.names if fnmatchcase(name, "eval/*/seconds")])
     seconds = {part: by_step for part, by_step in seconds.items() if any(by_step.values())}
     steps = sorted({step for by_step in seconds.values() for step in by_step})
     if not steps:
@@ -181,7 +173,7 @@ def _times(run: RunRecord) -> tuple[Figure, list[tuple[str, str, str]]] | None:
 
 def _facts(run: RunRecord) -> list[tuple[str, str]]:
     """The most important facts: held-out scores first, then reward and length (first and last value), time, memory."""
-    evaluated = [name for name in headline_metrics(run.names()) if name.startswith("eval/") and "/mean@" in name]
+    evaluated = [name for name in headline_metrics(run.names) if name.startswith("eval/") and "/mean@" in name]
     facts = [_ends(run, name) for name in (*evaluated, "eval/accuracy", "eval/loss")]
     if run.rows:
         facts.append(("explore steps", short(run.last_step)))
@@ -205,11 +197,14 @@ def _change(points: Sequence[Point]) -> str:
     return " → ".join(short(value) for _, value in dict.fromkeys((*points[:1], *points[-1:])))
 
 
+MOST_IDLE = 50  # steps that are listed
+
+
 def _idle_steps(run: RunRecord) -> list[tuple[str, str]]:
     """The steps without a response that was trained on, with the number of responses for each reason."""
     counts = {
         _reason(name.removeprefix(UNTRAINED_PREFIX)): dict(finite(run.series(name)))
-        for name in run.names()
+        for name in run.names
         if name.startswith(UNTRAINED_PREFIX)
     }
     return [

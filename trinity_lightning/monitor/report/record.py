@@ -6,8 +6,11 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from trinity_lightning.monitor.machine import FILE as ENVIRONMENT_FILE
 from trinity_lightning.monitor.rows import STEP_METRIC, read_rows
@@ -60,11 +63,21 @@ class RunRecord:
                 sums[row[STEP_METRIC]] = sums.get(row[STEP_METRIC], 0.0) + sum(values)
         return sums
 
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The resolved configuration; empty if it is missing or damaged."""
+        try:
+            settings = yaml.safe_load(self.config)
+        except yaml.YAMLError:
+            return {}
+        return settings if isinstance(settings, dict) else {}
+
     @property
     def last_step(self) -> float:
         """The explore step of the last row; 0 without rows."""
         return max((row[STEP_METRIC] for row in self.rows), default=0.0)
 
+    @cached_property
     def names(self) -> list[str]:
         """The names of all metrics, in order of appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
