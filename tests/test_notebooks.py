@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 # first_run_on_a_gpu.ipynb is run by a test of its own: what it prints is different on each machine.
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]_*.ipynb"))
 RECORDED = ROOT / "notebooks" / "recorded_run"
-SECONDS = 300  # only a notebook that hangs takes so long: it needs 10 to 15 on two free cores, 60 on busy ones
+SECONDS = 300  # only a notebook that hangs takes so long: the slowest takes 31 on two cores with a load of 15
 
 
 class SamePythonKernelManager(AsyncKernelManager):

@@ -76,8 +76,8 @@ def composing(command: str) -> str | None:
 
     `trinity-lightning check +recipe=grpo` composes what `python -m trinity_lightning.train +recipe=grpo` does.
     """
-    if given := re.search(r"-m (trinity_lightning\.(?:train|evaluate|plan) .*)", command):
-        return given[1]
+    if module_form := re.search(r"-m (trinity_lightning\.(?:train|evaluate|plan) .*)", command):
+        return module_form[1]
     program, *words = command.split()
     name = program.removeprefix("trinity-lightning").lstrip("-")
     if program == command or not program.startswith("trinity-lightning"):
