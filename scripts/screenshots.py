@@ -99,15 +99,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--run", type=Path, help="folder of a run")
     parser.add_argument("--runs", type=Path, nargs="+", default=[], help="folders of runs to compare, or of a sweep")
     parser.add_argument("--site", type=Path, help="folder of the documentation's site")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     FOLDER.mkdir(exist_ok=True)
     pages = FOLDER.parents[1] / "outputs" / "pictures"
     pages.mkdir(parents=True, exist_ok=True)
     with chromium() as browser:
         for file in (
-            *(report_pictures(browser, given.run, pages) if given.run else ()),
-            *(comparison_pictures(browser, given.runs, pages) if given.runs else ()),
-            *(site_pictures(browser, given.site) if given.site else ()),
+            *(report_pictures(browser, options.run, pages) if options.run else ()),
+            *(comparison_pictures(browser, options.runs, pages) if options.runs else ()),
+            *(site_pictures(browser, options.site) if options.site else ()),
         ):
             print(f"{file}: {file.stat().st_size / 1000:.0f} KB")
 

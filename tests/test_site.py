@@ -136,21 +136,10 @@ FREE = re.compile(  # mappings whose keys are a part's, a library's or the user'
     r"model\.(chat_template_kwargs|processor_args)\.|reward_solved\."
 )
 READERS = (
-    *(
-        "index",
-        "first_run",
-        "your_task",
-        "your_own",
-        "from_trl",
-        "troubleshooting",
-        "metrics",
-        "gpu",
-        "results",
-        "pictures",
-    ),
-    *("guide_runs", "guide_script", "guide_servers", "report", "wandb", "commands"),
+    "index first_run your_task your_own from_trl troubleshooting metrics gpu results pictures guide_runs guide_script "
+    "guide_servers report wandb commands"
 )
-PAGES_OF_READERS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in READERS)]
+PAGES_OF_READERS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in READERS.split())]
 KNOB = re.compile(r"['+~]*([a-z_]+(?:\.[a-z_0-9]+)+)(?:=.*)?", re.DOTALL)
 
 

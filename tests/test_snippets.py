@@ -225,10 +225,10 @@ def declarations(program: str, rest: list[str]) -> tuple[str, list[str]]:
 
 def trl_arguments() -> tuple[set[str], set[str]]:
     """Arguments of GRPOConfig: its own, and those that it inherits; read, not imported, which would take seconds."""
-    own = _annotated(importlib.metadata.distribution("trl").locate_file("trl/trainer/grpo_config.py"))
+    grpo = _annotated(importlib.metadata.distribution("trl").locate_file("trl/trainer/grpo_config.py"))
     trl = _annotated(importlib.metadata.distribution("trl").locate_file("trl/trainer/base_config.py"))
     files = importlib.metadata.distribution("transformers").locate_file("transformers/training_args.py")
-    return own, own | trl | _annotated(files)
+    return grpo, grpo | trl | _annotated(files)
 
 
 def _annotated(path: object) -> set[str]:
@@ -239,11 +239,11 @@ def _annotated(path: object) -> set[str]:
 
 
 def test_every_argument_of_grpo_config_has_a_row() -> None:
-    own, known = trl_arguments()
+    grpo, known = trl_arguments()
     tables = TRL.read_text().partition("## GRPOConfig, argument by argument")[2].partition("| `loss_type` | here |")
     rows = [line for part in (tables[0], tables[2]) for line in part.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert own - named - {"_VALID_DICT_FIELDS"} == set(), "arguments of TRL's that docs/from_trl.md lacks"
+    assert grpo - named - {"_VALID_DICT_FIELDS"} == set(), "arguments of TRL's that docs/from_trl.md lacks"
     assert (
         named - known - {"peft_config", "dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"} == set()
     )

@@ -13,14 +13,17 @@ import pytest
 import yaml
 from support.compose import composed
 from support.errors import refuses
+from support.policy import make_experiences
 from support.runs import ROOT, RunTrain, rows
 
 from trinity_lightning.cli import new
 from trinity_lightning.cli.check import check, register
 from trinity_lightning.cli.new import main, write_project
-from trinity_lightning.cli.trial import shortened, wilson
+from trinity_lightning.cli.trial import Trial, problems, shortened, wilson
+from trinity_lightning.config.run import typed_config
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.trainer.objective import Objective
 
 ARGUMENTS = ("--config-dir", "conf", "+recipe=mine")
 # What the tiny model can do within seconds.
@@ -216,6 +219,25 @@ def test_what_cannot_be_checked_is_refused(arguments: tuple[str, ...], key: str)
     register()
     with refuses(key):
         check(composed(*arguments, "model=tiny", name="check"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "learns"),
+    [
+        (("+recipe=on_policy_distill_top_k", "auxiliary_models.teacher.model=tiny"), True),
+        (("+recipe=grpo", "algorithm.kl.coef=0.1"), False),  # trains all completions, and by their rewards
+    ],
+    ids=["teacher", "kl"],
+)
+def test_equal_rewards_are_no_problem_for_a_policy_that_learns_from_a_teacher(
+    arguments: tuple[str, ...], learns: bool, tmp_path: Path
+) -> None:
+    config = typed_config(composed(*arguments, "model=tiny"))
+    experiences = make_experiences(8)
+    for experience in experiences:
+        experience.reward = 0.0
+    trial = Trial(experiences, 0, Objective(config.algorithm), config, tmp_path)
+    assert (problems(trial) == []) is learns
 
 
 def test_text_for_a_terminal() -> None:

@@ -15,9 +15,9 @@ from trinity_lightning.config.explain import PROGRAMS as OURS
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
 # Languages of fences: what a block means, and the test that runs it. Any other fence is refused.
 LANGUAGES = {
-    "python": "a file of the reader's if its first line is a comment with the name, else a script; run by test_site.py",
-    "yaml": "a recipe, composed with the page's files by test_site.py; or a choice of conf/, shown on its page",
-    "json": "one entry or more of a taskset or a dataset, read by test_site.py",
+    "python": "a file of the reader's if its first line names it in a comment, else a script; run by test_snippets.py",
+    "yaml": "a recipe, composed with the page's files by test_snippets.py; or a choice of conf/, shown on its page",
+    "json": "one entry or more of a taskset or a dataset, read by test_snippets.py",
     "sh": "commands and nothing else, checked by test_docs.py",
     "text": "output or a picture, without commands",
 }
@@ -76,8 +76,8 @@ def composing(command: str) -> str | None:
 
     `trinity-lightning check +recipe=grpo` composes what `python -m trinity_lightning.train +recipe=grpo` does.
     """
-    if given := re.search(r"-m (trinity_lightning\.(?:train|evaluate|plan) .*)", command):
-        return given[1]
+    if module_form := re.search(r"-m (trinity_lightning\.(?:train|evaluate|plan) .*)", command):
+        return module_form[1]
     program, *words = command.split()
     name = program.removeprefix("trinity-lightning").lstrip("-")
     if program == command or not program.startswith("trinity-lightning"):

@@ -10,7 +10,7 @@ from support.optimizers import adamw, make_parameters, set_gradients
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from trinity_lightning.trainer.masters import MasterWeights, master_of
+from trinity_lightning.trainer.masters import PIECE, MasterWeights, master_of
 
 
 def through_a_file(state):
@@ -45,7 +45,7 @@ def test_masters_begin_within_what_rounds_to_the_weight(dtype: torch.dtype, bits
 def test_the_first_update_reaches_the_weights_in_the_mean(dtype: torch.dtype, update: float):
     """Masters that began with the weights would move none of these: half a rounding step of 0.1 is 2.4e-4, or 3e-5."""
     weight = nn.Parameter(
-        torch.empty(1_000_000).uniform_(0.07, 0.12, generator=torch.Generator().manual_seed(0)).to(dtype)
+        torch.empty(PIECE + 100_000).uniform_(0.07, 0.12, generator=torch.Generator().manual_seed(0)).to(dtype)
     )
     before = weight.detach().double()
     optimizer = MasterWeights([weight], lambda groups: torch.optim.SGD(groups, lr=update))

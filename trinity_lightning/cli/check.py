@@ -98,7 +98,8 @@ def show(trial: "Trial") -> bool:
         print(textwrap.fill(sentence, WIDTH, initial_indent="- ", subsequent_indent="  "))
     print(f"All completions are in {trial.folder}{os.sep}completions.")
     if not wrong:
-        print(f"The rewards differ, so there is something to learn. Train: {_command()}")
+        why = "There is a teacher" if trial.objective.teacher else "The rewards differ"
+        print(f"{why}, so there is something to learn. Train: {_command()}")
     return not wrong
 
 

@@ -49,14 +49,14 @@ class Trial:
     Attributes:
         experiences: of all completions, with the reasons for those that would not be trained on.
         failed: number of completions without an experience.
-        all_rows: the run trains on completions without an advantage, too.
+        objective: what the run trains by.
         config: the run's configuration.
         folder: the folder that has all completions.
     """
 
     experiences: list[Experience]
     failed: int
-    all_rows: bool
+    objective: Objective
     config: TrainConfig
     folder: Path
 
@@ -71,8 +71,8 @@ class Trial:
         return [reward for group in self.groups for run in group if is_valid_reward(reward := _reward(run))]
 
     def has_signal(self, group: Sequence[Run]) -> bool:
-        """True if the run would learn from a task's completions by their rewards."""
-        if self.all_rows:
+        """True if the run would learn from a task's completions: by their rewards, or by a teacher."""
+        if self.objective.needs_all_rows and not self.objective.teacher:
             rewards = self.rewards if self.config.algorithm.critic is not None else [_reward(run) for run in group]
             return not equal_rewards([reward for reward in rewards if is_valid_reward(reward)])
         return any(UNTRAINED not in experience.info for run in group for experience in run)
@@ -103,11 +103,11 @@ def build_trial(config: DictConfig, tasks: int) -> Trial:
     explorer = explorer_callback(typed, folder, auxiliary_models, monitor, offload=False).explorer
     data = online_data(typed, folder, auxiliary_models)
     _bind(explorer, config)
-    all_rows = Objective(typed.algorithm).needs_all_rows
-    experiences = _first_step(explorer, data, monitor, all_rows)
+    objective = Objective(typed.algorithm)
+    experiences = _first_step(explorer, data, monitor, objective.needs_all_rows)
     tried = int(explorer.metrics["rollout/tasks"])  # fewer than asked for if the taskset has no more
     failed = tried * typed.explorer.repeat_times - len(runs_of(experiences))
-    return Trial(experiences, failed, all_rows, typed_config(config), folder)
+    return Trial(experiences, failed, objective, typed_config(config), folder)
 
 
 def _bind(explorer: Explorer, config: DictConfig) -> None:
@@ -220,7 +220,7 @@ def _signal(trial: Trial) -> list[str]:
     count = sum(map(trial.has_signal, groups))
     low, high = (round(share * size) for share in wilson(count, len(groups)))
     expected = round(size * count / len(groups))
-    estimate = f"in a step of {size} tasks about {expected} ({low} to {high})" if groups else ""
+    estimate = f"in a step of {size} tasks about {expected} ({low} to {high})"
     return [f"groups with signal: {count} of {len(groups)}; {estimate}"]
 
 
@@ -254,7 +254,7 @@ def problems(trial: Trial) -> list[str]:
     """Sentences about what would make the run useless, with what to do; none if it can learn."""
     sentences = []
     if trial.failed > 0:
-        total = trial.failed + len(trial.rewards)
+        total = trial.failed + sum(map(len, trial.groups))
         sentences.append(f"{trial.failed} of {total} completions failed, as the warnings above say: mend this first.")
     if not any(map(trial.has_signal, trial.groups)):
         sentences.append(_no_signal(trial))

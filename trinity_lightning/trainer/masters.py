@@ -12,7 +12,7 @@ weights it moves by each update as the masters do.
 
 import copy
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,26 +103,31 @@ class MasterWeights(Optimizer):
 
 # Bits that a float32 has beyond a number of 16 bits: there, and only there, masters differ from their weights.
 FURTHER_BITS = {torch.bfloat16: 16, torch.float16: 13}
-PIECE = 2**24  # numbers that are drawn at once: 64 MB
+PIECE = 2**20 - 3  # numbers that differ in their offsets: a prime, so that rows of a matrix seldom begin with the same
 
 
 def master_of(weight: Tensor) -> Tensor:
     """A float32 copy that begins somewhere within the range of numbers that are rounded to the weight.
 
     Float32 numbers of one sign are in the order of their bits as integers. The numbers that round to a weight are thus
-    those whose bits are less than half a unit of its last bit away. The same weight always gets the same copy. Zeros
-    stay, as numbers near them are hardly rounded; so do float32 weights.
+    those whose bits are less than half a unit of its last bit away. The same weight gets the same copy on every device.
+    Zeros stay, as numbers near them are hardly rounded; so do float32 weights.
     """
     master = weight.to(torch.float32, copy=True)  # in the same order in memory, without gaps
     if (further := FURTHER_BITS.get(weight.dtype)) is None:
         return master
-    half = 2 ** (further - 1)
-    seed = int(weight.contiguous().view(torch.int16).sum(dtype=torch.int64)) % 2**63
-    generator = torch.Generator(weight.device).manual_seed(seed)
-    draw = partial(torch.randint, 1 - half, half, generator=generator, device=weight.device, dtype=torch.int32)
+    offsets = _offsets(further, weight.device)
     for numbers in master.as_strided((master.numel(),), (1,)).split(PIECE):
-        numbers.view(torch.int32).add_(draw(numbers.shape).mul_(numbers != 0))
+        numbers.view(torch.int32).add_(offsets[: len(numbers)].masked_fill(numbers == 0, 0))
     return master
+
+
+@cache
+def _offsets(further: int, device: torch.device) -> Tensor:
+    """PIECE integers that leave a number within what rounds to it: drawn once and used for every weight."""
+    half = 2 ** (further - 1)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1 - half, half, (PIECE,), generator=generator, dtype=torch.int32).to(device)
 
 
 def are_rounded(groups: Iterable[dict[str, Any]]) -> bool:

@@ -39,6 +39,7 @@ class Objective:
         needs_entropy: the entropy is part of the loss.
         needs_all_rows: rows without advantage still have a gradient; otherwise leaving them out is exact.
         pairs: the loss learns from preference pairs.
+        teacher: the loss learns from the distribution of a teacher, whatever the rewards.
         caveats: warnings about this objective, for the log.
 
     Raises:
@@ -68,6 +69,7 @@ class Objective:
         self._against_engine = config.old_logprobs == "engine"
         self._needs_rollout_logprobs = self._against_engine
         self.pairs = any(term.needs.pairs for term in all_terms)
+        self.teacher = bool(rollout_terms) and all(term.needs.teacher for term in rollout_terms)
         self.needs_entropy = config.entropy_coef != 0
         all_rows = any(term.needs.all_rows for term in rollout_terms)
         self.needs_all_rows = self._has_kl or self.needs_entropy or all_rows or config.critic is not None

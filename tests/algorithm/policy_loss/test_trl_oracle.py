@@ -203,6 +203,10 @@ CASES = {
         {"name": "ppo", "dual_clip": None, "loss_agg_mode": "seq-mean-token-sum-norm"},
     ),
     "luspo": ({"loss_type": "luspo"}, {"name": "ppo", "dual_clip": None, "loss_agg_mode": "seq-mean-token-sum"}),
+    "luspo_of_sequences": (
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.1},
+        {"name": "gspo", "clip_range_low": 0.05, "clip_range_high": 0.1, "loss_agg_mode": "seq-mean-token-sum"},
+    ),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.3}, {"name": "cispo", "absolute_cap": 1.3}),
     "sapo": ({"loss_type": "sapo"}, {"name": "sapo"}),
     "gspo": (
