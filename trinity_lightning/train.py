@@ -197,11 +197,15 @@ def score(trainer: "L.Trainer", run: TrainConfig) -> float | None:
 def main() -> None:
     """Console entry point. A configuration error is one message and exit code 2.
 
+    Without arguments nothing is trained: a run takes minutes, and the arguments may have been forgotten.
     `trinity-lightning plan ...` runs `python -m trinity_lightning.plan ...`. `evaluate` and `report` work likewise.
     """
     if (name := "".join(sys.argv[1:2])) in explain.PROGRAMS:
         del sys.argv[1]
         import_module(explain.PROGRAMS[name]).main()
+    elif not name:
+        print("trinity-lightning: give what to train, such as +recipe=grpo; --help lists all of it.", file=sys.stderr)
+        sys.exit(2)
     else:
         compose.run_command(_main)
 

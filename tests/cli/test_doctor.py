@@ -64,6 +64,26 @@ def test_vllm_is_not_tried_for_a_run_without_it(engine: str, monkeypatch: pytest
     assert [finding.name for finding in trials([], 60)] == ["product", "engine", "transformers"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["foo"], "give KEY=VALUE"),
+        (["+recipe=gpro"], "grpo"),
+        (["optimizer.lrr=1"], "optimizer.lr"),
+        (["--seconds", "0"], "above 0"),
+        (["--seconds", "-1"], "above 0"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_tried(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "answer", lambda *_: pytest.fail("it was tried"))
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_trial_that_is_late_has_not_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -18,8 +18,8 @@ from support.runs import ROOT, RunTrain, rows
 
 from trinity_lightning.cli import new
 from trinity_lightning.cli.check import check, register
-from trinity_lightning.cli.new import main, write_project
-from trinity_lightning.cli.trial import Trial, problems, shortened, wilson
+from trinity_lightning.cli.new import main, next_steps, write_project
+from trinity_lightning.cli.trial import Trial, hints, problems, shortened, wilson
 from trinity_lightning.config.run import typed_config
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.tasks.task import Task
@@ -70,7 +70,7 @@ def test_an_empty_folder_and_this_one_can_be_a_project(
     ("name", "words"),
     [
         ("full", "is not empty"),
-        ("full/file", "File exists"),
+        ("full/file", "is a file"),
         ("full/file/project", "Not a directory"),
         ("recipe=grpo", "is no name for a folder"),
         ("...", "is no name for a folder"),
@@ -238,6 +238,24 @@ def test_equal_rewards_are_no_problem_for_a_policy_that_learns_from_a_teacher(
         experience.reward = 0.0
     trial = Trial(experiences, 0, Objective(config.algorithm), config, tmp_path)
     assert (problems(trial) == []) is learns
+
+
+def test_a_criterion_that_names_no_part_of_the_reward_is_seen_before_training(tmp_path: Path) -> None:
+    config = typed_config(composed("+recipe=grpo", "model=tiny", "reward_solved={right: 1.0}"))
+    experiences = make_experiences(8)
+    for number, experience in enumerate(experiences):
+        experience.reward = float(number % 2)
+        experience.metrics = {"reward/animal/letter": experience.reward, "reward/animal/brief": 0.0}
+    for solved, seen in (({"right": 1.0}, True), ({"letter": 1.0}, False)):
+        config.reward_solved = solved
+        trial = Trial(experiences, 0, Objective(config.algorithm), config, tmp_path)
+        assert any("reward_solved={letter: 1.0}" in sentence for sentence in hints(trial)) is seen
+
+
+def test_a_folder_that_looks_like_an_option_can_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_project("-dash")
+    assert next_steps(Path("-dash"))[0] == "cd ./-dash"
 
 
 def test_text_for_a_terminal() -> None:

@@ -366,7 +366,7 @@ def show(finding: Finding, console: "Console", title: str | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Console entry point. Exit code 0: a run would work; 1: something that it needs is missing or failed."""
+    """Console entry point. Exit code 0: a run would work; 1: something that it needs failed; 2: wrong arguments."""
     if arguments is None:
         end_unread()
     parser = argparse.ArgumentParser(
@@ -375,13 +375,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epilog="Exit code 0: a run would work here; 1: something that it needs is missing or failed.",
     )
     parser.add_argument("overrides", nargs="*", help="those of a run, such as +recipe=grpo engine=transformers")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for all trials (%(default)g)")
+    parser.add_argument("--seconds", type=_limit, default=SECONDS, help="limit for all trials (%(default)g)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead, for scripts")
     options = parser.parse_args(arguments)
+    if (refusal := refusal_of(options.overrides)) is not None:
+        print(f"trinity-lightning doctor: {refusal}", file=sys.stderr)
+        sys.exit(2)
     try:
         sys.exit(answer(options.overrides, options.seconds, options.json))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _limit(text: str) -> float:
+    """A number of seconds above 0."""
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return seconds
+
+
+def refusal_of(overrides: Sequence[str]) -> str | None:
+    """A sentence about overrides of which no configuration can be composed; None for others, and without Hydra."""
+    if not overrides or find_spec("hydra") is None:
+        return None
+    from trinity_lightning.config.explain import CONFIG_ERRORS, explain
+    from trinity_lightning.config.hydra import compose_run
+
+    try:
+        compose_run(overrides, "outputs/doctor")
+    except CONFIG_ERRORS as error:
+        return explain(error)
+    return None
 
 
 def answer(overrides: Sequence[str], seconds: float, as_json: bool) -> int:

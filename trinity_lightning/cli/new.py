@@ -29,6 +29,8 @@ def write_project(folder: str | Path) -> list[Path]:
     made: list[Path] = []
     written: list[Path] = []
     try:
+        if folder.is_file():
+            raise ConfigError(f"'{folder}' is a file", fix="give the name of a new folder")
         made += [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -67,7 +69,8 @@ def next_steps(folder: Path) -> list[str]:
     command = "trinity-lightning"
     if shutil.which(command) is None:
         command = f"{shlex.quote(sys.executable)} -m trinity_lightning.train"
-    change = [] if folder.resolve() == Path.cwd() else [f"cd {shlex.quote(str(folder))}"]
+    place = f"./{folder}" if str(folder).startswith("-") else str(folder)  # `cd` would take it for an option
+    change = [] if folder.resolve() == Path.cwd() else [f"cd {shlex.quote(place)}"]
     return [
         *change,
         f"{command} check {ARGUMENTS}",
@@ -85,8 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Write a small project: ten tasks, a reward with two parts, a recipe, and what to do next.",
     )
     parser.add_argument("folder", help="a new or empty folder, such as my_project")
-    folder = Path(parser.parse_args(arguments).folder)
+    name = parser.parse_args(arguments).folder
+    folder = Path(name)
     try:
+        if not name:
+            raise ConfigError("the name of the folder is empty", fix="give one such as my_project")
         written = write_project(folder)
     except TrinityError as error:
         print(f"trinity-lightning new: {error}", file=sys.stderr)

@@ -25,7 +25,7 @@ from trinity_lightning.common.runs import (
     what_helps,
     written_tokens,
 )
-from trinity_lightning.common.solved import REWARD, components
+from trinity_lightning.common.solved import REWARD, components, criterion_of, metrics_of, why_no_criterion
 from trinity_lightning.config.engines import TRAINER_GPU
 from trinity_lightning.config.run import TrainConfig, typed_config
 from trinity_lightning.engines import auxiliary_models_of, settle_dtypes
@@ -292,6 +292,9 @@ def hints(trial: Trial) -> list[str]:
         if equal_rewards(values) and not equal_rewards(trial.rewards):
             part = name.removeprefix(REWARD)
             sentences.append(f"{part} is {values[0]:.4g} for every completion: by this part nothing is learned yet.")
+    metrics, solved = metrics_of(trial.experiences), trial.config.reward_solved
+    if trial.config.eval_tasksets and criterion_of(metrics, solved) is None:
+        sentences.append(f"Evaluations of this run have {why_no_criterion(metrics, solved)}")
     return sentences
 
 

@@ -76,6 +76,18 @@ def criterion_of(metrics: Collection[str], reward_solved: Mapping[str, float] | 
     return Criterion(dict.fromkeys(usual, RIGHT)) if usual else None
 
 
+def why_no_criterion(metrics: Collection[str], reward_solved: Mapping[str, float] | None) -> str:
+    """The reason why `criterion_of` has none for these names, and what to do."""
+    parts = [name.removeprefix(REWARD) for name in components(metrics)]
+    unusual = f"none of them is called {' or '.join(USUAL)}"
+    why = f"reward_solved names {', '.join(reward_solved)}" if reward_solved else unusual
+    name = parts[0].rpartition("/")[2] if parts else "NAME"
+    return (
+        f"no pass@k: the components of its reward are {', '.join(parts) or 'not known'}, and {why}. Say by which of "
+        f"them a task is solved, such as reward_solved={{{name}: 1.0}}."
+    )
+
+
 def _named(component: str, metrics: Collection[str]) -> list[str]:
     """The metrics that a component's name means: a function's, else metrics of parts, else another, or the reward."""
     parts = [name for name in metrics if name.startswith(REWARD) and name.endswith(f"/{component}")]

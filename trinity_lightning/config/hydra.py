@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -47,6 +49,18 @@ logger = logging.getLogger(__name__)
 
 
 # -- schema, recipes and resolvers -------------------------------------------------------------------------------------
+
+
+def compose_run(overrides: Sequence[str], output_dir: str) -> DictConfig:
+    """Compose the configuration of a training command outside of a run; the default recipe's without overrides.
+
+    Raises:
+        HydraException, OmegaConfBaseException, YAMLError, ConfigError: nothing can be composed; see `explain.explain`.
+    """
+    sys.path.insert(0, str(Path.cwd()))  # parts of the user's own
+    register(None)
+    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
+        return hydra_compose("train", [f"output_dir={output_dir}", *(overrides or ["+recipe=grpo"])])
 
 
 def register(within: str | None = "") -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.pictures.thumbnails import taken_from
-from trinity_lightning.common.solved import REWARD, USUAL, components, criterion_of, metrics_of
+from trinity_lightning.common.solved import components, criterion_of, metrics_of, why_no_criterion
 from trinity_lightning.common.words import listed
 from trinity_lightning.config.algorithm import check_older_weights
 from trinity_lightning.config.explorer import ExplorerConfig, check_trained_sampling
@@ -414,18 +414,10 @@ class Explorer:
         if (criterion := criterion_of(metrics, source.reward_solved)) is not None:
             self.solved[source.name] = str(criterion)
             return
-        parts = [name.removeprefix(REWARD) for name in components(metrics)]
-        if parts in self._without_criterion:
-            return
-        self._without_criterion.append(parts)
-        thresholds = source.reward_solved
-        unusual = f"none of them is called {' or '.join(USUAL)}"
-        why = f"reward_solved names {', '.join(thresholds)}" if thresholds else unusual
-        logger.warning(
-            "evaluation '%s' has no pass@k: the components of its reward are %s, and %s. Say by which of them a task "
-            "is solved, such as reward_solved={%s: 1.0}.",
-            *(source.name, ", ".join(parts) or "not known", why, parts[0].rpartition("/")[2] if parts else "NAME"),
-        )
+        parts = components(metrics)
+        if parts not in self._without_criterion:
+            self._without_criterion.append(parts)
+            logger.warning("evaluation '%s' has %s", source.name, why_no_criterion(metrics, source.reward_solved))
 
     async def benchmark(
         self, checkpoints: Iterable[tuple[int, WeightStream]] | None = None

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
 from trinity_lightning.build import quiet_libraries, with_sync_method
@@ -26,7 +24,6 @@ from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.engines import TRAINER_GPU, capabilities_of, gpu_count, has_driver
 from trinity_lightning.config.explain import CONFIG_ERRORS, explain
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.registry import config_dir
 from trinity_lightning.config.run import TrainConfig, typed_config
 from trinity_lightning.config.trainer import compute_dtype, processes_of
 from trinity_lightning.config.values import AUTO
@@ -52,7 +49,7 @@ CHECKPOINT_BYTES = 16
 def tell_run(tell: Tell, overrides: Sequence[str], load: CPULoad) -> None:
     """Tell what a run with these overrides would take here, or why it is refused."""
     try:
-        config = _composed(overrides)
+        config = compose.compose_run(overrides, "outputs/doctor")
         check(config)
         settle_dtypes(config, None)
         run = replace(typed_config(config), trainer=config.trainer)
@@ -74,15 +71,6 @@ def tell_run(tell: Tell, overrides: Sequence[str], load: CPULoad) -> None:
     for name, text in rows_on_a_cpu(run) if plan is None else plan.rows():
         tell("run", name, text)
     _tell_disk(tell, run)
-
-
-def _composed(overrides: Sequence[str]) -> DictConfig:
-    """The configuration of a training command, the default recipe's without overrides."""
-    sys.path.insert(0, str(Path.cwd()))  # parts of the user's own
-    compose.register(None)
-    with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
-        arguments = list(overrides) or ["+recipe=grpo"]
-        return hydra_compose("train", ["output_dir=outputs/doctor", *arguments])
 
 
 def _chosen(key: str, overrides: Sequence[str]) -> bool:
