@@ -22,10 +22,10 @@ WHY_UNTRAINED = """\
 2. The table below explains each reason.
 
 In `metrics.csv` and W&B, such a step has `experience_pipeline/trained` at 0, the reasons counted in
-`experience_pipeline/untrained/<reason>`, `actor/trained_rows` at 0, and a larger `actor/skipped_items` than the step
-before. If `actor/bad_steps` is what has grown, there was something to train on, but the gradient was not finite. A
-warning then names the experiences. If `actor/skipped_steps` has grown, the gradient overflowed float16
-(`model.dtype=fp16`), and the loss scale was halved.
+`experience_pipeline/untrained/<reason>` (a reason is logged from the first step on that has it, then also as 0),
+`actor/trained_rows` at 0, and a larger `actor/skipped_items` than the step before. If `actor/bad_steps` is what has
+grown, there was something to train on, but the gradient was not finite. A warning then names the experiences. If
+`actor/skipped_steps` has grown, the gradient overflowed float16 (`model.dtype=fp16`), and the loss scale was halved.
 
 Every completion says whether it is `trained` and, if not, the `reason`. You find this in `completions/step_<n>.jsonl`,
 in the W&B table and in `report.html`. If the loss needs no advantage (`policy_loss=sft`, `kl.coef` or `entropy_coef`

@@ -1,4 +1,4 @@
-"""`trinity-lightning-report`: runs write one at their end, and a browser shows it as it is meant."""
+"""`trinity-lightning report`: runs write one at their end, and a browser shows it as it is meant."""
 
 import json
 import re
@@ -76,7 +76,21 @@ def test_the_command_writes_one_for_a_run(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit) as stop:
         main([str(run), str(tmp_path / "missing")])
     assert stop.value.code == 2
-    assert "is no run's folder" in capsys.readouterr().err
+    assert re.match("trinity-lightning report: '.*' is no run's folder", capsys.readouterr().err)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: trinity-lightning report ")
+
+
+@pytest.mark.parametrize("typed", ["x=", "=", "=a"])
+def test_half_a_name_is_refused_as_it_was_typed(
+    typed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write_run(tmp_path / "a"))
+    with pytest.raises(SystemExit) as stop:
+        main([typed])
+    assert stop.value.code == 2
+    assert f"'{typed}' is no run's folder" in capsys.readouterr().err
 
 
 def test_a_folder_with_little_in_it_has_a_report_too(tmp_path: Path) -> None:

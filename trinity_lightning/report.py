@@ -1,4 +1,4 @@
-"""`trinity-lightning-report FOLDER ...`: write the page of a run, which need not have ended, or of several runs."""
+"""`trinity-lightning report FOLDER ...`: write the page of a run, which need not have ended, or of several runs."""
 
 import argparse
 import sys
@@ -8,9 +8,10 @@ from pathlib import Path
 from trinity_lightning.config.output import end_unread
 from trinity_lightning.errors import ConfigError, TrinityError
 from trinity_lightning.monitor.folders import is_run
-from trinity_lightning.monitor.report.folders import common_folder, named_runs
+from trinity_lightning.monitor.report.folders import as_typed, common_folder, named_runs
 
 FILE = "report.html"
+PROGRAM = "trinity-lightning report"
 
 
 def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
@@ -60,7 +61,7 @@ def write_comparison(*folders: str | Path, output: str | Path | None = None) -> 
     from trinity_lightning.monitor.report.comparison import compare, comparison_table, jobs_in
     from trinity_lightning.monitor.report.comparison_page import comparison_page
 
-    file = holder / FILE if output is None else Path(output)
+    file = as_typed(holder, folders) / FILE if output is None else Path(output)
     comparison = compare(jobs_in(runs))
     print(comparison_table(comparison))
     page = comparison_page(file.resolve().parent, comparison, title=f"{holder.parent.name} {holder.name}".strip())
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is None:
         end_unread()
     parser = argparse.ArgumentParser(
-        prog="trinity-lightning-report",
+        prog=PROGRAM,
         description="Write a page about a run, or one page that compares several.",
         epilog="Without --output the page is report.html in the run's folder; of several runs, in the innermost folder "
         "that holds all of them.",
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         page = write_report(folders[0], given.output) if alone else write_comparison(*folders, output=given.output)
         print(page)
     except (TrinityError, OSError) as error:
-        print(f"trinity-lightning-report: {error}", file=sys.stderr)
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 

@@ -154,6 +154,23 @@ def test_several_folders_are_one_page_in_the_folder_that_holds_them(
     assert "<h1>" in (tmp_path / "sweep" / "x.html").read_text()
 
 
+def test_its_path_is_relative_if_those_of_the_runs_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("0", "1"):
+        job(tmp_path / "sweep" / name, scores=(0.1,))
+    monkeypatch.chdir(tmp_path)
+    for folders in (["sweep"], ["x=sweep/0", "sweep/1"]):
+        main(folders)
+        assert capsys.readouterr().out.splitlines()[-1] == "sweep/report.html"
+    main(["sweep/0", str(tmp_path / "sweep" / "1")])
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "sweep" / "report.html")
+    monkeypatch.chdir(tmp_path / "sweep")
+    main(["."])
+    assert capsys.readouterr().out.splitlines()[-1] == "report.html"
+    assert f"<title>{tmp_path.name} sweep" in Path("report.html").read_text()
+
+
 def test_two_runs_do_not_have_one_name(tmp_path: Path) -> None:
     a, b = (job(tmp_path / name, scores=(0.1,)) for name in ("a", "b"))
     with pytest.raises(ConfigError, match="named 'x'"):

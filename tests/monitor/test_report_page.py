@@ -386,8 +386,25 @@ def test_steps_that_trained_nothing_are_listed_with_their_reasons(tmp_path: Path
     assert "equal rewards (62), filtered by reward_filter (2)" in text
     assert "truncated (5), filtered by" in text
     assert "truncated (4)" not in text
+    assert "(0)" not in text
     write_metrics(tmp_path, rows[:2])
     assert "trained on no rollout" not in report_page(read_run(tmp_path))
+
+
+def test_a_reason_that_a_run_of_an_earlier_version_did_not_count_in_a_step_is_0_there(tmp_path: Path) -> None:
+    name = f"{UNTRAINED}equal_rewards"
+    write_metrics(
+        tmp_path,
+        [
+            {"step": 0, "explore_step": 0, "eval/sums/mean@1": 0.5},
+            {"step": 0, "explore_step": 1, "experience_pipeline/trained": 8, name: 3},
+            {"step": 1, "explore_step": 2, "experience_pipeline/trained": 8},
+            {"step": 2, "explore_step": 3, "experience_pipeline/trained": 8, name: 5},
+        ],
+    )
+    run = read_run(tmp_path)
+    assert run.series(name) == [(1, 3), (2, 0), (3, 5)]
+    assert run.series(f"{UNTRAINED}truncated") == []
 
 
 def test_a_completion_that_was_not_trained_on_says_why(tmp_path: Path) -> None:

@@ -138,6 +138,46 @@ def test_a_resumed_run_does_not_repeat_its_alerts(tmp_path: Path, caplog: pytest
     assert len([record for record in caplog.records if "nats" in record.message]) == 1
 
 
+class Explored(SkippingModel):
+    """A model of a run in which some responses of the first step have equal rewards, and those of the second are good.
+
+    Args:
+        monitor: the run's monitor, which is given the metrics as the explorer gives them.
+    """
+
+    def __init__(self, monitor: RunMonitor) -> None:
+        super().__init__()
+        self._monitor = monitor
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        counts = {"experience_pipeline/untrained/equal_rewards": 3.0} if self.current_epoch == 0 else {}
+        self._monitor.keep_metrics(counts | {"experience_pipeline/trained": 8.0})
+        if batch_idx == 0:
+            self.log_dict(counts, on_step=True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_reason_that_leaves_out_no_response_any_more_is_logged_as_0(tmp_path: Path) -> None:
+    def counts(checkpoint: Path | None) -> dict[str, float]:
+        monitor = RunMonitor(tmp_path, total_steps=2)
+        fit(tmp_path, checkpoint, Explored(monitor), monitor)
+        with (tmp_path / "metrics.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        name = "experience_pipeline/untrained/equal_rewards"
+        return {row["explore_step"]: float(row[name]) for row in rows if row[name]}
+
+    assert counts(None) == {"1": 3.0, "2": 0.0}
+    assert counts(tmp_path / "checkpoints" / f"step={ITEMS}.ckpt") == {"1": 3.0, "2": 0.0}  # resumed in the second step
+
+
+def test_a_checkpoint_of_an_earlier_version_lacks_the_reasons(tmp_path: Path) -> None:
+    monitor = RunMonitor(tmp_path, total_steps=2)
+    state = monitor.state_dict()
+    del state[run_monitor.REASONS]
+    monitor.load_state_dict(state)
+    assert monitor.state_dict()[run_monitor.REASONS] == []
+
+
 def test_the_score_of_an_evaluation_is_that_of_its_first_taskset() -> None:
     metrics = {"eval/a/acc/mean@4": 0.1, "eval/a/mean@4": 0.2, "eval/a/seconds": 1.0}
     assert held_out_score(metrics | {"eval/b/mean@4": 0.3, "eval/b/seconds": 1.0}) == 0.2

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 import time
 import unicodedata
 from pathlib import Path
@@ -74,6 +75,15 @@ def test_the_picture_has_everything(run: Path) -> None:
     assert picture.index("reward 1  ") < picture.index("reward -  ") < picture.index("reward 0.25  ")
     reward = next(line for line in picture.splitlines() if line.startswith("reward "))
     assert reward.split()[1:] == ["▁▂▂▃▄▄▅▅▆▇▇█", "0.08333", "1", "0.08333", "1"]
+
+
+def test_every_part_of_a_step_has_a_sign_of_its_own(tmp_path: Path) -> None:
+    parts = ("rollout", "operators", "add_strategy", "train", "sync_weight")
+    seconds = {f"time/{part}": 1.0 for part in parts} | {"time/step": 7.0, "eval/held/seconds": 1.0}
+    MetricsCSVLogger(tmp_path).log_metrics({"explore_step": 1, **seconds}, step=0)
+    lines = drawn(frame(RunFolder(tmp_path).look(), 140), 140)
+    signs = re.findall(r"(\S) [a-z ]+ [12]s", next(line for line in lines if "rollout 1s" in line))
+    assert len(set(signs)) == len(signs) == 7
 
 
 def test_a_run_that_has_written_nothing_yet(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ SECTIONS = (
                 "Why is the rest left out: equal rewards, a filter, a response that was cut off?",
                 regex="^experience_pipeline/untrained/.+",
                 stacked=True,
-                only="steps in which something was not trained",
+                only="runs in which something was not trained",
             ),
             Panel(
                 "Spread of rewards within a group",

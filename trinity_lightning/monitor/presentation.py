@@ -15,7 +15,9 @@ from trinity_lightning.monitor.rows import STEP_METRIC
 
 # -- names, units and meanings: scripts/metrics_docs.py writes docs/metrics.md from the same table ---------------------
 
-# Prefix of the metrics that count experiences that are not trained on, before the reason.
+TRAINED = "experience_pipeline/trained"  # number of experiences of a step that are trained on
+# Prefix of the metrics that count experiences that are not trained on, before the reason. A step in which TRAINED is
+# known and a reason is missing has 0 of them.
 UNTRAINED_PREFIX = "experience_pipeline/untrained/"
 
 
@@ -110,7 +112,7 @@ def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) 
     ):
         if name in metrics:
             parts.append(template.format(metrics[name]))
-    trained, received = (metrics.get(name, math.nan) for name in ("experience_pipeline/trained", "rollout/experiences"))
+    trained, received = (metrics.get(name, math.nan) for name in (TRAINED, "rollout/experiences"))
     if trained == 0:
         parts.append("no rollout trained")
     elif trained < received / 4:

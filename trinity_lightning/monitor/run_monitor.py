@@ -34,12 +34,18 @@ from trinity_lightning.monitor.machine import (
     peak_gpu_memory,
     write_environment,
 )
-from trinity_lightning.monitor.presentation import format_evaluation, format_step_line, metric_globs
+from trinity_lightning.monitor.presentation import (
+    TRAINED,
+    UNTRAINED_PREFIX,
+    format_evaluation,
+    format_step_line,
+    metric_globs,
+)
 from trinity_lightning.monitor.progress import ProgressFile
 from trinity_lightning.monitor.rows import STEP_METRIC
 from trinity_lightning.monitor.wandb_logger import STATE, RunLogger, record_id
 
-ALERTS, HELD_OUT = "alerts", "held_out"  # keys in RunMonitor's state in checkpoints, beside STATE
+ALERTS, HELD_OUT, REASONS = "alerts", "held_out", "reasons"  # keys in RunMonitor's state in checkpoints, beside STATE
 logger = logging.getLogger(__name__)
 # Logs the lines that are printed too. conf/train.yaml sends them to train.log alone: a terminal would show them twice.
 printed = logging.getLogger("trinity_lightning.printed")
@@ -78,6 +84,7 @@ class RunMonitor(L.Callback):
         self._threads = TrainingThreads(load)
         self._alerts = Alerts()
         self._best_held_out = -math.inf
+        self._reasons: set[str] = set()  # metrics of reasons for which responses were not trained on so far
 
     # -- called by the explorer ----------------------------------------------------------------------------------------
 
@@ -114,6 +121,7 @@ class RunMonitor(L.Callback):
     def keep_metrics(self, metrics: dict[str, float]) -> None:
         """Keep the explorer's metrics of the step under way, for the step's line."""
         self._explored = metrics
+        self._reasons |= {name for name in metrics if name.startswith(UNTRAINED_PREFIX)}
 
     def show_evaluation(self, metrics: Mapping[str, float], step: int, solved: Mapping[str, str]) -> None:
         """Print a line for each taskset of an evaluation; `solved`: see `format_evaluation`."""
@@ -160,15 +168,20 @@ class RunMonitor(L.Callback):
             self._wandb.flush(before=step_of(trainer))
 
     def state_dict(self) -> dict[str, Any]:
-        """The id of the run of W&B, for a resumed run to go on in it, what alerts saw, and the best evaluation."""
+        """The id of the run of W&B, for a resumed run to go on in it, and what the monitor remembers of all steps."""
         id = {STATE: self._wandb.id} if isinstance(self._wandb, RunLogger) else {}
-        return id | {ALERTS: self._alerts.state_dict(), HELD_OUT: self._best_held_out}
+        return id | {
+            ALERTS: self._alerts.state_dict(),
+            HELD_OUT: self._best_held_out,
+            REASONS: sorted(self._reasons),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what alerts have seen, and the best evaluation; checkpoints of earlier versions have neither."""
+        """Restore what `state_dict` returned; checkpoints of earlier versions lack some of it."""
         if ALERTS in state_dict:
             self._alerts.load_state_dict(state_dict[ALERTS])
         self._best_held_out = state_dict.get(HELD_OUT, -math.inf)
+        self._reasons = set(state_dict.get(REASONS, ()))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -187,12 +200,12 @@ class RunMonitor(L.Callback):
         self.memory.mark("rollout")
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log peak memory and other programs' load, and print the step's line."""
+        """Log peak memory, other programs' load and counts that are 0, and print the step's line."""
         step = step_of(trainer)
         self._progress.enter("between steps", step)
         resources = {"perf/peak_memory_gb": self.memory.peak_gb} | self._load_of_others()
         resources |= peak_gpu_memory(pl_module.device)
-        log_row(trainer.loggers, resources, step, last_row(trainer))
+        log_row(trainer.loggers, resources | self._zero_counts(), step, last_row(trainer))
         logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
         if trainer.global_step == self._trained_at:  # nothing was trained: Lightning still holds the last step's values
             logged = {n: value for n, value in logged.items() if not n.startswith(("actor/", "time/", "perf/"))}
@@ -207,6 +220,11 @@ class RunMonitor(L.Callback):
             logger.warning(text)
             if self._wandb is not None:
                 self._wandb.experiment.alert(title=alert.title, text=text, level="WARN")
+
+    def _zero_counts(self) -> dict[str, float]:
+        """The reasons of earlier steps that left out none of this step: a chart would draw a line over the gap."""
+        absent = self._reasons - self._explored.keys() if TRAINED in self._explored else ()
+        return dict.fromkeys(sorted(absent), 0.0)
 
     def _load_of_others(self) -> dict[str, float]:
         """The metric of other programs' load, if it could be measured; warns once if it is too high."""

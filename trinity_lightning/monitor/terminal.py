@@ -220,15 +220,15 @@ def labels_of(names: Sequence[str]) -> dict[str, str]:
     return {name: harmless(tasksets[name]) if name in tasksets else CURVES[name] for name in names}
 
 
-_FILLS = {
+_FILLS = {  # signs differ too, for a terminal or a file without colours
     "rollout": ("█", "blue"),
-    "operators": ("▒", "cyan"),
-    "add_strategy": ("▒", "cyan"),
-    "wait_for_rollout": ("▓", "magenta"),
+    "operators": ("▞", "cyan"),
+    "add_strategy": ("▚", "cyan"),
+    "wait_for_rollout": ("▄", "magenta"),
     "train": ("▓", "green"),
     "sync_weight": ("▒", "yellow"),
     "other": ("░", "bright_black"),
-    "evaluation": ("▒", "magenta"),
+    "evaluation": ("▌", "magenta"),
 }
 _LEAST_SHARE = 0.005  # of a step, to be named
 

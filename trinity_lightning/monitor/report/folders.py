@@ -38,10 +38,16 @@ def named_runs(folders: Sequence[str | Path]) -> dict[Path, str]:
 
 
 def _named(folder: Path) -> tuple[str, Path]:
-    name, sign, path = str(folder).partition("=")
-    return (name, Path(path)) if sign and not folder.exists() and "/" not in name else ("", folder)
+    name, _, path = str(folder).partition("=")
+    return (name, Path(path)) if name and path and not folder.exists() and "/" not in name else ("", folder)
 
 
 def common_folder(runs: Sequence[Path]) -> Path:
     """The innermost folder that holds all of these runs. It is one of them only if others lie in it."""
     return Path(os.path.commonpath([run.parent for run in runs]))
+
+
+def as_typed(folder: Path, folders: Sequence[str | Path]) -> Path:
+    """A folder as a person who named these folders would write it: relative, unless one of them is absolute."""
+    relative = not any(_named(Path(text))[1].is_absolute() for text in folders)
+    return Path(os.path.relpath(folder)) if relative else folder

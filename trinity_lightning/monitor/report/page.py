@@ -11,6 +11,7 @@ from trinity_lightning.common.pictures.thumbnails import COLUMN, FOLDER, files_o
 from trinity_lightning.common.solved import criterion_of
 from trinity_lightning.monitor.presentation import (
     STEP_TIMES,
+    TRAINED,
     UNTRAINED_PREFIX,
     WAIT,
     find_metric,
@@ -210,9 +211,9 @@ def _idle_steps(run: RunRecord) -> list[tuple[str, str]]:
     return [
         (
             short(step),
-            ", ".join(f"{reason} ({short(count[step])})" for reason, count in counts.items() if step in count),
+            ", ".join(f"{reason} ({short(count[step])})" for reason, count in counts.items() if count.get(step)),
         )
-        for step, trained in finite(run.series("experience_pipeline/trained"))
+        for step, trained in finite(run.series(TRAINED))
         if trained == 0
     ]
 

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from trinity_lightning.monitor.machine import FILE as ENVIRONMENT_FILE
+from trinity_lightning.monitor.presentation import TRAINED, UNTRAINED_PREFIX
 from trinity_lightning.monitor.rows import STEP_METRIC, read_rows
 from trinity_lightning.monitor.tokens import FOLDER as TOKENS_FOLDER
 
@@ -47,11 +48,17 @@ class RunRecord:
     kept_steps: int = 0
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """The (explore step, value) pairs of a metric, with the mean if a step has several values; empty without it."""
+        """The (explore step, value) pairs of a metric, with the mean if a step has several values; empty without it.
+
+        Earlier versions logged no count of responses that were not trained on if it was 0.
+        """
         by_step: dict[float, list[float]] = {}
         for row in self.rows:
             if name in row:
                 by_step.setdefault(row[STEP_METRIC], []).append(row[name])
+        if by_step and name.startswith(UNTRAINED_PREFIX):
+            zeros = {row[STEP_METRIC]: [0.0] for row in self.rows if TRAINED in row}
+            by_step = zeros | by_step
         return [(step, sum(values) / len(values)) for step, values in sorted(by_step.items())]
 
     def totals(self, names: Sequence[str]) -> dict[float, float]:
