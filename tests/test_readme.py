@@ -69,8 +69,8 @@ def test_a_reward_and_a_recipe_of_ones_own(kind: str, run_train: RunTrain, tmp_p
             rf"evaluated at step [01]/1  {name} mean@1 [\d.]+  pass@1 [\d.]+ \(short_and_right/right at 1\)"
         )
         assert len(line.findall(done.stdout)) == len(line.findall((metrics.parent / "train.log").read_text())) == 2
-        page = (metrics.parent / "report.html").read_text()
-        assert re.findall(r'<div class="fact"><span class="quiet">([^<]*)<', page)[0] == f"eval/{name}/mean@1"
+        page = (metrics.parent / "report.html").read_text().replace("<wbr>", "")
+        assert re.findall(r'<div class="fact"><dt class="quiet">([^<]*)<', page)[0] == f"eval/{name}/mean@1"
     [completions] = tmp_path.glob("outputs/*/*/completions/step_1.jsonl")
     first = json.loads(completions.read_text().splitlines()[0])
     assert {"reward/short_and_right", "reward/short_and_right/right", "reward/short_and_right/short"} <= first.keys()

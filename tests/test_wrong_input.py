@@ -806,7 +806,7 @@ def test_help_shows_how_a_command_is_written_and_no_configuration(program: str, 
     assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
     for part in (f"  python -m trinity_lightning.{program} +recipe=grpo", "algorithm: ", "recipe: ", "--cfg job"):
         assert part in done.stdout
-    assert len(done.stdout.splitlines()) <= 35
+    assert len(done.stdout.splitlines()) <= 40  # a screen, with a line for each other command
 
 
 @pytest.mark.slow

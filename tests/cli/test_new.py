@@ -5,7 +5,8 @@ import resource
 import shlex
 import subprocess
 import sys
-from importlib.util import find_spec
+import sysconfig
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def test_files_have_the_projects_name_and_no_names_of_modules(tmp_path: Path) ->
     assert recipe["name"] == "where_else"
     assert not any(new.NAME in path.read_text() for path in written)
     modules = [path.stem for path in written if path.suffix == ".py"]
-    assert [name for name in modules if name in sys.stdlib_module_names or find_spec(name)] == []
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    assert [name for name in modules if PathFinder.find_spec(name, installed)] == []
 
 
 def test_no_held_out_task_is_trained_on() -> None:
