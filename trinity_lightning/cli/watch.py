@@ -3,7 +3,6 @@
 import argparse
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,16 +65,15 @@ def _follow(console: "Console", picture: "_OneRun | _SeveralRuns") -> None:
     """Draw the picture again and again, on a screen of its own, until the run has ended."""
     from rich.live import Live
 
-    redraw = threading.Event()
-    before = signal.signal(signal.SIGWINCH, lambda *_: redraw.set())
+    # A handler of the signal would run within any line of this thread, where it must not take a lock.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGWINCH})
     try:
         with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
             while picture.look():
                 live.update(picture.draw(*console.size), refresh=True)
-                redraw.wait(LOOK_SECONDS)
-                redraw.clear()
+                signal.sigtimedwait({signal.SIGWINCH}, LOOK_SECONDS)  # a new size is drawn at once
     finally:
-        signal.signal(signal.SIGWINCH, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _folder(run: Path | None) -> Path:

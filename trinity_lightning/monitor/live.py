@@ -330,9 +330,7 @@ def state_of(
         if age is None:
             return State("starting")
         return State("running") if age < ALIVE_SECONDS else State("silent", "no sign of life for a minute or more")
-    if (
-        not here and age is not None and age < 2 * BEAT_SECONDS
-    ):  # the machine that runs it holds a lock that this one cannot see
+    if age is not None and age < 2 * BEAT_SECONDS and not here:  # its machine holds a lock that this one cannot see
         return State("running")
     # An error from before a step's line is that of an earlier part of a resumed run.
     last = next((record for record in reversed(log) if record.level != "INFO" or _STEP.match(record.text)), None)
