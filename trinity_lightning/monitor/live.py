@@ -17,7 +17,7 @@ import yaml
 from trinity_lightning.config.checkpoints import checkpoints_in
 from trinity_lightning.config.explain import LOCK
 from trinity_lightning.monitor import rows
-from trinity_lightning.monitor.folders import RUN_FILES, is_locked, is_run, runs_in
+from trinity_lightning.monitor.folders import ENVIRONMENT, RUN_FILES, is_locked, is_run, runs_in
 from trinity_lightning.monitor.presentation import STEP_TIMES, WAIT, times_in_turn
 from trinity_lightning.monitor.progress import BEAT_SECONDS, Progress, read_progress, this_machine
 from trinity_lightning.monitor.progress import FILE as PROGRESS
@@ -422,7 +422,7 @@ class RunFolder:
         settings = settings or self._unless_changed(".hydra/config.yaml", _settings)
         log = self._unless_changed("train.log", end_of_log) or []
         progress = read_progress(folder)
-        view = View(folder, settings or {}, self._unless_changed("environment.json", _json) or {}, metrics, progress)
+        view = View(folder, settings or {}, self._unless_changed(ENVIRONMENT, _json) or {}, metrics, progress)
         age = None if progress is None else self._age(progress[1])
         here = progress is not None and progress[0].machine == this_machine() != ""
         view.state = state_of(is_locked(folder / LOCK), age, log, metrics.steps_done, view.steps, here)

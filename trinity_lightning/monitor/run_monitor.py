@@ -15,14 +15,8 @@ from tqdm import tqdm
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import write_atomically
-from trinity_lightning.common.pictures.thumbnails import (
-    COLUMN,
-    FOLDER,
-    files_of,
-    names_in,
-    side_by_side,
-    write_thumbnails,
-)
+from trinity_lightning.common.pictures.thumbnail_files import COLUMN, FOLDER, files_of
+from trinity_lightning.common.pictures.thumbnails import names_in, side_by_side, write_thumbnails
 from trinity_lightning.common.runs import UNTRAINED, written_tokens
 from trinity_lightning.config.checkpoints import resume_command
 from trinity_lightning.monitor.alerts import Alerts
