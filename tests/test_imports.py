@@ -169,7 +169,10 @@ def test_every_exception_is_a_module() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["config.run", "evaluate", "report", "cli.doctor"])  # the second imports `train`
+@pytest.mark.parametrize(
+    "module",
+    ["config.run", "evaluate", "report", "cli.doctor", "monitor.report.comparison_page"],  # `evaluate` imports `train`
+)
 def test_configuration_is_read_without_heavy_imports(module: str) -> None:
     heavy = ["torch", "lightning", "transformers", "vllm", "datasets", "wandb"]
     code = f"import sys, {PACKAGE}.{module}; print(*(name for name in {heavy} if name in sys.modules))"

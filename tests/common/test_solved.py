@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from trinity_lightning.common.criterion import Criterion, components, criterion_of
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.solved import Criterion, components, criterion_of, metrics_of
+from trinity_lightning.common.solved import is_solved, metrics_of
 
 
 def run_of(reward: float | None, *steps: dict[str, float]) -> list[Experience]:
@@ -72,11 +73,11 @@ def test_the_criterion_is_named_or_the_usual_component_or_the_only_one(
 def test_a_run_is_solved_by_its_components_not_by_their_sum(
     reward: float, metrics: dict[str, float], solved: bool | None
 ) -> None:
-    assert Criterion({"reward/right": 1.0}).solved(run_of(reward, metrics)) is solved
+    assert is_solved(Criterion({"reward/right": 1.0}), run_of(reward, metrics)) is solved
 
 
 def test_of_several_steps_the_last_one_counts() -> None:
     steps: tuple[dict[str, Any], ...] = ({"reward/right": 1.0}, {"reward/right": 0.0})
-    assert Criterion({"reward/right": 1.0}).solved(run_of(1.0, *steps)) is False
-    assert Criterion({"reward": 1.0}).solved(run_of(1.0, *steps)) is True
+    assert is_solved(Criterion({"reward/right": 1.0}), run_of(1.0, *steps)) is False
+    assert is_solved(Criterion({"reward": 1.0}), run_of(1.0, *steps)) is True
     assert metrics_of(run_of(1.0, *steps)) == ["reward/right"]

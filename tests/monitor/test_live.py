@@ -30,6 +30,7 @@ from trinity_lightning.monitor.live import (
     warnings_of,
 )
 from trinity_lightning.monitor.progress import FILE as PROGRESS
+from trinity_lightning.monitor.progress import this_machine
 from trinity_lightning.monitor.rows import FILE
 
 
@@ -221,6 +222,26 @@ def test_the_state_of_a_run(
     state = state_of(locked, age, log, done, steps=9)
     assert state.name == expected
     assert state.goes_on == (expected in ("starting", "running", "silent"))
+
+
+def test_a_run_of_this_machine_without_a_lock_does_not_go_on() -> None:
+    assert state_of(False, 1.0, [INFO], 3, 9, here=True).name == "died"
+    assert state_of(True, 1.0, [INFO], 3, 9, here=True).name == "running"
+    assert state_of(None, 30.0, [INFO], 3, 9, here=True).name == "running"  # a file system without locks
+
+
+def test_a_run_that_was_killed_is_resumed_if_it_has_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()
+    (tmp_path / PROGRESS).write_text(json.dumps({"machine": this_machine(), "resume": "train ckpt_path=last"}))
+    run = RunFolder(tmp_path)
+    assert run.look().state.name == "died"
+    assert run.look().resume == ""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step=3.ckpt").touch()
+    assert run.look().resume == "train ckpt_path=last"
+    (tmp_path / "config.yaml").write_text("steps: 0")  # all of its steps are done
+    view = run.look()
+    assert (view.state.name, view.resume) == ("ended", "")
 
 
 def test_an_error_is_named() -> None:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pictures import random_picture
 
-from trinity_lightning.common.pictures.thumbnails import COLUMN, FOLDER, write_thumbnails
+from trinity_lightning.common.pictures.thumbnail_files import COLUMN, FOLDER
+from trinity_lightning.common.pictures.thumbnails import write_thumbnails
 from trinity_lightning.monitor.machine import describe_environment, write_environment
 from trinity_lightning.monitor.presentation import UNTRAINED_PREFIX as UNTRAINED
 from trinity_lightning.monitor.report.charts import line_chart, nice_ticks, stacked_bars, thinned

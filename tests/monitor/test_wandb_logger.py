@@ -15,7 +15,8 @@ from support.pictures import experience, prompt_of, random_picture
 from support.wandb_reader import WandbRun, read_wandb_run
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.pictures.thumbnails import FOLDER, notes_of, taken_from, write_thumbnails
+from trinity_lightning.common.pictures.thumbnail_files import FOLDER
+from trinity_lightning.common.pictures.thumbnails import notes_of, taken_from, write_thumbnails
 from trinity_lightning.monitor.run_monitor import define_metrics, log_completions, show_pictures, write_completions
 from trinity_lightning.monitor.wandb_logger import RunLogger, record_id, run_id
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from trinity_lightning.buffer.datamodule import ExperienceDataModule
 from trinity_lightning.buffer.pipeline import MoreRollouts
 from trinity_lightning.build import explorer_callback, online_data, quiet_libraries
+from trinity_lightning.common.criterion import REWARD, components, criterion_of, why_no_criterion
 from trinity_lightning.common.experience import Experience, group_by
 from trinity_lightning.common.runs import (
     UNTRAINED,
@@ -25,7 +26,7 @@ from trinity_lightning.common.runs import (
     what_helps,
     written_tokens,
 )
-from trinity_lightning.common.solved import REWARD, components, criterion_of, metrics_of, why_no_criterion
+from trinity_lightning.common.solved import metrics_of
 from trinity_lightning.config.engines import TRAINER_GPU
 from trinity_lightning.config.run import TrainConfig, typed_config
 from trinity_lightning.engines import auxiliary_models_of, settle_dtypes

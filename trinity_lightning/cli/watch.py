@@ -65,13 +65,13 @@ def _follow(console: "Console", picture: "_OneRun | _SeveralRuns") -> None:
     """Draw the picture again and again, on a screen of its own, until the run has ended."""
     from rich.live import Live
 
-    resized = {signal.SIGWINCH}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, resized)  # it is waited for; a handler could interrupt anything
+    # A handler of the signal would run within any line of this thread, where it must not take a lock.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGWINCH})
     try:
         with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
             while picture.look():
                 live.update(picture.draw(*console.size), refresh=True)
-                signal.sigtimedwait(resized, LOOK_SECONDS)
+                signal.sigtimedwait({signal.SIGWINCH}, LOOK_SECONDS)  # a new size is drawn at once
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

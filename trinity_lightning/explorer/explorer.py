@@ -12,10 +12,11 @@ from typing import Any, Never, Protocol
 
 from torch import Tensor
 
+from trinity_lightning.common.criterion import components, criterion_of, why_no_criterion
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.pictures.thumbnails import taken_from
-from trinity_lightning.common.solved import components, criterion_of, metrics_of, why_no_criterion
+from trinity_lightning.common.solved import metrics_of
 from trinity_lightning.common.words import listed
 from trinity_lightning.config.algorithm import check_older_weights
 from trinity_lightning.config.explorer import ExplorerConfig, check_trained_sampling

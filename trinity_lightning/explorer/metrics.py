@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from trinity_lightning.common.criterion import Criterion, criterion_of
 from trinity_lightning.common.experience import Experience, group_by
 from trinity_lightning.common.runs import (
     Run,
@@ -15,7 +16,7 @@ from trinity_lightning.common.runs import (
     spread_of_each,
     written_tokens,
 )
-from trinity_lightning.common.solved import Criterion, criterion_of, metrics_of
+from trinity_lightning.common.solved import is_solved, metrics_of, values_of
 from trinity_lightning.explorer.workflow_runner import Status, mean_metrics
 
 # -- an explore step --------------------------------------------------------------------------------------------------
@@ -48,9 +49,9 @@ def pass_rates(
         if criterion is None:
             value = last.reward
         elif criterion.graded:
-            value = next(iter((criterion.values(run) or {}).values()), None)
+            value = next(iter((values_of(criterion, run) or {}).values()), None)
         else:
-            value = criterion.solved(run)
+            value = is_solved(criterion, run)
         if (origin := last.info.get("task_index")) is not None and is_valid_reward(value):
             rates.setdefault(origin["taskset_id"], {}).setdefault(origin["index"], []).append(float(value))
     return {
@@ -161,7 +162,7 @@ def evaluation_metrics(
 
 def _solved(runs: Sequence[Sequence[Run]], criterion: Criterion) -> list[list[float]]:
     """1 for each run that solved its task and 0 for others, by task; runs that cannot be judged are left out."""
-    solved = [[criterion.solved(run) for run in runs_of_task] for runs_of_task in runs]
+    solved = [[is_solved(criterion, run) for run in runs_of_task] for runs_of_task in runs]
     known = [[float(value) for value in values if value is not None] for values in solved]
     return [values for values in known if values]
 

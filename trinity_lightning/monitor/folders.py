@@ -7,6 +7,8 @@ from pathlib import Path
 
 # The last one is config.explain.LOCK, which takes a third of a second to import.
 RUN_FILES = ("metrics.csv", "config.yaml", "train.log", ".hydra/overrides.yaml", ".lock")
+ENVIRONMENT = "environment.json"  # versions and hardware
+TOKENS = "tokens"  # beside the completions: a few responses with their tokens
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 

@@ -14,11 +14,12 @@ from typing import IO, Any
 
 import yaml
 
+from trinity_lightning.config.checkpoints import checkpoints_in
 from trinity_lightning.config.explain import LOCK
 from trinity_lightning.monitor import rows
-from trinity_lightning.monitor.folders import RUN_FILES, is_locked, is_run, runs_in
+from trinity_lightning.monitor.folders import ENVIRONMENT, RUN_FILES, is_locked, is_run, runs_in
 from trinity_lightning.monitor.presentation import STEP_TIMES, WAIT, times_in_turn
-from trinity_lightning.monitor.progress import BEAT_SECONDS, Progress, read_progress
+from trinity_lightning.monitor.progress import BEAT_SECONDS, Progress, read_progress, this_machine
 from trinity_lightning.monitor.progress import FILE as PROGRESS
 from trinity_lightning.monitor.rows import STEP_METRIC
 
@@ -312,7 +313,9 @@ class State:
         return self.name in ("starting", "running", "silent")
 
 
-def state_of(locked: bool | None, age: float | None, log: list[Record], done: int, steps: int | None) -> State:
+def state_of(
+    locked: bool | None, age: float | None, log: list[Record], done: int, steps: int | None, here: bool = False
+) -> State:
     """The state of a run.
 
     Args:
@@ -321,12 +324,13 @@ def state_of(locked: bool | None, age: float | None, log: list[Record], done: in
         log: the records at the end of its log.
         done: steps done.
         steps: steps of the whole run; None: unknown.
+        here: True if the run last said that it is on this machine, which then sees its lock.
     """
     if locked or (age is not None and age < ALIVE_SECONDS and locked is None):
         if age is None:
             return State("starting")
         return State("running") if age < ALIVE_SECONDS else State("silent", "no sign of life for a minute or more")
-    if age is not None and age < 2 * BEAT_SECONDS:  # the machine that runs it holds a lock that this one cannot see
+    if age is not None and age < 2 * BEAT_SECONDS and not here:  # its machine holds a lock that this one cannot see
         return State("running")
     # An error from before a step's line is that of an earlier part of a resumed run.
     last = next((record for record in reversed(log) if record.level != "INFO" or _STEP.match(record.text)), None)
@@ -361,7 +365,7 @@ class View:
         warnings: kinds of warnings at the end of its log.
         completions: the step of the newest completions, and these.
         overrides: values that its command set, by key.
-        resume: the command that resumes it, as its log has it; "" without one.
+        resume: the command that resumes it; "" if it goes on or has ended, or has no checkpoint.
     """
 
     folder: Path
@@ -418,19 +422,30 @@ class RunFolder:
         settings = settings or self._unless_changed(".hydra/config.yaml", _settings)
         log = self._unless_changed("train.log", end_of_log) or []
         progress = read_progress(folder)
-        view = View(folder, settings or {}, self._unless_changed("environment.json", _json) or {}, metrics, progress)
+        view = View(folder, settings or {}, self._unless_changed(ENVIRONMENT, _json) or {}, metrics, progress)
         age = None if progress is None else self._age(progress[1])
-        view.state = state_of(is_locked(folder / LOCK), age, log, metrics.steps_done, view.steps)
+        here = progress is not None and progress[0].machine == this_machine() != ""
+        view.state = state_of(is_locked(folder / LOCK), age, log, metrics.steps_done, view.steps, here)
         view.warnings = warnings_of(log)
         view.overrides = self._unless_changed(".hydra/overrides.yaml", _overrides) or {}
-        resumes = (record.text.partition("Resume with: ")[2] for record in reversed(log))
-        view.resume = "" if view.state.goes_on else next(filter(None, resumes), "")
+        view.resume = self._resume(view, log)
         if completions:
             step = progress[0].step if progress else metrics.steps_done
             newest = newest_completions(folder, max(step, metrics.steps_done))
             completions_read = self._unless_changed(completions_file(newest), read_completions, "completions")
             view.completions = newest, completions_read or []
         return view
+
+    def _resume(self, view: View, log: list[Record]) -> str:
+        """The command that resumes a run, as its log has it or, after a kill, its progress; "" without one."""
+        if view.state.goes_on or view.state.name == "ended":
+            return ""
+        logged = (record.text.partition("Resume with: ")[2] for record in reversed(log))
+        if command := next(filter(None, logged), ""):
+            return command
+        if view.progress is None or not checkpoints_in(self._folder / "checkpoints"):
+            return ""
+        return view.progress[0].resume
 
     def _age(self, written: float) -> float:
         """Seconds since a run's last sign of life. The clock of another machine counts at the first look alone."""

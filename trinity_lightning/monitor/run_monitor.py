@@ -15,15 +15,10 @@ from tqdm import tqdm
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import write_atomically
-from trinity_lightning.common.pictures.thumbnails import (
-    COLUMN,
-    FOLDER,
-    files_of,
-    names_in,
-    side_by_side,
-    write_thumbnails,
-)
+from trinity_lightning.common.pictures.thumbnail_files import COLUMN, FOLDER, files_of
+from trinity_lightning.common.pictures.thumbnails import names_in, side_by_side, write_thumbnails
 from trinity_lightning.common.runs import UNTRAINED, written_tokens
+from trinity_lightning.config.checkpoints import resume_command
 from trinity_lightning.monitor.alerts import Alerts
 from trinity_lightning.monitor.csv_logger import MetricsCSVLogger, last_row, log_row, next_row, step_of
 from trinity_lightning.monitor.dashboard import HELD_OUT_BEST, HELD_OUT_LAST
@@ -140,7 +135,7 @@ class RunMonitor(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Choose the number of threads, and set up W&B's axis."""
-        self._progress.start()
+        self._progress.start(resume_command(self._folder) or "")
         alone = trainer.world_size == 1  # several processes share the cores already
         if trainer.strategy.root_device.type == "cpu" and alone:
             self._threads.choose()

@@ -17,8 +17,8 @@ from torch import Tensor
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
+from trinity_lightning.monitor.folders import TOKENS
 
-FOLDER = "tokens"  # beside the completions
 TASKS = 3  # of a step, the first ones that were trained on
 MOST_TOKENS = 400  # of a response, the first ones
 _DIGITS = 5  # behind the point; log-probabilities have an error of this size
@@ -39,7 +39,7 @@ class TokenKeeper(L.Callback):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder) / "completions" / FOLDER
+        self._folder = Path(folder) / "completions" / TOKENS
         self._seen: list[tuple[tuple[int, ...], Tensor]] = []
         self._failed = False
 

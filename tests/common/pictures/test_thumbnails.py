@@ -11,11 +11,10 @@ from support.pictures import experience, prompt_of, random_picture
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.prompt import PicturePrompt
+from trinity_lightning.common.pictures.thumbnail_files import MOST_SHOWN, files_of
 from trinity_lightning.common.pictures.thumbnails import (
     CARRIED,
     FILES,
-    MOST_SHOWN,
-    files_of,
     names_in,
     notes_of,
     side_by_side,

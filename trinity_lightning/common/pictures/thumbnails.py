@@ -6,7 +6,6 @@ before it is stored, and has each written once.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import disk_full_named
 from trinity_lightning.common.pictures.picture import Picture
 from trinity_lightning.common.pictures.prompt import PicturePrompt
+from trinity_lightning.common.pictures.thumbnail_files import MOST_SHOWN
 from trinity_lightning.common.runs import RESERVED
 
 if TYPE_CHECKING:
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 # Entries of an experience's info: the names of files, and the files' contents by their names.
 FILES, CARRIED = f"{RESERVED}picture_files", f"{RESERVED}thumbnails"
-COLUMN = "pictures"  # the column of completions with the names of files
-FOLDER = "images"  # beside the completions
-MOST_SHOWN = 8  # pictures of a prompt, the first ones
-_NAME = re.compile(r"[0-9a-f]{32}\.jpg")
 
 
 def notes_of(prompt: object) -> dict[str, Any]:
@@ -59,13 +55,6 @@ def write_thumbnails(folder: Path, thumbnails: Mapping[str, bytes]) -> None:
             with disk_full_named(file):
                 temporary.write_bytes(content)
             temporary.replace(file)
-
-
-def files_of(folder: Path, names: object) -> list[Path]:
-    """The files of thumbnails with these names; without those that are missing, and names of anything else."""
-    listed = names if isinstance(names, list) else []
-    files = [folder / name for name in listed if isinstance(name, str) and _NAME.fullmatch(name)]
-    return [file for file in files[:MOST_SHOWN] if file.is_file()]
 
 
 def side_by_side(files: Sequence[Path]) -> Image.Image:

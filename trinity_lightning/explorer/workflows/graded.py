@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from trinity_lightning.common.criterion import criterion_of
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.judge import check_prompt, filled, read_score
 from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.pictures.parts import IN_TEXT, SHOWN
 from trinity_lightning.common.pictures.picture import Picture
-from trinity_lightning.common.solved import criterion_of
+from trinity_lightning.common.solved import is_solved
 from trinity_lightning.config.values import flag, number, whole_number
 from trinity_lightning.errors import ConfigError, RolloutError
 from trinity_lightning.explorer.rewards import Reward
@@ -193,7 +194,7 @@ class EvaluationWorkflow(SimpleWorkflow):
     async def _experience(self, completion: Completion, run: int) -> Experience:
         experience = await super()._experience(completion, run)
         criterion = criterion_of(experience.metrics, self.task.reward_solved)
-        if criterion is not None and (solved := criterion.solved([experience])) is not None:
+        if criterion is not None and (solved := is_solved(criterion, [experience])) is not None:
             experience.metrics["accuracy"] = float(solved)
         experience.metrics |= {
             "truncated": float(completion.finish_reason == "length"),

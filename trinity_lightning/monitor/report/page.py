@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trinity_lightning.common.pictures.thumbnails import COLUMN, FOLDER, files_of
-from trinity_lightning.common.solved import criterion_of
+from trinity_lightning.common.criterion import criterion_of
+from trinity_lightning.common.pictures.thumbnail_files import COLUMN, FOLDER, files_of
 from trinity_lightning.monitor.presentation import (
     STEP_TIMES,
     TRAINED,

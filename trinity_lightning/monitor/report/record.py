@@ -12,10 +12,9 @@ from typing import Any
 
 import yaml
 
-from trinity_lightning.monitor.machine import FILE as ENVIRONMENT_FILE
+from trinity_lightning.monitor.folders import ENVIRONMENT, TOKENS
 from trinity_lightning.monitor.presentation import TRAINED, UNTRAINED_PREFIX
 from trinity_lightning.monitor.rows import STEP_METRIC, read_rows
-from trinity_lightning.monitor.tokens import FOLDER as TOKENS_FOLDER
 
 Completion = dict[str, Any]
 
@@ -93,7 +92,7 @@ class RunRecord:
 def read_run(folder: str | Path) -> RunRecord:
     """Read a run's folder; fields whose files are missing stay empty. OSError: a file cannot be read."""
     folder = Path(folder)
-    environment = _json(_text(folder / ENVIRONMENT_FILE)) or {}
+    environment = _json(_text(folder / ENVIRONMENT)) or {}
     metrics = folder / "metrics.csv"
     rows = map(_numbers, read_rows(metrics)[1] if metrics.is_file() else ())
     return RunRecord(
@@ -102,7 +101,7 @@ def read_run(folder: str | Path) -> RunRecord:
         environment={str(name): str(value) for name, value in environment.items()},
         rows=[row for row in rows if math.isfinite(row.get(STEP_METRIC, math.nan))],
         completions=_completions(folder / "completions"),
-        tokens=_completions(folder / "completions" / TOKENS_FOLDER).get("", {}),
+        tokens=_completions(folder / "completions" / TOKENS).get("", {}),
     )
 
 
