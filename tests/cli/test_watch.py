@@ -21,7 +21,8 @@ from trinity_lightning.cli.watch import main
 from trinity_lightning.monitor.live import RunFolder
 from trinity_lightning.monitor.progress import FILE as PROGRESS
 
-ARGUMENTS = ("+recipe=grpo", *SMALL, "engine=transformers", "logger=csv", "steps=500", "hydra.run.dir=outputs/grpo/run")
+ARGUMENTS = ("+recipe=grpo", *SMALL, "engine=transformers", "logger=csv", "steps=500")
+ARGUMENTS += ("hydra.run.dir=outputs/grpo/run", "callbacks.checkpoint.every_n_epochs=1")
 
 
 @pytest.mark.slow
@@ -37,7 +38,8 @@ def test_a_run_is_shown_while_it_goes_on_and_after_it_was_killed(
         if view.progress is not None:
             parts.add(view.progress[0].part)
             assert view.progress[0].done <= view.progress[0].total
-        return view.metrics.steps_done >= 2 and view.completions[0] >= 2 and len(parts) > 1
+        saved = any((folder / "checkpoints").glob("*.ckpt"))
+        return view.metrics.steps_done >= 2 and view.completions[0] >= 2 and len(parts) > 1 and saved
 
     wait_for(has_trained, process)
     monkeypatch.chdir(tmp_path)

@@ -57,8 +57,9 @@ def compose_run(overrides: Sequence[str], output_dir: str) -> DictConfig:
     Raises:
         HydraException, OmegaConfBaseException, YAMLError, ConfigError: nothing can be composed; see `explain.explain`.
     """
-    sys.path.insert(0, str(Path.cwd()))  # parts of the user's own
-    register(None)
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # parts of the user's own
+    register()
     with initialize_config_dir(str(config_dir("conf")), version_base="1.3"):
         return hydra_compose("train", [f"output_dir={output_dir}", *(overrides or ["+recipe=grpo"])])
 
