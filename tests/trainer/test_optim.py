@@ -304,6 +304,7 @@ def stepped(config: OptimizerConfig, masters: bool, steps: int) -> tuple[nn.Para
     return matrix, optimizer, places
 
 
+@pytest.mark.slow  # torch asks g++ for its version
 @NEEDS_TORCHAO
 @pytest.mark.usefixtures("eager")
 def test_eight_bits_train_as_float32_does_and_take_a_quarter() -> None:
@@ -319,6 +320,7 @@ def test_eight_bits_train_as_float32_does_and_take_a_quarter() -> None:
     assert (near[-1] - exact[-1]).norm() < 0.1 * moved.norm()
 
 
+@pytest.mark.slow  # torch asks g++ for its version
 @NEEDS_TORCHAO
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("masters", [True, False])
