@@ -29,7 +29,7 @@ from trinity_lightning.config.registry import import_object
 from trinity_lightning.config.run import typed_config, validate
 from trinity_lightning.config.trainer import check_launched
 from trinity_lightning.errors import ConfigError
-from trinity_lightning.train import check, check_models
+from trinity_lightning.train import check, check_models, main
 from trinity_lightning.trainer.objective import Objective
 
 REFUSALS = Path(__file__).with_name("golden") / "refusals.txt"
@@ -807,6 +807,18 @@ def test_help_shows_how_a_command_is_written_and_no_configuration(program: str, 
     for part in (f"  python -m trinity_lightning.{program} +recipe=grpo", "algorithm: ", "recipe: ", "--cfg job"):
         assert part in done.stdout
     assert len(done.stdout.splitlines()) <= 40  # a screen, with a line for each other command
+
+
+def test_without_arguments_nothing_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trinity-lightning"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "+recipe=grpo" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

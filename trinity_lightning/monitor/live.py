@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import math
 import os
 import re
@@ -12,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from trinity_lightning.config.checkpoints import checkpoints_in
 from trinity_lightning.config.explain import LOCK
 from trinity_lightning.monitor import rows
@@ -22,6 +19,7 @@ from trinity_lightning.monitor.presentation import STEP_TIMES, WAIT, times_in_tu
 from trinity_lightning.monitor.progress import BEAT_SECONDS, Progress, read_progress, this_machine
 from trinity_lightning.monitor.progress import FILE as PROGRESS
 from trinity_lightning.monitor.rows import STEP_METRIC
+from trinity_lightning.monitor.run_files import json_object, overrides_in, settings_in, text_of
 
 # -- metrics.csv -------------------------------------------------------------------------------------------------------
 
@@ -272,17 +270,8 @@ def completions_file(step: int) -> str:
 def read_completions(path: Path) -> list[Completion]:
     """The completions in the first megabytes of a file."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        objects = map(_object, file.read(_COMPLETIONS_BYTES).splitlines())
+        objects = map(json_object, file.read(_COMPLETIONS_BYTES).splitlines())
         return [completion for completion in objects if completion is not None]
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    """The JSON object in a text; None if it is torn, or something else."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 # -- whether a run goes on ---------------------------------------------------------------------------------------------
@@ -418,16 +407,17 @@ class RunFolder:
         """The run as it is now; without `completions`, these are not read."""
         folder, metrics = self._folder, self._metrics
         metrics.refresh()
-        settings = self._unless_changed("config.yaml", _settings)
-        settings = settings or self._unless_changed(".hydra/config.yaml", _settings)
+        settings = self._text_unless_changed("config.yaml", settings_in)
+        settings = settings or self._text_unless_changed(".hydra/config.yaml", settings_in)
         log = self._unless_changed("train.log", end_of_log) or []
         progress = read_progress(folder)
-        view = View(folder, settings or {}, self._unless_changed(ENVIRONMENT, _json) or {}, metrics, progress)
+        machine = self._text_unless_changed(ENVIRONMENT, json_object)
+        view = View(folder, settings or {}, machine or {}, metrics, progress)
         age = None if progress is None else self._age(progress[1])
         here = progress is not None and progress[0].machine == this_machine() != ""
         view.state = state_of(is_locked(folder / LOCK), age, log, metrics.steps_done, view.steps, here)
         view.warnings = warnings_of(log)
-        view.overrides = self._unless_changed(".hydra/overrides.yaml", _overrides) or {}
+        view.overrides = self._text_unless_changed(".hydra/overrides.yaml", overrides_in) or {}
         view.resume = self._resume(view, log)
         if completions:
             step = progress[0].step if progress else metrics.steps_done
@@ -456,6 +446,10 @@ class RunFolder:
             self._beat = written, now
         return now - self._beat[1]
 
+    def _text_unless_changed(self, name: str, read: Callable[[str], Any]) -> Any:
+        """Same as `_unless_changed`, for a `read` of the file's text."""
+        return self._unless_changed(name, lambda path: read(text_of(path)))
+
     def _unless_changed(self, name: str, read: Callable[[Path], Any], place: str = "") -> Any:
         """The result of `read` for a file, made again only once the file has changed; None without the file.
 
@@ -478,34 +472,11 @@ class RunFolder:
         return self._read[place][0]
 
 
-def _yaml(path: Path) -> Any:
-    """The content of a YAML file; None if it is damaged."""
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except yaml.YAMLError:
-        return None
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    return settings if isinstance(settings := _yaml(path), dict) else {}
-
-
-def _overrides(path: Path) -> dict[str, str]:
-    overrides = _yaml(path)
-    texts = map(str, overrides if isinstance(overrides, list) else ())
-    pairs = (text.lstrip("+").partition("=") for text in texts)
-    return {key: value for key, equals, value in pairs if equals}
-
-
 def differing_settings(runs: Sequence[Mapping[str, str]]) -> list[str]:
     """For each run, the settings of its command in which runs differ, as KEY=VALUE."""
     keys = dict.fromkeys(key for overrides in runs for key in overrides)
     differing = [key for key in keys if len({overrides.get(key) for overrides in runs}) > 1]
     return [" ".join(f"{key}={overrides[key]}" for key in differing if key in overrides) for overrides in runs]
-
-
-def _json(path: Path) -> Any:
-    return _object(path.read_text(encoding="utf-8", errors="replace"))
 
 
 # -- which run ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +22,7 @@ from trinity_lightning.monitor.report.hiding import hidden
 from trinity_lightning.monitor.report.record import RunRecord, read_run
 from trinity_lightning.monitor.report.texts import short
 from trinity_lightning.monitor.rows import STEP_METRIC
+from trinity_lightning.monitor.run_files import overrides_in, text_of
 
 _ERROR = re.compile(r"^\[[^]]*\] ERROR [\w.]+: (.*)$", re.MULTILINE)
 
@@ -87,21 +87,11 @@ def jobs_in(runs: Mapping[Path, str]) -> list[Job]:
 
 def _job(folder: Path, name: str, is_named: bool = False) -> Job:
     record = read_run(folder)
-    recorded = _yaml(folder / ".hydra" / "overrides.yaml")
-    texts = map(str, recorded if isinstance(recorded, list) else ())
-    pairs = [text.lstrip("+").partition("=") for text in texts if "=" in text]
-    log = folder / "train.log"
-    errors = _ERROR.findall(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else []
-    overrides = {key: hidden(f"{key}={value}").partition("=")[2] for key, _, value in pairs}
+    recorded = overrides_in(text_of(folder / ".hydra" / "overrides.yaml"))
+    errors = _ERROR.findall(text_of(folder / "train.log"))
+    overrides = {key: hidden(f"{key}={value}").partition("=")[2] for key, value in recorded.items()}
     failure = hidden(errors[-1]) if errors else ""
     return Job(record, overrides, record.settings, failure, name, is_named, bool(is_locked(folder / LOCK)))
-
-
-def _yaml(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
-    except yaml.YAMLError:
-        return None
 
 
 # -- comparing their scores --------------------------------------------------------------------------------------------

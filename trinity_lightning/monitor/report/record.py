@@ -1,7 +1,6 @@
 """Reads a run's folder."""
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -10,11 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trinity_lightning.monitor.folders import ENVIRONMENT, TOKENS
 from trinity_lightning.monitor.presentation import TRAINED, UNTRAINED_PREFIX
 from trinity_lightning.monitor.rows import STEP_METRIC, read_rows
+from trinity_lightning.monitor.run_files import json_object, settings_in, text_of
 
 Completion = dict[str, Any]
 
@@ -72,11 +70,7 @@ class RunRecord:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The resolved configuration; empty if it is missing or damaged."""
-        try:
-            settings = yaml.safe_load(self.config)
-        except yaml.YAMLError:
-            return {}
-        return settings if isinstance(settings, dict) else {}
+        return settings_in(self.config)
 
     @property
     def last_step(self) -> float:
@@ -92,21 +86,17 @@ class RunRecord:
 def read_run(folder: str | Path) -> RunRecord:
     """Read a run's folder; fields whose files are missing stay empty. OSError: a file cannot be read."""
     folder = Path(folder)
-    environment = _json(_text(folder / ENVIRONMENT)) or {}
+    environment = json_object(text_of(folder / ENVIRONMENT)) or {}
     metrics = folder / "metrics.csv"
     rows = map(_numbers, read_rows(metrics)[1] if metrics.is_file() else ())
     return RunRecord(
         folder,
-        config=_text(folder / "config.yaml"),
+        config=text_of(folder / "config.yaml"),
         environment={str(name): str(value) for name, value in environment.items()},
         rows=[row for row in rows if math.isfinite(row.get(STEP_METRIC, math.nan))],
         completions=_completions(folder / "completions"),
         tokens=_completions(folder / "completions" / TOKENS).get("", {}),
     )
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _numbers(row: dict[str, str]) -> dict[str, float]:
@@ -133,14 +123,5 @@ def _completions(folder: Path) -> dict[str, dict[int, list[Completion]]]:
 
 def _read(path: Path) -> list[Completion]:
     with path.open(encoding="utf-8", errors="replace") as lines:
-        completions = map(_json, itertools.islice(lines, _MOST_LINES))
+        completions = map(json_object, itertools.islice(lines, _MOST_LINES))
         return [completion for completion in completions if completion is not None]
-
-
-def _json(text: str) -> dict[str, Any] | None:
-    """The JSON object in a text; None if it is torn, or something else."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
