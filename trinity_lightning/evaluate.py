@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.checkpoints import check_whole, checkpoints_in, is_checkpoint, last_checkpoint
 from trinity_lightning.config.engines import SENT
+from trinity_lightning.config.explorer import SYNCHRONOUS
 from trinity_lightning.config.lightning_objects import check_loggers, check_modules, check_targets
 from trinity_lightning.config.own_parts import check_own_parts
 from trinity_lightning.config.registry import config_dir
@@ -90,7 +91,8 @@ def _without_training(config: DictConfig) -> None:
                 fix="set synchronizer=checkpoint and synchronizer.folder to one that they see",
             )
         config.synchronizer.method = "auto"
-    for key, default in {"explorer.sync_interval": 1, "explorer.sync_offset": 0, "engine.per_rank": False}.items():
+    neutral = {f"explorer.{key}": value for key, value in SYNCHRONOUS.items()} | {"engine.per_rank": False}
+    for key, default in neutral.items():
         if OmegaConf.select(config, key) is not None:  # the section may be left out
             OmegaConf.update(config, key, default)
     if isinstance(config.trainer, DictConfig):

@@ -1,7 +1,7 @@
 """The LightningDataModule: it takes experiences in by the pipeline, holds them, and deals optimizer batches."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from trinity_lightning.buffer.pipeline import ExperiencePipeline, MoreRollouts, 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.experience.inputs import share_inputs
 from trinity_lightning.common.optimizer_batch import OptimizerBatch
+from trinity_lightning.common.tidied import TidiedGroup
 from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import whole_number
@@ -249,6 +250,21 @@ class ExperienceDataModule(UnmovedDataModule):
             StorageError: the expert data cannot be read, or have ended.
         """
         weighed, metrics = await self.pipeline.process(experiences, step, more, all_rows=all_rows)
+        return await self._take_in(weighed, metrics, step)
+
+    async def fill_groups(
+        self, groups: Sequence[TidiedGroup], filtered: Sequence[TidiedGroup], step: int, *, all_rows: bool = False
+    ) -> dict[str, float]:
+        """Do as `fill` for a step of groups that were tidied one by one; see `ExperiencePipeline.weigh_groups`.
+
+        Raises:
+            StorageError: as `fill`.
+        """
+        weighed, metrics = await self.pipeline.weigh_groups(groups, filtered, step, all_rows=all_rows)
+        return await self._take_in(weighed, metrics, step)
+
+    async def _take_in(self, weighed: list[Experience], metrics: dict[str, float], step: int) -> dict[str, float]:
+        """Make a weighed step ready, with expert data if there are any; returns the metrics."""
         if self._experts is not None:
             joining = self._experts.read(step)
             weighed += joining

@@ -12,6 +12,7 @@ from trinity_lightning.algorithm.add_strategy.add_strategy import ListWriter
 from trinity_lightning.buffer.operators.experience_operator import AuxiliaryModels, OperatorChain, Operators
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.runs import Criterion, Untrained, forget_notes, warn_of_idle_step
+from trinity_lightning.common.tidied import TidiedGroup
 from trinity_lightning.config.sections import PartConfig, strategies
 
 logger = logging.getLogger(__name__)
@@ -97,11 +98,7 @@ class ExperiencePipeline:
 
         async def tidy(arrived: list[Experience]) -> tuple[list[Experience], dict[str, float]]:
             received.extend(arrived)
-            for experience in arrived:
-                forget_notes(experience)
-            remaining, metrics = arrived, dict[str, float]()
-            if self.chain is not None:
-                remaining, metrics = await self.chain.process(arrived, step, copies, untrained)
+            remaining, metrics = await self._tidy(arrived, step, copies, untrained)
             tidied.extend(remaining)
             return remaining, metrics
 
@@ -110,6 +107,71 @@ class ExperiencePipeline:
         if more is not None and self._strategy.refills:
             experiences, metrics = await refill(experiences, metrics, step, more, tidy, self._strategy.survivors)
             untrained.leave_out(tidied, experiences, "surplus")
+        return await self._weigh(experiences, step, received, untrained, metrics)
+
+    async def tidy_group(self, experiences: list[Experience], step: int, *, all_rows: bool = False) -> TidiedGroup:
+        """Run the operators on one group, and the filter whose tasks are replaced; for rollouts that do not wait.
+
+        Several groups may be tidied at once.
+
+        Args:
+            experiences: of all runs of the group.
+            step: number of the batch that the group belongs to, for messages.
+            all_rows: as in `process`.
+
+        Raises:
+            OperatorError: as `process`.
+        """
+        await self.prepare()
+        untrained = Untrained(all_rows)
+        tidied, metrics = await self._tidy(experiences, step, [], untrained)
+        kept = tidied
+        if self._strategy.refills:
+            kept = [experience for group in self._strategy.survivors(tidied).values() for experience in group]
+            untrained.leave_out(tidied, kept, f"filtered by {self._strategy.first}")
+        untrained.note(experiences)
+        uids = {experience.eid.uid for experience in kept}
+        return TidiedGroup(kept, [exp for exp in experiences if exp.eid.uid not in uids], metrics)
+
+    async def weigh_groups(
+        self, groups: Sequence[TidiedGroup], filtered: Sequence[TidiedGroup], step: int, *, all_rows: bool = False
+    ) -> tuple[list[Experience], dict[str, float]]:
+        """Weigh an explore step of groups that were tidied one by one; returns as `process` does.
+
+        Args:
+            groups: the groups of the step.
+            filtered: groups that were left out since the step before, for the metrics.
+            step, all_rows: as in `process`.
+
+        Raises:
+            ExperienceError: as `process`.
+        """
+        received = [experience for group in (*groups, *filtered) for experience in group.experiences]
+        untrained = Untrained(all_rows)
+        untrained.recall(received)
+        metrics = merged([group.metrics for group in (*groups, *filtered)])
+        kept = [experience for group in groups for experience in group.kept]
+        return await self._weigh(kept, step, received, untrained, metrics)
+
+    async def _tidy(
+        self, arrived: list[Experience], step: int, copies: list[Experience], untrained: Untrained
+    ) -> tuple[list[Experience], dict[str, float]]:
+        """Run the operators; returns the experiences that are left, and metrics."""
+        for experience in arrived:
+            forget_notes(experience)
+        if self.chain is None:
+            return arrived, {}
+        return await self.chain.process(arrived, step, copies, untrained)
+
+    async def _weigh(
+        self,
+        experiences: list[Experience],
+        step: int,
+        received: list[Experience],
+        untrained: Untrained,
+        metrics: dict[str, float],
+    ) -> tuple[list[Experience], dict[str, float]]:
+        """Run the add strategies; returns the experiences for the trainer, and the metrics with those of this stage."""
         start = time.perf_counter()
         self._written.calls = []
         count, added = await self._strategy.add(experiences, step)

@@ -28,6 +28,7 @@ from trinity_lightning.common.runs import (
 )
 from trinity_lightning.common.solved import metrics_of
 from trinity_lightning.config.engines import TRAINER_GPU
+from trinity_lightning.config.explorer import SYNCHRONOUS
 from trinity_lightning.config.run import TrainConfig, typed_config
 from trinity_lightning.engines import auxiliary_models_of, settle_dtypes
 from trinity_lightning.explorer.driver import Driver
@@ -93,7 +94,7 @@ def build_trial(config: DictConfig, tasks: int) -> Trial:
     typed, _ = with_memory_plan(replace(typed_config(config), trainer=config.trainer))
     typed = replace(
         typed,
-        explorer=replace(typed.explorer, batch_size=tasks, sync_interval=1, sync_offset=0),
+        explorer=replace(typed.explorer, batch_size=tasks, **SYNCHRONOUS),
         engine=replace(typed.engine, per_rank=False),
         synchronizer=replace(typed.synchronizer, method="auto", lora="merged"),
         buffer=replace(typed.buffer, keep=False),

@@ -3,6 +3,7 @@
 A run is one experience, or several: one for each of its steps. Its reward counts once, however many steps it has.
 """
 
+import copy
 import logging
 import statistics
 from collections import Counter
@@ -79,6 +80,18 @@ def equal_rewards(rewards: Sequence[float]) -> bool:
 def raw_reward(experience: Experience) -> float | None:
     """The first valid reward, from the workflow or an operator (a judge), before shaping; else the present reward."""
     return experience.metrics.get(RAW_REWARD, experience.reward)
+
+
+def raw_copies(experiences: Iterable[Experience]) -> list[Experience]:
+    """Copies of experiences as they were before operators changed their rewards."""
+    copies = []
+    for experience in experiences:
+        copied = copy.copy(experience)
+        if RAW_REWARD in copied.metrics:
+            copied.reward = copied.metrics[RAW_REWARD]
+            copied.metrics = {name: value for name, value in copied.metrics.items() if name != RAW_REWARD}
+        copies.append(copied)
+    return copies
 
 
 def run_reward(run: Run) -> float:
@@ -222,6 +235,12 @@ class Untrained:
         noted = {exp.eid.tid: exp.info[UNTRAINED] for exp in left_out if UNTRAINED in exp.info}
         for experience in left_out:
             self._reasons.setdefault(experience.eid.uid, noted.get(experience.eid.tid, reason))
+
+    def recall(self, experiences: Iterable[Experience]) -> None:
+        """Take over the reasons that these experiences have in their info already."""
+        for experience in experiences:
+            if UNTRAINED in experience.info:
+                self._reasons[experience.eid.uid] = experience.info[UNTRAINED]
 
     def weigh(self, written: Sequence[Experience]) -> int:
         """Note which of the trainer's experiences have no gradient, and return the number of the others."""

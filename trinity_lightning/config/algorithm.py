@@ -444,7 +444,8 @@ def why_older(run: "TrainConfig") -> str:
     """The setting by which experiences come from older weights, in brackets, for messages."""
     if not run.buffer.has_rollouts:
         return f" (buffer.storage={run.buffer.storage})"
-    key = "sync_offset" if run.explorer.sync_offset > 0 else "sync_interval"
+    keys = ("max_staleness", "sync_offset")
+    key = next((key for key in keys if getattr(run.explorer, key) > 0), "sync_interval")
     return f" (explorer.{key}={getattr(run.explorer, key)})"
 
 

@@ -51,6 +51,9 @@ class Capabilities:
         takes_pictures: True if its prompts may have pictures.
         keeps_unsent: True if weights that a sync does not send stay as they are.
         is_vllm: True if it is vLLM, started with the arguments that EngineConfig describes.
+        goes_on_after_sync: True if requests under way go on when it takes new weights: they keep their tokens, and
+            their next ones are the new weights' (explorer.in_flight=continue). The engine computes what it has cached
+            of them again.
     """
 
     overlaps_training: bool = False
@@ -61,6 +64,7 @@ class Capabilities:
     takes_pictures: bool = False
     keeps_unsent: bool = False
     is_vllm: bool = False
+    goes_on_after_sync: bool = False
 
 
 # Capabilities of the built-in engines, which their classes refer to. Rules need them before the classes are imported.
@@ -71,6 +75,7 @@ CAPABILITIES = {
         takes_pictures=True,
         keeps_unsent=True,
         is_vllm=True,
+        goes_on_after_sync=True,
     ),
     "vllm_server": Capabilities(
         overlaps_training=True,

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from trinity_lightning.config.run import TrainConfig
 
 DEFAULT_TEMPERATURE = 1.0  # of every engine
+IN_FLIGHT = ("continue", "wait")  # what a weight sync does to rollouts under way
+# The settings of ExplorerConfig with which every rollout is of the present weights.
+SYNCHRONOUS: dict[str, Any] = {
+    **{"sync_interval": 1, "sync_offset": 0},
+    **{"max_staleness": 0, "run_ahead": None, "in_flight": "continue", "max_concurrent": None},
+}
 MOST_OF_A_STEP = 100_000  # most prompts of a step, and most rollouts of a prompt; a whole step is held in memory
 # Settings that change the sampled distribution, each with the value that leaves the distribution as it is.
 NEUTRAL_SAMPLING = {
@@ -164,6 +170,15 @@ class ExplorerConfig(Section, key="explorer"):
         sync_offset: steps by which the trainer lags behind the explorer. 0 is on-policy. With 1, the next step's
             rollouts run while the trainer trains, which needs engine=vllm_server. No rollouts are started beyond the
             last step: a run resumed with more steps samples its next step with the newest weights.
+        max_staleness: most steps from the beginning of a group (a task with its rollouts) to its training
+            ([asynchrony](../asynchrony.md)). 0: a step waits for all of its rollouts. Above 0, groups of several steps
+            are under way, a step takes those that are complete, and long rollouts go on after the weight sync.
+        run_ahead: (max_staleness above 0) steps beyond the next one whose groups may be under way, or complete and
+            waiting; at most max_staleness. Null: 1.
+        in_flight: (max_staleness above 0) what a weight sync does to rollouts under way. `continue`: their next tokens
+            are drawn with the new weights. `wait`: it waits for their end.
+        max_concurrent: (max_staleness above 0) most rollouts under way; whole groups begin, and a larger group runs
+            alone. Null: as many as the engines decode at once (engine.max_num_seqs for each).
         eval_interval: explore steps between evaluations; the last step is evaluated too. 0: no evaluation at all. Null
             (as the commands set it): a tenth of the run's steps, rounded up.
         eval_on_startup: evaluate before the first step too.
@@ -185,6 +200,10 @@ class ExplorerConfig(Section, key="explorer"):
     max_refills: int = checked(3, whole_number, least=0)
     sync_interval: int = checked(1, whole_number, least=1)
     sync_offset: int = checked(0, whole_number, least=0)
+    max_staleness: int = checked(0, whole_number, least=0)
+    run_ahead: int | None = checked(None, whole_number, least=0, optional=True, only_with="max_staleness")
+    in_flight: str = checked("continue", one_of, names=IN_FLIGHT, only_with="max_staleness")
+    max_concurrent: int | None = checked(None, whole_number, least=1, optional=True, only_with="max_staleness")
     eval_interval: int | None = checked(0, whole_number, least=0, optional=True)
     eval_on_startup: bool = True
     seed: int = checked(0, whole_number, least=0)
@@ -211,12 +230,27 @@ class ExplorerConfig(Section, key="explorer"):
 
     @property
     def runners(self) -> int:
-        """Runners of each model. Null stands for 8 processes of Ray, or for at least 64 coroutines, which are cheap."""
-        return self.runner_per_model or (8 if self.runner == "ray" else max(self.batch_size, 64))
+        """Runners of each model. Null stands for 8 processes of Ray, or for coroutines, which are cheap.
+
+        There are at least 64 coroutines, and one more for every group that may be under way from one step to the next:
+        evaluations need not wait for those.
+        """
+        under_way = self.batch_size * (self.steps_ahead + 1) if self.max_staleness else 0
+        return self.runner_per_model or (8 if self.runner == "ray" else max(self.batch_size, 64) + under_way)
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps beyond the next one whose groups may be outstanding."""
+        return min(1, self.max_staleness) if self.run_ahead is None else self.run_ahead
 
     @property
     def samples_older_weights(self) -> bool:
         """True if a step may be trained on rollouts of weights older than the present ones."""
+        return self.needs_older_weights or self.max_staleness > 0
+
+    @property
+    def needs_older_weights(self) -> bool:
+        """True if engines may need weights that the trainer no longer has, when the run is resumed."""
         return self.sync_interval > 1 or self.sync_offset > 0
 
 

@@ -63,6 +63,7 @@ from trinity_lightning.config.models import (
 from trinity_lightning.config.registry import ASKING_WORKFLOWS, PARTS, import_object
 from trinity_lightning.config.sections import Section, checked, choice_of, strategies, unknown_key
 from trinity_lightning.config.servers import check_adapters, check_servers, check_synchronizer, check_vllm
+from trinity_lightning.config.staleness import check_staleness
 from trinity_lightning.config.taskset import TasksetConfig
 from trinity_lightning.config.trainer import check_trainer
 from trinity_lightning.config.values import number, one_of, text, whole_number
@@ -484,6 +485,7 @@ def _check_engine(run: TrainConfig, capabilities: Capabilities, here: bool) -> N
     if unread := engine.changed(*(key for key in ENGINE_KEYS if key not in capabilities.keys)):
         raise ConfigError(unread_key(unread[0], label), key=f"engine.{unread[0]}")
     check_older_weights(run.explorer, label, capabilities)
+    check_staleness(run, capabilities)
     if capabilities.is_vllm:
         check_vllm(run, in_process=not capabilities.overlaps_training, here=here)
 

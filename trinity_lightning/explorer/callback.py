@@ -23,7 +23,9 @@ from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.config.values import check_version
 from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.async_rollouts import AsyncRollouts
 from trinity_lightning.explorer.explorer import NOBODY, Explorer, Watcher
+from trinity_lightning.explorer.groups import GroupBuffer
 from trinity_lightning.explorer.interruption import StopCheckpoint
 from trinity_lightning.explorer.rollouts import PendingSteps, TrainingRollouts, WeightVersions
 from trinity_lightning.monitor.csv_logger import last_row, log_row, next_row, step_of
@@ -119,11 +121,17 @@ class ExplorerCallback(StopCheckpoint):
         super().on_fit_start(trainer, pl_module)
         memory = HostMemory(trainer.optimizers[0]) if self._offload else None
         stops = partial(self.reason, trainer)
-        self._running = rollouts = TrainingRollouts(
+        across_steps = self.explorer.groups is not None
+        self._running = rollouts = (AsyncRollouts if across_steps else TrainingRollouts)(
             self.explorer, self._pending, self._synchronizer, policy, self._versions, memory, stops, self._watcher
         )
         rollouts.driver.run(data.prepare())
-        rollouts.prepare(partial(data.fill, all_rows=policy.objective.needs_all_rows))
+        rollouts.limit_steps(last_step_of(trainer))
+        all_rows = policy.objective.needs_all_rows
+        groups = GroupBuffer(
+            partial(data.pipeline.tidy_group, all_rows=all_rows), partial(data.fill_groups, all_rows=all_rows)
+        )
+        rollouts.prepare(groups if across_steps else partial(data.fill, all_rows=all_rows))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Put the handler of Ctrl-C back, stop the runners, and free the engines."""
@@ -139,8 +147,9 @@ class ExplorerCallback(StopCheckpoint):
 
     @property
     def has_rollouts(self) -> bool:  # type: ignore[override]
-        """True if the rollouts of a whole step are ready and were not trained on yet."""
-        return bool(self._pending.metrics)
+        """True if there are rollouts of a whole step, or of groups across steps, that were not trained on yet."""
+        groups = self.explorer.groups
+        return bool(self._pending.metrics) or (groups is not None and bool(groups.controller.outstanding))
 
     def settle(self) -> None:
         """Wait for rollouts in flight, for a limited time; see `TrainingRollouts.settle_shortly`."""
@@ -210,9 +219,8 @@ class ExplorerCallback(StopCheckpoint):
         rollouts.trainers_turn()
         if not handed_over:
             self._hand_over(trainer, step)
-        last = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else math.inf
         # Engines that take turns with the trainer roll out nothing ahead.
-        self.metrics |= rollouts.explore_ahead(step, trainer.global_step, last)
+        self.metrics |= rollouts.explore_ahead(step, trainer.global_step, last_step_of(trainer))
         trainer.strategy.barrier()  # other ranks wait here without a limit: within a step they would not
         self._step = step
         if not _items_done(trainer):
@@ -258,14 +266,16 @@ class ExplorerCallback(StopCheckpoint):
 
         Lightning asks for this state before that of the DataModule, whose buffer then holds these rollouts too.
         """
+        explorer = self.explorer.state_dict
         if self._running is not None:
             self._running.settle()
+            explorer = self._running.state
         sync = asdict(self._versions)
         return {
             "drill_scale": sync.pop("drill_scale"),
             "sync": sync,
             # A resumed run repeats the rollouts of an unfinished step, with the weights that they had.
-            "explorer": self.explorer.state_dict(with_weights=self.explorer.step < self._pending.target),
+            "explorer": explorer(with_weights=self.explorer.step < self._pending.target),
             "ended": self._ended,
             "metrics": dict(self.metrics),
             "ahead": asdict(self._pending),
@@ -290,6 +300,11 @@ def let_monitor(trainer: L.Trainer, pl_module: L.LightningModule, metrics: dict[
     """Let ModelCheckpoint and EarlyStopping see the metrics of rank 0; the loggers have them already."""
     metrics = trainer.strategy.broadcast(metrics)
     pl_module.log_dict(metrics, on_step=False, on_epoch=True, logger=False, batch_size=1)
+
+
+def last_step_of(trainer: L.Trainer) -> float:
+    """The number of the last step; infinite without a limit."""
+    return trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else math.inf
 
 
 def data_of(trainer: L.Trainer) -> ExperienceDataModule:

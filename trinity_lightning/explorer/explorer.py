@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Never, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,15 +17,19 @@ from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.inference import HeldModel
 from trinity_lightning.common.pictures.thumbnails import taken_from
 from trinity_lightning.common.solved import metrics_of
-from trinity_lightning.common.words import listed
 from trinity_lightning.config.algorithm import check_older_weights
 from trinity_lightning.config.explorer import ExplorerConfig, check_trained_sampling
 from trinity_lightning.config.sections import section_of
-from trinity_lightning.errors import ConfigError, RewardError, RolloutError
+from trinity_lightning.config.staleness import check_groups_under_way
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.clock import EngineClock
+from trinity_lightning.explorer.groups import GroupBuffer, GroupRollouts
 from trinity_lightning.explorer.metrics import evaluation_metrics, pass_rates, rollout_metrics
 from trinity_lightning.explorer.models.engine import Engine
+from trinity_lightning.explorer.reports import report_tasks
 from trinity_lightning.explorer.rewards.workers import check_all_importable
 from trinity_lightning.explorer.scheduler import Scheduler
+from trinity_lightning.explorer.staleness import StalenessController
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import Status
@@ -35,8 +39,6 @@ from trinity_lightning.sync.stream import WeightStream
 logger = logging.getLogger(__name__)
 
 EVALUATIONS = 10  # number of evaluations of a run if eval_interval is null
-NAMED_TASKS = 50  # task numbers that a message names
-_SHOWN = 3  # different errors of reward functions that a message shows
 
 # Takes the experiences of a step into the buffer, may ask for more of them, and returns metrics.
 Sink = Callable[[list[Experience], int, "StepRollouts"], Awaitable[dict[str, float]]]
@@ -151,42 +153,6 @@ class StepRollouts:
         return experiences
 
 
-def report_tasks(label: str, statuses: Sequence[Status], tasks: int, nothing: bool = False, cure: str = "") -> None:
-    """Log which tasks of a step failed, and why; tasks that failed alike share a line.
-
-    Args:
-        label: the step or evaluation, in words.
-        statuses: statuses of the tasks that ended.
-        tasks: number of all tasks.
-        nothing: True if the tasks gave no experience.
-        cure: a fix for reward functions that fail on every task.
-
-    Raises:
-        RewardError: there is no experience, because all tasks failed in their reward functions.
-        RolloutError: there is no experience, for other reasons.
-    """
-    kinds: dict[object, list[Status]] = {}
-    for status in statuses:
-        if not status.ok:
-            kinds.setdefault(status.kind, []).append(status)
-    for failed in kinds.values():
-        names = listed([status.task_id for status in failed], NAMED_TASKS)
-        logger.warning("%s: %d of %d tasks failed (%s): %s", label, len(failed), tasks, names, failed[0].message)
-    if nothing:
-        _raise_without_experiences(f"{label}: none of its {tasks} tasks gave an experience", statuses, cure)
-
-
-def _raise_without_experiences(message: str, statuses: Sequence[Status], cure: str) -> Never:
-    if statuses and all(status.fails_by_reward for status in statuses):
-        errors = list(dict.fromkeys(error.partition(": ")[2] for status in statuses for error in status.errors))
-        more = f"; and {len(errors) - _SHOWN} other errors" if len(errors) > _SHOWN else ""
-        raise RewardError(f"{message}: {'; '.join(errors[:_SHOWN])}{more}{cure and f'. {cure}'}")
-    reasons = dict.fromkeys(str(status.message) for status in statuses) or [
-        "They were given up: see the errors above in the log"
-    ]
-    raise RolloutError(f"{message}. {'; '.join(reasons)}")
-
-
 # -- the explorer ------------------------------------------------------------------------------------------------------
 
 
@@ -234,9 +200,10 @@ class Explorer:
                     fix=f"make it a subclass of {Engine.__module__}.Engine",
                 )
             check_older_weights(config, type(model).__name__, model.capabilities)
+            check_groups_under_way(config, type(model).__name__, model.capabilities)
         if config.reward_workers:
             check_all_importable(source.reward_fn for source in (train, *evals) if source is not None)
-        self.engines = PolicyEngines(models, keeps_copy=config.samples_older_weights)
+        self.engines = PolicyEngines(models, keeps_copy=config.needs_older_weights)
         self.step = 0
         self.metrics: dict[str, float] = {}
         self.solved: dict[str, str] = {}
@@ -249,22 +216,43 @@ class Explorer:
         self._sink: Sink | None = None
         self._watcher: Watcher = NOBODY
         self._cursor = {} if train is None else train.taskset.state_dict()
+        self.groups = self._groups() if train is not None and config.max_staleness > 0 else None
+
+    def _groups(self) -> GroupRollouts:
+        """The groups under way across steps."""
+        config, engines = self.config, self.engines.models
+        controller = StalenessController(
+            config.batch_size,
+            config.max_staleness,
+            config.steps_ahead,
+            rollouts=config.repeat_times,
+            max_concurrent=config.max_concurrent,
+        )
+        overlaps = all(engine.capabilities.overlaps_training for engine in engines)
+        return GroupRollouts(config, self._source, self._scheduler.run_group, controller, overlaps)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def prepare(
-        self, sink: Sink | None = None, weights: Callable[[], WeightStream] | None = None, watcher: Watcher = NOBODY
+        self,
+        sink: Sink | GroupBuffer | None = None,
+        weights: Callable[[], WeightStream] | None = None,
+        watcher: Watcher = NOBODY,
     ) -> None:
         """Load or start the engines, check that endpoints answer, and start the runners.
 
         The requirements of the runners are checked first: the check takes seconds, and an engine may take minutes.
 
         Args:
-            sink: takes the experiences; not needed for evaluations.
+            sink: takes the experiences, with `max_staleness` a GroupBuffer; not needed for evaluations.
             weights: returns the trainer's present weights, for syncs.
             watcher: is shown the experiences of every step and evaluation, and the number of finished tasks.
         """
-        self._sink, self.engines.source, self._watcher = sink, weights, watcher
+        self._sink = None if isinstance(sink, GroupBuffer) else sink
+        self.engines.source, self._watcher = weights, watcher
+        if self.groups is not None and isinstance(sink, GroupBuffer):
+            self.groups.buffer, self.groups.on_experiences = sink, self._keep_thumbnails
+            self.groups.on_progress = lambda done, total: self._watcher.show_tasks(self.step + 1, done, total)
         await self._scheduler.prepare()
         await asyncio.gather(*(model.load() for model in self._engines()))
         await self._scheduler.start()
@@ -274,6 +262,8 @@ class Explorer:
 
         The first error is raised at the end, the others are logged.
         """
+        if self.groups is not None:
+            await self.groups.close()
         # The runners first, because they still talk to the engines.
         ended = await asyncio.gather(self._leave(), self._scheduler.stop(), return_exceptions=True)
         freed = await asyncio.gather(*(model.shutdown() for model in self._engines()), return_exceptions=True)
@@ -289,6 +279,11 @@ class Explorer:
     def _engines(self) -> list[HeldModel]:
         return [*self.engines.models, *(model for engines in self._auxiliary for model in engines)]
 
+    @property
+    def clock(self) -> EngineClock:
+        """The clock of time-outs; to be stopped while engines cannot generate."""
+        return self._scheduler.clock
+
     # -- explore ------------------------------------------------------------------------------------------------------
 
     async def explore(self) -> str:
@@ -299,9 +294,13 @@ class Explorer:
         """
         if self.step == 0 and self.config.eval_on_startup and self.evaluates:
             await self.eval()
+        self.begin_groups()
         while await self.explore_step():
             if self.need_sync():
+                if self.groups is not None and self.groups.waits:
+                    await self.groups.drain()
                 await self.sync_weight()
+                self.begin_groups()
             if self.need_eval():
                 await self.eval()
         return f"the taskset '{self._source.name}' is exhausted after {self.step} explore steps"
@@ -316,6 +315,8 @@ class Explorer:
             RolloutError: no task succeeded.
             RuntimeError: `prepare` was given no sink.
         """
+        if self.groups is not None:
+            return await self._step_of_groups(self.groups)
         if self._sink is None:
             raise RuntimeError("prepare() the explorer with a sink before it explores.")
         self._source.taskset.load_state_dict(self._cursor)
@@ -333,6 +334,21 @@ class Explorer:
         self.step = step
         self._cursor = self._source.taskset.state_dict()
         return True
+
+    async def _step_of_groups(self, groups: GroupRollouts) -> bool:
+        """Wait for the groups of the next step; False when the taskset is exhausted. Errors as `next_step`."""
+        result = await groups.next_step(self.step + 1)
+        if result is None:
+            return False
+        self.step += 1
+        self.metrics = result.metrics | self._restarted()
+        self._watcher.keep_completions(result.experiences, self.step, None)
+        return True
+
+    def begin_groups(self) -> None:
+        """Let groups begin, if they may be under way across steps: the engines have the present weights."""
+        if self.groups is not None:
+            self.groups.synced()
 
     def _restarted(self) -> dict[str, float]:
         """The metric of servers that died and were started again since the last call; empty without servers."""
@@ -353,9 +369,12 @@ class Explorer:
         self._scheduler.schedule(tasks, batch, lambda: self._watcher.show_tasks(batch, next(done), len(tasks)))
         statuses, experiences = await self._scheduler.get_results(batch, timeout=math.inf)
         evaluated = (experience for status in statuses for experience in status.eval_experiences)
-        if thumbnails := taken_from((*experiences, *evaluated)):
-            self._watcher.keep_thumbnails(thumbnails)
+        self._keep_thumbnails((*experiences, *evaluated))
         return statuses, experiences
+
+    def _keep_thumbnails(self, experiences: Iterable[Experience]) -> None:
+        if thumbnails := taken_from(experiences):
+            self._watcher.keep_thumbnails(thumbnails)
 
     # -- evaluate -----------------------------------------------------------------------------------------------------
 
@@ -492,6 +511,8 @@ class Explorer:
     def restart(self) -> None:
         """Set the number of steps to 0, for another training; the taskset goes on from its present entry."""
         self.step = 0
+        if self.groups is not None:
+            self.groups = self._groups()
         self.engines.forget_restored()
 
     def state_dict(self, with_weights: bool = False) -> dict[str, Any]:
@@ -505,6 +526,8 @@ class Explorer:
                 for any sync_interval, if a copy is kept.
         """
         state = {"step": self.step, "taskset": self._cursor, "seed": self.config.seed}
+        if self.groups is not None:
+            state["groups"] = self.groups.state_dict()
         if self.config.sync_interval > 1 or with_weights:
             state["engines"] = self.engines.state_dict()
         return state
@@ -514,3 +537,19 @@ class Explorer:
         self.step, self._cursor = state["step"], state["taskset"]
         if "engines" in state:
             self.engines.load_state_dict(state["engines"])
+        if self.groups is not None:
+            self.groups.load_state_dict(state.get("groups") or self.groups.state_after(self.step))
+        elif "groups" in state:
+            self._take_over(state["groups"])
+
+    def _take_over(self, groups: Mapping[str, Any]) -> None:
+        """Go on without `max_staleness` from a checkpoint that was written with it."""
+        if groups["controller"]["outstanding"]:
+            raise ConfigError(
+                "groups are under way in the checkpoint, or complete and not trained on, and explorer.max_staleness is "
+                "0 now",
+                key="explorer.max_staleness",
+                fix="resume with the value that the run had",
+            )
+        self._cursor = groups["cursor"]
+        self._source.taskset.load_state_dict(self._cursor)

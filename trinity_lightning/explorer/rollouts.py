@@ -17,6 +17,7 @@ from trinity_lightning.config.engines import SENT, SynchronizerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.driver import Driver, LoopTask
 from trinity_lightning.explorer.explorer import Explorer, Sink, Watcher
+from trinity_lightning.explorer.groups import GroupBuffer
 from trinity_lightning.explorer.interruption import CtrlC, keep_sigterm
 from trinity_lightning.sync.policy_engines import shares_weights
 from trinity_lightning.sync.proof import PROBE_TEXT, Synchronizer, Tolerance, not_in_time, perturbed, probe_picture
@@ -243,7 +244,7 @@ class TrainingRollouts(Watcher):
         self.driver = Driver(self.explorer.engines.models, self.interrupted)
         self.sync = SyncPolicy(self.explorer, self.policy, self.synchronizer, self.versions, self.driver.run)
 
-    def prepare(self, sink: Sink) -> None:
+    def prepare(self, sink: Sink | GroupBuffer) -> None:
         """Load the engines, start the runners, and connect engines and trainer."""
         self._engines_turn()
         self.driver.run(self.explorer.prepare(sink, self.sync.weights, self))
@@ -323,6 +324,13 @@ class TrainingRollouts(Watcher):
         self.watcher.count_tasks(batch, done, total)
         if not self.under_way:
             self.watcher.show_tasks(batch, done, total)
+
+    def limit_steps(self, last: float) -> None:
+        """Begin no rollouts that would be trained after step `last`."""
+
+    def state(self, with_weights: bool) -> dict[str, Any]:
+        """The explorer's state for a checkpoint; see `Explorer.state_dict`."""
+        return self.explorer.state_dict(with_weights)
 
     # -- rollouts while the trainer trains (explorer.sync_offset) ------------------------------------------------------
 

@@ -16,6 +16,7 @@ from trinity_lightning.common.words import listed
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.batches import TIMES, Batch, Chunk, ScheduledTask, Work, enough_of, order_of
+from trinity_lightning.explorer.clock import CLOCK, EngineClock
 from trinity_lightning.explorer.rewards import SCORER
 from trinity_lightning.explorer.rewards.workers import RewardWorkers
 from trinity_lightning.explorer.tasks.task import Task
@@ -154,6 +155,9 @@ class Scheduler:
         rollout_model: engines of the rollout model; runners are spread over them.
         auxiliary_models: engines of each auxiliary model; each runner gets one of each.
 
+    Attributes:
+        clock: measures the time-outs of attempts; its owner stops it while engines do not generate.
+
     Raises:
         ConfigError: no engine, or one that runners of this kind cannot use.
     """
@@ -191,6 +195,7 @@ class Scheduler:
         self._reward_workers = (
             RewardWorkers(config.reward_workers, config.reward_timeout) if config.reward_workers else None
         )
+        self.clock = EngineClock()
         self._started = False
         self._finished_at = 0.0  # time at which the last chunk finished, not counting chunks of abandoned tasks
         self._changed = asyncio.Event()
@@ -208,6 +213,7 @@ class Scheduler:
         """Begin to run scheduled tasks; nothing happens if the scheduler runs already. Errors as in `prepare`."""
         await self.prepare()
         await self._group.start()
+        self.clock.now = asyncio.get_running_loop().time
         self._started = True
         self._dispatch()
 
@@ -248,6 +254,31 @@ class Scheduler:
             for chunk in scheduled.chunks:
                 heapq.heappush(self._queue, (order, next(self._order), chunk, scheduled))
         self._dispatch()
+
+    async def run_group(self, task: Task) -> tuple[Status, list[Experience]]:
+        """Run a training task under its own batch and number, and return its result.
+
+        It begins as soon as a runner is free, and is cancelled with its caller. Unlike the tasks of `schedule`, it is
+        part of no batch that is collected.
+
+        Raises:
+            RuntimeError: the scheduler is not started.
+        """
+        self._check_started()
+        done = asyncio.Event()
+        batch = Batch(str(task.batch_id), is_eval=False)
+        scheduled = ScheduledTask(batch, task, self._split(task), done.set)
+        batch.unfinished.add(scheduled)
+        for chunk in scheduled.chunks:
+            heapq.heappush(self._queue, (order_of(task.batch_id), next(self._order), chunk, scheduled))
+        self._dispatch()
+        try:
+            await done.wait()
+        except asyncio.CancelledError:
+            await self._drop([batch])
+            raise
+        self._times.end_step(batch.name)
+        return scheduled.merged()
 
     def has_step(self, batch_id: int | str) -> bool:
         """True if a task of the batch is queued, running, or finished and not yet collected."""
@@ -369,6 +400,7 @@ class Scheduler:
 
     async def _run(self, runner: RunnerWrapper, chunk: Chunk, limit: float) -> tuple[Status, list[Experience], int]:
         SCORER.set(self._reward_workers)  # in the context of this asyncio task, and of all tasks that it starts
+        CLOCK.set(self.clock)
         return await runner.run_with_retry(chunk, limit)
 
     def _finish(self, runner: RunnerWrapper, tokens: int, chunk: Chunk, scheduled: ScheduledTask, work: Work) -> None:

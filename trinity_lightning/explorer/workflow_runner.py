@@ -4,8 +4,9 @@ import asyncio
 import inspect
 import itertools
 import logging
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
@@ -18,6 +19,7 @@ from trinity_lightning.config.own_code import described, keep_place, waits_at
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.values import as_float
 from trinity_lightning.errors import RewardError, RolloutError
+from trinity_lightning.explorer.clock import CLOCK
 from trinity_lightning.explorer.models.blocking import BlockingModel
 from trinity_lightning.explorer.models.bound import BoundModel
 from trinity_lightning.explorer.tasks.task import Task, template_variables_of
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 # Time that a cancelled run has for its clean-up. A run that takes longer is left to itself, so that its runner is free.
 CANCEL_GRACE_SECONDS = 1.0
+_SHORTEST_WAIT = 0.01  # seconds between two looks at a clock that stands still
 # After so many failures of runs or tasks in reward functions, and no success, the others are expected to fail too.
 ENOUGH_FAILURES = 16
 REMEMBERED = 1000  # number of messages that are remembered, so as to be logged once
@@ -117,8 +120,11 @@ class WorkflowRunner:
         return summarize(task, attempt.experiences, describe(attempt.errors), repeat_times, metric)
 
     async def attempt(self, task: Task, runs: Sequence[int], limit: float | None = None) -> Attempt:
-        """Try these runs of a task once; runs not done after `limit` seconds are cancelled, the others are kept."""
-        clock = asyncio.get_running_loop().time
+        """Try these runs of a task once; runs not done after `limit` seconds are cancelled, the others are kept.
+
+        The seconds are those of `CLOCK`, which may stop while engines do not generate.
+        """
+        clock = CLOCK.get().time
         start = clock()
         try:
             instances = self._start(task, runs)
@@ -126,7 +132,7 @@ class WorkflowRunner:
             keep_place(error)
             return Attempt([], dict.fromkeys(runs, error), clock() - start)
         try:
-            done, _ = await asyncio.wait(instances, timeout=limit)
+            done = await _done_within(instances, limit, clock)
             late = {instance: _too_late(task, instance, limit) for instance in instances.keys() - done}
         finally:
             await _end([instance for instance in instances if not instance.done()])
@@ -286,6 +292,18 @@ def _consecutive(runs: Sequence[int]) -> list[list[int]]:
     """The runs, ascending, cut into stretches without a gap: [0, 1, 4] -> [[0, 1], [4]]."""
     stretches = itertools.groupby(enumerate(runs), lambda placed: placed[1] - placed[0])  # the same within a stretch
     return [[run for _, run in stretch] for _, stretch in stretches]
+
+
+async def _done_within(
+    instances: Iterable[asyncio.Task[Attempt]], limit: float | None, clock: Callable[[], float]
+) -> set[asyncio.Task[Attempt]]:
+    """The instances that are done once all are, or after `limit` seconds of the clock."""
+    end = math.inf if limit is None else clock() + limit
+    done, pending = set[asyncio.Task[Attempt]](), set(instances)
+    while pending and (left := end - clock()) > 0:
+        ended, pending = await asyncio.wait(pending, timeout=None if limit is None else max(left, _SHORTEST_WAIT))
+        done |= ended
+    return done
 
 
 def _too_late(task: Task, instance: asyncio.Task[Attempt], limit: float | None) -> TimeoutError:

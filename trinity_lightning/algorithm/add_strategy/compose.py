@@ -82,6 +82,11 @@ class ComposedAddStrategy(AddStrategy):
         """Empty: `specs` has no default."""
         return {}
 
+    @property
+    def first(self) -> str:
+        """The name of the first strategy, which alone may ask for further tasks."""
+        return self._labels[0]
+
     def survivors(self, experiences: list[Experience]) -> Groups:
         return self.strategies[0].survivors(experiences)
 

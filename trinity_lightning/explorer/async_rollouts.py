@@ -1,0 +1,73 @@
+"""Rollouts of a training run that go on across steps (explorer.max_staleness above 0)."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_lightning.explorer.groups import GroupRollouts
+from trinity_lightning.explorer.rollouts import TrainingRollouts
+
+
+@dataclass(eq=False)
+class AsyncRollouts(TrainingRollouts):
+    """Rolls out for one `Trainer.fit` without waiting for long rollouts.
+
+    An engine in this process is driven by the main thread: while that trains, rollouts under way are suspended, because
+    nobody drives it. Servers generate meanwhile. A weight sync changes the weights of rollouts under way, or with
+    `explorer.in_flight=wait` waits for their end. Evaluations drive the engine too, so that rollouts go on meanwhile.
+    """
+
+    @property
+    def _groups(self) -> GroupRollouts:
+        assert self.explorer.groups is not None
+        return self.explorer.groups
+
+    def limit_steps(self, last: float) -> None:
+        """Begin no groups that would be trained after step `last`."""
+        self._groups.controller.last = None if math.isinf(last) else int(last)
+
+    def obtain(self, step: int, global_step: int, is_ready: Callable[[int], bool]) -> dict[str, float]:
+        start = time.perf_counter()
+        if is_ready(step) and step in self.pending.metrics:
+            return {"time/wait_for_rollout": time.perf_counter() - start}
+        self.explorer.step = step - 1
+        metrics = self._sync(lambda: self.sync.sync_if_due(global_step))
+        self.driver.run(self._explore(step, metrics))
+        return {}
+
+    def evaluate(self, step: int, global_step: int) -> dict[str, float]:
+        return self._sync(lambda: self.sync.sync(global_step)) | self.driver.run(self.explorer.eval(step))
+
+    def _sync(self, send: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Give the engines their turn and the present weights; then groups begin."""
+        self._engines_turn()
+        if self._groups.waits:
+            self.driver.run(self._groups.drain())
+        metrics = send()
+        self.driver.run(self._begin_groups())
+        return metrics
+
+    async def _begin_groups(self) -> None:
+        self.explorer.begin_groups()
+
+    def trainers_turn(self) -> None:
+        if not self._groups.overlaps:
+            self.explorer.clock.stop()
+        super().trainers_turn()
+
+    def _engines_turn(self) -> None:
+        super()._engines_turn()
+        self.explorer.clock.go()
+
+    def explore_ahead(self, step: int, global_step: int, last: float) -> dict[str, float]:
+        return {}
+
+    def state(self, with_weights: bool) -> dict[str, Any]:
+        """The explorer's state, taken between two turns of the loop on which groups go on."""
+
+        async def take() -> dict[str, Any]:
+            return self.explorer.state_dict(with_weights)
+
+        return self.driver.run(take(), False)

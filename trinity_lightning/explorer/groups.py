@@ -1,0 +1,338 @@
+"""Groups of rollouts that are under way across steps (explorer.max_staleness above 0)."""
+
+import asyncio
+import logging
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.runs import raw_copies
+from trinity_lightning.common.tidied import TidiedGroup
+from trinity_lightning.config.explorer import ExplorerConfig
+from trinity_lightning.errors import ConfigError
+from trinity_lightning.explorer.metrics import rollout_metrics
+from trinity_lightning.explorer.reports import report_tasks
+from trinity_lightning.explorer.staleness import Group, StalenessController
+from trinity_lightning.explorer.task_source import TaskSource
+from trinity_lightning.explorer.tasks.task import Task
+from trinity_lightning.explorer.workflow_runner import Status
+
+logger = logging.getLogger(__name__)
+
+TRAINED_STEP = "trained_step"  # in an experience's info: the explore step that takes it, which its EID does not say
+SHORTEST_SECONDS = 1e-3  # a step whose groups were complete already was rolled out in no time
+IDLE_STEPS = 4  # a warning follows after the groups of so many steps were left out in a row
+
+
+@dataclass(frozen=True)
+class GroupBuffer:
+    """The buffer of groups.
+
+    Attributes:
+        tidy: runs operators and filter on the experiences of a group, given the number of its batch.
+        fill: takes in the groups of a step, with those that were left out since the step before, and the step's
+            number; returns metrics.
+    """
+
+    tidy: Callable[[list[Experience], int], Awaitable[TidiedGroup]]
+    fill: Callable[[Sequence[TidiedGroup], Sequence[TidiedGroup], int], Awaitable[dict[str, float]]]
+
+
+@dataclass(eq=False)
+class EndedGroup:
+    """A group whose runs have ended: how they ended, and its experiences."""
+
+    status: Status
+    tidied: TidiedGroup
+
+    def state_dict(self) -> dict[str, Any]:
+        status = {name: value for name, value in vars(self.status).items() if name != "eval_experiences"}
+        payloads = {name: Experience.serialize_many(getattr(self.tidied, name)) for name in ("kept", "left_out")}
+        return {"status": status, "metrics": self.tidied.metrics, **payloads}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "EndedGroup":
+        kept, left_out = (Experience.deserialize_many(state[name]) for name in ("kept", "left_out"))
+        return cls(Status(**state["status"]), TidiedGroup(kept, left_out, state["metrics"]))
+
+
+@dataclass
+class StepOfGroups:
+    """The experiences of a step as its groups gave them, and the step's metrics."""
+
+    experiences: list[Experience]
+    metrics: dict[str, float]
+
+
+@dataclass(eq=False)
+class GroupRollouts:
+    """Runs every group in an asyncio task of its own, as the controller admits them, and hands over steps of them.
+
+    Group g is task g % batch_size of batch g // batch_size + 1, whenever it is trained: its seeds follow from that, and
+    its task is the g-th of the taskset. All methods run on the event loop of the rollouts.
+
+    Attributes:
+        config: the explorer's configuration.
+        source: gives the tasks.
+        run: runs the task of a group.
+        controller: admits groups, and chooses those of a step.
+        overlaps: True if engines generate while the trainer trains; groups may begin then.
+        buffer: tidies groups and takes steps in; set before the first group begins.
+        on_progress: called with the numbers of complete groups, and of those that a step needs.
+    """
+
+    config: ExplorerConfig
+    source: TaskSource
+    run: Callable[[Task], Awaitable[tuple[Status, list[Experience]]]]
+    controller: StalenessController
+    overlaps: bool
+    buffer: GroupBuffer | None = None
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    on_experiences: Callable[[list[Experience]], None] = lambda experiences: None
+    _admits: bool = field(default=False, init=False)
+    _running: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _restored: dict[int, Task] = field(default_factory=dict, init=False)  # under way when the checkpoint was written
+    _ended: dict[int, EndedGroup] = field(default_factory=dict, init=False)  # complete, and waiting for their step
+    _given_up: list[EndedGroup] = field(default_factory=list, init=False)  # failed or filtered since the last step
+    _cursors: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)  # of the taskset before each batch
+    _without_success: int = field(default=0, init=False)  # groups that failed in a row
+    _left_out: int = field(default=0, init=False)  # groups that filters left out in a row
+    _error: Exception | None = field(default=None, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _taken_at: float = field(default_factory=time.perf_counter, init=False)
+
+    @property
+    def waits(self) -> bool:
+        """True if a weight sync waits for rollouts under way."""
+        return self.config.in_flight == "wait"
+
+    # -- beginning -----------------------------------------------------------------------------------------------------
+
+    def synced(self) -> None:
+        """Begin groups, restored ones first: the engines have the weights of all steps taken."""
+        self.controller.sync()
+        self._admits = True
+        restored, self._restored = self._restored, {}
+        for number, task in restored.items():
+            self._begin(number, task)
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._admits and self._error is None and self.controller.may_begin():
+            task = self._next_task()
+            if task is None:
+                self.controller.exhaust()
+                self._notify()
+                return
+            self._begin(self.controller.begin().number, task)
+
+    def _next_task(self) -> Task | None:
+        number, size = self.controller.next_group, self.config.batch_size
+        if number % size == 0 or not self._cursors:
+            self._cursors[number] = self.source.taskset.state_dict()
+        tasks = self.source.next_tasks(1, self.config.repeat_times)
+        return replace(tasks[0], batch_id=number // size + 1, task_id=number % size) if tasks else None
+
+    def _begin(self, number: int, task: Task) -> None:
+        self._running[number] = asyncio.create_task(self._run(number, task))
+
+    async def _run(self, number: int, task: Task) -> None:
+        assert self.buffer is not None
+        try:
+            status, experiences = await self.run(task)
+            tidied = TidiedGroup([])
+            if experiences:
+                self.on_experiences(experiences)
+                tidied = await self.buffer.tidy(experiences, number // self.config.batch_size + 1)
+            self._end(number, task, EndedGroup(status, tidied))
+        except Exception as error:
+            self._error = self._error or error
+        finally:
+            del self._running[number]
+            self._notify()
+        self._admit()
+
+    def _end(self, number: int, task: Task, ended: EndedGroup) -> None:
+        """Keep a group for its step, or free its place."""
+        self.source.forget_failed([task], ended.tidied.experiences)
+        self._without_success = 0 if ended.tidied.experiences else self._without_success + 1
+        if ended.tidied.kept:
+            self._left_out = 0
+            self._ended[number] = ended
+            self.controller.complete(number)
+            return
+        self.controller.give_up(number)
+        self._given_up.append(ended)
+        self._left_out += 1
+        if self._left_out % (IDLE_STEPS * self.config.batch_size) == 0:
+            logger.warning(
+                "%d groups in a row failed or were left out by filters, and others take their places: take tasks that "
+                "are neither too easy nor too hard, or loosen the filter.",
+                self._left_out,
+            )
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    async def next_step(self, step: int) -> StepOfGroups | None:
+        """Wait for the groups of a step, and hand them to the buffer; None: there are no more tasks.
+
+        The step counts as taken only once the buffer has its experiences.
+
+        Raises:
+            RolloutError: as many groups as a step has have failed in a row.
+            RewardError: so they have, in their reward functions.
+            OperatorError, StorageError: as the buffer.
+        """
+        if self.buffer is None:
+            raise RuntimeError("prepare() the explorer with a buffer before it explores.")
+        start = time.perf_counter()
+        while (chosen := self._choice()) is None:
+            self.on_progress(self._complete(), self.config.batch_size)
+            await self._changed.wait()
+        if not chosen:
+            return None
+        self.on_progress(self.config.batch_size, self.config.batch_size)
+        groups = [self._ended[group.number] for group in chosen]
+        experiences = [experience for group in groups for experience in group.tidied.experiences]
+        for experience in experiences:
+            experience.info = {**experience.info, TRAINED_STEP: step}
+        given_up = list(self._given_up)
+        report_tasks(f"explore step {step}", [group.status for group in (*groups, *given_up)], len(groups + given_up))
+        filtered = [group.tidied for group in given_up if group.tidied.experiences]
+        piped = await self.buffer.fill([group.tidied for group in groups], filtered, step)
+        del self._given_up[: len(given_up)]
+        metrics = self._metrics(chosen, groups, given_up, start) | piped
+        self._take(chosen)
+        return StepOfGroups(experiences, metrics)
+
+    def _choice(self) -> list[Group] | None:
+        self.check()
+        if self.waits and not self.overlaps and self.controller.running:
+            return None  # the engine rests during training, so that nothing is lost; and nothing depends on timing
+        return self.controller.choice()
+
+    def _complete(self) -> int:
+        return min(len(self._ended), self.config.batch_size)
+
+    def check(self) -> None:
+        """Raise the error of a group, or of too many groups that failed in a row."""
+        if self._error is not None:
+            raise self._error
+        if self._without_success >= self.config.batch_size:
+            statuses = [group.status for group in self._given_up]
+            report_tasks("the last groups", statuses, len(statuses), nothing=True)
+
+    def _take(self, chosen: Sequence[Group]) -> None:
+        self.controller.take(chosen)
+        for group in chosen:
+            del self._ended[group.number]
+        self._taken_at = time.perf_counter()
+        oldest = min(self.controller.outstanding, default=self.controller.next_group)
+        before = max((number for number in self._cursors if number <= oldest), default=0)
+        self._cursors = {number: cursor for number, cursor in self._cursors.items() if number >= before}
+        self._admits = self._admits and self.overlaps
+        self._admit()
+
+    def _metrics(
+        self, chosen: Sequence[Group], groups: Sequence[EndedGroup], given_up: Sequence[EndedGroup], start: float
+    ) -> dict[str, float]:
+        """Metrics of a step, before it is taken. `start`: when it began to be waited for."""
+        controller, now = self.controller, time.perf_counter()
+        ages = [float(controller.staleness(group)) for group in chosen]
+        experiences = [experience for group in groups for experience in group.tidied.experiences]
+        statuses = [group.status for group in (*groups, *given_up)]
+        seconds = max(now - (self._taken_at if self.overlaps else start), SHORTEST_SECONDS)
+        return {
+            **rollout_metrics(statuses, raw_copies(experiences), len(statuses), seconds),
+            "sample/staleness/mean": statistics.fmean(ages),
+            "sample/staleness/max": max(ages),
+            "rollout/suspended": float(controller.running * self.config.repeat_times),
+            "rollout/outstanding_groups": float(len(controller.outstanding) - len(chosen)),
+        }
+
+    async def drain(self) -> None:
+        """Wait until no group is under way; meanwhile none begins. Errors as `next_step`."""
+        self._admits = False
+        while self.controller.running and not self._restored:
+            self.check()
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """Cancel the groups under way, and wait for their end."""
+        self._admits = False
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The controller, the complete groups, and the taskset's cursor before the oldest group under way."""
+        number = min((n for n, group in self.controller.outstanding.items() if not group.complete), default=None)
+        first = self.controller.next_group if number is None else max(n for n in self._cursors if n <= number)
+        cursor = self.source.taskset.state_dict() if number is None else self._cursors[first]
+        return {
+            "controller": self.controller.state_dict(),
+            "batch_size": self.config.batch_size,
+            "ended": {number: group.state_dict() for number, group in self._ended.items()},
+            "given_up": [group.state_dict() for group in self._given_up],
+            "cursor": cursor,
+            "first": first,
+        }
+
+    def state_after(self, step: int) -> dict[str, Any]:
+        """The state of a run that took so many steps with `max_staleness=0`, and goes on with groups."""
+        number = step * self.config.batch_size
+        counts = {"taken": step, "synced": step, "next_group": number, "exhausted": False, "outstanding": []}
+        state = self.state_dict()
+        return state | {"controller": counts, "cursor": self.source.taskset.state_dict(), "first": number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; groups that were under way begin again with `synced`.
+
+        Raises:
+            ConfigError: other settings than those of the checkpoint, with which its groups cannot be trained.
+        """
+        self.controller.load_state_dict(state["controller"])
+        if self.controller.outstanding and state["batch_size"] != self.config.batch_size:
+            raise ConfigError(
+                f"explorer.batch_size was {state['batch_size']} when the checkpoint was written, and groups of such "
+                "batches are under way in it",
+                key="explorer.batch_size",
+                fix="resume with that value",
+            )
+        if not self.controller.is_feasible:
+            raise ConfigError(
+                f"explorer.max_staleness={self.config.max_staleness} is too low for the groups that are under way in "
+                "the checkpoint",
+                key="explorer.max_staleness",
+                fix="resume with the value that the run had",
+            )
+        self._ended = {number: EndedGroup.of(group) for number, group in state["ended"].items()}
+        self._given_up = [EndedGroup.of(group) for group in state["given_up"]]
+        self.source.taskset.load_state_dict(state["cursor"])
+        self._draw_again(state["first"])
+
+    def _draw_again(self, first: int) -> None:
+        """Draw the tasks from number `first` on again, up to the next group; keep those of groups under way."""
+        next_group, self._cursors = self.controller.next_group, {}
+        self.controller.next_group = first
+        for number in range(first, next_group):
+            task = self._next_task()
+            if task is None:
+                raise ConfigError(
+                    f"the taskset ends before group {number}, which is under way in the checkpoint", key="taskset"
+                )
+            self.controller.next_group = number + 1
+            if number in self.controller.outstanding and not self.controller.outstanding[number].complete:
+                self._restored[number] = task
+        self.controller.next_group = next_group
