@@ -204,7 +204,9 @@ def test_a_mistake_in_the_reward_is_a_sentence_with_file_and_line(
     done = run_train(tmp_path / "project", *ARGUMENTS, *TINY, "check.tasks=2", program=CHECK)
     assert done.returncode == (2 if code is None else 1)
     assert sentence in done.stdout.splitlines()[-1]
+    assert done.stdout.count(sentence) == 1
     assert "Traceback" not in done.stdout
+    assert not (tmp_path / "project" / "outputs").exists()
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,20 @@ def test_a_flag_between_the_settings_is_refused() -> None:
         ["--info"],
     ],
 )
-def test_hydras_flags_pass(arguments: list[str]) -> None:
+def test_hydras_flags_pass(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
     check_flags(arguments)
+
+
+@pytest.mark.parametrize("flag", ["--config-dir", "-cd"])
+def test_a_folder_of_recipes_that_is_not_there_is_refused_with_the_flag_and_what_to_give(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with refuses(None) as refused:
+        check_flags([flag, "my_conf", "+recipe=mine"])
+    assert str(refused.value).startswith(f"--config-dir: there is no folder '{tmp_path}/my_conf': give the one that")
 
 
 @pytest.mark.parametrize("program", ["train", "evaluate", "plan"])

@@ -230,3 +230,18 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(stop: int) -> None:
     later = [(number + stop, title) for number, title in fired(steps[stop:], resumed)]
     assert first + later == fired(steps)
     assert len(first + later) == 4
+
+
+def test_a_checkpoint_of_a_version_with_other_fields_is_resumed() -> None:
+    before, resumed = Alerts(), Alerts()
+    fired([rollouts(0.5) | trained(0.01)] * 8, before)
+    state = before.state_dict()
+    state["of a later version"] = 1
+    del state["was_high"]
+    state["rewards"]["of a later version"] = 1
+    del state["rewards"]["best_variance"]
+    resumed.load_state_dict(state)
+    assert (resumed.rewards.best, resumed.rewards.best_variance) == (before.rewards.best, 0.0)
+    assert resumed.state_dict().keys() == before.state_dict().keys()
+    assert fired([rollouts(0.5) | trained(0.01)] * 8, resumed) == []
+    Alerts().load_state_dict({})

@@ -1,5 +1,6 @@
 """The tokens of trained responses: their texts, whose log-probabilities they have, and that training stays the same."""
 
+import itertools
 import json
 import logging
 import math
@@ -12,8 +13,9 @@ from support.policy import batch_of, fit, groups, load_plain, make_policy, naive
 
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.config.models import load_tokenizer
+from trinity_lightning.monitor import tokens as tokens_module
 from trinity_lightning.monitor.report.token_view import Rollout, token_view
-from trinity_lightning.monitor.tokens import MOST_TOKENS, TokenKeeper, pieces, record
+from trinity_lightning.monitor.tokens import MOST_STEPS, MOST_TOKENS, TokenKeeper, pieces, record, steps_to_keep
 
 EVIL = "</span><script>alert(1)</script>"
 
@@ -60,6 +62,47 @@ def test_a_disk_that_is_full_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, logger="trinity_lightning"):
         fit(make_policy(), [batch_of(groups()), batch_of(groups(), step=2)], TokenKeeper(tmp_path))
     assert sum("tokens are not kept any more" in line.message for line in caplog.records) == 1
+
+
+def run_to(last: int, kept: set[int], first: int = 1, every: int = 1) -> set[int]:
+    """The steps with files after a run that began with these."""
+    for step in range(first, last + 1, every):
+        kept = steps_to_keep({*kept, step}, step)
+        assert len(kept) <= MOST_STEPS
+        assert step in kept
+    return kept
+
+
+@pytest.mark.parametrize("last", [1, 200, 201, 299, 3000])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_long_run_keeps_the_newest_steps_the_first_and_some_evenly_between(last: int, every: int) -> None:
+    steps = list(range(1, last + 1, every))
+    kept = sorted(run_to(last, set(), every=every))
+    assert kept == sorted(steps_to_keep(steps, steps[-1])), "which remain does not depend on what was removed when"
+    assert kept[-100:] == steps[-100:]
+    assert kept[0] == 1
+    gaps = {later - earlier for earlier, later in itertools.pairwise(kept[:-100])}
+    assert len(steps) > MOST_STEPS or kept == steps
+    assert max(gaps, default=1) - min(gaps, default=1) <= every
+    assert len(kept) >= min(len(steps), 3 * MOST_STEPS // 4)
+
+
+def test_a_run_that_goes_on_from_an_earlier_step_keeps_what_it_would_have_kept() -> None:
+    kept = run_to(600, run_to(1000, set()), first=501)
+    whole = run_to(600, set())
+    assert kept <= whole
+    assert {step for step in kept if step > 500} == {step for step in whole if step > 500}
+
+
+def test_old_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens_module, "MOST_STEPS", 4)
+    folder = tmp_path / "completions" / "tokens"
+    folder.mkdir(parents=True)
+    for name in ("step_12.jsonl", "step_2.jsonl", "notes.txt"):
+        (folder / name).touch()
+    fit(make_policy(), [batch_of(groups(), step=step) for step in range(4, 9)], TokenKeeper(tmp_path))
+    assert {path.name for path in folder.iterdir()} == {f"step_{step}.jsonl" for step in (2, 6, 7, 8)} | {"notes.txt"}
+    assert lines_of(tmp_path, 8)
 
 
 def test_a_loss_without_advantages_and_engine_has_nothing_to_show(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def _command() -> str:
 
 @hydra.main(version_base="1.3", config_path=str(config_dir("conf")), config_name="check")
 def _main(config: DictConfig) -> None:
-    with compose.errors_as_sentences(config.output_dir):
+    with compose.errors_as_sentences(config.output_dir, keeps_log=False):
         compose.check_overrides(config)
         compose.check_folder(config)
         with compose.sole_writer(Path(config.output_dir)):

@@ -1,8 +1,10 @@
 """The half of `check` that imports torch: the run's own parts roll out and weigh its first tasks."""
 
+import logging
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from trinity_lightning.config.engines import TRAINER_GPU
 from trinity_lightning.config.explorer import SYNCHRONOUS
 from trinity_lightning.config.run import TrainConfig, typed_config
 from trinity_lightning.engines import auxiliary_models_of, settle_dtypes
+from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.monitor.run_monitor import RunMonitor
@@ -139,12 +142,34 @@ def _first_step(
     try:
         driver.run(explorer.prepare(take, watcher=monitor))
         driver.limit_blocking(explorer.config.max_timeout)
-        driver.run(explorer.explore_step())
+        with warnings_after_it():
+            driver.run(explorer.explore_step())
     finally:
         driver.end(explorer.shutdown())
         data.teardown("fit")
         driver.close()
     return received
+
+
+@contextmanager
+def warnings_after_it() -> Iterator[None]:
+    """Hold back what the explorer says of failed tasks; a RolloutError, by which all have failed, says it itself."""
+    log, records = logging.getLogger(Explorer.__module__), list[logging.LogRecord]()
+
+    def hold(record: logging.LogRecord) -> bool:
+        records.append(record)
+        return False
+
+    log.addFilter(hold)
+    try:
+        yield
+    except RolloutError:
+        records.clear()
+        raise
+    finally:
+        log.removeFilter(hold)
+        for record in records:
+            log.handle(record)
 
 
 # -- what people see ---------------------------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ def _root(error: BaseException) -> BaseException:
 # -- the end of a command ----------------------------------------------------------------------------------------------
 
 
-def end_run(error: BaseException, folder: str | Path | None) -> NoReturn:
+def end_run(error: BaseException, folder: str | Path | None, keeps_log: bool = True) -> NoReturn:
     """Print and log the error that ended a run, and exit; see `hydra.errors_as_sentences`.
 
     `folder` is the run's folder, or None if the folder existed before this command.
@@ -299,10 +299,11 @@ def end_run(error: BaseException, folder: str | Path | None) -> NoReturn:
         error = error.__context__  # Lightning turns Ctrl-C within `fit` into a SystemExit
     sentence = log_end(error)
     print(f"trinity-lightning: {sentence}", file=sys.stderr)
-    if not isinstance(error, (*CONFIG_ERRORS, KeyboardInterrupt)):
-        sys.exit(143 if isinstance(error, RankTerminatedError) else 1)
-    if folder is not None:
+    began = not isinstance(error, (*CONFIG_ERRORS, KeyboardInterrupt))
+    if folder is not None and not (began and keeps_log):
         _discard_unused(Path(folder))
+    if began:
+        sys.exit(143 if isinstance(error, RankTerminatedError) else 1)
     sys.exit(130 if isinstance(error, KeyboardInterrupt) else 2)
 
 

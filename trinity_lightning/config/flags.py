@@ -1,7 +1,8 @@
-"""Refuses flags that Hydra does not have, in a sentence: settings are written `key=value`."""
+"""Refuses flags that Hydra does not have, and wrong folders, in a sentence: settings are written `key=value`."""
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -14,13 +15,15 @@ _ONE_DASH = re.compile(r"-[^-=]{2}")  # argparse reads `-model=tiny` as -m, and 
 
 
 def check_flags(arguments: Sequence[str]) -> None:
-    """Refuse arguments that Hydra's parser cannot read; it would print its usage, which has none of our keys.
+    """Refuse arguments that Hydra's parser cannot read, and a --config-dir that is no folder.
+
+    Hydra's parser would print its usage, which has none of our keys.
 
     Args:
         arguments: the command line without the program.
 
     Raises:
-        ConfigError: names the flag, and the setting that was probably meant.
+        ConfigError: names the flag, and the setting or folder that was probably meant.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -32,12 +35,17 @@ def check_flags(arguments: Sequence[str]) -> None:
     for position, argument in enumerate(arguments):
         if _ONE_DASH.match(argument) and argument.partition("=")[0] not in known:
             raise _unknown_flag(arguments[position:])
-    _, unread = parser.parse_known_args(arguments)
+    flags, unread = parser.parse_known_args(arguments)
     for argument in unread:
         if argument.startswith("-"):
             raise _unknown_flag(arguments[arguments.index(argument) :])
     if unread:
         raise ConfigError(f"a flag parts '{unread[0]}' from the other settings: put flags before all settings.")
+    if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
+        raise ConfigError(
+            f"--config-dir: there is no folder '{Path(flags.config_dir).absolute()}': give the one that has "
+            "recipe/NAME.yaml in it (a path that is not absolute begins in the present folder)."
+        )
 
 
 def _unknown_flag(arguments: Sequence[str]) -> ConfigError:

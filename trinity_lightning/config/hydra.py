@@ -298,19 +298,22 @@ def check_processes(config: DictConfig) -> None:
 
 
 @contextmanager
-def errors_as_sentences(folder: str | Path) -> Iterator[None]:
+def errors_as_sentences(folder: str | Path, keeps_log: bool = True) -> Iterator[None]:
     """End a run by one message and an exit code: 2 for a wrong configuration, 130 for Ctrl-C, 143 for SIGTERM, else 1.
 
     For an error in the user's code, the message has its file and line. The run's log has the traceback of every error.
-    In a sweep the error is raised again, so that the other jobs run. `folder` is the run's folder. It is removed if a
-    wrong configuration or Ctrl-C left nothing but logs in it.
+    In a sweep the error is raised again, so that the other jobs run.
+
+    Args:
+        folder: the run's folder. It is removed if a wrong configuration or Ctrl-C left nothing but logs in it.
+        keeps_log: False: remove such a folder after any error that its message explains.
     """
     in_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
         yield
     except (TrinityError, OmegaConfBaseException, KeyboardInterrupt, SystemExit) as error:
         if not in_sweep:
-            end_run(error, folder if Path(folder).resolve() in begun else None)
+            end_run(error, folder if Path(folder).resolve() in begun else None, keeps_log)
         if isinstance(error, Exception):
             log_end(error)
         raise

@@ -6,7 +6,7 @@ Every threshold is far from what chance does in small batches: tests replay the 
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 REWARD, SPREAD, GROUPS = "reward/mean", "reward/std", "rollout/tasks"
@@ -176,8 +176,14 @@ class Alerts:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        vars(self).update(state, rewards=RewardWindow(**state["rewards"]))
+        """Restore what `state_dict` returned, perhaps of another version: fields that it had not keep their values."""
+        rewards = RewardWindow(**_fields_of(RewardWindow, state.get("rewards", {})))
+        vars(self).update(_fields_of(Alerts, state), rewards=rewards)
+
+
+def _fields_of(kind: type[Alerts | RewardWindow], state: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in state.items() if name in names}
 
 
 def _collapsed(best: float, reward: float, steps: int) -> Alert:

@@ -2,13 +2,15 @@
 
 import fcntl
 import os
+import re
 import struct
 from pathlib import Path
 
 # The last one is config.explain.LOCK, which takes a third of a second to import.
 RUN_FILES = ("metrics.csv", "config.yaml", "train.log", ".hydra/overrides.yaml", ".lock")
 ENVIRONMENT = "environment.json"  # versions and hardware
-TOKENS = "tokens"  # beside the completions: a few responses with their tokens
+STEP_FILE = re.compile(r"step_(\d+)\.jsonl")  # completions of an explore step, or a few responses with their tokens
+TOKENS = "tokens"  # the folder of the latter, beside the completions
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
 
 

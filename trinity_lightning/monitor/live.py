@@ -14,7 +14,7 @@ from typing import IO, Any
 from trinity_lightning.config.checkpoints import checkpoints_in
 from trinity_lightning.config.explain import LOCK
 from trinity_lightning.monitor import rows
-from trinity_lightning.monitor.folders import ENVIRONMENT, RUN_FILES, is_locked, is_run, runs_in
+from trinity_lightning.monitor.folders import ENVIRONMENT, RUN_FILES, STEP_FILE, is_locked, is_run, runs_in
 from trinity_lightning.monitor.presentation import STEP_TIMES, WAIT, times_in_turn
 from trinity_lightning.monitor.progress import BEAT_SECONDS, Progress, read_progress, this_machine
 from trinity_lightning.monitor.progress import FILE as PROGRESS
@@ -243,7 +243,6 @@ Completion = dict[str, Any]
 
 _COMPLETIONS_BYTES = 4 << 20  # of a file; more is not shown
 _AHEAD, _BEHIND = 8, 3  # steps around the last one of metrics.csv that are tried before the folder is listed
-_STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
 def newest_completions(folder: Path, step: int) -> int:
@@ -257,7 +256,7 @@ def newest_completions(folder: Path, step: int) -> int:
     near = (number for number in range(step + _AHEAD, max(step - _BEHIND, 0), -1))
     newest = next((number for number in near if (folder / completions_file(number)).is_file()), 0)
     if not newest and completions.is_dir():
-        names = (_STEP_FILE.fullmatch(entry.name) for entry in os.scandir(completions))
+        names = (STEP_FILE.fullmatch(entry.name) for entry in os.scandir(completions))
         newest = max((int(match[1]) for match in names if match), default=0)
     return newest
 

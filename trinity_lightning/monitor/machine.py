@@ -260,7 +260,8 @@ class TrainingThreads:
         if fitting < threads:
             logger.warning(
                 "other programs use %.1f of %d cores: this run computes with %d of %d threads, which is faster beside "
-                "them; OMP_NUM_THREADS=%d would have it use all.",
+                "them. A run that starts after their end is faster still (OMP_NUM_THREADS=%d would have this one use "
+                "all cores, and be slower while they run).",
                 *(others, cores, fitting, threads, threads),
             )
             self._before = threads

@@ -7,7 +7,7 @@ those from before the step's first update.
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch import Tensor
 from trinity_lightning.common.experience import Experience
 from trinity_lightning.common.files import write_atomically
 from trinity_lightning.common.optimizer_batch import OptimizerBatch, trained_mask
-from trinity_lightning.monitor.folders import TOKENS
+from trinity_lightning.monitor.folders import STEP_FILE, TOKENS
 
 TASKS = 3  # of a step, the first ones that were trained on
 MOST_TOKENS = 400  # of a response, the first ones
+MOST_STEPS = 200  # with a file
 _DIGITS = 5  # behind the point; log-probabilities have an error of this size
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class TokenKeeper(L.Callback):
     """Keeps the tokens of the first optimizer step of each explore step, in `completions/tokens/step_<step>.jsonl`.
 
     Of the first tasks that this process trains on (with several processes: rank 0) there are the response with the
-    highest and the one with the lowest advantage.
+    highest and the one with the lowest advantage. A long run loses the files of some older steps, see `steps_to_keep`.
 
     Args:
         folder: the run's folder.
@@ -69,6 +70,7 @@ class TokenKeeper(L.Callback):
         lines = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in records)
         try:
             write_atomically(self._folder / f"step_{batch.explore_step}.jsonl", "".join(lines).encode(errors="replace"))
+            _remove_old(self._folder, batch.explore_step)
         except OSError as error:
             self._failed = True
             logger.warning("tokens are not kept any more, which report.html would show: %s", error)
@@ -76,6 +78,31 @@ class TokenKeeper(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Forget the log-probabilities of a step that failed."""
         pl_module.on_logprobs, self._seen = None, []  # type: ignore[assignment]
+
+
+def _remove_old(folder: Path, newest: int) -> None:
+    files = {int(step[1]): path for path in folder.iterdir() if (step := STEP_FILE.fullmatch(path.name))}
+    for step in files.keys() - steps_to_keep(files, newest):
+        files[step].unlink(missing_ok=True)
+
+
+def steps_to_keep(steps: Iterable[int], newest: int) -> set[int]:
+    """The steps whose files stay once that of step `newest` is written: at most MOST_STEPS, the first one among them.
+
+    The newest half of MOST_STEPS stay. Of older steps there is one in each interval of equal length: a power of two,
+    so that what a longer interval keeps was kept by the shorter ones. Later steps than `newest` are those of a run that
+    was resumed from a checkpoint before them.
+    """
+    half = MOST_STEPS // 2
+    taken = sorted(step for step in steps if step <= newest)
+    older, new = taken[:-half], taken[-half:]
+    length = 1
+    while older and (older[-1] - older[0]) // length >= half:
+        length *= 2
+    first_of_interval: dict[int, int] = {}
+    for step in older:
+        first_of_interval.setdefault((step - older[0]) // length, step)
+    return {*first_of_interval.values(), *new}
 
 
 def _chosen(batch: OptimizerBatch, seen: Sequence[tuple[tuple[int, ...], Tensor]]) -> list[Trained]:
