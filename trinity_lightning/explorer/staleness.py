@@ -1,7 +1,9 @@
 """When groups of rollouts begin, and which of them a step takes, so that none is older than allowed."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
 from typing import Any
 
 
@@ -28,11 +30,13 @@ class StalenessController:
     `max_staleness`, because two rules keep it possible to train every group in time, `batch_size` of them a step:
 
     - A step takes the oldest `batch_size` complete groups. It waits as long as that choice would leave more than
-      j * batch_size groups with j or fewer steps to go, for any j.
+      j * batch_size groups with at most j steps to go, for any j.
     - A group begins only if all outstanding groups can be trained before it becomes too old itself. While the engines
       still have the weights of the step before (they roll out during training), that leaves room for fewer.
 
     Nothing is dropped because of its age: that would be biased against long rollouts.
+
+    Groups are counted by `began`, which has few values: what a completed group costs does not depend on their number.
 
     Attributes:
         batch_size: groups of a step.
@@ -45,7 +49,7 @@ class StalenessController:
         synced: steps that the engines' weights were trained for.
         next_group: number of the group that begins next.
         exhausted: True once there are no more tasks.
-        outstanding: groups that have begun and were not trained on, by number.
+        outstanding: groups that have begun and were not trained on, by number; in the order in which they began.
     """
 
     batch_size: int
@@ -59,13 +63,15 @@ class StalenessController:
     next_group: int = 0
     exhausted: bool = False
     outstanding: dict[int, Group] = field(default_factory=dict)
+    _outstanding: Counter[int] = field(default_factory=Counter, init=False, repr=False)  # number of them, by `began`
+    _complete: Counter[int] = field(default_factory=Counter, init=False, repr=False)  # of those complete
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     @property
     def running(self) -> int:
         """Number of groups under way, suspended ones included."""
-        return sum(not group.complete for group in self.outstanding.values())
+        return len(self.outstanding) - self._complete.total()
 
     def may_begin(self) -> bool:
         """True if the next group may begin now."""
@@ -76,14 +82,14 @@ class StalenessController:
 
     def _room(self) -> int:
         """Most groups that may be outstanding."""
-        steps_in_time = self.synced + self.max_staleness - self.taken + 1  # in which a group that begins now is trained
-        steps = min(self.run_ahead + 1, steps_in_time)
+        steps = min(self.run_ahead + 1, self._steps_to_go(self.synced, self.taken))
         return self.batch_size * (steps if self.last is None else min(steps, self.last - self.taken))
 
     def begin(self) -> Group:
         """Begin the next group, which `may_begin` allows."""
         group = Group(self.next_group, self.synced)
         self.outstanding[group.number] = group
+        self._outstanding[group.began] += 1
         self.next_group += 1
         return group
 
@@ -95,35 +101,54 @@ class StalenessController:
 
     def complete(self, number: int) -> None:
         """Let a group wait for its step: its runs have ended, and the filters have kept it."""
-        self.outstanding[number].complete = True
+        group = self.outstanding[number]
+        self._complete[group.began] += not group.complete
+        group.complete = True
 
     def give_up(self, number: int) -> None:
         """Free the place of a group that failed, or that a filter left out."""
-        del self.outstanding[number]
+        self._remove([self.outstanding[number]])
+
+    def ready(self) -> bool:
+        """True if the next step need not wait: `choice` has groups for it, or says that there are none left."""
+        wanted = self._step_size()
+        if self._complete.total() < wanted:
+            return False
+        left = 0  # groups that this step would leave of those that began so early
+        for began in sorted(self._outstanding):
+            taken = min(wanted, self._complete[began])
+            wanted -= taken
+            left += self._outstanding[began] - taken
+            if left > self._steps_to_go(began, self.taken + 1) * self.batch_size:
+                return False
+        return True
 
     def choice(self) -> list[Group] | None:
         """The groups that the next step takes; None: it has to wait. Empty: there are no more groups.
 
         A step is short only at the end of the tasks.
         """
-        groups = sorted(self.outstanding.values(), key=lambda group: (group.began, group.number))
-        size = min(self.batch_size, len(groups)) if self.exhausted else self.batch_size
-        chosen = [group for group in groups if group.complete][:size]
-        if len(chosen) < size:
+        if not self.ready():
             return None
-        numbers = {group.number for group in chosen}
-        left = [group.began for group in groups if group.number not in numbers]
-        for steps in range(self.max_staleness + 1):  # that can still train a group after this one
-            oldest = self.taken - self.max_staleness + steps
-            if sum(began <= oldest for began in left) > steps * self.batch_size:
-                return None
-        return chosen
+        return list(islice((group for group in self.outstanding.values() if group.complete), self._step_size()))
 
     def take(self, chosen: Iterable[Group]) -> None:
         """Take a step of these groups, which `choice` returned."""
-        for group in chosen:
-            del self.outstanding[group.number]
+        self._remove(list(chosen))
         self.taken += 1
+
+    def _steps_to_go(self, began: int, taken: int) -> int:
+        """Number of steps, after so many, that may train a group that began then."""
+        return began + self.max_staleness - taken + 1
+
+    def _step_size(self) -> int:
+        return min(self.batch_size, len(self.outstanding)) if self.exhausted else self.batch_size
+
+    def _remove(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            del self.outstanding[group.number]
+        self._outstanding -= Counter(group.began for group in groups)  # leaves no zeros
+        self._complete -= Counter(group.began for group in groups if group.complete)
 
     def sync(self) -> None:
         """Note that the engines were given the weights of all steps taken."""
@@ -139,7 +164,7 @@ class StalenessController:
         """The counts and the outstanding groups; settings are the configuration's."""
         return {
             **{name: getattr(self, name) for name in ("taken", "synced", "next_group", "exhausted")},
-            "outstanding": [asdict(group) for group in self.outstanding.values()],
+            "outstanding": [dict(vars(group)) for group in self.outstanding.values()],
         }
 
     @property
@@ -151,8 +176,18 @@ class StalenessController:
         return all(sum(began <= oldest + j for began in begun) <= (j + 1) * self.batch_size for j in steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned; with other settings, see `is_feasible`."""
         self.taken, self.synced = state["taken"], state["synced"]
         self.next_group, self.exhausted = state["next_group"], state["exhausted"]
-        groups: Sequence[Mapping[str, Any]] = state["outstanding"]
-        self.outstanding = {group["number"]: Group(**group) for group in groups}
+        groups = [Group(**group) for group in state["outstanding"]]
+        self.outstanding = {group.number: group for group in groups}
+        self._outstanding = Counter(group.began for group in groups)
+        self._complete = Counter(group.began for group in groups if group.complete)
+
+    @property
+    def is_feasible(self) -> bool:
+        """True if every outstanding group can be trained in time, which a lower `max_staleness` may prevent."""
+        began = sorted(self._outstanding)
+        counts = accumulate(self._outstanding[number] for number in began)
+        steps = [self._steps_to_go(number, self.taken) for number in began]
+        return all(count <= left * self.batch_size for count, left in zip(counts, steps, strict=True))
