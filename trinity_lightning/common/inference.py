@@ -24,6 +24,8 @@ class Completion:
             `common.thoughts`.
         finish_reason: "stop" (end token or stop string), "length" (token limit), or "abort".
         stop_reason: the stop string or stop token id that ended it, if one did.
+        versions: the versions of the weights that sampled it, as spans (start in the response, version). Starts
+            ascend from 0. Empty if the engine does not know them: the present `model_version` sampled it all.
     """
 
     prompt_token_ids: Sequence[int]
@@ -32,6 +34,7 @@ class Completion:
     text: str
     finish_reason: str | None
     stop_reason: str | int | None = None
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 def _refuse_writing(completion: Completion, name: str, value: object = None) -> None:
