@@ -22,7 +22,7 @@ from support.engine_promises import EnginePromises, as_written, ask, plain_logpr
 from support.errors import refuses
 from support.metaspace import metaspace_model
 from support.tiny_model import tiny_model
-from support.tiny_vllm import driven_engine, standing_still, tiny_engine
+from support.tiny_vllm import driven_engine, standing_still, tiny_engine, until_written
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import EngineConfig
@@ -390,14 +390,6 @@ def sync(engine: VLLMEngine, driver: Driver, model: Any, version: int) -> None:
     task = driver.start(engine.sync_weights(weight_stream(model), version))
     driver._collect()
     driver.wait(task)
-
-
-def until_written(engine: VLLMEngine, driver: Driver, tokens: int) -> None:
-    """Pump the engine until its longest response has so many tokens."""
-    while not (states := engine._engine.output_processor.request_states) or (
-        max(state.detokenizer.num_output_tokens() for state in states.values()) < tokens
-    ):
-        driver.pump(1.0)
 
 
 def on_driver(engine: VLLMEngine, driver: Driver, command: Callable[[], object]) -> None:
