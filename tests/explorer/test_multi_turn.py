@@ -1,5 +1,6 @@
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from support.errors import refuses
 from support.fake_model import FakeModel
 from support.places import without_places
 
-from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.inference import Completion, Spans, joined_spans
 from trinity_lightning.common.messages import Conversation
+from trinity_lightning.common.runs import spans_of
 from trinity_lightning.common.thoughts import Response
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.explorer import workflow_runner
@@ -51,9 +53,11 @@ class Countdown:
         Countdown.closed += 1
 
 
-def answering(*answers: str, **settings: Any) -> FakeModel:
+def answering(*answers: str, version: int = 0, **settings: Any) -> FakeModel:
     remaining = list(answers)
-    return FakeModel(lambda seed: remaining.pop(0), **settings)
+    model = FakeModel(lambda seed: remaining.pop(0), **settings)
+    model.model_version = version
+    return model
 
 
 def played(model: FakeModel, task: Task | None = None, repeat_times: int = 1, **arguments: Any) -> Any:
@@ -110,6 +114,42 @@ def test_an_episode_is_one_experience_in_which_the_policys_tokens_are_trained() 
     assert one.response_text == "assistant: ab\nuser: 2 left\nassistant: c\nuser: 1 left\nassistant: d"
     assert [message["role"] for message in one.messages] == ["user", "assistant"] * 3
     assert (one.eid.batch, one.eid.task, one.eid.run, one.truncate_status) == (2, 5, 0, None)
+
+
+def test_versions_of_the_turns_are_those_of_the_episode_at_their_places() -> None:
+    """The second turn went on with new weights; the third with the same."""
+    spans: list[Spans] = [((0, 4),), ((0, 4), (1, 6)), ((0, 6),)]
+    model = answering("ab", "cd", "e")
+    complete, called = model._completion, iter(spans)
+    model._completion = lambda *call: replace(complete(*call), versions=next(called))  # type: ignore[method-assign]
+    _, (one,) = played(model)
+    assert one.tokens.tolist() == codes("goab\n2 leftcd\n1 lefte")
+    assert one.info["versions"] == [[0, 4], [10, 6]]
+    assert spans_of(one) == ((0, 4), (10, 6))
+    called = iter(spans)
+    model.answer = lambda seed: "ab"
+    _, steps = played(model, mode="step_wise")
+    assert [step.info["versions"] for step in steps] == [[[0, 4]], [[0, 4], [1, 6]], [[0, 6]]]
+
+
+def test_an_episode_with_a_turn_of_unknown_versions_has_the_oldest_of_its_run() -> None:
+    _, (one,) = played(answering("ab", "c", "d", version=5))
+    assert "versions" not in one.info
+    assert spans_of(one) == ((0, 5),)
+
+
+@pytest.mark.parametrize(
+    ("parts", "spans"),
+    [
+        ([], ()),
+        ([(0, ((0, 3),)), (7, ())], ()),
+        ([(0, ((0, 3), (2, 4))), (2, ((0, 5),)), (9, ((0, 5), (1, 6)))], ((0, 3), (2, 5), (10, 6))),
+        ([(0, ((0, 3),)), (4, ((0, 4),)), (4, ((0, 3),))], ((0, 3),)),
+    ],
+)
+def test_spans_of_parts_are_joined(parts: list[tuple[int, Spans]], spans: Spans) -> None:
+    """A part without tokens leaves no span, and equal versions in a row are one span."""
+    assert joined_spans(parts) == spans
 
 
 def test_an_episode_is_an_experience_a_turn() -> None:

@@ -6,7 +6,7 @@ vLLM's own engine is a stand-in that has wrong weights after a sleep of level 2:
 import asyncio
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,6 +35,9 @@ class LLMEngine:
     calls: list[str] = field(default_factory=list)
     weights: float | None = 0.0  # None: given up
     is_multimodal_model = False
+    engine_core: ClassVar[Any] = SimpleNamespace(
+        engine_core=SimpleNamespace(scheduler=SimpleNamespace(running=[]))  # no request is under way
+    )
 
     @property
     def model_config(self) -> Any:
@@ -44,7 +47,8 @@ class LLMEngine:
     def vllm_config(self) -> Any:
         return SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int, mode: str) -> None:
+        assert mode == "keep", "requests under way are not lost"
         self.calls.append(f"sleep {level}")
         self.weights = None if level == 2 else self.weights
 

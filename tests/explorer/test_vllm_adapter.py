@@ -4,14 +4,17 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.engine_promises import plain_logprobs
 from support.forked import fork_servers
 from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
+from support.tiny_vllm import until_written
 
 from trinity_lightning.config.engines import EngineConfig, EngineDtype
 from trinity_lightning.config.model import LoRAConfig
@@ -82,6 +85,23 @@ def test_drill_and_probes_pass_whenever_adapters_are_sent(driven: tuple[VLLMAdap
     move(model)
     assert sync.sync()["sync/probe_diff/max"] < 1e-4
     assert driver.run(engine.logprobs(probe)) != pytest.approx(before, abs=1e-2)
+
+
+def test_responses_go_on_with_the_adapters_that_come_meanwhile(driven: tuple[VLLMAdapterEngine, Driver, Any]) -> None:
+    engine, driver, model = driven
+    driver.run(engine.sync_weights(model.adapter.alone(), 1))
+    task = driver.start(engine.generate(list(range(4, 40)), n=2, seed=3, max_tokens=12, ignore_eos=True))
+    until_written(engine, driver, 5)
+    old = deepcopy(model)
+    move(model)
+    sync = driver.start(engine.sync_weights(model.adapter.alone(), 2))
+    driver._collect()
+    driver.wait(sync)
+    for completion in driver.wait(task):
+        assert completion.versions == ((0, 1), (5, 2))
+        before, after = (plain_logprobs(completion, model=weights) for weights in (old, model))
+        assert list(completion.logprobs) == pytest.approx([*before[:5], *after[5:]], rel=0, abs=1e-5)
+        assert before[5:] != pytest.approx(after[5:], abs=1e-3)
 
 
 @pytest.mark.parametrize(

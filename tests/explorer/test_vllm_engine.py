@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from mmap import PAGESIZE
@@ -22,7 +22,7 @@ from support.engine_promises import EnginePromises, as_written, ask, plain_logpr
 from support.errors import refuses
 from support.metaspace import metaspace_model
 from support.tiny_model import tiny_model
-from support.tiny_vllm import driven_engine, standing_still, tiny_engine
+from support.tiny_vllm import driven_engine, standing_still, tiny_engine, until_written
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import EngineConfig
@@ -367,6 +367,86 @@ def test_vllm_failing_in_the_middle_of_a_sync_is_told(
     assert engine.model_version == 0
 
 
+def several(engine: VLLMEngine) -> Coroutine[Any, Any, list[list[Completion]]]:
+    """Requests of different lengths, numbers of samples and temperatures."""
+    settings: list[dict[str, Any]] = [
+        {"n": 1, "max_tokens": 30},
+        {"n": 2, "max_tokens": 20, "temperature": 0.7},
+        {"n": 1, "max_tokens": 6},
+    ]
+    calls = [
+        engine.generate([5 + i] * (40 - 15 * i), seed=10 * i, ignore_eos=True, **values)
+        for i, values in enumerate(settings)
+    ]
+
+    async def ask_all() -> list[list[Completion]]:
+        return await asyncio.gather(*calls)
+
+    return ask_all()
+
+
+def sync(engine: VLLMEngine, driver: Driver, model: Any, version: int) -> None:
+    """Send weights; no step is made between the call and their arrival."""
+    task = driver.start(engine.sync_weights(weight_stream(model), version))
+    driver._collect()
+    driver.wait(task)
+
+
+def on_driver(engine: VLLMEngine, driver: Driver, command: Callable[[], object]) -> None:
+    """Run a command on the thread of the engine, which does not step meanwhile."""
+    engine._post(command)
+    engine.run_commands()
+
+
+def test_responses_go_on_with_the_weights_that_come_meanwhile(engine: VLLMEngine, driver: Driver) -> None:
+    """Each span has the log-probabilities of its own weights, given the exact tokens before it."""
+    models = [tiny_model(), tiny_model(1.05), tiny_model(0.95)]
+    engine.reprefilled_tokens = 0
+    try:
+        task = driver.start(several(engine))
+        until_written(engine, driver, 4)
+        sync(engine, driver, models[1], 1)
+        until_written(engine, driver, 9)  # the shortest request has ended
+        late = driver.start(engine.generate(PROMPT, seed=9, max_tokens=3, ignore_eos=True))
+        driver._collect()  # begun, and not yet stepped
+        sync(engine, driver, models[2], 2)
+        later = driver.run(engine.generate(PROMPT, seed=9, max_tokens=3, ignore_eos=True))
+        [[long], two, [short]], late = driver.wait(task), driver.wait(late)
+    finally:
+        driver.run(engine.sync_weights(weight_stream(tiny_model()), 0))
+    assert [completion.versions for completion in (long, *two)] == [((0, 0), (4, 1), (9, 2))] * 3
+    assert [completion.versions for completion in (short, *late, *later)] == [((0, 0), (4, 1)), *[((0, 2),)] * 2]
+    assert late == later
+    assert [len(completion.token_ids) for completion in (long, *two, short)] == [30, 20, 20, 6]
+    assert engine.reprefilled_tokens == (40 + 2 * 25 + 10 + 4 * 3) + (40 + 2 * 25 + 3 * 8)
+    for completion, temperature in ((long, 1.0), (two[0], 0.7), (two[1], 0.7), (short, 1.0), (late[0], 1.0)):
+        rescored = [plain_logprobs(completion, temperature, model) for model in models]
+        starts = [start for start, _ in completion.versions]
+        ends = [*starts[1:], len(completion.token_ids)]
+        expected = [
+            logprob
+            for (start, version), end in zip(completion.versions, ends, strict=True)
+            for logprob in rescored[version][start:end]
+        ]
+        assert list(completion.logprobs) == pytest.approx(expected, rel=0, abs=1e-5)
+        assert completion is late[0] or list(completion.logprobs) != pytest.approx(rescored[0], rel=0, abs=1e-3)
+
+
+def test_a_sync_neither_repeats_nor_loses_noise(engine: VLLMEngine, driver: Driver) -> None:
+    undisturbed = driver.run(several(engine))
+    try:
+        task = driver.start(several(engine))
+        until_written(engine, driver, 4)
+        sync(engine, driver, tiny_model(), 1)
+        disturbed = driver.wait(task)
+    finally:
+        driver.run(engine.sync_weights(weight_stream(tiny_model()), 0))
+    for befores, afters in zip(undisturbed, disturbed, strict=True):
+        for before, after in zip(befores, afters, strict=True):
+            assert after.token_ids == before.token_ids
+            assert (before.versions, after.versions) == (((0, 0),), ((0, 0), (4, 1)))
+
+
 # -- sleep: on a CPU the cache alone is given up; of vLLM's own sleep, the pause and the forgotten prefixes ------------
 
 
@@ -376,15 +456,9 @@ def cache_of(engine: VLLMEngine) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(caches[0].untyped_storage())
 
 
-def test_an_idle_engine_gives_the_memory_of_its_cache_to_the_trainer(
-    engine: VLLMEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_engine_gives_the_memory_of_its_cache_to_the_trainer(engine: VLLMEngine, driver: Driver) -> None:
     before, cache = ask(engine, driver), cache_of(engine)
     assert cache.any()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_has_work", lambda: True)
-        engine._empty_cache()
-    assert cache.any()  # a request under way would need it
     driver.run(engine.sleep())
     assert not cache[PAGESIZE:-PAGESIZE].any()
     driver.run(engine.wake_up())
@@ -405,6 +479,20 @@ def test_an_engine_that_slept_has_its_weights_and_goes_on(
     assert not engine._engine.is_sleeping()
     assert ask(engine, driver) == before
     driver.run(engine.wake_up())
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_requests_under_way_go_on_after_a_sleep(
+    engine: VLLMEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch, sleeps: bool
+) -> None:
+    monkeypatch.setattr(engine, "_sleeps", sleeps)
+    undisturbed = driver.run(several(engine))
+    task = driver.start(several(engine))
+    until_written(engine, driver, 4)
+    on_driver(engine, driver, lambda: engine._fall_asleep() if sleeps else engine._empty_cache())
+    assert sleeps or not cache_of(engine)[PAGESIZE:-PAGESIZE].any()
+    on_driver(engine, driver, engine._awake)
+    assert driver.wait(task) == undisturbed
 
 
 # -- life: last, for it takes the engine away -------------------------------------------------------------------------

@@ -292,6 +292,7 @@ class EnginePromises:
                 driver.run(engine.sync_weights(weight_stream(model), version))
                 assert engine.model_version == version
                 completion = driver.run(engine.generate(prompt, seed=0, max_tokens=4))[0]
+                assert completion.versions == ((0, version),)
                 expected = plain_logprobs(completion, model=model)
                 assert list(completion.logprobs) == pytest.approx(expected, abs=1e-3)
                 assert driver.run(engine.logprobs(PROMPT)) == pytest.approx(logprobs(model, PROMPT), abs=1e-3)

@@ -27,6 +27,16 @@ def standing_still(engine: VLLMEngine) -> threading.Event:
     return event
 
 
+def until_written(engine: VLLMEngine, driver: Driver, tokens: int) -> None:
+    """Pump the engine until the longest of the unfinished responses has so many tokens."""
+    for _ in range(1000):
+        driver.pump(1.0)
+        states = engine._engine.output_processor.request_states.values()
+        if any(state.detokenizer.num_output_tokens() >= tokens for state in states):
+            return
+    raise AssertionError(f"no response has {tokens} tokens")
+
+
 @contextmanager
 def driven_engine(max_model_len: int) -> Iterator[tuple[VLLMEngine, Driver]]:
     """A loaded engine and its driver; both are gone afterwards."""

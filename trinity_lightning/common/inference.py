@@ -9,6 +9,9 @@ from torch import Tensor
 from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.errors import ReadOnlyError
 
+# Versions of the weights that sampled a response: spans (start, version) in the order of their starts.
+Spans = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -24,6 +27,8 @@ class Completion:
             `common.thoughts`.
         finish_reason: "stop" (end token or stop string), "length" (token limit), or "abort".
         stop_reason: the stop string or stop token id that ended it, if one did.
+        versions: versions of the weights that sampled it, as spans (start in the response, version). The first start
+            is 0, starts ascend, and no two spans in a row have the same version. Empty if nobody says them.
     """
 
     prompt_token_ids: Sequence[int]
@@ -32,6 +37,7 @@ class Completion:
     text: str
     finish_reason: str | None
     stop_reason: str | int | None = None
+    versions: Spans = ()
 
 
 def _refuse_writing(completion: Completion, name: str, value: object = None) -> None:
@@ -43,6 +49,24 @@ def _refuse_writing(completion: Completion, name: str, value: object = None) -> 
 
 
 Completion.__setattr__ = Completion.__delattr__ = _refuse_writing  # type: ignore[method-assign,assignment]
+
+
+def joined_spans(parts: Iterable[tuple[int, Spans]]) -> Spans:
+    """Spans of a response that has several parts, in their order; () if nobody says the versions of a part.
+
+    Args:
+        parts: for each part, the place of its first token in the response, and its own spans.
+    """
+    joined: list[tuple[int, int]] = []
+    for offset, spans in parts:
+        if not spans:
+            return ()
+        for start, version in spans:
+            if joined and joined[-1][0] == offset + start:  # the part before has no tokens
+                joined.pop()
+            if not joined or joined[-1][1] != version:
+                joined.append((offset + start, version))
+    return tuple(joined)
 
 
 @runtime_checkable

@@ -8,9 +8,10 @@ import logging
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from trinity_lightning.common.experience import Experience, ExperienceError, group_by
+from trinity_lightning.common.inference import Spans
 from trinity_lightning.config.values import FLOAT32_MOST, as_float, text
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ RAW_REWARD = f"{RESERVED}raw_reward"
 WRITTEN_TOKENS = f"{RESERVED}written_tokens"
 # Entry of info: one of `REASONS` why the experience is not trained on; absent if it is trained on.
 UNTRAINED = f"{RESERVED}untrained"
+# Entry of info: versions of the weights that sampled the response, [[start in the response, version], ...].
+VERSIONS = "versions"
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -55,6 +58,26 @@ def written_tokens(experience: Experience) -> int:
     if experience.experience_type == "multi_turn" and experience.action_mask is not None:
         return int(experience.action_mask.count_nonzero())
     return len(experience.tokens) - experience.prompt_length
+
+
+def versions_entry(spans: Spans) -> dict[str, Any]:
+    """The entry of `Experience.info` for the versions of the weights that sampled a response; none if they are unknown.
+
+    Args:
+        spans: as in `Completion.versions`, with starts in the experience's response.
+    """
+    return {VERSIONS: [list(span) for span in spans]} if spans else {}
+
+
+def spans_of(experience: Experience) -> Spans:
+    """The versions of the weights that sampled a response, as spans (start in the response, version).
+
+    If a workflow made the experience without them, they are the oldest version of its run alone; () if that is unknown.
+    """
+    info = experience.info
+    if VERSIONS in info:
+        return tuple((start, version) for start, version in info[VERSIONS])
+    return ((0, info["model_version"]),) if "model_version" in info else ()
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------

@@ -43,11 +43,12 @@ class Engine(ABC):
     - `load` and `shutdown`, and the properties `tokenizer` and `dtype`;
     - `_completions`: n responses with their exact tokens, each token with its log-probability in the distribution that
       it was drawn from (temperature applied), and the reason why the response ended. Their text is made from the tokens
-      by `generate`, which ignores any text that they have. `sampling` has names of vLLM's SamplingParams, and no None.
-      In rollouts of a run it always has `seed`, `temperature` and `max_tokens`, and all else that `sampling` of the
-      configuration sets; a call of `generate` by hand may leave out any. Sample i is drawn with `seed` + i,
-      independently of other requests. A response ends with the first of `end_tokens` (unless `ignore_eos` is set),
-      which is its last token;
+      by `generate`, which ignores any text that they have. Without `versions` they are of the weights that the engine
+      had when they were asked for: an engine that goes on with them under new weights has to say their spans.
+      `sampling` has names of vLLM's SamplingParams, and no None. In rollouts of a run it always has `seed`,
+      `temperature` and `max_tokens`, and all else that `sampling` of the configuration sets; a call of `generate` by
+      hand may leave out any. Sample i is drawn with `seed` + i, independently of other requests. A response ends with
+      the first of `end_tokens` (unless `ignore_eos` is set), which is its last token;
     - `_logprobs`: the log-probability at temperature 1 of every token but the first, given the tokens before it;
     - `weight_shapes`: the shapes of the weights that it wants, by their names in a Hugging Face checkpoint, with a tied
       head as a tensor of its own;
@@ -75,6 +76,9 @@ class Engine(ABC):
     generation_config: Any = None
     # Number of times that it died and was started again; None for an engine that dies only with the run.
     restarts: int | None = None
+    # Number of tokens that it has to compute again, because weights came while their requests were under way. Who reads
+    # the number sets it to 0.
+    reprefilled_tokens = 0
     # Processor of a model that takes pictures, set by `load`; None: the model, or this engine, takes none.
     processor: PictureProcessor | None = None
     # Arguments of that processor (`model.processor_args`), set before `load`.
@@ -128,12 +132,18 @@ class Engine(ABC):
         token_ids = encode_text(self.tokenizer, prompt) if isinstance(prompt, str) else self._tokens_of(prompt)
         self._check_room(token_ids, sampling.get("max_tokens"))
         chosen = {name: value for name, value in sampling.items() if value is not None}
+        present = ((0, self.model_version),)
         completions = await self._completions(token_ids, n, chosen)
         tokenizer = self.tokenizer
         markers = markers_of(tokenizer) if self.thoughts is None else (self.thoughts,)
         as_asked = {"prompt_token_ids": token_ids} if isinstance(token_ids, PicturePrompt) else {}
         return [
-            replace(completion, text=written_text(tokenizer, completion, chosen, markers), **as_asked)
+            replace(
+                completion,
+                text=written_text(tokenizer, completion, chosen, markers),
+                versions=completion.versions or present,
+                **as_asked,
+            )
             for completion in completions
         ]
 

@@ -32,7 +32,7 @@ ERRORS = {
     for kind in (ConfigError, ModelLoadError, PromptTooLongError, RolloutError, TypeError, ValueError)
 }
 # Fields of a Completion in the order of an answer.
-FIELDS = ("token_ids", "logprobs", "text", "finish_reason", "stop_reason")
+FIELDS = ("token_ids", "logprobs", "text", "finish_reason", "stop_reason", "versions")
 
 
 def _encoded(frame: list[Any]) -> bytes:
@@ -123,7 +123,10 @@ class RankEngine(LoadedEngine):
         except (TypeError, ValueError):
             _refuse_unsendable(sampling)
             raise  # an error of that engine
-        return [Completion(token_ids, *fields) for fields in answers]
+        return [
+            Completion(token_ids, *fields, versions=tuple((start, version) for start, version in versions))
+            for *fields, versions in answers
+        ]
 
     async def _logprobs(self, token_ids: list[int]) -> list[float]:
         return await self._ask("logprobs", [int(token) for token in token_ids])

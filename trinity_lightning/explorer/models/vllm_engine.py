@@ -146,7 +146,7 @@ class VLLMEngine(InProcessEngine):
 
         With engine.sleep=always, the weights move to the host and the cache is given up. On a CPU the memory of the
         cache, and of vLLM's temporary tensors, is given back to the system; an empty cache takes none until it is
-        written to.
+        written to. Requests under way stay, and go on after `wake_up`.
         """
         await self._on_driver(self._fall_asleep if self._sleeps else self._empty_cache)
 
@@ -170,14 +170,16 @@ class VLLMEngine(InProcessEngine):
             trim_heap()
 
     def _fall_asleep(self, keeps_weights: bool = True) -> bool:
-        """Sleep, unless the engine does already; True if its weights are given up."""
+        """Sleep, unless the engine does already; True if its weights are given up. Requests stay, without a cache."""
         if self._loaded and not self._asleep:
-            self._engine.sleep(level=1 if keeps_weights else 2)
+            self._count_cached()
+            self._engine.sleep(level=1 if keeps_weights else 2, mode="keep")
             self._asleep, self._lacks_weights = True, self._lacks_weights or not keeps_weights
         return self._lacks_weights
 
     def _empty_cache(self) -> None:
-        if self._loaded and self._on_cpu and not self._has_work() and self._engine.reset_prefix_cache():
+        if self._loaded and self._on_cpu:
+            self._forget_prefixes()
             self._engine.collective_rpc(forget_cache)
             trim_heap()
 
@@ -276,6 +278,7 @@ class VLLMEngine(InProcessEngine):
         return self._engine.has_unfinished_requests()
 
     def _step(self) -> Iterable[tuple[str, Any]]:
+        self._engine.set_weight_version(str(self.model_version))  # vLLM notes it with the tokens that it samples
         with self._own_torch_state():
             return [(out.request_id, self._result(out)) for out in self._engine.step() if out.finished]
 
@@ -291,6 +294,7 @@ class VLLMEngine(InProcessEngine):
                 text="",  # `generate` makes it
                 finish_reason=sample.finish_reason,
                 stop_reason=None if sample.stop_reason in self.end_tokens else sample.stop_reason,
+                versions=tuple((span.start, int(span.version)) for span in sample.weight_versions or ()),
             )
             for sample in sorted(output.outputs, key=lambda sample: sample.index)
         ]
@@ -323,7 +327,7 @@ class VLLMEngine(InProcessEngine):
         try:
             self._load_weights(stream)
             self._lacks_weights = False
-            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._forget_prefixes()
             # States of pictures outlive their requests. Those of a frozen tower are right, but vLLM's reload drops
             # them in the worker, and its scheduler would not know of that.
             if self._pictures is not None:
@@ -332,6 +336,19 @@ class VLLMEngine(InProcessEngine):
             raise WeightSyncError(
                 f"vLLM failed while it took over the weights ({type(error).__name__}: {error}); build another engine."
             ) from error
+
+    def _forget_prefixes(self) -> None:
+        """Empty the cache. Requests under way keep their tokens, whose keys and values are computed again."""
+        self._count_cached()
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+
+    def _count_cached(self) -> None:
+        """Add the tokens of running requests that are in the cache, which is about to be emptied, to be computed again.
+
+        The tokens of a prompt that requests share are counted for each of them.
+        """
+        running = self._engine.engine_core.engine_core.scheduler.running
+        self.reprefilled_tokens += sum(request.num_computed_tokens for request in running)
 
     def _load_weights(self, stream: WeightStream) -> None:
         if self._packed is not None:

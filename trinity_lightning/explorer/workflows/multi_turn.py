@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from trinity_lightning.common.experience import EID, Experience
-from trinity_lightning.common.inference import Completion, InferenceModel
+from trinity_lightning.common.inference import Completion, InferenceModel, Spans, joined_spans
 from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.pictures.parts import parts_of, pictures_in
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.pictures.thumbnails import notes_of
+from trinity_lightning.common.runs import versions_entry
 from trinity_lightning.common.thoughts import answer_part
 from trinity_lightning.common.threads import call
 from trinity_lightning.config.own_parts import ENVIRONMENT
@@ -257,6 +258,7 @@ def single_experience(episode: Episode) -> Experience:
     first, last = episode.turns[0].completion, episode.turns[-1]
     tokens, start = last.token_ids, len(first.prompt_token_ids)
     logprobs, mask = [0.0] * (len(tokens) - start), [False] * (len(tokens) - start)
+    spans: list[tuple[int, Spans]] = []
     conversation: list[Message] = []  # without the environment's last answer, which the policy did not see
     for turn in episode.turns:
         if turn.token_ids != tokens[: len(turn.token_ids)]:
@@ -265,6 +267,7 @@ def single_experience(episode: Episode) -> Experience:
         end = begin + len(turn.completion.token_ids)
         logprobs[begin:end] = turn.completion.logprobs
         mask[begin:end] = [True] * (end - begin)
+        spans.append((begin, turn.completion.versions))
         conversation += [*turn.asked, {"role": "assistant", "content": str(turn.completion.text)}]
     return Experience(
         tokens=tokens,
@@ -274,7 +277,11 @@ def single_experience(episode: Episode) -> Experience:
         action_mask=mask,
         reward=episode.total_reward,
         truncate_status=_truncation(episode, len(episode.turns) - 1),
-        info={"finish_reason": last.completion.finish_reason, **notes_of(tokens)},
+        info={
+            "finish_reason": last.completion.finish_reason,
+            **versions_entry(joined_spans(spans)),
+            **notes_of(tokens),
+        },
         metrics=episode.metrics,
         prompt_text=prompt_text_of(episode.turns[0].asked),
         response_text=prompt_text_of(conversation[len(episode.turns[0].asked) :]),

@@ -10,6 +10,7 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.inference import Completion, InferenceModel
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.pictures.thumbnails import notes_of
+from trinity_lightning.common.runs import versions_entry
 from trinity_lightning.config.registry import Registry
 from trinity_lightning.config.signatures import check_arguments, is_of_the_library, made, parameters_beside
 from trinity_lightning.config.values import nearest, unknown_name
@@ -97,7 +98,7 @@ def experience_of(
     Args:
         completion: the response.
         asked: the messages that the response answers, for people to read.
-        info: entries of `Experience.info` beside the finish reason.
+        info: entries of `Experience.info` beside the finish reason and the versions of the weights.
         fields: further fields of the Experience, which win over the ones made here.
     """
     values: dict[str, Any] = {
@@ -106,7 +107,12 @@ def experience_of(
         "multi_modal_inputs": prompt.inputs if isinstance(prompt, PicturePrompt) else None,
         "logprobs": list(completion.logprobs),
         "truncate_status": "response_truncated" if completion.finish_reason == "length" else None,
-        "info": {"finish_reason": completion.finish_reason, **notes_of(prompt), **(info or {})},
+        "info": {
+            "finish_reason": completion.finish_reason,
+            **versions_entry(completion.versions),
+            **notes_of(prompt),
+            **(info or {}),
+        },
         "prompt_text": prompt_text_of(asked),
         "response_text": str(completion.text),
     }
