@@ -39,8 +39,8 @@ from trinity_lightning.errors import (
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer, Watcher
 from trinity_lightning.explorer.models import server, vllm_server
-from trinity_lightning.explorer.models.server import ServerClient
-from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, _command_line
+from trinity_lightning.explorer.models.server import ServerClient, command_line
+from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.sync.files import WeightFolder
@@ -376,7 +376,7 @@ def test_a_server_of_a_model_that_reads_pictures_takes_prompts_with_them(
 
 def test_arguments_with_parts_are_json_on_the_command_line() -> None:
     parts = {"middleware": ["a.B", "c.D"], "lora_modules": [{"name": "a", "path": "/b"}], "hf_overrides": {"c": [1]}}
-    flags = _command_line(parts | {"enforce_eager": True, "enable_log_requests": False, "seed": None})
+    flags = command_line(parts | {"enforce_eager": True, "enable_log_requests": False, "seed": None})
     assert flags[:5] == ["--middleware", "a.B", "c.D", "--lora-modules", '{"name": "a", "path": "/b"}']
     assert flags[5:] == ["--hf-overrides", '{"c": [1]}', "--enforce-eager", "--no-enable-log-requests"]
 
