@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trinity_lightning.common.inference import Completion, Spans, joined_spans
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.common.random_state import rest_seed
-from trinity_lightning.errors import ConfigError, RolloutError
+from trinity_lightning.errors import ConfigError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.server_path import ServerPath, generated
 
 if TYPE_CHECKING:
@@ -150,6 +150,9 @@ def version_of(label: str) -> int:
     return int(label) if label.isdecimal() else 0
 
 
+Post = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
+
+
 class UnfinishedSamples:
     """Draws samples from a server, and knows their tokens so far: if it ends, another one draws the rest.
 
@@ -162,7 +165,7 @@ class UnfinishedSamples:
 
     def __init__(
         self,
-        post: Callable[[str, Mapping[str, Any]], Awaitable[Any]],
+        post: Post,
         ask_with_pictures: Callable[[PicturePrompt, Mapping[str, Any], str], Awaitable[Any]],
         revive: Callable[[], Awaitable[bool]],
         ends: Callable[[], Iterable[int]],
@@ -232,13 +235,13 @@ class UnfinishedSamples:
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             with contextlib.suppress(RolloutError, ValueError):  # the samples' own requests fail, too
-                await self._look()
+                await self._look(self._post)
 
-    async def _look(self) -> None:
-        """Learn the tokens that the server has drawn since the last time."""
+    async def _look(self, post: Post) -> None:
+        """Learn the tokens that the server has drawn since the last time; errors are those of `post`."""
         async with self._looking:
             by_name = {sample.name: sample for sample in self._samples}
-            progress = await self._post(PATH, {KNOWN: {name: sample.drawn for name, sample in by_name.items()}})
+            progress = await post(PATH, {KNOWN: {name: sample.drawn for name, sample in by_name.items()}})
             for name, new in progress.items():
                 if by_name[name].name == name:  # else another request has begun to ask for the rest
                     by_name[name].add(new)
@@ -257,7 +260,7 @@ class UnfinishedSamples:
     # -- new weights ---------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def paused(self, change: Callable[[str, Mapping[str, Any]], Awaitable[Any]]) -> AsyncIterator[None]:
+    async def paused(self, change: Post) -> AsyncIterator[None]:
         """Pause the server, with its requests kept, while it takes new weights; the tokens so far are known then.
 
         If it does not take them, it stays paused, since it may hold half of them: no token is drawn from such weights,
@@ -269,13 +272,16 @@ class UnfinishedSamples:
         try:
             await change("/pause?mode=keep&clear_cache=false", {})
             if self._samples:
-                await self._look()
+                await self._look(change)
         except BaseException:  # its weights are as they were
             with contextlib.suppress(RolloutError, ValueError, TimeoutError):
                 async with asyncio.timeout(RESUME_SECONDS):
                     await self._post("/resume", {})
             raise
-        yield
+        try:
+            yield
+        except WeightSyncError as error:
+            raise WeightSyncError(f"{error} It stays paused, since it may hold half of the weights.") from error
         await change("/resume", {})
 
 
