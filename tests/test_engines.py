@@ -24,7 +24,7 @@ from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.model import ModelConfig
 from trinity_lightning.config.run import TrainConfig, typed_config
 from trinity_lightning.engines import check_room
-from trinity_lightning.explorer.models.vllm_server import server_cores
+from trinity_lightning.explorer.models.server import server_cores
 from trinity_lightning.monitor.run_monitor import RunMonitor
 
 

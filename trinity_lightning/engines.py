@@ -32,8 +32,9 @@ from trinity_lightning.config.trainer import compute_dtype, processes_of
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.models.openai_api import OpenAIModel
+from trinity_lightning.explorer.models.server import server_cores
 from trinity_lightning.explorer.models.vllm_engine import check_experts
-from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, server_cores
+from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.resume import dtype_of
 

@@ -103,7 +103,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def generated(engine: Any, prompt: Any, sampling: Any) -> Any:
+    async def generated(engine: Any, prompt: Any, sampling: Any, request_id: Any) -> Any:
         return prompt
 
     def joined_input(token_ids: Any, texts: Any) -> Any:

@@ -27,6 +27,7 @@ from support.tiny_model import logprobs, tiny_model
 
 from trinity_lightning.buffer.operators.auxiliary import TeacherTopK
 from trinity_lightning.common.experience import Experience
+from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import EngineDtype
 from trinity_lightning.config.explorer import ExplorerConfig, SamplingConfig
 from trinity_lightning.config.models import resolve_model
@@ -38,9 +39,10 @@ from trinity_lightning.errors import (
 )
 from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer, Watcher
-from trinity_lightning.explorer.models import server, vllm_server
-from trinity_lightning.explorer.models.server import ServerClient
-from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine, _command_line
+from trinity_lightning.explorer.models import server, server_requests, vllm_server
+from trinity_lightning.explorer.models.server import ServerClient, command_line
+from trinity_lightning.explorer.models.server_requests import KEEPING, UnfinishedSample
+from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.sync.files import WeightFolder
@@ -71,7 +73,8 @@ def engine(needs_vllm: Any, driver: Driver, log: Path, run_train: Commands) -> I
     shutil.copytree(resolve_model("tiny"), model)
     settings = {"do_sample": True, "top_k": 1, "temperature": 0.1, "repetition_penalty": 1.5}
     (model / "generation_config.json").write_text(json.dumps(settings))
-    engine = VLLMServerEngine(str(model), log=log, args={"enable_log_requests": True}, **SETTINGS)
+    args = {"enable_log_requests": True, "middleware": [KEEPING]}
+    engine = VLLMServerEngine(str(model), log=log, args=args, **SETTINGS)
     driver.run(engine.load())
     with pytest.MonkeyPatch.context() as patch:
         fork_servers(run_train.address, patch.setattr)
@@ -98,7 +101,7 @@ class Elsewhere:
         self.answers: dict[str, tuple[int, Any]] = {}
         self.hangs: set[str] = set()
         self.requests: list[str] = []
-        self.port, self.weights = 0, "its own"
+        self.port, self.weights, self.is_paused = 0, "its own", False
         self.runner: web.AppRunner | None = None
 
     @property
@@ -130,7 +133,10 @@ class Elsewhere:
             self.weights = Path(body["kwargs"]["weights_path"]).name
         card = {"id": "policy", "max_model_len": self.context}
         content = {"data": [card], "success": True, "world_size": 1, "weights": self.weights}
-        return web.json_response(content | {"choices": [self.choice(body.get("prompt", []))]})
+        choice = self.choice(body.get("prompt", []))
+        if request.path == server_requests.PATH:
+            choice |= {"logprobs": [self.sampled] * 8, "versions": [[0, "default"]]}
+        return web.json_response(content | {"choices": [choice], "is_paused": self.is_paused})
 
     def choice(self, prompt: list[int]) -> dict[str, Any]:
         return {
@@ -376,7 +382,7 @@ def test_a_server_of_a_model_that_reads_pictures_takes_prompts_with_them(
 
 def test_arguments_with_parts_are_json_on_the_command_line() -> None:
     parts = {"middleware": ["a.B", "c.D"], "lora_modules": [{"name": "a", "path": "/b"}], "hf_overrides": {"c": [1]}}
-    flags = _command_line(parts | {"enforce_eager": True, "enable_log_requests": False, "seed": None})
+    flags = command_line(parts | {"enforce_eager": True, "enable_log_requests": False, "seed": None})
     assert flags[:5] == ["--middleware", "a.B", "c.D", "--lora-modules", '{"name": "a", "path": "/b"}']
     assert flags[5:] == ["--hf-overrides", '{"c": [1]}', "--enforce-eager", "--no-enable-log-requests"]
 
@@ -405,6 +411,55 @@ def test_a_server_elsewhere_that_takes_no_weights_is_refused() -> None:
     server = Elsewhere()
     server.answers["/get_world_size"] = 404, {"error": {"message": "Not Found"}}
     with_elsewhere(server, load)
+
+
+@pytest.mark.parametrize("answer", [(404, {"detail": "Not Found"}), (200, {"choices": [{"versions": None}]})])
+def test_a_server_elsewhere_that_does_not_keep_requests_is_refused(answer: tuple[int, Any]) -> None:
+    async def load(engine: VLLMServerEngine) -> None:
+        with refuses("engine.urls") as refused:
+            await engine.load()
+        assert f"--middleware {KEEPING}" in str(refused.value.fix)
+
+    server = Elsewhere()
+    server.answers[server_requests.PATH] = answer
+    with_elsewhere(server, load, keeps_requests=True)
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_a_server_elsewhere_that_a_killed_run_has_paused_goes_on(is_paused: bool) -> None:
+    server = Elsewhere()
+    server.is_paused = is_paused
+    with_elsewhere(server, VLLMServerEngine.load)
+    assert ("/resume" in server.requests) is is_paused
+    assert server.requests.index("/is_paused") < server.requests.index("/v1/completions")
+
+
+@pytest.mark.parametrize("keeps_requests", [True, False])
+def test_a_server_is_paused_only_if_requests_may_be_under_way(keeps_requests: bool, tmp_path: Path) -> None:
+    async def sync(engine: VLLMServerEngine) -> None:
+        await engine.load()
+        server.requests.clear()
+        await engine.sync_weights(weight_stream(tiny_model()), 1)
+
+    server = Elsewhere()
+    with_elsewhere(server, sync, weights=WeightFolder(tmp_path), keeps_requests=keeps_requests)
+    changes = ["/collective_rpc", "/reset_prefix_cache"]
+    around = ["/pause", *changes, "/update_weight_version", "/resume"]
+    assert [path for path in server.requests if path != server_requests.PATH] == (around if keeps_requests else changes)
+
+
+def test_a_server_goes_on_with_the_next_weights_after_a_sync_that_failed(tmp_path: Path) -> None:
+    async def sync(engine: VLLMServerEngine) -> None:
+        server.answers["/collective_rpc"] = 500, {"error": {"message": "no room"}}
+        with pytest.raises(WeightSyncError, match=r"no room.*stays paused"):
+            await engine.sync_weights(weight_stream(tiny_model()), 1)
+        assert (server.requests[-1], engine.model_version) == ("/health", 0)
+        del server.answers["/collective_rpc"]
+        await engine.sync_weights(weight_stream(tiny_model()), 2)
+        assert (server.requests[-1], engine.model_version) == ("/resume", 2)
+
+    server = Elsewhere()
+    with_elsewhere(server, sync, weights=WeightFolder(tmp_path), keeps_requests=True)
 
 
 def test_a_server_elsewhere_that_takes_no_pictures_is_refused() -> None:
@@ -597,6 +652,68 @@ def test_a_server_that_does_not_start_says_why(driver: Driver) -> None:
         driver.run(engine.load())
 
 
+# -- requests under way ------------------------------------------------------------------------------------------------
+
+
+async def tokens_more(engine: VLLMServerEngine, samples: int, tokens: int = 4) -> None:
+    """Wait until so many samples are under way, and have so many tokens more."""
+
+    async def known() -> list[tuple[UnfinishedSample, int]]:
+        await engine._unfinished._look(engine._unfinished._post)
+        return [(sample, len(sample.token_ids)) for sample in engine.partials()]
+
+    while len(before := await known()) < samples:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    while min(count - first for (_, count), (_, first) in zip(await known(), before, strict=True)) < tokens:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def check_spans(completion: Completion, models: dict[int, Any]) -> None:
+    """The tokens of each span have the log-probabilities that the model of its version gives them."""
+    prompt = list(completion.prompt_token_ids)
+    ends = [start for start, _ in completion.versions[1:]] + [len(completion.token_ids)]
+    for (start, version), end in zip(completion.versions, ends, strict=True):
+        exact = logprobs(models[version], [*prompt, *completion.token_ids[:end]])[len(prompt) - 1 + start :]
+        assert list(completion.logprobs[start:end]) == pytest.approx(exact, abs=1e-5)
+
+
+def test_requests_under_way_go_on_with_new_weights_and_say_which(
+    engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = {version: tiny_model(scale) for version, scale in ((20, 1.0), (21, 1.5), (22, 0.7))}
+    prompts, stop = [[7, 30, i] for i in range(5)], "no such text"
+
+    async def ask(i: int, n: int, **sampling: Any) -> list[Completion]:
+        return await engine.generate(prompts[i], n=n, seed=i, max_tokens=120, ignore_eos=True, **sampling)
+
+    async def sync_twice() -> tuple[list[Completion], Completion]:
+        await engine.sync_weights(weight_stream(models[20]), 20)
+        engine.reprefilled_tokens = 0
+        asked = [asyncio.create_task(ask(*request)) for request in ((0, 1), (1, 3), (2, 1))]
+        asked.append(asyncio.create_task(ask(3, 1, stop=[stop], temperature=1.0)))
+        for version in (21, 22):
+            await tokens_more(engine, 6)
+            start = time.perf_counter()
+            await engine.sync_weights(weight_stream(models[version]), version)
+            assert 0 < engine.pause_seconds < time.perf_counter() - start
+        (later,) = await ask(4, 1)
+        return [completion for task in asked for completion in await task], later
+
+    monkeypatch.setattr(engine, "_keeps_requests", True)
+    completions, later = driver.run(sync_twice())
+    assert len(completions) == 6
+    for completion in completions:
+        assert [version for _, version in completion.versions] == [20, 21, 22]
+        assert len(completion.token_ids) == 120
+        check_spans(completion, models)
+    assert later.versions == ((0, 22),)
+    check_spans(later, models)
+    # Twice the prompts, and the tokens that each had when its weights changed.
+    starts = [start for completion in completions for start, _ in completion.versions]
+    assert engine.reprefilled_tokens == 2 * 3 * len(completions) + sum(starts)
+    assert engine.partials() == []
+
+
 def kill(engine: VLLMServerEngine, number: int = signal.SIGKILL) -> None:
     assert engine._process is not None
     os.killpg(engine._process._process.pid, number)
@@ -673,17 +790,34 @@ def test_a_server_that_is_killed_within_a_step_changes_nothing_of_the_step(
 def test_a_server_that_dies_within_a_sync_is_started_again_with_the_new_weights(
     engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, change = tiny_model(0.7), engine._change
+    """And its requests go on with them."""
+    models, change = {11: tiny_model(1.5), 12: tiny_model(0.7)}, engine._change
+    known: list[list[int]] = []
 
     def dying(path: str, body: Any) -> Any:
-        monkeypatch.setattr(engine, "_change", change)
-        kill(engine)
+        if path == "/collective_rpc":
+            monkeypatch.setattr(engine, "_change", change)
+            known.extend([*sample.token_ids] for sample in engine.partials())
+            kill(engine)
         return change(path, body)
 
-    monkeypatch.setattr(engine, "_change", dying)
-    driver.run(engine.sync_weights(weight_stream(model), 12))
+    async def sync() -> list[Completion]:
+        await engine.sync_weights(weight_stream(models[11]), 11)
+        samples = asyncio.create_task(engine.generate(PROMPT, n=3, seed=4, max_tokens=150, ignore_eos=True))
+        await tokens_more(engine, 3)
+        monkeypatch.setattr(engine, "_change", dying)
+        await engine.sync_weights(weight_stream(models[12]), 12)
+        return await samples
+
+    monkeypatch.setattr(engine, "_keeps_requests", True)
+    completions = driver.run(sync())
     assert engine.model_version == 12
-    assert driver.run(engine.logprobs(PROMPT)) == pytest.approx(logprobs(model, PROMPT), abs=1e-3)
+    assert driver.run(engine.logprobs(PROMPT)) == pytest.approx(logprobs(models[12], PROMPT), abs=1e-3)
+    for completion, before in zip(completions, known, strict=True):
+        assert len(completion.token_ids) == 150
+        assert list(completion.token_ids[: len(before)]) == before
+        assert completion.versions == ((0, 11), (len(before), 12))
+        check_spans(completion, models)
 
 
 def test_a_server_that_dies_too_often_is_given_up(  # the last one

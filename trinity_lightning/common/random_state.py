@@ -20,6 +20,11 @@ def rollout_seed(run_seed: int, batch: int | str, task: int | str, turn: int, ru
     return (xxhash.xxh3_64_intdigest(key) + run) % SEED_MODULUS
 
 
+def rest_seed(seed: int, drawn: int) -> int:
+    """Seed of a request for the rest of a sample with this seed, of which so many tokens are drawn."""
+    return xxhash.xxh3_64_intdigest(f"{seed}/{drawn}".encode()) % SEED_MODULUS
+
+
 def random_state() -> dict[str, Any]:
     """The present random states, including CUDA's if there is a GPU."""
     version, internal, gauss = random.getstate()

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 
 from trinity_lightning.common.words import how_it_ended
+from trinity_lightning.config.engines import EngineConfig
 from trinity_lightning.errors import RolloutError
 
 CONNECT_SECONDS = 2.0  # short: a connection is accepted by the kernel at once, even if the server is slow
@@ -201,3 +202,45 @@ class ServerProcess:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+# -- the command line and the cores of a server ------------------------------------------------------------------------
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """EngineArgs as flags of vLLM's server: `--max-model-len 256`, `--enforce-eager`, `--no-...`."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            flags += [f"--{flag}", *map(_word, value)]
+        else:
+            flags += [f"--{flag}", _word(value)]
+    return flags
+
+
+def _word(value: Any) -> str:
+    """A value, or an entry of a list, as a word of vLLM's command line; a mapping or list becomes JSON."""
+    return json.dumps(value) if isinstance(value, Mapping | list) else str(value)
+
+
+def server_cores(cores: Sequence[int], engine: EngineConfig, overlaps: bool) -> list[list[int]]:
+    """The CPU cores of each server. Two processes that compute on one core slow each other down many times over.
+
+    Args:
+        cores: the cores that this process may use.
+        engine: the section, with `cpu_cores` and `servers`.
+        overlaps: True if the trainer computes while servers do.
+    """
+    usable = cores[len(cores) // 2 :] if overlaps else cores
+    per_server = engine.cpu_cores or max(len(usable) // engine.servers, 1)
+    return dealt(list(cores)[-per_server * engine.servers :], engine.servers, per_server)
+
+
+def dealt(parts: Sequence[int], servers: int, per_server: int) -> list[list[int]]:
+    """GPUs or cores dealt to servers in their order: [0, 1, 2, 3] for two servers -> [[0, 1], [2, 3]]."""
+    return [[parts[(server * per_server + i) % len(parts)] for i in range(per_server)] for server in range(servers)]

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
-import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Hashable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +19,8 @@ from xxhash import xxh3_128_hexdigest
 
 from trinity_lightning.common.pictures.prompt import Expansion, PicturePrompt
 from trinity_lightning.errors import RolloutError
-from trinity_lightning.explorer.models.vllm_pictures import (
-    bytes_of,
-    check_same,
-    joined_input,
-    token_logprobs,
-    unexpanded_prompt,
-)
+from trinity_lightning.explorer.models.server_path import ServerPath, generated
+from trinity_lightning.explorer.models.vllm_pictures import bytes_of, check_same, joined_input, unexpanded_prompt
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -86,29 +79,39 @@ class PictureClient:
         """
         await self._client.post(PATH, {})
 
-    async def answer(self, prompt: PicturePrompt, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    async def answer(
+        self, prompt: PicturePrompt, sampling: Mapping[str, Any], request_id: str | None = None
+    ) -> dict[str, Any]:
         """The server's answer for a prompt, see `generated`; its pictures are sent unless the server has them.
 
         Args:
             prompt: the prompt.
             sampling: arguments of vLLM's SamplingParams.
+            request_id: the request's name in the server's engine; None: any.
 
         Raises:
             RolloutError: the server refused the prompt, or failed.
         """
-        answer = await self._post(prompt, sampling)
+        post = partial(self._post, prompt, sampling, request_id=request_id)
+        answer = await post()
         if unknown := tuple(answer.get(UNKNOWN, ())):
             # In a request of its own, since other rollouts of the prompt wait for it, and not for what is generated.
             await self._uploads.result(unknown, partial(self._post, prompt, None, unknown))
-            answer = await self._post(prompt, sampling)
+            answer = await post()
         if UNKNOWN in answer:  # it has forgotten some already, as it keeps no more
-            answer = await self._post(prompt, sampling, None)
+            answer = await post(None)
         return answer
 
     async def _post(
-        self, prompt: PicturePrompt, sampling: Mapping[str, Any] | None, shown: Collection[str] | None = ()
+        self,
+        prompt: PicturePrompt,
+        sampling: Mapping[str, Any] | None,
+        shown: Collection[str] | None = (),
+        request_id: str | None = None,
     ) -> dict[str, Any]:
         body = await asyncio.to_thread(request_of, prompt, sampling, self._processor_args, shown)
+        if request_id is not None:
+            body["id"] = request_id
         try:
             return await self._client.post(PATH, body)
         except ValueError as error:
@@ -156,48 +159,12 @@ def _packed_picture(image: Image.Image) -> dict[str, Any]:
 
 # -- the server's side -------------------------------------------------------------------------------------------------
 
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
+class PicturePrompts(ServerPath):
+    """Middleware of vLLM's server that answers requests to `PATH`, and passes all others on."""
 
-class PicturePrompts:
-    """Middleware of vLLM's server that answers requests to `PATH`, and passes all others on.
-
-    Args:
-        app: the server's application.
-    """
-
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
-        self._app = app
-        self._known: KnownPictures | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH:
-            await self._app(scope, receive, send)
-            return
-        body = await _body(receive)
-        answering = asyncio.create_task(self._answer(scope["app"].state.engine_client, body))
-        leaving = asyncio.create_task(_left(receive))
-        # A client that goes away cancels its request, which aborts it in vLLM.
-        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        if not answering.done():
-            answering.cancel()
-            return
-        status, answer = answering.result()
-        head = {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
-        await send(head)
-        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
-
-    async def _answer(self, engine: Any, body: bytes) -> tuple[int, dict[str, Any]]:
-        """Status and content of the answer; errors have the form of vLLM's."""
-        try:
-            return 200, await self._answered(engine, json.loads(body or b"{}"))
-        except (RolloutError, ValueError, TypeError, LookupError) as error:
-            return 400, _error(error)
-        except Exception as error:  # else the connection would end without a word
-            return 500, _error(error)
+    path = PATH
+    _known: KnownPictures | None = None
 
     async def _answered(self, engine: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         if not request:  # a client that asks if there is such a path
@@ -207,25 +174,9 @@ class PicturePrompts:
         if unknown := self._known.unknown(request):
             return {UNKNOWN: unknown}
         prompt = await self._known.input_of(request)
-        return {} if request["sampling"] is None else await generated(engine, prompt, request["sampling"])
-
-
-async def _body(receive: Receive) -> bytes:
-    body = bytearray()
-    while (message := await receive())["type"] == "http.request":
-        body += message.get("body", b"")
-        if not message.get("more_body"):
-            break
-    return bytes(body)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _error(error: Exception) -> dict[str, Any]:
-    return {"error": {"message": str(error) or type(error).__name__, "type": type(error).__name__}}
+        if request["sampling"] is None:
+            return {}
+        return await generated(engine, prompt, request["sampling"], request.get("id"))
 
 
 class KnownPictures:
@@ -284,27 +235,3 @@ def _unpacked_picture(packed: Mapping[str, Any]) -> Image.Image:
     from PIL import Image
 
     return Image.frombytes("RGB", tuple(packed["size"]), base64.b64decode(packed["rgb"]))
-
-
-async def generated(engine: Any, rendered: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer of an engine: `choices`, or `logprobs` of the prompt's tokens but the first if `sampling` asks so."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    params = SamplingParams(flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
-    output: Any = None
-    async for output in engine.generate(rendered, params, f"picture-prompt-{uuid.uuid4().hex}"):  # noqa: B007
-        pass
-    if output.prompt_logprobs is not None:
-        return {"logprobs": token_logprobs(output.prompt_logprobs[1:])}  # the first token has none
-    return {"choices": [_choice(sample) for sample in output.outputs]}
-
-
-def _choice(sample: Any) -> dict[str, Any]:
-    return {
-        "index": sample.index,
-        "token_ids": list(sample.token_ids),
-        "logprobs": token_logprobs(sample.logprobs),
-        "finish_reason": sample.finish_reason,
-        "stop_reason": sample.stop_reason,
-    }

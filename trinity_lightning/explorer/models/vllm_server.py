@@ -2,14 +2,13 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,14 @@ from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import LoadedEngine
-from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
+from trinity_lightning.explorer.models.server import ServerClient, ServerProcess, command_line, dealt, server_cores
 from trinity_lightning.explorer.models.server_pictures import PictureClient, PicturePrompts
+from trinity_lightning.explorer.models.server_requests import (
+    KEEPING,
+    UnfinishedSample,
+    UnfinishedSamples,
+    resume_if_paused,
+)
 from trinity_lightning.explorer.models.vllm_engine import engine_args, with_end_tokens
 from trinity_lightning.explorer.models.vllm_pictures import picture_arguments, picture_config
 from trinity_lightning.sync.files import MEMORY, WeightFolder
@@ -83,6 +88,10 @@ class VLLMServerEngine(LoadedEngine):
     A copy that is sent to another process (a Ray runner) talks to the same server, also after a restart, but never
     starts or ends it.
 
+    With `keeps_requests` the server is paused while it takes new weights: requests under way keep their tokens, are
+    computed again under the new weights, and go on. Completions then say the version of each token's weights. If the
+    server dies, the tokens of its requests that are known are kept, and the rest is asked for once it runs again.
+
     Args:
         model: `smollm2`, `tiny`, a folder, or a hub name: the model that the server serves.
         config: the engine's knobs; keyword arguments override its fields.
@@ -93,6 +102,11 @@ class VLLMServerEngine(LoadedEngine):
         cores: CPU cores for a server started here, if there is no GPU; None: all that this process may use.
         gpus: GPUs for a server started here, by their numbers in this process; None: all that it sees.
         log: file for the output of a server started here.
+        keeps_requests: True if requests may be under way while weights change (explorer.max_staleness). A server of a
+            url must then have been started with `--middleware` and the class `KeptRequests`.
+
+    Attributes:
+        pause_seconds: how long the last weight sync has paused the server.
 
     Raises:
         ConfigError: vLLM is not installed, and there is no url.
@@ -108,17 +122,20 @@ class VLLMServerEngine(LoadedEngine):
         """The servers of a run, which share the files of weights; each one started here gets cores and GPUs."""
         name, engine = config.model.name, config.engine
         shutil.rmtree(folder / "weights", ignore_errors=True)  # left by a run that was killed, and is resumed
-        chosen, method = config.synchronizer.folder, config.synchronizer.method
+        chosen = config.synchronizer.folder
+        keeps = getattr(config.explorer, "max_staleness", 0) > 0
+        others = {"sync_method": config.synchronizer.method, "keeps_requests": keeps, **others}
         weights = WeightFolder(chosen or folder / "weights", memory=None if chosen or engine.urls else MEMORY)
         if engine.urls:
-            return [cls(name, engine, url=url, weights=weights, sync_method=method, **others) for url in engine.urls]
-        cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
+            return [cls(name, engine, url=url, weights=weights, **others) for url in engine.urls]
+        overlaps = keeps or config.explorer.sync_offset > 0
+        cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps)
         gpus: list[Any] = [None] * engine.servers
         if engine.gpus:
-            gpus = _dealt(engine.gpus, engine.servers, max(len(engine.gpus) // engine.servers, 1))
+            gpus = dealt(engine.gpus, engine.servers, max(len(engine.gpus) // engine.servers, 1))
         logs = [folder / f"vllm_server_{i}.log" for i in range(engine.servers)]
         return [
-            cls(name, engine, weights=weights, sync_method=method, cores=cores[i], gpus=gpus[i], log=logs[i], **others)
+            cls(name, engine, weights=weights, cores=cores[i], gpus=gpus[i], log=logs[i], **others)
             for i in range(engine.servers)
         ]
 
@@ -133,6 +150,7 @@ class VLLMServerEngine(LoadedEngine):
         cores: list[int] | None = None,
         gpus: list[int] | None = None,
         log: Path | None = None,
+        keeps_requests: bool = False,
         **overrides: Any,
     ) -> None:
         if url is None:
@@ -148,6 +166,8 @@ class VLLMServerEngine(LoadedEngine):
         self._cores = cores
         self._gpus = gpus
         self._log = log
+        self._keeps_requests = keeps_requests
+        self.pause_seconds = 0.0
         self._address: str | None = None  # socket of a server started here, for copies in other processes
         self._process: ServerProcess | None = None
         self._client: ServerClient | None = None
@@ -289,13 +309,14 @@ class VLLMServerEngine(LoadedEngine):
         arguments |= server_arguments(self.sync_method)
         arguments |= picture_arguments(path, arguments, self.processor_args, self.most_pictures)
         arguments |= {"served_model_name": MODEL_ID, "disable_uvicorn_access_log": True}
-        return [*_command_line(arguments), *(("--middleware", MIDDLEWARE) if picture_config(path) else ())]
+        middleware = [MIDDLEWARE] * bool(picture_config(path)) + [KEEPING] * self._keeps_requests
+        return [*command_line(arguments), *(word for name in middleware for word in ("--middleware", name))]
 
     def _environment(self, flags: Collection[str]) -> dict[str, str]:
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
         # An engine in this process has set it to 0; vLLM's CPU build would then ignore the cores below.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        if "worker_extension_cls" in server_arguments(self.sync_method) or MIDDLEWARE in flags:
+        if "worker_extension_cls" in server_arguments(self.sync_method) or {MIDDLEWARE, KEEPING} & {*flags}:
             # The server or its workers import this package, which may be a checkout that is not installed.
             paths = [str(PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -346,6 +367,9 @@ class VLLMServerEngine(LoadedEngine):
                 f"{url} takes no weights ({error})", key="engine.urls", fix="start it with VLLM_SERVER_DEV_MODE=1"
             ) from error
         await self._check_takes_pictures(url)
+        await resume_if_paused(self._running(), url)
+        if self._keeps_requests:
+            await self._unfinished.check(url, self._tokenizer.encode(PROBE), WHOLE_DISTRIBUTION)
         try:
             sampling = {"temperature": PROBE_TEMPERATURE, "max_tokens": 8, "seed": 0}
             [sampled] = await self._completions(self._tokenizer.encode(PROBE), 1, sampling)
@@ -405,7 +429,9 @@ class VLLMServerEngine(LoadedEngine):
         if self._url is None and self._address is None:
             raise RuntimeError("the server is not started yet: load() the engine before it is sent to other processes.")
         not_copied = ("_process", "_client", "_pictures", "_loading", "_weights", "_log", "_resend")
-        return {**self.__dict__, **dict.fromkeys(not_copied)}
+        state = {**self.__dict__, **dict.fromkeys(not_copied)}
+        state.pop("_unfinished", None)
+        return state
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -417,6 +443,8 @@ class VLLMServerEngine(LoadedEngine):
         chosen = {"skip_special_tokens": False} | WHOLE_DISTRIBUTION | with_end_tokens(sampling, self.end_tokens)
         room = self.max_model_len - len(token_ids)
         chosen["max_tokens"] = min(chosen.get("max_tokens", 16), room)  # the server refuses more than fits
+        if self._keeps_requests:
+            return await self._unfinished.completions(token_ids, n, chosen)
         if isinstance(token_ids, PicturePrompt):
             chosen |= {"n": n, "logprobs": 0, "detokenize": bool(chosen.get("stop"))}
             choices = sorted((await self._pictures.answer(token_ids, chosen))["choices"], key=itemgetter("index"))
@@ -445,6 +473,41 @@ class VLLMServerEngine(LoadedEngine):
         await self.load()
         return await self._running().post("/v1/completions", body | {"model": self._model_id})
 
+    # -- requests that go on under new weights -------------------------------------------------------------------------
+
+    @cached_property
+    def _unfinished(self) -> UnfinishedSamples:
+        return UnfinishedSamples(
+            post=lambda path, body: self._running().post(path, body),
+            ask_with_pictures=lambda *request: self._pictures.answer(*request),
+            revive=self._revive,
+            ends=lambda: self.end_tokens,
+        )
+
+    async def _revive(self) -> bool:
+        """Start or find a server again that has ended; False: it has not, or another process starts it."""
+        process = self._process
+        ended = self._client is None and self._resend is not None if process is None else process.has_ended
+        if ended:
+            await self.load()
+        return ended
+
+    def partials(self) -> list[UnfinishedSample]:
+        """The samples under way with the tokens that are known of them: those of the last seconds are not."""
+        return self._unfinished.under_way()
+
+    @contextlib.asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Pause the server while it takes new weights; see `UnfinishedSamples.paused`."""
+        if not self._keeps_requests:
+            yield
+            return
+        start = time.perf_counter()
+        async with self._unfinished.paused(self._change):
+            self.reprefilled_tokens += self._unfinished.cached_tokens()
+            yield
+        self.pause_seconds = time.perf_counter() - start
+
     # -- weights -------------------------------------------------------------------------------------------------------
 
     async def _take(self, stream: WeightStream, version: int) -> None:
@@ -462,8 +525,9 @@ class VLLMServerEngine(LoadedEngine):
     async def _reload(self, folder: Path, version: int) -> None:
         """Have the workers read their weights from a folder."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        await self._change("/collective_rpc", body)
-        await self._changed(version)
+        async with self._paused():
+            await self._change("/collective_rpc", body)
+            await self._changed(version)
 
     async def _change(self, path: str, body: Mapping[str, Any]) -> Any:
         """Send a request that changes the weights; WeightSyncError: it fails."""
@@ -485,6 +549,8 @@ class VLLMServerEngine(LoadedEngine):
                 f"the vLLM server did not clear its prefix cache, which the old weights computed: it answered {reset}. "
                 "Versions of vLLM before 0.32 do not answer as this package needs it."
             )
+        if self._keeps_requests:
+            await self._change("/update_weight_version", {"new_version": str(version)})
         self._model_version = version
 
     # -- weights that are sent, by a `ToServers` -----------------------------------------------------------------------
@@ -509,33 +575,13 @@ class VLLMServerEngine(LoadedEngine):
             version: the weights' version.
             resend: sends the weights once more, for a server that is started again.
         """
-        await self._change("/start_weight_update", {})
-        async for update in updates:
-            await self._change("/update_weights", {"update_info": update})
-        await self._change("/finish_weight_update", {})
-        await self._changed(version)
+        async with self._paused():
+            await self._change("/start_weight_update", {})
+            async for update in updates:
+                await self._change("/update_weights", {"update_info": update})
+            await self._change("/finish_weight_update", {})
+            await self._changed(version)
         self._resend = resend
-
-
-def _command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """EngineArgs as flags of vLLM's server: `--max-model-len 256`, `--enforce-eager`, `--no-...`."""
-    flags: list[str] = []
-    for name, value in arguments.items():
-        flag = name.replace("_", "-")
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list):
-            flags += [f"--{flag}", *map(_word, value)]
-        else:
-            flags += [f"--{flag}", _word(value)]
-    return flags
-
-
-def _word(value: Any) -> str:
-    """A value, or an entry of a list, as a word of vLLM's command line; a mapping or list becomes JSON."""
-    return json.dumps(value) if isinstance(value, Mapping | list) else str(value)
 
 
 def _completion_of(
@@ -549,21 +595,3 @@ def _completion_of(
         finish_reason=choice["finish_reason"],
         stop_reason=None if choice["stop_reason"] in ends else choice["stop_reason"],
     )
-
-
-def server_cores(cores: Sequence[int], engine: EngineConfig, overlaps: bool) -> list[list[int]]:
-    """The CPU cores of each server. Two processes that compute on one core slow each other down many times over.
-
-    Args:
-        cores: the cores that this process may use.
-        engine: the section, with `cpu_cores` and `servers`.
-        overlaps: True if the trainer computes while servers do.
-    """
-    usable = cores[len(cores) // 2 :] if overlaps else cores
-    per_server = engine.cpu_cores or max(len(usable) // engine.servers, 1)
-    return _dealt(list(cores)[-per_server * engine.servers :], engine.servers, per_server)
-
-
-def _dealt(parts: Sequence[int], servers: int, per_server: int) -> list[list[int]]:
-    """GPUs or cores dealt to servers in their order: [0, 1, 2, 3] for two servers -> [[0, 1], [2, 3]]."""
-    return [[parts[(server * per_server + i) % len(parts)] for i in range(per_server)] for server in range(servers)]
