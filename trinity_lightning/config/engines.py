@@ -84,6 +84,7 @@ CAPABILITIES = {
         keys=("dtype", "max_num_seqs", "kv_cache_gb", "speculative", "args", "urls", "servers", "cpu_cores", "gpus"),
         takes_pictures=True,
         is_vllm=True,
+        goes_on_after_sync=True,
     ),
 }
 ENGINE_KEYS = tuple(dict.fromkeys(key for capabilities in CAPABILITIES.values() for key in capabilities.keys))

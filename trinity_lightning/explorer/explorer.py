@@ -212,7 +212,7 @@ class Explorer:
         self._evals = list(evals)
         self._auxiliary = [list(engines) for engines in auxiliary_models or []]
         self._scheduler = Scheduler(config, models, self._auxiliary)
-        self._restarts = 0
+        self._restarts = self._prefilled_again = 0
         self._sink: Sink | None = None
         self._watcher: Watcher = NOBODY
         self._cursor = {} if train is None else train.taskset.state_dict()
@@ -341,7 +341,7 @@ class Explorer:
         if result is None:
             return False
         self.step += 1
-        self.metrics = result.metrics | self._restarted()
+        self.metrics = result.metrics | self._restarted() | self._reprefilled()
         self._watcher.keep_completions(result.experiences, self.step, None)
         return True
 
@@ -355,6 +355,14 @@ class Explorer:
         counts = [model.restarts for model in self._engines() if model.restarts is not None]
         before, self._restarts = self._restarts, sum(counts)
         return {"rollout/engine_restarts": float(self._restarts - before)} if counts else {}
+
+    def _reprefilled(self) -> dict[str, float]:
+        """The metric of tokens that weight syncs made the engines compute again since the last call."""
+        before, self._prefilled_again = (
+            self._prefilled_again,
+            sum(engine.reprefilled_tokens for engine in self.engines.models),
+        )
+        return {"rollout/reprefilled_tokens": float(self._prefilled_again - before)}
 
     @property
     def _source(self) -> TaskSource:

@@ -253,6 +253,7 @@ class GroupRollouts:
             **rollout_metrics(statuses, raw_copies(experiences), len(statuses), seconds),
             "sample/staleness/mean": statistics.fmean(ages),
             "sample/staleness/max": max(ages),
+            "sample/versions_per_rollout": statistics.fmean(map(_versions, experiences)),
             "rollout/suspended": float(controller.running * self.config.repeat_times),
             "rollout/outstanding_groups": float(len(controller.outstanding) - len(chosen)),
         }
@@ -336,3 +337,8 @@ class GroupRollouts:
             if number in self.controller.outstanding and not self.controller.outstanding[number].complete:
                 self._restored[number] = task
         self.controller.next_group = next_group
+
+
+def _versions(experience: Experience) -> float:
+    """Number of versions of the weights that drew an experience's tokens; 1 if the engine does not say."""
+    return float(len({version for _, version in experience.info.get("versions") or [(0, 0)]}))
