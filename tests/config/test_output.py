@@ -2,9 +2,11 @@
 
 import io
 import os
+import subprocess
 import sys
 
 import pytest
+from support.runs import environment
 
 from trinity_lightning.config.output import Output, only_shows, outlive_readers
 
@@ -35,6 +37,29 @@ def test_pipes_alone_are_replaced(piped: bool, monkeypatch: pytest.MonkeyPatch, 
         written = os.read(reader, 100) if piped else (tmp_path / "log").read_bytes()
         assert written == b"printed\n"
     os.close(reader)
+
+
+ENDS = """
+import atexit, os, sys
+from trinity_lightning.config.output import end_quickly
+
+class Part:
+    def __del__(self):
+        os.write(1, b"taken apart")
+
+atexit.register(end_quickly)
+atexit.register(print, "at the end", file=sys.stderr)
+part = Part()
+part.itself = part
+print("printed")
+sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_its_output_and_exit_code_and_takes_nothing_apart() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS], env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "printed\n", "at the end\n")
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ def test_old_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     folder.mkdir(parents=True)
     for name in ("step_12.jsonl", "step_2.jsonl", "notes.txt"):
         (folder / name).touch()
-    fit(make_policy(), [batch_of(groups(), step=step) for step in range(4, 9)], TokenKeeper(tmp_path))
+    for step in range(4, 9):
+        fit(make_policy(), [batch_of(groups(), step=step)], TokenKeeper(tmp_path))
     assert {path.name for path in folder.iterdir()} == {f"step_{step}.jsonl" for step in (2, 6, 7, 8)} | {"notes.txt"}
     assert lines_of(tmp_path, 8)
 

@@ -1,5 +1,6 @@
 """Hydra's part of the configuration: the registered schema and choices, folders of runs, and commands."""
 
+import atexit
 import errno
 import fcntl
 import logging
@@ -36,7 +37,7 @@ from trinity_lightning.config.explain import (
 )
 from trinity_lightning.config.flags import check_flags
 from trinity_lightning.config.model import OptimizerConfig
-from trinity_lightning.config.output import end_unread, only_shows, outlive_readers
+from trinity_lightning.config.output import end_quickly, end_unread, only_shows, outlive_readers
 from trinity_lightning.config.registry import PARTS, config_dir, groups, options
 from trinity_lightning.config.run import NAMED_PARTS, TrainConfig
 from trinity_lightning.config.sections import schema_of
@@ -336,6 +337,7 @@ def run_command(command: Callable[[], None], within: str | None = "") -> None:
         end_unread()
     else:
         outlive_readers()
+    atexit.register(end_quickly)
     try:
         register(within)
         check_flags(sys.argv[1:])
