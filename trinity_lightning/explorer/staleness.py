@@ -167,14 +167,6 @@ class StalenessController:
             "outstanding": [dict(vars(group)) for group in self.outstanding.values()],
         }
 
-    @property
-    def is_feasible(self) -> bool:
-        """True if every outstanding group can be trained in time, which another `max_staleness` may prevent."""
-        steps = range(self.max_staleness + 1)
-        oldest = self.taken - self.max_staleness
-        begun = [group.began for group in self.outstanding.values()]
-        return all(sum(began <= oldest + j for began in begun) <= (j + 1) * self.batch_size for j in steps)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; with other settings, see `is_feasible`."""
         self.taken, self.synced = state["taken"], state["synced"]
