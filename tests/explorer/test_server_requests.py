@@ -35,8 +35,7 @@ class Server:
         self.posted: list[str] = []
         self.fails: set[str] = set()
         self.states: dict[str, dict[str, Any]] = {}
-        self.samples = UnfinishedSamples(self.post, self.post, self.revive, lambda: {99})  # type: ignore[arg-type]
-        self.revivals = 0
+        self.samples = UnfinishedSamples(self.post, self.post, lambda: self.lives, self.revive, lambda: {99})  # type: ignore[arg-type]
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         self.posted.append(path)
@@ -76,8 +75,8 @@ class Server:
                     state["versions"].append([place, self.weights])
                 state["token_ids"].append(state["body"]["sampling"]["seed"] % 1000 + place)
 
-    async def revive(self) -> bool:
-        self.revivals += 1
+    async def revive(self, connection: object) -> bool:
+        assert connection is True, "the server lived when the request began"
         was_dead, self.lives = not self.lives, True
         return was_dead
 
@@ -95,9 +94,9 @@ class Server:
         return asyncio.run(both())
 
 
-async def change(server: Server, path: str, body: Mapping[str, Any]) -> None:
+async def change(server: Server, path: str, body: Mapping[str, Any]) -> Any:
     try:
-        await server.post(path, body)
+        return await server.post(path, body)
     except RolloutError as error:
         raise WeightSyncError(str(error)) from error
 
@@ -231,7 +230,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Mon
         await asyncio.sleep(3600)
 
     async def sync() -> None:
-        samples = UnfinishedSamples(hang, hang, hang, lambda: ())  # type: ignore[arg-type]
+        samples = UnfinishedSamples(hang, hang, lambda: None, hang, lambda: ())  # type: ignore[arg-type]
         async with samples.paused(hang):
             raise AssertionError("it takes no weights")
 

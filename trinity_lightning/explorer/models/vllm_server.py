@@ -480,17 +480,19 @@ class VLLMServerEngine(LoadedEngine):
         return UnfinishedSamples(
             post=lambda path, body: self._running().post(path, body),
             ask_with_pictures=lambda *request: self._pictures.answer(*request),
+            connection=lambda: self._client,
             revive=self._revive,
             ends=lambda: self.end_tokens,
         )
 
-    async def _revive(self) -> bool:
-        """Start or find a server again that has ended; False: it has not, or another process starts it."""
+    async def _revive(self, connection: object) -> bool:
+        """Start or find a server again that has ended, if that is not done; False: it lives, or is shut down."""
         process = self._process
         ended = self._client is None and self._resend is not None if process is None else process.has_ended
-        if ended:
+        replaced = self._loading is not None or self._client not in (None, connection)
+        if ended or replaced:
             await self.load()
-        return ended
+        return ended or replaced
 
     def partials(self) -> list[UnfinishedSample]:
         """The samples under way with the tokens that are known of them: those of the last seconds are not."""
