@@ -120,6 +120,10 @@ REFUSED = {
         "engine.cpu_cores",
     ),
     "no core for the trainer": ((*AHEAD, f"engine.cpu_cores={CORES}"), "engine.cpu_cores"),
+    "no core for the trainer beside groups under way": (
+        (*SERVER, "explorer.max_staleness=1", f"engine.cpu_cores={CORES}"),
+        "engine.cpu_cores",
+    ),
     "servers there and to be started": ((*SERVER, URLS, "engine.servers=2"), "engine.urls"),
     "GPUs of servers elsewhere": ((*SERVER, URLS, "engine.gpus=[0]"), "engine.urls"),
     "a host without a scheme": ((*SERVER, "engine.urls=[node7:8000]"), "engine.urls"),

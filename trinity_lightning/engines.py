@@ -27,7 +27,7 @@ from trinity_lightning.config.model import WeightDtype
 from trinity_lightning.config.models import load_config, reads_pictures, resolve_model
 from trinity_lightning.config.registry import PARTS, SINGLE_RESPONSE_WORKFLOWS, import_object
 from trinity_lightning.config.run import TrainConfig
-from trinity_lightning.config.servers import gpus_of_a_server
+from trinity_lightning.config.servers import gpus_of_a_server, trains_meanwhile
 from trinity_lightning.config.trainer import compute_dtype, processes_of
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.models.engine import Engine
@@ -189,7 +189,7 @@ def _auxiliary_model(name: str, auxiliary: AuxiliaryConfig, config: TrainConfig,
     if auxiliary.url is not None:
         return OpenAIModel(auxiliary.url, auxiliary.model, auxiliary.api_key_env)
     engine = auxiliary.engine
-    [cores] = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps=config.explorer.sync_offset > 0)
+    [cores] = server_cores(sorted(os.sched_getaffinity(0)), engine, bool(trains_meanwhile(config.explorer)))
     return VLLMServerEngine(auxiliary.model, engine, cores=cores, gpus=engine.gpus, log=folder / f"{name}.log")
 
 
@@ -198,7 +198,7 @@ def _auxiliary_model(name: str, auxiliary: AuxiliaryConfig, config: TrainConfig,
 
 def thread_share(config: TrainConfig) -> list[L.Callback]:
     """The callback that leaves threads to servers, if servers and trainer compute at the same time on CPUs."""
-    if config.explorer.sync_offset == 0 or torch.cuda.is_available():
+    if not trains_meanwhile(config.explorer) or torch.cuda.is_available():
         return []
     return [ThreadShare(config)]
 

@@ -29,13 +29,13 @@ class Server:
     """
 
     def __init__(self) -> None:
-        self.weights, self.lives, self.answers_late = "default", True, None
+        self.weights, self.lives = "default", True
+        self.answers_late: asyncio.Event | None = None
         self.asked: list[dict[str, Any]] = []
         self.posted: list[str] = []
         self.fails: set[str] = set()
         self.states: dict[str, dict[str, Any]] = {}
-        self.samples = UnfinishedSamples(self.post, self.post_with_pictures, self.revive, lambda: {99})
-        self.revivals = 0
+        self.samples = UnfinishedSamples(self.post, self.post, lambda: self.lives, self.revive, lambda: {99})  # type: ignore[arg-type]
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         self.posted.append(path)
@@ -49,9 +49,6 @@ class Server:
                 await self.answers_late.wait()
             return answer
         return await self.drawn(dict(body))
-
-    async def post_with_pictures(self, *request: Any) -> Any:
-        raise NotImplementedError
 
     def new(self, name: str, known: int) -> dict[str, Any]:
         state = self.states[name]
@@ -78,8 +75,8 @@ class Server:
                     state["versions"].append([place, self.weights])
                 state["token_ids"].append(state["body"]["sampling"]["seed"] % 1000 + place)
 
-    async def revive(self) -> bool:
-        self.revivals += 1
+    async def revive(self, connection: object) -> bool:
+        assert connection is True, "the server lived when the request began"
         was_dead, self.lives = not self.lives, True
         return was_dead
 
@@ -97,9 +94,9 @@ class Server:
         return asyncio.run(both())
 
 
-async def change(server: Server, path: str, body: Mapping[str, Any]) -> None:
+async def change(server: Server, path: str, body: Mapping[str, Any]) -> Any:
     try:
-        await server.post(path, body)
+        return await server.post(path, body)
     except RolloutError as error:
         raise WeightSyncError(str(error)) from error
 
@@ -163,14 +160,14 @@ def test_no_token_is_learnt_twice_or_for_a_request_that_has_ended() -> None:
         await asyncio.gather(*(server.samples._look(server.post) for _ in range(3)))
         (sample,) = server.samples.under_way()
         assert sample.token_ids == [5, 6]
-        server.answers_late = asyncio.Event()
+        server.answers_late = late_answer = asyncio.Event()
         server.step(1)
         late = asyncio.create_task(server.samples._look(server.post))
         await asyncio.sleep(0.01)
         server.lives = False
         while len(server.asked) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        server.answers_late.set()
+        late_answer.set()
         await late
         assert sample.token_ids == [5, 6]  # the third belongs to a request that has ended
         server.step(4)
@@ -228,12 +225,12 @@ def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Mon
     """Neither by a sync that its time limit has ended."""
     monkeypatch.setattr(server_requests, "RESUME_SECONDS", 0.05)
 
-    async def hang(path: str, body: Any) -> None:
+    async def hang(path: str, body: Any) -> Any:
         posted.append(path)
         await asyncio.sleep(3600)
 
     async def sync() -> None:
-        samples = UnfinishedSamples(hang, hang, hang, lambda: ())  # type: ignore[arg-type]
+        samples = UnfinishedSamples(hang, hang, lambda: None, hang, lambda: ())  # type: ignore[arg-type]
         async with samples.paused(hang):
             raise AssertionError("it takes no weights")
 

@@ -655,17 +655,17 @@ def test_a_server_that_does_not_start_says_why(driver: Driver) -> None:
 # -- requests under way ------------------------------------------------------------------------------------------------
 
 
-async def tokens_more(engine: VLLMServerEngine, samples: int, tokens: int = 4) -> None:
-    """Wait until so many samples are under way, and have so many tokens more."""
-
-    async def known() -> list[tuple[UnfinishedSample, int]]:
-        await engine._unfinished._look(engine._unfinished._post)
-        return [(sample, len(sample.token_ids)) for sample in engine.partials()]
-
-    while len(before := await known()) < samples:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    while min(count - first for (_, count), (_, first) in zip(await known(), before, strict=True)) < tokens:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+async def until_drawn(engine: VLLMServerEngine, samples: int, tokens: int = 4) -> None:
+    """Let the server go on until each of so many samples has so many tokens more, and leave it paused, so none ends."""
+    known: dict[UnfinishedSample, int] = {}
+    post = engine._unfinished._post
+    while len(known) < samples or any(len(sample.token_ids) < first + tokens for sample, first in known.items()):
+        await post("/resume", {})
+        await asyncio.sleep(0.02)
+        await post("/pause?mode=keep&clear_cache=false", {})
+        await engine._unfinished._look(post)
+        for sample in engine.partials():
+            known.setdefault(sample, len(sample.token_ids))
 
 
 def check_spans(completion: Completion, models: dict[int, Any]) -> None:
@@ -684,7 +684,7 @@ def test_requests_under_way_go_on_with_new_weights_and_say_which(
     prompts, stop = [[7, 30, i] for i in range(5)], "no such text"
 
     async def ask(i: int, n: int, **sampling: Any) -> list[Completion]:
-        return await engine.generate(prompts[i], n=n, seed=i, max_tokens=120, ignore_eos=True, **sampling)
+        return await engine.generate(prompts[i], n=n, seed=i, max_tokens=250, ignore_eos=True, **sampling)
 
     async def sync_twice() -> tuple[list[Completion], Completion]:
         await engine.sync_weights(weight_stream(models[20]), 20)
@@ -692,7 +692,7 @@ def test_requests_under_way_go_on_with_new_weights_and_say_which(
         asked = [asyncio.create_task(ask(*request)) for request in ((0, 1), (1, 3), (2, 1))]
         asked.append(asyncio.create_task(ask(3, 1, stop=[stop], temperature=1.0)))
         for version in (21, 22):
-            await tokens_more(engine, 6)
+            await until_drawn(engine, 6)
             start = time.perf_counter()
             await engine.sync_weights(weight_stream(models[version]), version)
             assert 0 < engine.pause_seconds < time.perf_counter() - start
@@ -704,7 +704,7 @@ def test_requests_under_way_go_on_with_new_weights_and_say_which(
     assert len(completions) == 6
     for completion in completions:
         assert [version for _, version in completion.versions] == [20, 21, 22]
-        assert len(completion.token_ids) == 120
+        assert len(completion.token_ids) == 250
         check_spans(completion, models)
     assert later.versions == ((0, 22),)
     check_spans(later, models)
@@ -804,7 +804,7 @@ def test_a_server_that_dies_within_a_sync_is_started_again_with_the_new_weights(
     async def sync() -> list[Completion]:
         await engine.sync_weights(weight_stream(models[11]), 11)
         samples = asyncio.create_task(engine.generate(PROMPT, n=3, seed=4, max_tokens=150, ignore_eos=True))
-        await tokens_more(engine, 3)
+        await until_drawn(engine, 3)
         monkeypatch.setattr(engine, "_change", dying)
         await engine.sync_weights(weight_stream(models[12]), 12)
         return await samples

@@ -280,6 +280,7 @@ def _size(weight: Tensor) -> float:
         ("synchronizer.lora", [*ADAPTER, "engine.name=my_engine.PlainEngine"]),
         ("synchronizer.lora", [*ADAPTER, *SERVER, "engine.urls=[http://node7:8000]"]),
         ("synchronizer.lora", [*ADAPTER, *SERVER, "synchronizer=nccl"]),
+        ("synchronizer.lora", [*ADAPTER, *SERVER, "explorer.max_staleness=1"]),
         ("synchronizer.lora", [*ADAPTER, "+engine.args.quantization=fp8"]),
         ("synchronizer.lora", [*ADAPTER, "+engine.args.quantization_config={linear: fp8}"]),
         ("model.lora.r", [*ADAPTER, "model.lora.r=513"]),

@@ -42,7 +42,7 @@ class Capabilities:
     """Abilities of an engine, declared by its class as the attribute `capabilities`.
 
     Attributes:
-        overlaps_training: True if it may generate while the trainer trains (explorer.sync_offset).
+        overlaps_training: True if it may generate while the trainer trains (explorer.sync_offset, max_staleness).
         shares_weights: True if it generates with the trainer's own weights, which it gets by `bind`. No weights are
             sent then, and they are never older than the trainer's.
         picklable: True if a copy works in another process (explorer.runner=ray).
@@ -138,8 +138,8 @@ class EngineConfig(Section, key="engine"):
         args: further arguments of vLLM's EngineArgs by name, or the arguments of your own engine.
         urls: (`vllm_server`) servers that already run, such as http://node7:8000. Empty: servers are started here.
         servers: (`vllm_server`) number of servers started here.
-        cpu_cores: (`vllm_server` without a GPU) cores of each server. Null: with explorer.sync_offset, half of the
-            cores for all servers, and the other half for the trainer; otherwise all cores.
+        cpu_cores: (`vllm_server` without a GPU) cores of each server. Null: with explorer.sync_offset or max_staleness,
+            half of the cores for all servers, and the other half for the trainer; otherwise all cores.
         gpus: (`vllm_server`) GPUs that the servers share out, numbered as this process sees them. A server with several
             GPUs splits the model over them (tensor_parallel_size, unless `args` says otherwise). Null: every server
             takes the first GPU.

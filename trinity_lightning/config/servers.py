@@ -21,7 +21,7 @@ from trinity_lightning.config.engines import (
     gpu_count,
     require_vllm,
 )
-from trinity_lightning.config.explorer import AuxiliaryConfig
+from trinity_lightning.config.explorer import AuxiliaryConfig, ExplorerConfig
 from trinity_lightning.config.model import LORA_ARGUMENTS, LORA_RANKS
 from trinity_lightning.config.models import check_model_name
 from trinity_lightning.config.trainer import compute_dtype, processes_of
@@ -63,7 +63,7 @@ def check_servers(run: "TrainConfig", capabilities: Capabilities, trainer: Mappi
     if "servers" in capabilities.keys:
         engines["engine"] = run.engine
     for key, engine in engines.items():
-        _check_share(key, engine, run.explorer.sync_offset, here)
+        _check_share(key, engine, trains_meanwhile(run.explorer), here)
         if engine.gpus:
             # On another machine the number of GPUs is not known, and `trainer.devices` gives those that train.
             gpus = gpu_count() if here else 0
@@ -76,7 +76,13 @@ def check_servers(run: "TrainConfig", capabilities: Capabilities, trainer: Mappi
 # -- servers, their GPUs and cores -------------------------------------------------------------------------------------
 
 
-def _check_share(key: str, engine: EngineConfig, sync_offset: int, here: bool) -> None:
+def trains_meanwhile(explorer: ExplorerConfig) -> str:
+    """The setting with which the trainer computes at the same time as servers, for messages; "" if it does not."""
+    keys = (key for key in ("sync_offset", "max_staleness") if getattr(explorer, key) > 0)
+    return next((f"explorer.{key}={getattr(explorer, key)}" for key in keys), "")
+
+
+def _check_share(key: str, engine: EngineConfig, meanwhile: str, here: bool) -> None:
     """Refuse GPUs that servers cannot share out, and GPUs and cores that this machine lacks; a ConfigError."""
     gpus = list(engine.gpus or ())
     if here and gpus and max(gpus) >= (count := gpu_count()):
@@ -96,10 +102,10 @@ def _check_share(key: str, engine: EngineConfig, sync_offset: int, here: bool) -
             key=f"{key}.cpu_cores",
             fix="give fewer, or null",
         )
-    if taken == cores and sync_offset > 0:  # on a shared core, server and trainer are many times slower
+    if taken == cores and meanwhile:  # on a shared core, server and trainer are many times slower
         raise ConfigError(
             f"{key}.cpu_cores is {engine.cpu_cores}: that leaves none of the {cores} cores to the trainer, which "
-            f"computes at the same time (explorer.sync_offset={sync_offset}). Give fewer, or null.",
+            f"computes at the same time ({meanwhile}). Give fewer, or null.",
             key=f"{key}.cpu_cores",
         )
 
@@ -345,6 +351,13 @@ def check_adapters(run: "TrainConfig", trainer: Mapping[str, Any], here: bool) -
         raise ConfigError(
             f"synchronizer.lora=adapter is for servers that are started here, and engine.urls names others: {MERGE}.",
             key="synchronizer.lora",
+        )
+    if engine.name == "vllm_server" and run.explorer.max_staleness > 0 and run.explorer.in_flight == "continue":
+        raise ConfigError(
+            "a vLLM server goes on with the adapters that a request began with (synchronizer.lora=adapter, "
+            f"explorer.max_staleness={run.explorer.max_staleness})",
+            key="synchronizer.lora",
+            fix=f"{MERGE}, or set explorer.in_flight=wait",
         )
     if run.synchronizer.method in SENT:
         raise ConfigError(

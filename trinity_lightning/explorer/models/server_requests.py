@@ -159,7 +159,8 @@ class UnfinishedSamples:
     Args:
         post: sends a request to the server, and returns its answer; see `ServerClient.post`.
         ask_with_pictures: sends a prompt with pictures, its settings, and the request's name; see `PictureClient`.
-        revive: called after a request failed: True once a server that had ended takes requests again.
+        connection: returns the present connection to the server, in whose place another one is made if the server ends.
+        revive: called with its connection after a request failed: True once a server that had ended takes requests.
         ends: returns the tokens that end a response.
     """
 
@@ -167,10 +168,12 @@ class UnfinishedSamples:
         self,
         post: Post,
         ask_with_pictures: Callable[[PicturePrompt, Mapping[str, Any], str], Awaitable[Any]],
-        revive: Callable[[], Awaitable[bool]],
+        connection: Callable[[], object],
+        revive: Callable[[object], Awaitable[bool]],
         ends: Callable[[], Iterable[int]],
     ) -> None:
-        self._post, self._ask_with_pictures, self._revive, self._ends = post, ask_with_pictures, revive, ends
+        self._post, self._ask_with_pictures, self._ends = post, ask_with_pictures, ends
+        self._connection, self._revive = connection, revive
         self._samples: list[UnfinishedSample] = []
         self._prefix, self._numbers = uuid.uuid4().hex, itertools.count()
         self._polling: asyncio.Task[None] | None = None
@@ -211,10 +214,11 @@ class UnfinishedSamples:
         try:
             while True:
                 sample.ask_again(f"{self._prefix}-{next(self._numbers)}")
+                connection = self._connection()
                 try:
                     return sample.completion(await self._ask(*sample.rest(), sample.name), self._ends())
                 except RolloutError:
-                    if not await self._revive():
+                    if not await self._revive(connection):
                         raise
         finally:
             self._samples.remove(sample)

@@ -84,18 +84,9 @@ class VLLMAdapterServerEngine(VLLMServerEngine):
     Args:
         model, config, others: as for a VLLMServerEngine whose server is started here.
         shapes: as for a VLLMAdapterEngine, whose errors it raises, too.
-
-    Raises:
-        ConfigError: requests are to go on when they get other adapters.
     """
 
     def __init__(self, model: str, config: EngineConfig, *, shapes: Mapping[str, Shape], **others: Any) -> None:
-        if others.get("keeps_requests"):
-            raise ConfigError(
-                "a vLLM server goes on with the adapters that a request began with",
-                key="synchronizer.lora",
-                fix=f"{MERGE}, or set explorer.in_flight=wait",
-            )
         self._shapes = dict(shapes)
         self._has_adapters = False  # True if the server has some
         super().__init__(model, _with_room(config, shapes), **others)

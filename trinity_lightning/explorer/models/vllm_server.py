@@ -33,6 +33,7 @@ from trinity_lightning.config.explorer import NEUTRAL_SAMPLING
 from trinity_lightning.config.models import load_generation_config, load_tokenizer, resolve_model
 from trinity_lightning.config.registry import PACKAGE_DIR
 from trinity_lightning.config.run import TrainConfig
+from trinity_lightning.config.servers import trains_meanwhile
 from trinity_lightning.config.values import unknown_name
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import LoadedEngine
@@ -123,13 +124,12 @@ class VLLMServerEngine(LoadedEngine):
         name, engine = config.model.name, config.engine
         shutil.rmtree(folder / "weights", ignore_errors=True)  # left by a run that was killed, and is resumed
         chosen = config.synchronizer.folder
-        keeps = getattr(config.explorer, "max_staleness", 0) > 0
+        keeps = config.explorer.max_staleness > 0 and config.explorer.in_flight == "continue"
         others = {"sync_method": config.synchronizer.method, "keeps_requests": keeps, **others}
         weights = WeightFolder(chosen or folder / "weights", memory=None if chosen or engine.urls else MEMORY)
         if engine.urls:
             return [cls(name, engine, url=url, weights=weights, **others) for url in engine.urls]
-        overlaps = keeps or config.explorer.sync_offset > 0
-        cores = server_cores(sorted(os.sched_getaffinity(0)), engine, overlaps)
+        cores = server_cores(sorted(os.sched_getaffinity(0)), engine, bool(trains_meanwhile(config.explorer)))
         gpus: list[Any] = [None] * engine.servers
         if engine.gpus:
             gpus = dealt(engine.gpus, engine.servers, max(len(engine.gpus) // engine.servers, 1))
@@ -480,17 +480,19 @@ class VLLMServerEngine(LoadedEngine):
         return UnfinishedSamples(
             post=lambda path, body: self._running().post(path, body),
             ask_with_pictures=lambda *request: self._pictures.answer(*request),
+            connection=lambda: self._client,
             revive=self._revive,
             ends=lambda: self.end_tokens,
         )
 
-    async def _revive(self) -> bool:
-        """Start or find a server again that has ended; False: it has not, or another process starts it."""
+    async def _revive(self, connection: object) -> bool:
+        """Start or find a server again that has ended, if that is not done; False: it lives, or is shut down."""
         process = self._process
         ended = self._client is None and self._resend is not None if process is None else process.has_ended
-        if ended:
+        replaced = self._loading is not None or self._client not in (None, connection)
+        if ended or replaced:
             await self.load()
-        return ended
+        return ended or replaced
 
     def partials(self) -> list[UnfinishedSample]:
         """The samples under way with the tokens that are known of them: those of the last seconds are not."""
