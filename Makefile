@@ -3,7 +3,7 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
-# Two processes, each with whole files, whose fixtures are engines; in the order of tests/support/tiers.py. ARGS="-n 8" for more.
+# Processes, each with whole files, whose fixtures are engines; in the order of tests/support/tiers.py. ARGS="-n 8" for more.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Tests start many processes, each of which would compile the package again where this variable is set.
@@ -18,8 +18,9 @@ train: setup-train
 check: style
 	$(PYTEST) -m fast $(ARGS)
 
+# A quarter of the time of all tests is waiting for limits and other processes, hence three processes for two cores.
 test: style
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -n 3 $(ARGS)
 
 # As on a CPU with AVX2 alone, which has no bfloat16 products either: for oneDNN, torch, MKL and vLLM.
 test-avx2: export ONEDNN_MAX_CPU_ISA = AVX2
