@@ -375,10 +375,11 @@ def test_groups_are_weighed_as_a_whole_step_is() -> None:
         return await alone.weigh_groups(groups, [], 1)
 
     others, other_metrics = asyncio.run(one_by_one())
-    assert [e.eid for e in others] == [
-        replace(e.eid, suffix=o.eid.suffix) for e, o in zip(experiences, others, strict=True)
-    ]
-    assert all(e.advantages.equal(o.advantages) for e, o in zip(experiences, others, strict=True))
+    for experience, other in zip(experiences, others, strict=True):
+        assert other.eid == replace(experience.eid, suffix=other.eid.suffix)
+        assert other.advantages is not None
+        assert experience.advantages is not None
+        assert other.advantages.equal(experience.advantages)
     assert {n: v for n, v in metrics.items() if "time" not in n} == {
         n: v for n, v in other_metrics.items() if "time" not in n
     }

@@ -226,7 +226,8 @@ def _stale(lag: float) -> Alert:
     return Alert(
         "rollouts are stale",
         f"the weights that sampled this step were {lag:.0f} steps behind when training began ({LAG}). Lower "
-        "explorer.sync_interval, explorer.sync_offset or explorer.max_staleness, or choose a loss for old samples (docs/algorithms.md).",
+        "explorer.sync_interval, explorer.sync_offset or explorer.max_staleness, or choose a loss for old samples "
+        "(docs/algorithms.md).",
     )
 
 
