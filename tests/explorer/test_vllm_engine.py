@@ -32,7 +32,9 @@ from trinity_lightning.errors import (
     RolloutError,
     WeightSyncError,
 )
-from trinity_lightning.explorer.driver import Driver
+from trinity_lightning.explorer.driver import Driver, LoopTask
+from trinity_lightning.explorer.models.bound import BoundModel
+from trinity_lightning.explorer.models.record import CallRecords
 from trinity_lightning.explorer.models.vllm_engine import VLLMEngine, engine_args
 from trinity_lightning.sync.stream import weight_stream
 
@@ -496,6 +498,45 @@ def test_requests_under_way_go_on_after_a_sleep(
 
 
 # -- life: last, for it takes the engine away -------------------------------------------------------------------------
+
+
+def test_responses_go_on_in_an_engine_of_another_process(engine: VLLMEngine, driver: Driver) -> None:
+    """Their tokens are kept, and each span has the log-probabilities of its weights."""
+    models = [tiny_model(), tiny_model(1.05), tiny_model(0.95)]
+
+    def start(records: CallRecords) -> LoopTask[list[Completion]]:
+        settings = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.7}
+        bound = [
+            BoundModel(engine, run_seed=5, batch=1, task=0, run=run, record=records.begin(1, 0, run)) for run in (0, 2)
+        ]
+
+        async def ask_all() -> list[Completion]:
+            one, two = bound[0].generate(PROMPT, n=2, **settings), bound[1].generate([5] * 40, n=1, **settings)
+            return [completion for completions in await asyncio.gather(one, two) for completion in completions]
+
+        return driver.start(ask_all())
+
+    task = start(records := CallRecords())
+    until_written(engine, driver, 4)
+    sync(engine, driver, models[1], 1)
+    until_written(engine, driver, 9)
+    state = records.state_dict()
+    driver.run(engine.shutdown())
+    with pytest.raises(RolloutError):
+        driver.wait(task)
+    driver.run(engine.sync_weights(weight_stream(models[2]), 2))
+    (later := CallRecords()).load_state_dict(state)
+    completions = driver.wait(start(later))
+    driver.run(engine.sync_weights(weight_stream(models[0]), 0))
+    assert later.state_dict()["tokens"].tolist() == [t for completion in completions for t in completion.token_ids]
+    for i, completion in enumerate(completions):
+        assert list(completion.token_ids)[:9] == state["tokens"].tolist()[9 * i : 9 * i + 9]
+        assert completion.versions == ((0, 0), (4, 1), (9, 2))
+        assert (len(completion.token_ids), completion.finish_reason) == (24, "length")
+        assert completion.text == as_written(engine, completion)
+        rescored = [plain_logprobs(completion, 0.7, model) for model in models]
+        expected = [*rescored[0][:4], *rescored[1][4:9], *rescored[2][9:]]
+        assert list(completion.logprobs) == pytest.approx(expected, rel=0, abs=1e-5)
 
 
 def test_shutdown_twice_and_an_engine_after_it(engine: VLLMEngine, driver: Driver) -> None:

@@ -22,6 +22,7 @@ from trinity_lightning.errors import RewardError, RolloutError
 from trinity_lightning.explorer.clock import CLOCK
 from trinity_lightning.explorer.models.blocking import BlockingModel
 from trinity_lightning.explorer.models.bound import BoundModel
+from trinity_lightning.explorer.models.record import CallRecords, RunRecord
 from trinity_lightning.explorer.tasks.task import Task, template_variables_of
 from trinity_lightning.explorer.workflows.workflow import PartialFailure, Workflow, resolve_workflow, workflow_of
 
@@ -95,12 +96,14 @@ class WorkflowRunner:
         model: the rollout model.
         auxiliary_models: one model of each auxiliary kind.
         runner_id: the runner's number, for messages.
+        records: keeps the calls of unfinished train runs for a checkpoint; None: nothing is kept.
     """
 
     config: ExplorerConfig
     model: InferenceModel
     auxiliary_models: Sequence[InferenceModel] | None = None
     runner_id: int | None = None
+    records: CallRecords | None = None
     overrun: ClassVar[float] = CANCEL_GRACE_SECONDS  # seconds that an attempt may take beyond its limit, at most
 
     def __post_init__(self) -> None:
@@ -182,12 +185,19 @@ class _BoundWorkflow:
             sampling=task.rollout_args,
             trained=not task.is_eval,
             template_variables=template_variables_of(task),
+            record=self._record(runner.records),
         )
         self.views: list[Any] = [self.view, *(self._bind(runner, model) for model in runner.auxiliary_models or ())]
         self.is_blocking = not inspect.iscoroutinefunction(resolve_workflow(task.workflow).run)
         if self.is_blocking:
             self.views = [BlockingModel(view) for view in self.views]
         self.workflow: Workflow = workflow_of(task, self.views[0], self.views[1:])
+
+    def _record(self, records: CallRecords | None) -> RunRecord | None:
+        task = self.task
+        if records is None or task.is_eval or not resolve_workflow(task.workflow).replayable:
+            return None
+        return records.begin(task.batch_id, task.task_id, self.run)
 
     def _bind(self, runner: WorkflowRunner, model: InferenceModel, **settings: Any) -> BoundModel:
         identity = {"batch": self.task.batch_id, "task": self.task.task_id, "run": self.run}

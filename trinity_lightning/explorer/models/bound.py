@@ -14,6 +14,7 @@ from trinity_lightning.common.random_state import rollout_seed
 from trinity_lightning.config.explorer import DEFAULT_TEMPERATURE, check_trained_sampling
 from trinity_lightning.explorer.models.blocking import BlockingModel
 from trinity_lightning.explorer.models.openai_api import ChatCompletions, OpenAIModel, async_client
+from trinity_lightning.explorer.models.record import RunRecord
 from trinity_lightning.explorer.workflows.workflow import experience_of
 
 
@@ -34,6 +35,7 @@ class BoundModel:
         trained: True if the samples are trained on, and so must come from the policy's whole distribution.
         template_variables: variables of the chat template for every conversation; a conversation's own variables win.
             None: conversations are rendered without variables, because a task's variables are for the policy alone.
+        record: keeps the calls, and answers those that an earlier process made; None: every call goes to the model.
     """
 
     enable_history = True
@@ -49,7 +51,9 @@ class BoundModel:
         sampling: Mapping[str, Any] | None = None,
         trained: bool = False,
         template_variables: Mapping[str, Any] | None = None,
+        record: RunRecord | None = None,
     ) -> None:
+        self._record = record
         self._model, self.max_model_len = model, model.max_model_len
         self._trained = trained
         self._template_variables = template_variables
@@ -75,7 +79,10 @@ class BoundModel:
             processor.check(experience.multi_modal_inputs)
 
     async def generate(self, prompt: Sequence[int] | str, n: int = 1, **sampling: Any) -> list[Completion]:
-        return await self._model.generate(prompt, n=n, **self._next_call(sampling))
+        turn, settings = self._turn, self._next_call(sampling)
+        if self._record is None:
+            return await self._model.generate(prompt, n=n, **settings)
+        return await self._recorded_answer(self._record, turn, prompt, n, settings)
 
     async def chat(
         self,
@@ -88,7 +95,11 @@ class BoundModel:
         conversation = self._conversation(messages)
         if images:
             conversation = conversation.with_pictures(images)
-        return await self._model.chat(conversation, tools=tools, n=n, **self._next_call(sampling))
+        turn, settings = self._turn, self._next_call(sampling)
+        if self._record is None:
+            return await self._model.chat(conversation, tools=tools, n=n, **settings)
+        prompt = await self._model.render(conversation, tools)
+        return await self._recorded_answer(self._record, turn, prompt, n, settings)
 
     async def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, so_far: Sequence[int] = ()
@@ -105,6 +116,14 @@ class BoundModel:
     async def shutdown(self) -> None:
         """Refuse the call with a RuntimeError: the model belongs to the explorer."""
         raise RuntimeError("a workflow must not shut the model down: other runs generate with it")
+
+    async def _recorded_answer(
+        self, record: RunRecord, turn: int, prompt: Sequence[int] | str, n: int, settings: dict[str, Any]
+    ) -> list[Completion]:
+        completions = await record.answer(turn, self._model, prompt, n, settings)
+        versions = [version for completion in completions for _, version in completion.versions]
+        self._oldest_version = min([self.used_version, *versions])
+        return completions
 
     def _conversation(self, messages: list[dict[str, Any]]) -> Conversation:
         """The messages with the chat template's variables of this run."""
@@ -175,7 +194,7 @@ class BoundModel:
     def used_version(self) -> int:
         """The oldest model version at the start of any call, so that lag is never understated.
 
-        Before the first call, the present version.
+        Before the first call, the present version. The versions of an answer from a record are older.
         """
         return self.model_version if self._oldest_version is None else self._oldest_version
 

@@ -6,7 +6,8 @@ import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -133,19 +134,16 @@ class Engine(ABC):
         self._check_room(token_ids, sampling.get("max_tokens"))
         chosen = {name: value for name, value in sampling.items() if value is not None}
         present = ((0, self.model_version),)
-        completions = await self._completions(token_ids, n, chosen)
-        tokenizer = self.tokenizer
-        markers = markers_of(tokenizer) if self.thoughts is None else (self.thoughts,)
         as_asked = {"prompt_token_ids": token_ids} if isinstance(token_ids, PicturePrompt) else {}
         return [
-            replace(
-                completion,
-                text=written_text(tokenizer, completion, chosen, markers),
-                versions=completion.versions or present,
-                **as_asked,
-            )
-            for completion in completions
+            self.with_text(replace(completion, versions=completion.versions or present, **as_asked), chosen)
+            for completion in await self._completions(token_ids, n, chosen)
         ]
+
+    def with_text(self, completion: Completion, sampling: Mapping[str, Any]) -> Completion:
+        """The completion with the text that its tokens are, if it was drawn with these settings."""
+        markers = markers_of(self.tokenizer) if self.thoughts is None else (self.thoughts,)
+        return replace(completion, text=written_text(self.tokenizer, completion, sampling, markers))
 
     async def chat(
         self,
@@ -391,6 +389,22 @@ def written_text(
 T = TypeVar("T")
 
 
+@dataclass
+class Progress:
+    """A view of a request under way, for who asked for it. An engine that gives none leaves it as it is made.
+
+    Attributes:
+        written: returns the samples so far, without their text; those that go on have no finish_reason. [] if nothing
+            is known. Called on the thread that drives the engine.
+    """
+
+    written: Callable[[], list[Completion]] = list
+
+
+# The view that the caller of `generate` wants to have of its request.
+PROGRESS: ContextVar[Progress | None] = ContextVar("PROGRESS", default=None)
+
+
 class InProcessEngine(LoadedEngine):
     """Base of the in-process engines: queues requests, waits for results, cancels, and fails without a hang.
 
@@ -487,6 +501,10 @@ class InProcessEngine(LoadedEngine):
     @abstractmethod
     def _free(self) -> None: ...
 
+    def _written(self, request_id: str) -> list[Completion]:
+        """The samples so far of a request under way, as in `Progress`; an engine need not know them."""
+        return []
+
     # -- requests and replies -----------------------------------------------------------------------------------------
 
     def _load_once(self) -> None:
@@ -504,12 +522,19 @@ class InProcessEngine(LoadedEngine):
         self._requests += 1
         request_id = str(self._requests)
         reply: Future[Any] = Future()
+        if (progress := PROGRESS.get()) is not None:
+            progress.written = lambda: self._so_far(request_id, reply)
         self._post(lambda: self._start(request_id, add, reply))
         try:
             return await self._wait(reply)
         except asyncio.CancelledError:
             self._post(lambda: self._cancel(request_id))
             raise
+
+    def _so_far(self, request_id: str, reply: Future[Any]) -> list[Completion]:
+        if reply.done():
+            return [] if reply.cancelled() or reply.exception() else reply.result()
+        return self._written(request_id) if self._loaded else []
 
     def _start(self, request_id: str, add: Callable[[str], None], reply: Future[Any]) -> None:
         if not reply.set_running_or_notify_cancel():

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar
 
 from trinity_lightning.errors import RolloutError
-from trinity_lightning.explorer.models.vllm_pictures import token_logprobs
+from trinity_lightning.explorer.models.vllm_outputs import token_logprobs
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]

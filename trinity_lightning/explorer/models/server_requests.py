@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_lightning.common.inference import Completion, Spans, joined_spans
 from trinity_lightning.common.pictures.prompt import PicturePrompt
-from trinity_lightning.common.random_state import rest_seed
 from trinity_lightning.errors import ConfigError, RolloutError, WeightSyncError
+from trinity_lightning.explorer.models.rest import rest_of
 from trinity_lightning.explorer.models.server_path import ServerPath, generated
 
 if TYPE_CHECKING:
@@ -109,17 +109,7 @@ class UnfinishedSample:
 
     def rest(self) -> tuple[Sequence[int], dict[str, Any]]:
         """Prompt and settings of a request for the rest of the sample."""
-        kept, rest = len(self.token_ids), dict(self.sampling)
-        if kept == 0:
-            return self.prompt, rest
-        rest["max_tokens"] -= kept
-        if "min_tokens" in rest:
-            rest["min_tokens"] = max(rest["min_tokens"] - kept, 0)
-        if "seed" in rest:
-            rest["seed"] = rest_seed(rest["seed"], kept)
-        if isinstance(self.prompt, PicturePrompt):
-            return PicturePrompt.joined(self.prompt, self.token_ids), rest
-        return [*self.prompt, *self.token_ids], rest
+        return rest_of(self.prompt, self.token_ids, self.sampling)
 
     def add(self, progress: Mapping[str, Any]) -> None:
         """Take the tokens that the present request has drawn since the last time."""

@@ -34,7 +34,8 @@ from trinity_lightning.config.models import load_generation_config, load_tokeniz
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.engine import InProcessEngine
-from trinity_lightning.explorer.models.vllm_pictures import VLLMPictures, picture_arguments, token_logprobs
+from trinity_lightning.explorer.models.vllm_outputs import completion_of, token_logprobs, written_so_far
+from trinity_lightning.explorer.models.vllm_pictures import VLLMPictures, picture_arguments
 from trinity_lightning.sync.stream import WeightStream, parameter_shapes, skeleton
 
 # -- vLLM's arguments, the same for the engine in this process and for servers -----------------------------------------
@@ -286,18 +287,11 @@ class VLLMEngine(InProcessEngine):
         """A request's completions, or the prompt's log-probabilities if it asked for those."""
         if output.prompt_logprobs is not None:
             return token_logprobs(output.prompt_logprobs[1:])  # the first token has none
-        return [
-            Completion(
-                prompt_token_ids=output.prompt_token_ids,
-                token_ids=list(sample.token_ids),
-                logprobs=token_logprobs(sample.logprobs),
-                text="",  # `generate` makes it
-                finish_reason=sample.finish_reason,
-                stop_reason=None if sample.stop_reason in self.end_tokens else sample.stop_reason,
-                versions=tuple((span.start, int(span.version)) for span in sample.weight_versions or ()),
-            )
-            for sample in sorted(output.outputs, key=lambda sample: sample.index)
-        ]
+        samples = sorted(output.outputs, key=lambda sample: sample.index)
+        return [completion_of(output.prompt_token_ids, sample, self.end_tokens) for sample in samples]
+
+    def _written(self, request_id: str) -> list[Completion]:
+        return written_so_far(self._engine.output_processor, request_id, self.end_tokens)
 
     @contextmanager
     def _own_torch_state(self) -> Iterator[None]:

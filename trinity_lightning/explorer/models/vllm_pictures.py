@@ -147,8 +147,3 @@ def check_same(trainers: Sequence[int], vllms: Sequence[int]) -> None:
         f"{len(trainers)} tokens, which first differ at place {first} ({list(vllms[first : first + 3])} and "
         f"{list(trainers[first : first + 3])})."
     )
-
-
-def token_logprobs(flat: Any) -> list[float]:
-    """The log-probability of each token: the first entry at each position of vLLM's flat container."""
-    return [flat.logprobs[start] for start in flat.start_indices]

@@ -38,6 +38,10 @@ class Workflow(ABC):
         auxiliary_models: one model of each auxiliary kind (judges, teachers), in the order of the configuration.
     """
 
+    # True if a run that the end of the process interrupted may be begun again, and be given the answers that its model
+    # gave before. Its tools are called again: with tools that change something outside the run, set it to False. Such a
+    # run is begun anew, without those answers.
+    replayable: bool = True
     # True if one instance makes all runs of a task at once, as by one request with n samples.
     repeatable: bool = False
     repeat_times: int = 1
