@@ -31,7 +31,8 @@ class Paced(FakeModel):
         self.seconds = seconds
 
     async def generate(self, prompt: Any, n: int = 1, **sampling: Any) -> Any:
-        self.latency = self.seconds(int(prompt.split()[0]))
+        text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
+        self.latency = self.seconds(int(text.split()[0]))
         return await super().generate(prompt, n, **sampling)
 
 

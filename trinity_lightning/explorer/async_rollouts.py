@@ -65,9 +65,15 @@ class AsyncRollouts(TrainingRollouts):
         return {}
 
     def state(self, with_weights: bool) -> dict[str, Any]:
-        """The explorer's state, taken between two turns of the loop on which groups go on."""
+        """The explorer's state, taken between two turns of the loop on which groups go on.
+
+        The calls under way are asked for first: a group that ends meanwhile is complete in the state, and needs none.
+        """
+        calls = self._groups.calls()
 
         async def take() -> dict[str, Any]:
             return self.explorer.state_dict(with_weights)
 
-        return self.driver.run(take(), False)
+        state = self.driver.run(take(), False)
+        state["groups"]["calls"] = calls
+        return state

@@ -229,7 +229,8 @@ class Explorer:
             max_concurrent=config.max_concurrent,
         )
         overlaps = all(engine.capabilities.overlaps_training for engine in engines)
-        return GroupRollouts(config, self._source, self._scheduler.run_group, controller, overlaps)
+        run, records = self._scheduler.run_group, self._scheduler.records
+        return GroupRollouts(config, self._source, run, controller, overlaps, records)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -341,7 +342,7 @@ class Explorer:
         if result is None:
             return False
         self.step += 1
-        self.metrics = result.metrics | self._restarted() | self._reprefilled()
+        self.metrics = result.metrics | self._restarted() | self._computed_again()
         self._watcher.keep_completions(result.experiences, self.step, None)
         return True
 
@@ -356,13 +357,14 @@ class Explorer:
         before, self._restarts = self._restarts, sum(counts)
         return {"rollout/engine_restarts": float(self._restarts - before)} if counts else {}
 
-    def _reprefilled(self) -> dict[str, float]:
-        """The metric of tokens that weight syncs made the engines compute again since the last call."""
-        before, self._prefilled_again = (
-            self._prefilled_again,
-            sum(engine.reprefilled_tokens for engine in self.engines.models),
-        )
-        return {"rollout/reprefilled_tokens": float(self._prefilled_again - before)}
+    def _computed_again(self) -> dict[str, float]:
+        """Metrics of what weight syncs and a resume made the engines compute again since the last call."""
+        engines, before = self.engines.models, self._prefilled_again
+        self._prefilled_again = sum(engine.reprefilled_tokens for engine in engines)
+        metrics = {"rollout/reprefilled_tokens": float(self._prefilled_again - before)}
+        if (records := self._scheduler.records) is not None:
+            metrics["rollout/replay_diverged"], records.diverged = float(records.diverged), 0
+        return metrics
 
     @property
     def _source(self) -> TaskSource:

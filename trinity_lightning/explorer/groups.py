@@ -14,6 +14,7 @@ from trinity_lightning.common.tidied import TidiedGroup
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.metrics import rollout_metrics
+from trinity_lightning.explorer.models.record import CallRecords
 from trinity_lightning.explorer.reports import report_tasks
 from trinity_lightning.explorer.staleness import Group, StalenessController
 from trinity_lightning.explorer.task_source import TaskSource
@@ -80,6 +81,7 @@ class GroupRollouts:
         run: runs the task of a group.
         controller: admits groups, and chooses those of a step.
         overlaps: True if engines generate while the trainer trains; groups may begin then.
+        records: the calls of runs under way; None: a resumed run begins these runs anew.
         buffer: tidies groups and takes steps in; set before the first group begins.
         on_progress: called with the numbers of complete groups, and of those that a step needs.
     """
@@ -89,6 +91,7 @@ class GroupRollouts:
     run: Callable[[Task], Awaitable[tuple[Status, list[Experience]]]]
     controller: StalenessController
     overlaps: bool
+    records: CallRecords | None = None
     buffer: GroupBuffer | None = None
     on_progress: Callable[[int, int], None] = lambda done, total: None
     on_experiences: Callable[[list[Experience]], None] = lambda experiences: None
@@ -157,6 +160,8 @@ class GroupRollouts:
 
     def _end(self, number: int, task: Task, ended: EndedGroup) -> None:
         """Keep a group for its step, or free its place."""
+        if self.records is not None:
+            self.records.forget(task.batch_id, task.task_id)
         self.source.forget_failed([task], ended.tidied.experiences)
         self._without_success = 0 if ended.tidied.experiences else self._without_success + 1
         if ended.tidied.kept:
@@ -277,7 +282,10 @@ class GroupRollouts:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The controller, the complete groups, and the taskset's cursor before the oldest group under way."""
+        """The controller, the complete groups, and the taskset's cursor before the oldest group under way.
+
+        The calls of its runs are in `calls`, to be added under that name.
+        """
         number = min((n for n, group in self.controller.outstanding.items() if not group.complete), default=None)
         first = self.controller.next_group if number is None else max(n for n in self._cursors if n <= number)
         cursor = self.source.taskset.state_dict() if number is None else self._cursors[first]
@@ -289,6 +297,10 @@ class GroupRollouts:
             "cursor": cursor,
             "first": first,
         }
+
+    def calls(self) -> dict[str, Any] | None:
+        """The calls of runs under way; asked for by the thread that drives the engines, before `state_dict`."""
+        return None if self.records is None else self.records.state_dict()
 
     def state_after(self, step: int) -> dict[str, Any]:
         """The state of a run that took so many steps with `max_staleness=0`, and goes on with groups."""
@@ -320,6 +332,8 @@ class GroupRollouts:
             )
         self._ended = {number: EndedGroup.of(group) for number, group in state["ended"].items()}
         self._given_up = [EndedGroup.of(group) for group in state["given_up"]]
+        if self.records is not None and state.get("calls"):
+            self.records.load_state_dict(state["calls"])
         self.source.taskset.load_state_dict(state["cursor"])
         self._draw_again(state["first"])
 

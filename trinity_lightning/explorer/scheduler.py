@@ -17,6 +17,7 @@ from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError, PromptTooLongError
 from trinity_lightning.explorer.batches import TIMES, Batch, Chunk, ScheduledTask, Work, enough_of, order_of
 from trinity_lightning.explorer.clock import CLOCK, EngineClock
+from trinity_lightning.explorer.models.record import CallRecords
 from trinity_lightning.explorer.rewards import SCORER
 from trinity_lightning.explorer.rewards.workers import RewardWorkers
 from trinity_lightning.explorer.tasks.task import Task
@@ -27,6 +28,7 @@ from trinity_lightning.explorer.workflow_runner import (
     Outcomes,
     Runners,
     Status,
+    WorkflowRunner,
     describe,
     summarize,
 )
@@ -51,6 +53,7 @@ class RunnerWrapper:
         config: the explorer's configuration.
         outcomes: outcomes of attempts, shared by the runners of a scheduler; None: this runner shares none.
         runners: makes the runner; None: the kind that `config.runner` names.
+        records: keeps the calls of unfinished runs, if they are made in this process; None: they are not kept.
     """
 
     def __init__(
@@ -61,11 +64,14 @@ class RunnerWrapper:
         config: ExplorerConfig,
         outcomes: Outcomes | None = None,
         runners: Runners | None = None,
+        records: CallRecords | None = None,
     ) -> None:
         self.runner_id, self.model, self.config = runner_id, rollout_model, config
         self.outcomes = outcomes or Outcomes()
         runners = runners or RUNNERS.get(config.runner)(config, [rollout_model, *(auxiliary_models or ())])
         self.runner = runners.make(rollout_model, auxiliary_models, runner_id)
+        if isinstance(self.runner, WorkflowRunner):
+            self.runner.records = records
 
     async def run_with_retry(
         self,
@@ -157,6 +163,8 @@ class Scheduler:
 
     Attributes:
         clock: measures the time-outs of attempts; its owner stops it while engines do not generate.
+        records: the calls of unfinished runs, for a checkpoint, if weight syncs change the weights of rollouts under
+            way; else None. Runs that a sync waits for give the same bits if they begin anew.
 
     Raises:
         ConfigError: no engine, or one that runners of this kind cannot use.
@@ -174,6 +182,8 @@ class Scheduler:
         self.config = config
         self._group = RUNNERS.get(config.runner)(config, [*rollout_model, *itertools.chain(*auxiliary)])
         self._outcomes, engines = Outcomes(), len(rollout_model)
+        goes_on = config.max_staleness > 0 and config.in_flight == "continue"
+        self.records = CallRecords() if goes_on else None
         self.runners = [
             RunnerWrapper(
                 i,
@@ -182,6 +192,7 @@ class Scheduler:
                 config,
                 self._outcomes,
                 self._group,
+                self.records,
             )
             for i in range(config.runners * engines)
         ]
