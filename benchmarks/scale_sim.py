@@ -36,9 +36,8 @@ KINDS = ("lognormal", "uniform", "fixed")
 COLUMNS = ("seconds/step", "tokens/s", "gain", "generating", "training", "staleness", "again", "CPU us/rollout", "load")
 
 
-def setting_of(args: argparse.Namespace, gpus: int | None = None, **changes: Any) -> Setting:
+def setting_of(args: argparse.Namespace, gpus: int, **changes: Any) -> Setting:
     """A setting of so many GPUs, with as many groups as these deserve."""
-    gpus = args.gpus if gpus is None else gpus
     groups = min(gpus * args.groups, MOST_GROUPS)
     return replace(Setting(gpus=gpus, batch_size=groups, steps=args.steps, machine=Machine(sync=args.sync)), **changes)
 
@@ -58,7 +57,8 @@ def modes(args: argparse.Namespace) -> dict[str, list[Setting]]:
         *({"servers": half, "max_staleness": k, "run_ahead": d} for k, d in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4))),
     ]
     return {
-        f"{kind} lengths": [setting_of(args, lengths=Lengths(kind), **way) for way in ways] for kind in args.lengths
+        f"{kind} lengths": [setting_of(args, args.gpus, lengths=Lengths(kind), **way) for way in ways]
+        for kind in args.lengths
     }
 
 
@@ -66,7 +66,7 @@ def shares(args: argparse.Namespace) -> dict[str, list[Setting]]:
     """Shares of the GPUs that roll out, beside all GPUs in turns."""
     tables = {}
     for k, d in ((1, 1), (4, 1), (4, 4)):
-        settings = [setting_of(args, max_staleness=k, run_ahead=d)]
+        settings = [setting_of(args, args.gpus, max_staleness=k, run_ahead=d)]
         settings += [replace(settings[0], servers=args.gpus * eighths // 8) for eighths in range(2, 8)]
         tables[f"k={k}, d={d}"] = settings
     return tables
