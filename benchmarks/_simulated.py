@@ -107,7 +107,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a setting.
+    """The result of a simulated run.
 
     Attributes:
         seconds: of each step, from the end of one training to the end of the next; without those of the warm-up.
