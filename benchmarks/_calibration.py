@@ -137,6 +137,7 @@ def measured(folder: Path) -> Measured:
         max_staleness=explorer.get("max_staleness", 0),
         run_ahead=explorer.get("run_ahead"),
         in_flight=explorer.get("in_flight", "continue"),
+        max_concurrent=explorer.get("max_concurrent"),
         batch_size=size,
         repeat_times=repeats,
         lengths=Lengths("seen", seen=seen),
