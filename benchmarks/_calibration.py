@@ -113,7 +113,7 @@ def least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -
 
 
 def measured(folder: Path) -> Measured:
-    """What a run's folder says."""
+    """Read a run's folder."""
     settings = settings_in(text_of(folder / "config.yaml"))
     if not settings or not (folder / FOLDER).is_dir():
         raise SystemExit(f"{folder}: a run's folder with {FOLDER}/ is needed, train with buffer.keep=true.")
@@ -137,6 +137,7 @@ def measured(folder: Path) -> Measured:
         max_staleness=explorer.get("max_staleness", 0),
         run_ahead=explorer.get("run_ahead"),
         in_flight=explorer.get("in_flight", "continue"),
+        max_concurrent=explorer.get("max_concurrent"),
         batch_size=size,
         repeat_times=repeats,
         lengths=Lengths("seen", seen=seen),
@@ -144,5 +145,7 @@ def measured(folder: Path) -> Measured:
         steps=len(rows),
         warm_up=SKIPPED,
     )
-    seconds = [[float(row.get(name, 0)) for row in rows] for name in ("time/step", "time/rollout", "time/sync_weight")]
-    return Measured(setting, *seconds, settings["engine"]["max_num_seqs"] or CPU_REQUESTS)
+    step, rollout, sync = (
+        [float(row.get(name, 0)) for row in rows] for name in ("time/step", "time/rollout", "time/sync_weight")
+    )
+    return Measured(setting, step, rollout, sync, settings["engine"]["max_num_seqs"] or CPU_REQUESTS)

@@ -51,7 +51,7 @@ class Setting:
     Attributes:
         gpus: all GPUs.
         servers: GPUs that roll out while the others train; None: all GPUs do both in turns.
-        max_staleness, run_ahead, in_flight, batch_size, repeat_times: as in `explorer`.
+        max_staleness, run_ahead, in_flight, max_concurrent, batch_size, repeat_times: as in `explorer`.
         lengths: lengths of responses.
         prompt_tokens: length of a prompt.
         steps: steps to take.
@@ -64,6 +64,7 @@ class Setting:
     max_staleness: int = 0
     run_ahead: int | None = None
     in_flight: str = "continue"
+    max_concurrent: int | None = None
     batch_size: int = 64
     repeat_times: int = 8
     lengths: Lengths = field(default_factory=Lengths)
@@ -107,7 +108,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a setting.
+    """The result of a simulated run.
 
     Attributes:
         seconds: of each step, from the end of one training to the end of the next; without those of the warm-up.
@@ -232,12 +233,13 @@ class Simulation:
 
     def _groups(self, scheduler: Scheduler) -> GroupRollouts:
         setting, config = self.setting, self.setting.explorer()
+        all_at_once = setting.engines * setting.machine.speed.most_requests
         controller = StalenessController(
             config.batch_size,
             config.max_staleness,
             config.steps_ahead,
             rollouts=config.repeat_times,
-            max_concurrent=setting.engines * setting.machine.speed.most_requests if setting.max_staleness else None,
+            max_concurrent=(setting.max_concurrent or all_at_once) if setting.max_staleness else None,
         )
 
         async def tidy(experiences: list[Experience], batch: int) -> TidiedGroup:

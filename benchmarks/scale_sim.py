@@ -1,7 +1,7 @@
 """Rollouts that do not wait, on 8 to 4,096 GPUs: the real controller and scheduler with modelled engines and trainers.
 
     python benchmarks/scale_sim.py modes [--gpus 8]        # synchronous, continue, wait, servers; k and d; lengths
-    python benchmarks/scale_sim.py shares [--gpus 64]      # how many of the GPUs roll out
+    python benchmarks/scale_sim.py shares [--gpus 16]      # how many of the GPUs roll out
     python benchmarks/scale_sim.py scale                   # 8 to 4,096 GPUs; CPU time of controller and scheduler
     python benchmarks/scale_sim.py calibrate RUN [RUN...]  # against runs of this machine
 
@@ -36,9 +36,8 @@ KINDS = ("lognormal", "uniform", "fixed")
 COLUMNS = ("seconds/step", "tokens/s", "gain", "generating", "training", "staleness", "again", "CPU us/rollout", "load")
 
 
-def setting_of(args: argparse.Namespace, gpus: int | None = None, **changes: Any) -> Setting:
+def setting_of(args: argparse.Namespace, gpus: int, **changes: Any) -> Setting:
     """A setting of so many GPUs, with as many groups as these deserve."""
-    gpus = args.gpus if gpus is None else gpus
     groups = min(gpus * args.groups, MOST_GROUPS)
     return replace(Setting(gpus=gpus, batch_size=groups, steps=args.steps, machine=Machine(sync=args.sync)), **changes)
 
@@ -58,15 +57,16 @@ def modes(args: argparse.Namespace) -> dict[str, list[Setting]]:
         *({"servers": half, "max_staleness": k, "run_ahead": d} for k, d in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4))),
     ]
     return {
-        f"{kind} lengths": [setting_of(args, lengths=Lengths(kind), **way) for way in ways] for kind in args.lengths
+        f"{kind} lengths": [setting_of(args, args.gpus, lengths=Lengths(kind), **way) for way in ways]
+        for kind in args.lengths
     }
 
 
 def shares(args: argparse.Namespace) -> dict[str, list[Setting]]:
     """Shares of the GPUs that roll out, beside all GPUs in turns."""
     tables = {}
-    for k, d in ((1, 1), (4, 1), (4, 4)):
-        settings = [setting_of(args, max_staleness=k, run_ahead=d)]
+    for k, d in ((1, 1), (4, 1)):
+        settings = [setting_of(args, args.gpus, max_staleness=k, run_ahead=d)]
         settings += [replace(settings[0], servers=args.gpus * eighths // 8) for eighths in range(2, 8)]
         tables[f"k={k}, d={d}"] = settings
     return tables
@@ -148,7 +148,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, gpus in (("modes", 8), ("shares", 64), ("scale", None)):
+    for name, gpus in (("modes", 8), ("shares", 16), ("scale", None)):
         command = commands.add_parser(name)
         command.add_argument("--steps", type=int, default=24, help="steps of each run (24)")
         command.add_argument("--groups", type=int, default=8, help="groups of a step for each GPU (8)")

@@ -41,7 +41,7 @@ def scale_sim() -> Any:
 
 
 def ends_by_token(calls: Sequence[tuple[int, Sequence[int]]], prompt: int, most: int) -> list[float]:
-    """When calls (forward passes before their arrival, lengths) end, by one forward pass after the other."""
+    """Times at which calls (passes before their arrival, lengths) end, computed one forward pass after the other."""
     waiting, running, ends, now, passes = list(enumerate(calls)), list[list[int]](), [0.0] * len(calls), 0.0, 0
     left = [len(lengths) for _, lengths in calls]
     queue: list[list[int]] = []
@@ -84,7 +84,7 @@ def test_an_engine_takes_as_long_as_its_forward_passes(most: int, modelled: Any)
 
 
 def test_requests_that_come_later_slow_the_others_down(modelled: Any) -> None:
-    async def run() -> tuple[list[float], float]:
+    async def run() -> tuple[tuple[float, float], float]:
         loop = asyncio.get_running_loop()
         engine = modelled.ModelledEngine(modelled.Speed(1, 1, 0.5), [[10], [2]], 2)
 
@@ -93,11 +93,11 @@ def test_requests_that_come_later_slow_the_others_down(modelled: Any) -> None:
             await engine.generate([number])
             return loop.time()
 
-        times = await asyncio.gather(ask(0, 0), ask(1, 9))
-        return times, engine.generating
+        first, second = await asyncio.gather(ask(0, 0), ask(1, 9))
+        return (first, second), engine.generating
 
     # The prompt takes 1 s, 4 tokens take 8 s; then the other's prompt 1 s, 2 tokens of both 6 s, and the last 4 8 s.
-    assert modelled.run_virtually(run()) == ([24.0, 16.0], 24.0)
+    assert modelled.run_virtually(run()) == ((24.0, 16.0), 24.0)
 
 
 def test_an_engine_that_rests_goes_on_where_it_was_and_computes_all_again_after_a_sync(modelled: Any) -> None:

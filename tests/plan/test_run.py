@@ -357,6 +357,32 @@ def test_an_engine_with_the_trainers_weights_is_sent_none() -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "under_way"),
+    [
+        ((), 64),
+        (("explorer.run_ahead=2", "engine.max_num_seqs=80"), 80),
+        (("explorer.run_ahead=2", "explorer.max_concurrent=24"), 24),
+        (("explorer.run_ahead=0",), 0),
+        (("explorer.in_flight=wait",), 0),
+    ],
+)
+def test_a_sync_that_rollouts_do_not_wait_for_has_their_tokens_computed_again(
+    overrides: tuple[str, ...], under_way: int
+) -> None:
+    lengths = ("plan.device=H100-80GB", "plan.prompt_tokens=40", "plan.response_tokens=20")
+    estimate = planned(*lengths, "explorer.max_staleness=2", *overrides)
+    tokens = {name: count for name, count in estimate.tokens.items() if "again" in name}
+    seconds = {name: count for name, count in estimate.seconds.items() if "again" in name}
+    if not under_way:
+        assert (tokens, seconds) == ({}, {})
+        return
+    assert tokens == {"computed again after a sync, at most": under_way * (40 + 10)}
+    [cost] = seconds.values()
+    assert 0 < cost < estimate.seconds["rollout"]
+    assert "explorer.run_ahead" in estimate.assumed
+
+
+@pytest.mark.parametrize(
     ("overrides", "counted"),
     [
         (("plan.device=H100-80GB",), True),

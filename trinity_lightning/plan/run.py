@@ -167,6 +167,7 @@ def plan_run(config: DictConfig, plan_config: "PlanConfig") -> RunPlan:
             "of a prompt": step.prompt,
             "of a response": step.response,
             **({"generated": step.rows * step.response} if engines else {}),
+            **({"computed again after a sync, at most": again} if (again := estimate.computed_again()) else {}),
             "computed by training": work.tokens,
             "of a micro-batch": shares[0].memory.micro_batch_tokens,
         },
@@ -472,6 +473,9 @@ class _Estimate:
                 # Adapters are sent at their own rank; `rollouts.adapters` counts them at the rank of vLLM's memory.
                 sent = adapters_of(run)[0] if rollouts.adapters else self.shape.parameters
                 parts["weight sync"] = rollouts.width * sent / (self._sync_gb() * 1e9)
+            if again := self.computed_again():
+                operations = 2 * self.size.body * again / (self.engines.count * self.engines.gpus)
+                parts["computing again, at most"] = operations / flops / self.plan_config.rollout_share
         # All processes of a machine share one CPU.
         nodes = int((run.trainer or {}).get("num_nodes", 1))
         computing = nodes if hardware.on_cpu else trainers_of(run.trainer or {}, hardware.machine.count)
@@ -500,6 +504,15 @@ class _Estimate:
         passes = -(-requests // at_once) * step.response
         prompts = 2 * size.body * step.groups * step.prompt / (engines.count * rollouts.gpus)
         return passes * max(operations / flops, read / bandwidth) + prompts / flops
+
+    def computed_again(self) -> int:
+        """Most tokens that a weight sync makes the engines compute again: prompts, and half of responses under way."""
+        explorer = self.run.explorer
+        if not self.engines or explorer.max_staleness == 0 or explorer.in_flight != "continue":
+            return 0
+        at_once = rollouts_of(self.run, self.hardware.machine.count).at_once * self.engines.count
+        under_way = min(explorer.steps_ahead * self.step.rows, explorer.max_concurrent or at_once, at_once)
+        return under_way * (self.step.prompt + self.step.response // 2)
 
     def _sync_gb(self) -> float:
         """The 10^9 bytes a second at which weights are sent."""
@@ -535,6 +548,8 @@ class _Estimate:
             share = f"rollouts reach {self.plan_config.rollout_share:g} of either speed, whichever takes longer"
             assumptions["plan.bandwidth_gb"] = f"a device reads its memory with {hardware.bandwidth / 1e9:.4g} GB/s"
             assumptions["plan.rollout_share"] = share
+            if self.computed_again():
+                assumptions["explorer.run_ahead"] = "a weight sync finds all rollouts of later steps half written"
             if not capabilities_of(run.engine.name).shares_weights:
                 assumptions["plan.sync_gb"] = f"weights are sent with {self._sync_gb():g} GB/s"
         return assumptions
