@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from xxhash import xxh3_128
 
-from trinity_lightning.common.inference import Completion, joined_spans
+from trinity_lightning.common.inference import PROGRESS, Completion, Progress, joined_spans
 from trinity_lightning.common.pictures.prompt import PicturePrompt
-from trinity_lightning.explorer.models.engine import PROGRESS, Progress
 from trinity_lightning.explorer.models.rest import rest_of
 from trinity_lightning.explorer.models.turns import encode_text
 
@@ -30,8 +29,8 @@ class CallRecords:
     """Keeps the calls of unfinished runs to the policy, in this process.
 
     Calls of other processes (Ray's runners), of evaluations, and to auxiliary models are not kept. Of a response that
-    is under way the written tokens are known if the engine shows them (vLLM in this process); otherwise the call is
-    made again.
+    is under way the written tokens are known if the engine shows them (see `Progress`); otherwise the call is made
+    again.
 
     Attributes:
         diverged: number of runs whose calls differed from their record, the rest of which was then dropped. Who reads
