@@ -15,12 +15,11 @@ from support.fake_model import FakeModel, ScriptedRepeatable, an_experience, scr
 from support.pictures import random_picture
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.inference import PROGRESS, Completion
 from trinity_lightning.common.pictures.prompt import Expansion, PicturePrompt
 from trinity_lightning.common.random_state import rest_seed, rollout_seed
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.explorer.models.bound import BoundModel
-from trinity_lightning.explorer.models.engine import PROGRESS
 from trinity_lightning.explorer.models.record import CallRecords, digest_of
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import WorkflowRunner

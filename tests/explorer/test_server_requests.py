@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.inference import PROGRESS, Completion, Progress
 from trinity_lightning.common.random_state import rest_seed
 from trinity_lightning.errors import RolloutError, WeightSyncError
 from trinity_lightning.explorer.models import server_requests
@@ -138,6 +138,29 @@ def test_the_rest_of_a_sample_is_asked_for_once_its_server_lives_again() -> None
     assert completion.logprobs == [-token for token in completion.token_ids]
     assert completion.versions == ((0, 3), (2, 4))
     assert completion.prompt_token_ids == PROMPT
+
+
+def test_the_caller_sees_the_samples_so_far() -> None:
+    server, progress = Server(), Progress()
+
+    async def play(_: Any) -> None:
+        assert [sample.token_ids for sample in progress.written()] == [[], []]
+        server.weights = "3"
+        server.step(2)
+        await server.samples._look(server.post)
+        server.weights = "4"
+        server.step(2)
+        assert [sample.token_ids for sample in progress.written()] == [[5, 6], [6, 7]]
+        await server.samples._look(server.post)
+        one, other = progress.written()
+        assert (other.token_ids, other.logprobs, other.finish_reason) == ([6, 7, 8, 9], [-6.0, -7.0, -8.0, -9.0], None)
+        assert one.versions == other.versions == ((0, 3), (2, 4))
+        server.step(2)
+
+    token = PROGRESS.set(progress)
+    completions = server.run(play, n=2)
+    PROGRESS.reset(token)
+    assert progress.written() == completions
 
 
 def test_a_server_that_lives_fails_one_request_alone() -> None:

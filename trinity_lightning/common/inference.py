@@ -1,6 +1,7 @@
 """The protocol of a model that generates for the explorer, and its answer, a `Completion`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -67,6 +68,22 @@ def joined_spans(parts: Iterable[tuple[int, Spans]]) -> Spans:
             if not joined or joined[-1][1] != version:
                 joined.append((offset + start, version))
     return tuple(joined)
+
+
+@dataclass
+class Progress:
+    """A view of a call of `generate` under way, for who made it. An engine that gives none leaves it as it is made.
+
+    Attributes:
+        written: returns the samples so far, without their text; those that go on have no finish_reason. [] if nothing
+            is known. Called on the thread that drives the engines.
+    """
+
+    written: Callable[[], list[Completion]] = list
+
+
+# The view that the caller of `generate` wants to have of its call.
+PROGRESS: ContextVar[Progress | None] = ContextVar("PROGRESS", default=None)
 
 
 @runtime_checkable

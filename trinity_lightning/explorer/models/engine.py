@@ -6,8 +6,7 @@ import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trinity_lightning.common.inference import Completion
+from trinity_lightning.common.inference import PROGRESS, Completion
 from trinity_lightning.common.messages import Conversation
 from trinity_lightning.common.pictures.processor import PictureProcessor, marked_as_text
 from trinity_lightning.common.pictures.prompt import PicturePrompt
@@ -387,22 +386,6 @@ def written_text(
 
 
 T = TypeVar("T")
-
-
-@dataclass
-class Progress:
-    """A view of a request under way, for who asked for it. An engine that gives none leaves it as it is made.
-
-    Attributes:
-        written: returns the samples so far, without their text; those that go on have no finish_reason. [] if nothing
-            is known. Called on the thread that drives the engine.
-    """
-
-    written: Callable[[], list[Completion]] = list
-
-
-# The view that the caller of `generate` wants to have of its request.
-PROGRESS: ContextVar[Progress | None] = ContextVar("PROGRESS", default=None)
 
 
 class InProcessEngine(LoadedEngine):

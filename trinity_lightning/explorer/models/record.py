@@ -7,6 +7,7 @@ the record as long as their prompts are the same, and a response that was not fi
 
 import asyncio
 import json
+from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +16,8 @@ import numpy as np
 import torch
 from xxhash import xxh3_128
 
-from trinity_lightning.common.inference import Completion, joined_spans
+from trinity_lightning.common.inference import PROGRESS, Completion, Progress, joined_spans
 from trinity_lightning.common.pictures.prompt import PicturePrompt
-from trinity_lightning.explorer.models.engine import PROGRESS, Progress
 from trinity_lightning.explorer.models.rest import rest_of
 from trinity_lightning.explorer.models.turns import encode_text
 
@@ -30,8 +30,8 @@ class CallRecords:
     """Keeps the calls of unfinished runs to the policy, in this process.
 
     Calls of other processes (Ray's runners), of evaluations, and to auxiliary models are not kept. Of a response that
-    is under way the written tokens are known if the engine shows them (vLLM in this process); otherwise the call is
-    made again.
+    is under way the written tokens are known if the engine shows them (see `Progress`); otherwise the call is made
+    again.
 
     Attributes:
         diverged: number of runs whose calls differed from their record, the rest of which was then dropped. Who reads
@@ -65,24 +65,29 @@ class CallRecords:
                 if any(sample.token_ids for sample in written):
                     calls.append([*key, number, call.digest, len(written)])
                     samples += written
+        tokens, logprobs = array("i"), array("f")
+        for sample in samples:
+            tokens.extend(sample.token_ids)
+            logprobs.extend(sample.logprobs)
         return {
             "calls": calls,
             "samples": [
                 [len(sample.token_ids), sample.finish_reason, sample.stop_reason, [list(s) for s in sample.versions]]
                 for sample in samples
             ],
-            "tokens": torch.tensor([t for sample in samples for t in sample.token_ids], dtype=torch.int32),
-            "logprobs": torch.tensor([p for sample in samples for p in sample.logprobs], dtype=torch.float32),
+            "tokens": torch.from_numpy(np.array(tokens)),
+            "logprobs": torch.from_numpy(np.array(logprobs)),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the calls of an earlier process, before the first run begins."""
-        tokens, logprobs = state["tokens"].tolist(), state["logprobs"].tolist()
         samples, start = [], 0
         for length, finish_reason, stop_reason, versions in state["samples"]:
             part = slice(start, start + length)
+            tokens = array("i", state["tokens"][part].numpy().tobytes())
+            logprobs = array("f", state["logprobs"][part].numpy().tobytes())
             spans = tuple((begin, version) for begin, version in versions)
-            samples.append(Completion((), tokens[part], logprobs[part], "", finish_reason, stop_reason, spans))
+            samples.append(Completion((), tokens, logprobs, "", finish_reason, stop_reason, spans))
             start += length
         remaining = iter(samples)
         self._earlier, self._runs = {}, {}
@@ -111,9 +116,18 @@ class Call:
 
     @classmethod
     def of(cls, digest: str, samples: Samples) -> "Call":
-        """A call with these samples, however often it is looked at."""
-        bare = [replace(sample, prompt_token_ids=(), text="") for sample in samples]
-        return cls(digest, lambda: bare)
+        """A call with these samples, however often it is looked at; they take 8 bytes a token."""
+        packed = [
+            replace(
+                sample,
+                prompt_token_ids=(),
+                token_ids=array("i", sample.token_ids),
+                logprobs=array("f", sample.logprobs),
+                text="",
+            )
+            for sample in samples
+        ]
+        return cls(digest, lambda: packed)
 
 
 class RunRecord:
@@ -187,7 +201,10 @@ class RunRecord:
     ) -> Samples:
         """Ask for the rests of the samples that have not ended, and join them."""
         prompt = prompt if isinstance(prompt, PicturePrompt) else list(prompt)
-        samples = [replace(sample, prompt_token_ids=prompt) for sample in samples]
+        samples = [
+            replace(sample, prompt_token_ids=prompt, token_ids=list(sample.token_ids), logprobs=list(sample.logprobs))
+            for sample in samples
+        ]
         rests = [Progress() for _ in samples]
         self._made[number] = Call(
             digest, lambda: [joined(sample, *rest.written()) for sample, rest in zip(samples, rests, strict=True)]

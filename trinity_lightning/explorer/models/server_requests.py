@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trinity_lightning.common.inference import Completion, Spans, joined_spans
+from trinity_lightning.common.inference import PROGRESS, Completion, Spans, joined_spans
 from trinity_lightning.common.pictures.prompt import PicturePrompt
 from trinity_lightning.errors import ConfigError, RolloutError, WeightSyncError
 from trinity_lightning.explorer.models.rest import rest_of
@@ -113,9 +113,16 @@ class UnfinishedSample:
 
     def add(self, progress: Mapping[str, Any]) -> None:
         """Take the tokens that the present request has drawn since the last time."""
-        self.token_ids += progress["token_ids"]
-        self.logprobs += progress["logprobs"]
         self.versions = self._joined(progress["versions"])
+        self.logprobs += progress["logprobs"]
+        self.token_ids += progress["token_ids"]  # last, because another thread may look: it counts the tokens
+
+    def so_far(self) -> Completion:
+        """The known tokens, without a finish_reason."""
+        token_ids = list(self.token_ids)
+        known = len(token_ids)
+        spans = tuple((start, version) for start, version in self.versions if start < known)
+        return Completion(self.prompt, token_ids, self.logprobs[:known], "", None, versions=spans)
 
     def completion(self, choice: Mapping[str, Any], ends: Iterable[int]) -> Completion:
         """The whole sample, given the answer to the present request and the tokens that end a response."""
@@ -189,15 +196,20 @@ class UnfinishedSamples:
         """Samples of a prompt, sample i with `seed` + i, each in a request of its own; errors as in `ServerClient`."""
         chosen = {**sampling, "logprobs": 0, "detokenize": bool(sampling.get("stop"))}
         seeds = [{"seed": chosen["seed"] + i} if "seed" in chosen else {} for i in range(n)]
-        samples = [asyncio.create_task(self._draw(prompt, chosen | seed)) for seed in seeds]
+        samples = [UnfinishedSample(prompt, chosen | seed) for seed in seeds]
+        tasks = [asyncio.create_task(self._draw(sample)) for sample in samples]
+        if (progress := PROGRESS.get()) is not None:
+            progress.written = lambda: [
+                task.result() if task.done() and not task.cancelled() and not task.exception() else sample.so_far()
+                for sample, task in zip(samples, tasks, strict=True)
+            ]
         try:
-            return await asyncio.gather(*samples)
+            return await asyncio.gather(*tasks)
         finally:
-            for sample in samples:  # the others, if one has failed
-                sample.cancel()
+            for task in tasks:  # the others, if one has failed
+                task.cancel()
 
-    async def _draw(self, prompt: Sequence[int], sampling: Mapping[str, Any]) -> Completion:
-        sample = UnfinishedSample(prompt, sampling)
+    async def _draw(self, sample: UnfinishedSample) -> Completion:
         self._samples.append(sample)
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll())
