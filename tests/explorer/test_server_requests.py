@@ -10,8 +10,11 @@ import pytest
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.random_state import rest_seed
 from trinity_lightning.errors import RolloutError, WeightSyncError
-from trinity_lightning.explorer.models import server_requests
-from trinity_lightning.explorer.models.server_requests import KNOWN, PATH, UnfinishedSamples, _progress
+from trinity_lightning.explorer.models import unfinished
+from trinity_lightning.explorer.models.engine import Progress
+from trinity_lightning.explorer.models.record import watched
+from trinity_lightning.explorer.models.server_requests import KNOWN, PATH, _progress
+from trinity_lightning.explorer.models.unfinished import UnfinishedSamples
 
 PROMPT = [7, 30]
 
@@ -126,7 +129,7 @@ def test_the_rest_of_a_sample_is_asked_for_once_its_server_lives_again() -> None
         while len(server.asked) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
         (sample,) = server.samples.under_way()
-        assert (sample.token_ids, sample.drawn, sample.versions) == ([5, 6], 0, ((0, 3),))
+        assert (sample.written().token_ids, sample.drawn, sample.written().versions) == ([5, 6], 0, ((0, 3),))
         server.step(4)
 
     (completion,) = server.run(play)
@@ -138,6 +141,27 @@ def test_the_rest_of_a_sample_is_asked_for_once_its_server_lives_again() -> None
     assert completion.logprobs == [-token for token in completion.token_ids]
     assert completion.versions == ((0, 3), (2, 4))
     assert completion.prompt_token_ids == PROMPT
+
+
+def test_who_asks_sees_the_samples_while_they_are_written() -> None:
+    server, progress = Server(), Progress()
+
+    async def ask() -> list[Completion]:
+        call = server.samples.completions(PROMPT, 2, {"seed": 5, "max_tokens": 3})
+        completions = asyncio.create_task(watched(progress, call))
+        while len(server.asked) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        server.step(2)
+        await server.samples._look(server.post)
+        assert [(sample.token_ids, sample.finish_reason) for sample in progress.written()] == [
+            ([5, 6], None),
+            ([6, 7], None),
+        ]
+        server.step()
+        return await completions
+
+    assert asyncio.run(ask()) == progress.written()
+    assert [sample.finish_reason for sample in progress.written()] == ["length"] * 2
 
 
 def test_a_server_that_lives_fails_one_request_alone() -> None:
@@ -159,7 +183,7 @@ def test_no_token_is_learnt_twice_or_for_a_request_that_has_ended() -> None:
         server.step(2)
         await asyncio.gather(*(server.samples._look(server.post) for _ in range(3)))
         (sample,) = server.samples.under_way()
-        assert sample.token_ids == [5, 6]
+        assert sample.written().token_ids == [5, 6]
         server.answers_late = late_answer = asyncio.Event()
         server.step(1)
         late = asyncio.create_task(server.samples._look(server.post))
@@ -169,7 +193,7 @@ def test_no_token_is_learnt_twice_or_for_a_request_that_has_ended() -> None:
             await asyncio.sleep(0)
         late_answer.set()
         await late
-        assert sample.token_ids == [5, 6]  # the third belongs to a request that has ended
+        assert sample.written().token_ids == [5, 6]  # the third belongs to a request that has ended
         server.step(4)
 
     assert len(server.run(play)[0].token_ids) == 6
@@ -223,7 +247,7 @@ def test_a_server_that_may_hold_half_of_the_weights_stays_paused() -> None:
 
 def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by a sync that its time limit has ended."""
-    monkeypatch.setattr(server_requests, "RESUME_SECONDS", 0.05)
+    monkeypatch.setattr(unfinished, "RESUME_SECONDS", 0.05)
 
     async def hang(path: str, body: Any) -> Any:
         posted.append(path)
