@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from trinity_lightning.common.inference import PROGRESS, Completion, Progress
+from trinity_lightning.common.inference import Completion, Progress
 from trinity_lightning.common.random_state import rest_seed
 from trinity_lightning.errors import RolloutError, WeightSyncError
-from trinity_lightning.explorer.models import server_requests
-from trinity_lightning.explorer.models.server_requests import KNOWN, PATH, UnfinishedSamples, _progress
+from trinity_lightning.explorer.models import unfinished
+from trinity_lightning.explorer.models.record import watched
+from trinity_lightning.explorer.models.server_requests import KNOWN, PATH, _progress
+from trinity_lightning.explorer.models.unfinished import UnfinishedSamples
 
 PROMPT = [7, 30]
 
@@ -126,7 +128,7 @@ def test_the_rest_of_a_sample_is_asked_for_once_its_server_lives_again() -> None
         while len(server.asked) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
         (sample,) = server.samples.under_way()
-        assert (sample.token_ids, sample.drawn, sample.versions) == ([5, 6], 0, ((0, 3),))
+        assert (sample.written().token_ids, sample.drawn, sample.written().versions) == ([5, 6], 0, ((0, 3),))
         server.step(4)
 
     (completion,) = server.run(play)
@@ -140,27 +142,25 @@ def test_the_rest_of_a_sample_is_asked_for_once_its_server_lives_again() -> None
     assert completion.prompt_token_ids == PROMPT
 
 
-def test_the_caller_sees_the_samples_so_far() -> None:
+def test_who_asks_sees_the_samples_while_they_are_written() -> None:
     server, progress = Server(), Progress()
 
-    async def play(_: Any) -> None:
-        assert [sample.token_ids for sample in progress.written()] == [[], []]
-        server.weights = "3"
+    async def ask() -> list[Completion]:
+        call = server.samples.completions(PROMPT, 2, {"seed": 5, "max_tokens": 3})
+        completions = asyncio.create_task(watched(progress, call))
+        while len(server.asked) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
         server.step(2)
         await server.samples._look(server.post)
-        server.weights = "4"
-        server.step(2)
-        assert [sample.token_ids for sample in progress.written()] == [[5, 6], [6, 7]]
-        await server.samples._look(server.post)
-        one, other = progress.written()
-        assert (other.token_ids, other.logprobs, other.finish_reason) == ([6, 7, 8, 9], [-6.0, -7.0, -8.0, -9.0], None)
-        assert one.versions == other.versions == ((0, 3), (2, 4))
-        server.step(2)
+        assert [(sample.token_ids, sample.finish_reason) for sample in progress.written()] == [
+            ([5, 6], None),
+            ([6, 7], None),
+        ]
+        server.step()
+        return await completions
 
-    token = PROGRESS.set(progress)
-    completions = server.run(play, n=2)
-    PROGRESS.reset(token)
-    assert progress.written() == completions
+    assert asyncio.run(ask()) == progress.written()
+    assert [sample.finish_reason for sample in progress.written()] == ["length"] * 2
 
 
 def test_a_server_that_lives_fails_one_request_alone() -> None:
@@ -182,7 +182,7 @@ def test_no_token_is_learnt_twice_or_for_a_request_that_has_ended() -> None:
         server.step(2)
         await asyncio.gather(*(server.samples._look(server.post) for _ in range(3)))
         (sample,) = server.samples.under_way()
-        assert sample.token_ids == [5, 6]
+        assert sample.written().token_ids == [5, 6]
         server.answers_late = late_answer = asyncio.Event()
         server.step(1)
         late = asyncio.create_task(server.samples._look(server.post))
@@ -192,7 +192,7 @@ def test_no_token_is_learnt_twice_or_for_a_request_that_has_ended() -> None:
             await asyncio.sleep(0)
         late_answer.set()
         await late
-        assert sample.token_ids == [5, 6]  # the third belongs to a request that has ended
+        assert sample.written().token_ids == [5, 6]  # the third belongs to a request that has ended
         server.step(4)
 
     assert len(server.run(play)[0].token_ids) == 6
@@ -246,7 +246,7 @@ def test_a_server_that_may_hold_half_of_the_weights_stays_paused() -> None:
 
 def test_a_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by a sync that its time limit has ended."""
-    monkeypatch.setattr(server_requests, "RESUME_SECONDS", 0.05)
+    monkeypatch.setattr(unfinished, "RESUME_SECONDS", 0.05)
 
     async def hang(path: str, body: Any) -> Any:
         posted.append(path)

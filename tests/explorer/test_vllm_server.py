@@ -24,6 +24,7 @@ from support.errors import refuses
 from support.forked import fork_servers
 from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
+from support.under_way import check_spans, until_drawn
 
 from trinity_lightning.buffer.operators.auxiliary import TeacherTopK
 from trinity_lightning.common.experience import Experience
@@ -41,7 +42,7 @@ from trinity_lightning.explorer.driver import Driver
 from trinity_lightning.explorer.explorer import Explorer, Watcher
 from trinity_lightning.explorer.models import server, server_requests, vllm_server
 from trinity_lightning.explorer.models.server import ServerClient, command_line
-from trinity_lightning.explorer.models.server_requests import KEEPING, UnfinishedSample
+from trinity_lightning.explorer.models.server_requests import KEEPING
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
@@ -655,28 +656,6 @@ def test_a_server_that_does_not_start_says_why(driver: Driver) -> None:
 # -- requests under way ------------------------------------------------------------------------------------------------
 
 
-async def until_drawn(engine: VLLMServerEngine, samples: int, tokens: int = 4) -> None:
-    """Let the server go on until each of so many samples has so many tokens more, and leave it paused, so none ends."""
-    known: dict[UnfinishedSample, int] = {}
-    post = engine._unfinished._post
-    while len(known) < samples or any(len(sample.token_ids) < first + tokens for sample, first in known.items()):
-        await post("/resume", {})
-        await asyncio.sleep(0.02)
-        await post("/pause?mode=keep&clear_cache=false", {})
-        await engine._unfinished._look(post)
-        for sample in engine.partials():
-            known.setdefault(sample, len(sample.token_ids))
-
-
-def check_spans(completion: Completion, models: dict[int, Any]) -> None:
-    """The tokens of each span have the log-probabilities that the model of its version gives them."""
-    prompt = list(completion.prompt_token_ids)
-    ends = [start for start, _ in completion.versions[1:]] + [len(completion.token_ids)]
-    for (start, version), end in zip(completion.versions, ends, strict=True):
-        exact = logprobs(models[version], [*prompt, *completion.token_ids[:end]])[len(prompt) - 1 + start :]
-        assert list(completion.logprobs[start:end]) == pytest.approx(exact, abs=1e-5)
-
-
 def test_requests_under_way_go_on_with_new_weights_and_say_which(
     engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -705,13 +684,13 @@ def test_requests_under_way_go_on_with_new_weights_and_say_which(
     for completion in completions:
         assert [version for _, version in completion.versions] == [20, 21, 22]
         assert len(completion.token_ids) == 250
-        check_spans(completion, models)
+        check_spans(completion, lambda version, tokens: logprobs(models[version], tokens))
     assert later.versions == ((0, 22),)
-    check_spans(later, models)
+    check_spans(later, lambda version, tokens: logprobs(models[version], tokens))
     # Twice the prompts, and the tokens that each had when its weights changed.
     starts = [start for completion in completions for start, _ in completion.versions]
     assert engine.reprefilled_tokens == 2 * 3 * len(completions) + sum(starts)
-    assert engine.partials() == []
+    assert engine._unfinished.under_way() == []
 
 
 def kill(engine: VLLMServerEngine, number: int = signal.SIGKILL) -> None:
@@ -797,7 +776,7 @@ def test_a_server_that_dies_within_a_sync_is_started_again_with_the_new_weights(
     def dying(path: str, body: Any) -> Any:
         if path == "/collective_rpc":
             monkeypatch.setattr(engine, "_change", change)
-            known.extend([*sample.token_ids] for sample in engine.partials())
+            known.extend([*sample.written().token_ids] for sample in engine._unfinished.under_way())
             kill(engine)
         return change(path, body)
 
@@ -817,7 +796,7 @@ def test_a_server_that_dies_within_a_sync_is_started_again_with_the_new_weights(
         assert len(completion.token_ids) == 150
         assert list(completion.token_ids[: len(before)]) == before
         assert completion.versions == ((0, 11), (len(before), 12))
-        check_spans(completion, models)
+        check_spans(completion, lambda version, tokens: logprobs(models[version], tokens))
 
 
 def test_a_server_that_dies_too_often_is_given_up(  # the last one

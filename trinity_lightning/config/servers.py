@@ -353,12 +353,8 @@ def check_adapters(run: "TrainConfig", trainer: Mapping[str, Any], here: bool) -
             key="synchronizer.lora",
         )
     if engine.name == "vllm_server" and run.explorer.max_staleness > 0 and run.explorer.in_flight == "continue":
-        raise ConfigError(
-            "a vLLM server goes on with the adapters that a request began with (synchronizer.lora=adapter, "
-            f"explorer.max_staleness={run.explorer.max_staleness})",
-            key="synchronizer.lora",
-            fix=f"{MERGE}, or set explorer.in_flight=wait",
-        )
+        message = "with synchronizer.lora=adapter a server goes on with the adapters that a request began with"
+        raise ConfigError(message, key="synchronizer.lora", fix=f"{MERGE}, or set explorer.in_flight=wait")
     if run.synchronizer.method in SENT:
         raise ConfigError(
             f"synchronizer.lora=adapter gives servers a folder, and synchronizer={run.synchronizer.method} sends none",

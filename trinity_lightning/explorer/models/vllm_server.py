@@ -39,12 +39,8 @@ from trinity_lightning.errors import ConfigError, ModelLoadError, RolloutError, 
 from trinity_lightning.explorer.models.engine import LoadedEngine
 from trinity_lightning.explorer.models.server import ServerClient, ServerProcess, command_line, dealt, server_cores
 from trinity_lightning.explorer.models.server_pictures import PictureClient, PicturePrompts
-from trinity_lightning.explorer.models.server_requests import (
-    KEEPING,
-    UnfinishedSample,
-    UnfinishedSamples,
-    resume_if_paused,
-)
+from trinity_lightning.explorer.models.server_requests import KEEPING
+from trinity_lightning.explorer.models.unfinished import UnfinishedSamples, resume_if_paused
 from trinity_lightning.explorer.models.vllm_engine import engine_args, with_end_tokens
 from trinity_lightning.explorer.models.vllm_pictures import picture_arguments, picture_config
 from trinity_lightning.sync.files import MEMORY, WeightFolder
@@ -493,10 +489,6 @@ class VLLMServerEngine(LoadedEngine):
         if ended or replaced:
             await self.load()
         return ended or replaced
-
-    def partials(self) -> list[UnfinishedSample]:
-        """The samples under way with the tokens that are known of them: those of the last seconds are not."""
-        return self._unfinished.under_way()
 
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:

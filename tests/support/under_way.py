@@ -1,0 +1,37 @@
+"""Requests that are under way at a vLLM server while its weights change."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from trinity_lightning.common.inference import Completion
+from trinity_lightning.explorer.models.unfinished import UnfinishedSample
+from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
+
+
+async def until_drawn(engine: VLLMServerEngine, samples: int, tokens: int = 4) -> None:
+    """Let the server go on until each of so many samples has so many tokens more, and leave it paused, so none ends."""
+    known: dict[UnfinishedSample, int] = {}
+    post = engine._unfinished._post
+    while len(known) < samples or any(sample.drawn < first + tokens for sample, first in known.items()):
+        await post("/resume", {})
+        await asyncio.sleep(0.02)
+        await post("/pause?mode=keep&clear_cache=false", {})
+        await engine._unfinished._look(post)
+        for sample in engine._unfinished.under_way():
+            known.setdefault(sample, sample.drawn)
+
+
+def check_spans(completion: Completion, logprobs: Callable[[int, list[int]], Sequence[float]]) -> None:
+    """The tokens of each span have the log-probabilities of its version's weights.
+
+    Args:
+        completion: a response.
+        logprobs: returns those of tokens, but the first one, by a version's weights.
+    """
+    prompt = list(completion.prompt_token_ids)
+    ends = [start for start, _ in completion.versions[1:]] + [len(completion.token_ids)]
+    for (start, version), end in zip(completion.versions, ends, strict=True):
+        exact = logprobs(version, [*prompt, *completion.token_ids[:end]])[len(prompt) - 1 + start :]
+        assert list(completion.logprobs[start:end]) == pytest.approx(list(exact), rel=0, abs=1e-5)
