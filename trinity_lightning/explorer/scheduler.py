@@ -4,7 +4,7 @@ import asyncio
 import heapq
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -196,7 +196,10 @@ class Scheduler:
             )
             for i in range(config.runners * engines)
         ]
-        self._idle = list(self.runners)
+        self._idle: dict[int, deque[tuple[int, RunnerWrapper]]] = {}  # by engine, each with a number that rises
+        self._idled = itertools.count()
+        for runner in self.runners:
+            self._make_idle(runner)
         self._load = Counter[int]()  # tokens under way, by engine
         self._queue: list[tuple[tuple[int, bool], int, Chunk, ScheduledTask]] = []
         self._order = itertools.count()
@@ -378,7 +381,7 @@ class Scheduler:
                     await self._changed.wait()
             except TimeoutError:
                 pending = sum(scheduled.is_unfinished for *_, scheduled in self._queue)
-                running = len(self.runners) - len(self._idle)
+                running = len(self.runners) - sum(map(len, self._idle.values()))
                 why = f"nothing finished within {limit:g} s: {pending} pending, {running} running"
                 if clear_timeout_tasks:
                     await self._drop(list(self._batches.values()))
@@ -399,8 +402,10 @@ class Scheduler:
             *_, chunk, scheduled = heapq.heappop(self._queue)
             if not scheduled.is_unfinished:
                 continue
-            runner = min(self._idle, key=lambda idle: self._load[id(idle.model)])  # on a tie, idle the longest
-            self._idle.remove(runner)
+            engine = min(self._idle, key=lambda engine: (self._load[engine], self._idle[engine][0][0]))
+            _, runner = self._idle[engine].popleft()  # idle the longest
+            if not self._idle[engine]:
+                del self._idle[engine]
             tokens = _tokens(chunk, runner.model)
             self._load[id(runner.model)] += tokens
             limit = self._times.limit() if scheduled.is_train else self.config.max_timeout
@@ -409,6 +414,9 @@ class Scheduler:
             # A callback, not a finally: it is called even for a task that is cancelled before its first step.
             work.add_done_callback(partial(self._finish, runner, tokens, chunk, scheduled))
 
+    def _make_idle(self, runner: RunnerWrapper) -> None:
+        self._idle.setdefault(id(runner.model), deque()).append((next(self._idled), runner))
+
     async def _run(self, runner: RunnerWrapper, chunk: Chunk, limit: float) -> tuple[Status, list[Experience], int]:
         SCORER.set(self._reward_workers)  # in the context of this asyncio task, and of all tasks that it starts
         CLOCK.set(self.clock)
@@ -416,7 +424,7 @@ class Scheduler:
 
     def _finish(self, runner: RunnerWrapper, tokens: int, chunk: Chunk, scheduled: ScheduledTask, work: Work) -> None:
         scheduled.running.discard(work)
-        self._idle.append(runner)
+        self._make_idle(runner)
         self._load[id(runner.model)] -= tokens
         wanted = scheduled.is_unfinished
         if wanted:
