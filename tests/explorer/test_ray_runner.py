@@ -73,7 +73,7 @@ class Cluster:
 
     def assert_all_runners_work(self) -> None:
         """Both are free, and take tasks."""
-        assert len(self.scheduler._idle) == 2
+        assert self.scheduler.idle == 2
         statuses, experiences = self.results([scripted(succeed)] * 4)
         assert [status.ok for status in statuses] == [True] * 4
         assert len(experiences) == 4

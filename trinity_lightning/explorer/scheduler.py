@@ -294,6 +294,11 @@ class Scheduler:
         self._times.end_step(batch.name)
         return scheduled.merged()
 
+    @property
+    def idle(self) -> int:
+        """Number of runners that run nothing."""
+        return sum(map(len, self._idle.values()))
+
     def has_step(self, batch_id: int | str) -> bool:
         """True if a task of the batch is queued, running, or finished and not yet collected."""
         return self._batch(batch_id) is not None
@@ -381,7 +386,7 @@ class Scheduler:
                     await self._changed.wait()
             except TimeoutError:
                 pending = sum(scheduled.is_unfinished for *_, scheduled in self._queue)
-                running = len(self.runners) - sum(map(len, self._idle.values()))
+                running = len(self.runners) - self.idle
                 why = f"nothing finished within {limit:g} s: {pending} pending, {running} running"
                 if clear_timeout_tasks:
                     await self._drop(list(self._batches.values()))
