@@ -282,13 +282,16 @@ def test_calls_that_a_resumed_run_did_not_reach_yet_are_kept() -> None:
         records.begin(3, 2, 0)  # another task's run
 
     async def third(model: Writer, records: CallRecords) -> None:
-        """Its workflow waits for a tool."""
+        """Its workflow waits for a tool; another task has ended."""
+        records.keep([(3, 1), (3, 2)])
 
     async def last(model: Writer, records: CallRecords) -> None:
         bound = view(model, records)
         for text in "abc":
             await bound.generate(asked(text))
         assert model.calls == []
+        records.keep([(1, 3)])  # those of calls that a resumed run was not given yet
+        assert len(records.state_dict()["calls"]) == 3
         records.forget(3, 1)
 
     assert in_processes(first, second, third, last).state_dict()["calls"] == []

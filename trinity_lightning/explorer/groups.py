@@ -336,6 +336,8 @@ class GroupRollouts:
             self.records.load_state_dict(state["calls"])
         self.source.taskset.load_state_dict(state["cursor"])
         self._draw_again(state["first"])
+        if self.records is not None:  # a group that ended while the checkpoint was written has calls in it
+            self.records.keep((task.batch_id, task.task_id) for task in self._restored.values())
 
     def _draw_again(self, first: int) -> None:
         """Draw the tasks from number `first` on again, up to the next group; keep those of groups under way."""

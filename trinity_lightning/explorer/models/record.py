@@ -8,7 +8,7 @@ the record as long as their prompts are the same, and a response that was not fi
 import asyncio
 import json
 from array import array
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +54,11 @@ class CallRecords:
         for records in (self._earlier, self._runs):
             for key in [key for key in list(records) if key[:2] == (str(batch), str(task))]:
                 del records[key]
+
+    def keep(self, tasks: Iterable[tuple[int | str, int | str]]) -> None:
+        """Drop the calls of all tasks but these, (batch, task), which begin again in this process."""
+        names = {(str(batch), str(task)) for batch, task in tasks}
+        self._earlier = {key: calls for key, calls in self._earlier.items() if key[:2] in names}
 
     def state_dict(self) -> dict[str, Any]:
         """All calls as plain values and two tensors; called on the thread that drives the engines, while they rest."""

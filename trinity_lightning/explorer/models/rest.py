@@ -19,14 +19,14 @@ def rest_of(
         token_ids: its known tokens, fewer than `max_tokens`.
         sampling: its settings, `max_tokens` among them.
     """
-    kept, rest = len(token_ids), dict(sampling)
-    if kept == 0:
+    known, rest = len(token_ids), dict(sampling)
+    if known == 0:
         return prompt, rest
-    rest["max_tokens"] -= kept
+    rest["max_tokens"] -= known
     if "min_tokens" in rest:
-        rest["min_tokens"] = max(rest["min_tokens"] - kept, 0)
+        rest["min_tokens"] = max(rest["min_tokens"] - known, 0)
     if "seed" in rest:
-        rest["seed"] = rest_seed(rest["seed"], kept)
+        rest["seed"] = rest_seed(rest["seed"], known)
     if isinstance(prompt, PicturePrompt):
         return PicturePrompt.joined(prompt, token_ids), rest
     return [*prompt, *token_ids], rest
