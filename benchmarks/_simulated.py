@@ -249,7 +249,7 @@ class Simulation:
             return {}
 
         buffer, overlaps = GroupBuffer(tidy, fill), setting.servers is not None
-        return GroupRollouts(config, Tasks(), scheduler.run_group, controller, overlaps, buffer)  # type: ignore[arg-type]
+        return GroupRollouts(config, Tasks(), scheduler.run_group, controller, overlaps, buffer=buffer)  # type: ignore[arg-type]
 
     async def _sync(self, groups: GroupRollouts, version: int) -> None:
         """Give the engines the weights; with `wait` once all rollouts under way have ended."""
