@@ -14,7 +14,7 @@ from support.engine_promises import plain_logprobs
 from support.forked import fork_servers
 from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
-from support.tiny_vllm import until_written
+from support.tiny_vllm import take_posted, until_written
 
 from trinity_lightning.config.engines import EngineConfig, EngineDtype
 from trinity_lightning.config.model import LoRAConfig
@@ -91,11 +91,12 @@ def test_responses_go_on_with_the_adapters_that_come_meanwhile(driven: tuple[VLL
     engine, driver, model = driven
     driver.run(engine.sync_weights(model.adapter.alone(), 1))
     task = driver.start(engine.generate(list(range(4, 40)), n=2, seed=3, max_tokens=12, ignore_eos=True))
+    take_posted(engine)
     until_written(engine, driver, 5)
     old = deepcopy(model)
     move(model)
     sync = driver.start(engine.sync_weights(model.adapter.alone(), 2))
-    driver._collect()
+    take_posted(engine)
     driver.wait(sync)
     for completion in driver.wait(task):
         assert completion.versions == ((0, 1), (5, 2))

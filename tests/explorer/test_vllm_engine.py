@@ -22,7 +22,7 @@ from support.engine_promises import EnginePromises, as_written, ask, plain_logpr
 from support.errors import refuses
 from support.metaspace import metaspace_model
 from support.tiny_model import tiny_model
-from support.tiny_vllm import driven_engine, standing_still, tiny_engine, until_written
+from support.tiny_vllm import driven_engine, standing_still, take_posted, tiny_engine, until_written
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.config.engines import EngineConfig
@@ -390,7 +390,7 @@ def several(engine: VLLMEngine) -> Coroutine[Any, Any, list[list[Completion]]]:
 def sync(engine: VLLMEngine, driver: Driver, model: Any, version: int) -> None:
     """Send weights; no step is made between the call and their arrival."""
     task = driver.start(engine.sync_weights(weight_stream(model), version))
-    driver._collect()
+    take_posted(engine)
     driver.wait(task)
 
 
@@ -406,11 +406,12 @@ def test_responses_go_on_with_the_weights_that_come_meanwhile(engine: VLLMEngine
     engine.reprefilled_tokens = 0
     try:
         task = driver.start(several(engine))
+        take_posted(engine, 3)
         until_written(engine, driver, 4)
         sync(engine, driver, models[1], 1)
         until_written(engine, driver, 9)  # the shortest request has ended
         late = driver.start(engine.generate(PROMPT, seed=9, max_tokens=3, ignore_eos=True))
-        driver._collect()  # begun, and not yet stepped
+        take_posted(engine)  # begun, and not yet stepped
         sync(engine, driver, models[2], 2)
         later = driver.run(engine.generate(PROMPT, seed=9, max_tokens=3, ignore_eos=True))
         [[long], two, [short]], late = driver.wait(task), driver.wait(late)
@@ -438,6 +439,7 @@ def test_a_sync_neither_repeats_nor_loses_noise(engine: VLLMEngine, driver: Driv
     undisturbed = driver.run(several(engine))
     try:
         task = driver.start(several(engine))
+        take_posted(engine, 3)
         until_written(engine, driver, 4)
         sync(engine, driver, tiny_model(), 1)
         disturbed = driver.wait(task)
@@ -517,6 +519,7 @@ def test_responses_go_on_in_an_engine_of_another_process(engine: VLLMEngine, dri
         return driver.start(ask_all())
 
     task = start(records := CallRecords())
+    take_posted(engine, 2)
     until_written(engine, driver, 4)
     sync(engine, driver, models[1], 1)
     until_written(engine, driver, 9)

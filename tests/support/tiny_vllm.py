@@ -1,6 +1,7 @@
 """A real vLLM of the tiny model, small, and in float32: its tokens depend on seeds alone."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,16 @@ def standing_still(engine: VLLMEngine) -> threading.Event:
 
     engine._post(wait)
     return event
+
+
+def take_posted(engine: VLLMEngine, commands: int = 1) -> None:
+    """Run commands once the loop has posted so many, however slow it is; the engine makes no step meanwhile."""
+    for _ in range(60_000):
+        if engine._commands.qsize() >= commands:
+            engine.run_commands()
+            return
+        time.sleep(0.001)
+    raise AssertionError(f"{commands} commands were not posted")
 
 
 def until_written(engine: VLLMEngine, driver: Driver, tokens: int) -> None:
