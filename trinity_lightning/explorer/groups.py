@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.runs import raw_copies
+from trinity_lightning.common.runs import raw_copies, spans_of
 from trinity_lightning.common.tidied import TidiedGroup
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError
@@ -258,7 +258,7 @@ class GroupRollouts:
             **rollout_metrics(statuses, raw_copies(experiences), len(statuses), seconds),
             "sample/staleness/mean": statistics.fmean(ages),
             "sample/staleness/max": max(ages),
-            "sample/versions_per_rollout": statistics.fmean(map(_versions, experiences)),
+            "sample/versions_per_rollout": statistics.fmean(len(spans_of(experience)) for experience in experiences),
             "rollout/suspended": float(controller.running * self.config.repeat_times),
             "rollout/outstanding_groups": float(len(controller.outstanding) - len(chosen)),
         }
@@ -353,8 +353,3 @@ class GroupRollouts:
             if number in self.controller.outstanding and not self.controller.outstanding[number].complete:
                 self._restored[number] = task
         self.controller.next_group = next_group
-
-
-def _versions(experience: Experience) -> float:
-    """Number of versions of the weights that drew an experience's tokens; 1 if the engine does not say."""
-    return float(len({version for _, version in experience.info.get("versions") or [(0, 0)]}))
