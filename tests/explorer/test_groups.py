@@ -151,6 +151,7 @@ def test_failed_and_filtered_groups_free_their_places_and_the_last_step_is_short
     assert buffer.tasks() == [[0, 4], [5, 6], [7]]
     assert buffer.filtered[0] == 2
     assert (metrics[0]["rollout/tasks"], metrics[0]["rollout/failed_tasks"]) == (5, 1)
+    assert metrics[0]["rollout/experiences"] == 12  # of the groups that the filter left out, too
     assert explored.step == 3
 
 

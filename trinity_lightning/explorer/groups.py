@@ -4,7 +4,7 @@ import asyncio
 import logging
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,7 +62,7 @@ class EndedGroup:
 
 @dataclass
 class StepOfGroups:
-    """The experiences of a step as its groups gave them, and the step's metrics."""
+    """The experiences of a step as its groups gave them, with those left out since the last step, and its metrics."""
 
     experiences: list[Experience]
     metrics: dict[str, float]
@@ -105,7 +105,7 @@ class GroupRollouts:
     _left_out: int = field(default=0, init=False)  # groups that filters left out in a row
     _error: Exception | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _taken_at: float = field(default_factory=time.perf_counter, init=False)
+    _taken_at: float | None = field(default=None, init=False)  # when the last step was taken, or groups first began
 
     @property
     def waits(self) -> bool:
@@ -118,6 +118,7 @@ class GroupRollouts:
         """Begin groups, restored ones first: the engines have the weights of all steps taken."""
         self.controller.sync()
         self._admits = True
+        self._taken_at = self._taken_at or time.perf_counter()
         restored, self._restored = self._restored, {}
         for number, task in restored.items():
             self._begin(number, task)
@@ -205,7 +206,7 @@ class GroupRollouts:
             return None
         self.on_progress(self.config.batch_size, self.config.batch_size)
         groups = [self._ended[group.number] for group in chosen]
-        experiences = [experience for group in groups for experience in group.tidied.experiences]
+        experiences = _experiences_of(groups)
         for experience in experiences:
             experience.info = {**experience.info, TRAINED_STEP: step}
         given_up = list(self._given_up)
@@ -215,7 +216,7 @@ class GroupRollouts:
         del self._given_up[: len(given_up)]
         metrics = self._metrics(chosen, groups, given_up, start) | piped
         self._take(chosen)
-        return StepOfGroups(experiences, metrics)
+        return StepOfGroups([*experiences, *_experiences_of(given_up)], metrics)
 
     def _choice(self) -> list[Group] | None:
         self.check()
@@ -251,11 +252,12 @@ class GroupRollouts:
         """Metrics of a step, before it is taken. `start`: when it began to be waited for."""
         controller, now = self.controller, time.perf_counter()
         ages = [float(controller.staleness(group)) for group in chosen]
-        experiences = [experience for group in groups for experience in group.tidied.experiences]
+        experiences = _experiences_of(groups)
         statuses = [group.status for group in (*groups, *given_up)]
-        seconds = max(now - (self._taken_at if self.overlaps else start), SHORTEST_SECONDS)
+        seconds = max(now - (self._taken_at or start if self.overlaps else start), SHORTEST_SECONDS)
+        rolled_out = raw_copies([*experiences, *_experiences_of(given_up)])
         return {
-            **rollout_metrics(statuses, raw_copies(experiences), len(statuses), seconds),
+            **rollout_metrics(statuses, rolled_out, len(statuses), seconds),
             "sample/staleness/mean": statistics.fmean(ages),
             "sample/staleness/max": max(ages),
             "sample/versions_per_rollout": statistics.fmean(map(_versions, experiences)),
@@ -353,6 +355,10 @@ class GroupRollouts:
             if number in self.controller.outstanding and not self.controller.outstanding[number].complete:
                 self._restored[number] = task
         self.controller.next_group = next_group
+
+
+def _experiences_of(groups: Iterable[EndedGroup]) -> list[Experience]:
+    return [experience for group in groups for experience in group.tidied.experiences]
 
 
 def _versions(experience: Experience) -> float:
