@@ -4,6 +4,7 @@ import asyncio
 import logging
 import statistics
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -105,7 +106,12 @@ class GroupRollouts:
     _left_out: int = field(default=0, init=False)  # groups that filters left out in a row
     _error: Exception | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    # Tokens and seconds of the last steps. A step may find its rollouts complete, for which the one before it waited.
+    _speeds: deque[tuple[float, float]] = field(init=False)
     _taken_at: float | None = field(default=None, init=False)  # when the last step was taken, or groups first began
+
+    def __post_init__(self) -> None:
+        self._speeds = deque(maxlen=self.config.steps_ahead + 1)
 
     @property
     def waits(self) -> bool:
@@ -115,9 +121,13 @@ class GroupRollouts:
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def synced(self) -> None:
-        """Begin groups, restored ones first: the engines have the weights of all steps taken."""
+        """Begin groups, restored ones first: the engines have the weights of all steps taken.
+
+        No others begin yet if the next step is complete already and the engine will rest while it is trained: their
+        prompts would be computed for nothing, and they would be a step older.
+        """
         self.controller.sync()
-        self._admits = True
+        self._admits = self.overlaps or not self.controller.ready()
         self._taken_at = self._taken_at or time.perf_counter()
         restored, self._restored = self._restored, {}
         for number, task in restored.items():
@@ -256,8 +266,10 @@ class GroupRollouts:
         statuses = [group.status for group in (*groups, *given_up)]
         seconds = max(now - (self._taken_at or start if self.overlaps else start), SHORTEST_SECONDS)
         rolled_out = raw_copies([*experiences, *_experiences_of(given_up)])
-        return {
-            **rollout_metrics(statuses, rolled_out, len(statuses), seconds),
+        metrics = rollout_metrics(statuses, rolled_out, len(statuses), seconds)
+        self._speeds.append((metrics["rollout/tokens_per_second"] * seconds, seconds))
+        return metrics | {
+            "rollout/tokens_per_second": sum(tokens for tokens, _ in self._speeds) / sum(s for _, s in self._speeds),
             "sample/staleness/mean": statistics.fmean(ages),
             "sample/staleness/max": max(ages),
             "sample/versions_per_rollout": statistics.fmean(map(_versions, experiences)),
