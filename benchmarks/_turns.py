@@ -38,6 +38,11 @@ class Side:
             stderr=self._errors,
         )
 
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
     def ask(self, request: str) -> Any:
         """Send a request and wait for its answer."""
         stdin = cast(IO[str], self._process.stdin)

@@ -151,6 +151,7 @@ def test_failed_and_filtered_groups_free_their_places_and_the_last_step_is_short
     assert buffer.tasks() == [[0, 4], [5, 6], [7]]
     assert buffer.filtered[0] == 2
     assert (metrics[0]["rollout/tasks"], metrics[0]["rollout/failed_tasks"]) == (5, 1)
+    assert metrics[0]["rollout/experiences"] == 12  # of the groups that the filter left out, too
     assert explored.step == 3
 
 
@@ -198,7 +199,7 @@ def test_an_engine_of_this_process_begins_no_groups_between_a_step_and_the_sync(
         model = Paced(lambda task: 1.0, in_process)
         explored = explorer(model, source(12))
 
-        async def body(explored: Explorer = explored, model: Paced = model) -> tuple[int, int]:
+        async def body(explored: Explorer = explored, model: Paced = model) -> tuple[int, int, int]:
             explored.begin_groups()
             await explored.explore_step()
             await asyncio.sleep(5)
@@ -207,10 +208,26 @@ def test_an_engine_of_this_process_begins_no_groups_between_a_step_and_the_sync(
             explored.groups.controller.synced = explored.groups.controller.taken
             explored.begin_groups()
             await asyncio.sleep(5)
-            return before, len(model.calls)
+            synced = len(model.calls)
+            await explored.explore_step()
+            explored.begin_groups()
+            await asyncio.sleep(5)
+            return before, synced, len(model.calls)
 
-        before, after = within(explored, Buffer(), body)
-        assert (before, after) == (4, 6)  # with a server's older weights, no further group would be in time
+        # With a server's older weights, no further group would be in time. In process the next step is complete, and
+        # groups that begin before it is trained would rest at once.
+        assert within(explored, Buffer(), body) == ((4, 4, 8) if in_process else (4, 6, 8))
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "wait"])
+def test_in_process_two_steps_of_groups_begin_together_and_are_trained_one_after_the_other(in_flight: str) -> None:
+    explored = explorer(Paced(lambda task: 1.0, in_process=True), source(12), in_flight=in_flight)
+    metrics = within(explored, buffer := Buffer(), steps(explored, 4))
+    assert [step["sample/staleness/mean"] for step in metrics] == [0.0, 1.0, 0.0, 1.0]
+    assert buffer.tasks() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    two = metrics[2:]  # the second of them finds its rollouts complete, in no time
+    tokens = sum(step["response_length/mean"] * step["rollout/experiences"] for step in two)
+    assert two[1]["rollout/tokens_per_second"] == pytest.approx(tokens / sum(step["time/rollout"] for step in two))
 
 
 def test_a_sync_that_waits_finds_nothing_under_way() -> None:

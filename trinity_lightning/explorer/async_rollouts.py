@@ -35,7 +35,8 @@ class AsyncRollouts(TrainingRollouts):
         self.explorer.step = step - 1
         metrics = self._sync(lambda: self.sync.sync_if_due(global_step))
         self.driver.run(self._explore(step, metrics))
-        return {}
+        waited = time.perf_counter() - start - metrics.get("time/sync_weight", 0.0)
+        return {"time/wait_for_rollout": waited} if self._groups.overlaps else {}  # else they take turns: time/rollout
 
     def evaluate(self, step: int, global_step: int) -> dict[str, float]:
         return self._sync(lambda: self.sync.sync(global_step)) | self.driver.run(self.explorer.eval(step))

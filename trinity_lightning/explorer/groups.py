@@ -4,7 +4,8 @@ import asyncio
 import logging
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,7 +63,7 @@ class EndedGroup:
 
 @dataclass
 class StepOfGroups:
-    """The experiences of a step as its groups gave them, and the step's metrics."""
+    """The experiences of a step as its groups gave them, with those left out since the last step, and its metrics."""
 
     experiences: list[Experience]
     metrics: dict[str, float]
@@ -105,7 +106,12 @@ class GroupRollouts:
     _left_out: int = field(default=0, init=False)  # groups that filters left out in a row
     _error: Exception | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _taken_at: float = field(default_factory=time.perf_counter, init=False)
+    # Tokens and seconds of the last steps. A step may find its rollouts complete, for which the one before it waited.
+    _speeds: deque[tuple[float, float]] = field(init=False)
+    _taken_at: float | None = field(default=None, init=False)  # when the last step was taken, or groups first began
+
+    def __post_init__(self) -> None:
+        self._speeds = deque(maxlen=self.config.steps_ahead + 1)
 
     @property
     def waits(self) -> bool:
@@ -115,9 +121,14 @@ class GroupRollouts:
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def synced(self) -> None:
-        """Begin groups, restored ones first: the engines have the weights of all steps taken."""
+        """Begin groups, restored ones first: the engines have the weights of all steps taken.
+
+        No others begin yet if the next step is complete already and the engine will rest while it is trained: their
+        prompts would be computed for nothing, and they would be a step older.
+        """
         self.controller.sync()
-        self._admits = True
+        self._admits = self.overlaps or not self.controller.ready()
+        self._taken_at = self._taken_at or time.perf_counter()
         restored, self._restored = self._restored, {}
         for number, task in restored.items():
             self._begin(number, task)
@@ -205,7 +216,7 @@ class GroupRollouts:
             return None
         self.on_progress(self.config.batch_size, self.config.batch_size)
         groups = [self._ended[group.number] for group in chosen]
-        experiences = [experience for group in groups for experience in group.tidied.experiences]
+        experiences = _experiences_of(groups)
         for experience in experiences:
             experience.info = {**experience.info, TRAINED_STEP: step}
         given_up = list(self._given_up)
@@ -215,7 +226,7 @@ class GroupRollouts:
         del self._given_up[: len(given_up)]
         metrics = self._metrics(chosen, groups, given_up, start) | piped
         self._take(chosen)
-        return StepOfGroups(experiences, metrics)
+        return StepOfGroups([*experiences, *_experiences_of(given_up)], metrics)
 
     def _choice(self) -> list[Group] | None:
         self.check()
@@ -251,11 +262,14 @@ class GroupRollouts:
         """Metrics of a step, before it is taken. `start`: when it began to be waited for."""
         controller, now = self.controller, time.perf_counter()
         ages = [float(controller.staleness(group)) for group in chosen]
-        experiences = [experience for group in groups for experience in group.tidied.experiences]
+        experiences = _experiences_of(groups)
         statuses = [group.status for group in (*groups, *given_up)]
-        seconds = max(now - (self._taken_at if self.overlaps else start), SHORTEST_SECONDS)
-        return {
-            **rollout_metrics(statuses, raw_copies(experiences), len(statuses), seconds),
+        seconds = max(now - (self._taken_at or start if self.overlaps else start), SHORTEST_SECONDS)
+        rolled_out = raw_copies([*experiences, *_experiences_of(given_up)])
+        metrics = rollout_metrics(statuses, rolled_out, len(statuses), seconds)
+        self._speeds.append((metrics["rollout/tokens_per_second"] * seconds, seconds))
+        return metrics | {
+            "rollout/tokens_per_second": sum(tokens for tokens, _ in self._speeds) / sum(s for _, s in self._speeds),
             "sample/staleness/mean": statistics.fmean(ages),
             "sample/staleness/max": max(ages),
             "sample/versions_per_rollout": statistics.fmean(len(spans_of(experience)) for experience in experiences),
@@ -353,3 +367,7 @@ class GroupRollouts:
             if number in self.controller.outstanding and not self.controller.outstanding[number].complete:
                 self._restored[number] = task
         self.controller.next_group = next_group
+
+
+def _experiences_of(groups: Iterable[EndedGroup]) -> list[Experience]:
+    return [experience for group in groups for experience in group.tidied.experiences]

@@ -270,6 +270,13 @@ SECTIONS = (
                   regex="^(filtered_count|experience_pipeline/.+/filtered_count)$", only="filters"),
             Panel("Rollouts beside training", "Share of the time that both went on at once.", ("rollout/overlap",),
                   only="explorer.sync_offset above 0"),
+            Panel("Age of the trained groups", "Steps from the beginning of a group to its training. It never exceeds "
+                  "explorer.max_staleness.", ("sample/staleness/mean", "sample/staleness/max"),
+                  only="explorer.max_staleness above 0"),
+            Panel("Rollouts under way while training", "Near 0, steps wait for their longest rollouts after all: "
+                  "raise explorer.run_ahead.", ("rollout/suspended",), only="explorer.max_staleness above 0"),
+            Panel("Tokens computed again", "What weight syncs cost rollouts that go on: their prompts and responses so "
+                  "far.", ("rollout/reprefilled_tokens",), only="explorer.max_staleness above 0"),
             Panel("Restarted engines", "Servers that died and were started again.", ("rollout/engine_restarts",),
                   only="engines in processes of their own"),
             Panel("Other programs' cores", "Other programs slow a run on CPUs down.", ("perf/other_cores",),

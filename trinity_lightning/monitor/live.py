@@ -33,6 +33,7 @@ CURVES = {
     "response_length/clip_ratio": "cut off",
     "frac_reward_zero_std": "equal rewards",
     "actor/logprob_diff/mean": "logprob diff",
+    "sample/staleness/mean": "staleness",
     "actor/entropy": "entropy",
     "actor/grad_norm": "grad norm",
 }

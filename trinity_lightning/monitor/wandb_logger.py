@@ -23,9 +23,12 @@ STATE = "wandb_run_id"  # a key in RunMonitor's state in checkpoints, for the sa
 SUMMARIES = (
     (r"reward/(.+/)?mean|eval/accuracy|eval/.+/(mean|pass)@\d+", "max,last"),
     (r"eval/loss", "min,last"),
-    (r"actor/(logprob_diff|is_weight)/(mean|max)|actor/(grad_norm|pg_clipfrac)|sample/lag/mean", "max,last"),
+    (
+        r"actor/(logprob_diff|is_weight)/(mean|max)|actor/(grad_norm|pg_clipfrac)|sample/(lag|staleness)/mean",
+        "max,last",
+    ),
     (r"frac_reward_zero_std|time/step|(perf|rollout)/\w*tokens_per_second", "mean,last"),
-    (r"response_length/(mean|clip_ratio)|perf/peak_\w+", "max,last"),
+    (r"response_length/(mean|clip_ratio)|sample/staleness/mean|perf/peak_\w+", "max,last"),
     (r"actor/entropy", "min,last"),
 )
 

@@ -35,6 +35,7 @@ _METRICS = (
     "actor/grad_norm",
     "actor/logprob_diff/mean",
     "actor/lr",
+    "sample/staleness/mean",
     "rollout/tokens_per_second",
     "time/step",
     "perf/peak_memory_gb",

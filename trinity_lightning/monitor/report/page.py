@@ -110,6 +110,8 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Engine against trainer", ("actor/logprob_diff/mean", "actor/logprob_diff/max")),
     ("Learning rate", ("actor/lr",)),
     ("Tokens a second", ("rollout/tokens_per_second", "perf/trained_tokens_per_second")),
+    ("Age of groups", ("sample/staleness/mean", "sample/staleness/max")),
+    ("Rollouts under way while training", ("rollout/suspended",)),
     ("Failed tasks", ("rollout/failed_tasks",)),
     ("Memory", ("perf/peak_memory_gb",)),
 )
