@@ -137,7 +137,9 @@ class Killed:
             for experience in experiences:
                 eid = experience.eid
                 groups[str(eid.batch), str(eid.task)].append(experience)
-                responses[str(eid.batch), str(eid.task), eid.run] = experience.tokens[experience.prompt_length :].tolist()
+                responses[str(eid.batch), str(eid.task), eid.run] = experience.tokens[
+                    experience.prompt_length :
+                ].tolist()
                 check_experience(experience, step)
             require(len(groups) == SIZE, f"step {step} has not {SIZE} groups", str(list(groups)))
             for group, members in groups.items():
@@ -148,10 +150,10 @@ class Killed:
         numbers = sorted((int(batch) - 1) * SIZE + int(task) for batch, task in trained)
         gaps = sorted(set(range(numbers[-1] + 1)) - set(numbers))
         require(filtered or not gaps, "groups were lost", str(gaps))
-        self._check_rows(steps, len(gaps))
+        self._check_rows(steps)
         return {"groups": len(numbers), "left_out": len(gaps), "kept_responses": self._check_kept(responses)}
 
-    def _check_rows(self, steps: int, left_out: int) -> None:
+    def _check_rows(self, steps: int) -> None:
         with (self.run / "metrics.csv").open() as file:
             rows = [row for row in csv.DictReader(file) if row.get("sample/staleness/max")]
         require([int(row["explore_step"]) for row in rows] == list(range(1, steps + 1)), "rows are missing", str(rows))
@@ -159,8 +161,6 @@ class Killed:
         require(oldest <= STALENESS, "a group was too old", str(oldest))
         diverged = sum(float(row["rollout/replay_diverged"]) for row in rows)
         require(diverged == 0, "calls were not repeated", str(diverged))
-        tried = sum(float(row["rollout/finished_task_count"]) for row in rows) if "rollout/finished_task_count" in rows[0] else None
-        del tried, left_out
 
     def _check_kept(self, responses: dict[tuple[str, str, int], list[int]]) -> int:
         """Number of responses that were under way in a checkpoint; each must have been gone on with."""
