@@ -230,13 +230,18 @@ class ExplorerConfig(Section, key="explorer"):
 
     @property
     def runners(self) -> int:
-        """Runners of each model. Null stands for 8 processes of Ray, or for coroutines, which are cheap.
+        """Runners of each model. Null stands for 8 processes of Ray, or for at least 64 coroutines, which are cheap."""
+        return self.runner_per_model or (8 if self.runner == "ray" else max(self.batch_size, 64))
 
-        There are at least 64 coroutines, and one more for every group that may be under way from one step to the next:
-        evaluations need not wait for those.
+    @property
+    def runners_under_way(self) -> int:
+        """Further runners, of all models together, for groups under way from one step to the next.
+
+        They are coroutines, one for each such group: evaluations need not wait for those.
         """
-        under_way = self.batch_size * (self.steps_ahead + 1) if self.max_staleness else 0
-        return self.runner_per_model or (8 if self.runner == "ray" else max(self.batch_size, 64) + under_way)
+        if self.max_staleness == 0 or self.runner_per_model is not None or self.runner == "ray":
+            return 0
+        return self.batch_size * (self.steps_ahead + 1)
 
     @property
     def steps_ahead(self) -> int:

@@ -221,12 +221,14 @@ class Explorer:
     def _groups(self) -> GroupRollouts:
         """The groups under way across steps."""
         config, engines = self.config, self.engines.models
+        at_once = [engine.most_requests for engine in engines]
+        all_at_once = None if None in at_once else sum(filter(None, at_once))
         controller = StalenessController(
             config.batch_size,
             config.max_staleness,
             config.steps_ahead,
             rollouts=config.repeat_times,
-            max_concurrent=config.max_concurrent,
+            max_concurrent=config.max_concurrent or all_at_once,
         )
         overlaps = all(engine.capabilities.overlaps_training for engine in engines)
         run, records = self._scheduler.run_group, self._scheduler.records

@@ -194,7 +194,7 @@ class Scheduler:
                 self._group,
                 self.records,
             )
-            for i in range(config.runners * engines)
+            for i in range(config.runners * engines + config.runners_under_way)
         ]
         self._idle: dict[int, deque[tuple[int, RunnerWrapper]]] = {}  # by engine, each with a number that rises
         self._idled = itertools.count()

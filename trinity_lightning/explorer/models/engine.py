@@ -74,6 +74,8 @@ class Engine(ABC):
     quantized = False
     # The model's generation settings, set by `load`: their end tokens count beside the tokenizer's and the template's.
     generation_config: Any = None
+    # Most requests that it decodes at once; None: it does not say.
+    most_requests: int | None = None
     # Number of times that it died and was started again; None for an engine that dies only with the run.
     restarts: int | None = None
     # Number of tokens that it has to compute again, because weights came while their requests were under way. Who reads

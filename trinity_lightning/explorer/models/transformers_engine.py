@@ -206,7 +206,7 @@ class TransformersEngine(InProcessEngine):
         config = replace(config or EngineConfig(), **overrides)
         super().__init__(config.max_model_len)
         self._model_name = model
-        self._max_rows = config.max_num_seqs or MAX_ROWS
+        self.most_requests = self._max_rows = config.max_num_seqs or MAX_ROWS
         self._model: Any = None
         self._queue: dict[str, Request] = {}
         self._scoring: dict[str, list[int]] = {}

@@ -61,7 +61,7 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
         "model": path,
         "dtype": VLLM_DTYPES[EngineDtype(config.dtype)],
         "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs or (CPU_REQUESTS if on_cpu else GPU_REQUESTS),
+        "max_num_seqs": requests_at_once(config, on_cpu),
         # Log-probabilities with the temperature applied, as the trainer computes them.
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # not the model's, whose top_k and penalties would cut the policy's distribution
@@ -89,6 +89,12 @@ def engine_args(path: str, config: EngineConfig, on_cpu: bool) -> dict[str, Any]
             "block_size": CPU_BLOCK_TOKENS,
         }
     return arguments | dict(config.args)
+
+
+def requests_at_once(config: EngineConfig, on_cpu: bool | None = None) -> int:
+    """The most requests that an engine decodes at once; `on_cpu`: None for this machine."""
+    on_cpu = not torch.cuda.is_available() if on_cpu is None else on_cpu
+    return config.max_num_seqs or (CPU_REQUESTS if on_cpu else GPU_REQUESTS)
 
 
 def graph_requests(config: EngineConfig) -> int:
@@ -132,6 +138,7 @@ class VLLMEngine(InProcessEngine):
         self._config = dataclasses.replace(config or EngineConfig(), **overrides)
         check_vllm_args("engine", self._config, in_process=True)
         super().__init__(self._config.max_model_len)
+        self.most_requests = requests_at_once(self._config)
         self._model = model
         self.quantized = self._config.quantizes
         self._engine: Any = None

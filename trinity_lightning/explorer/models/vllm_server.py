@@ -41,7 +41,7 @@ from trinity_lightning.explorer.models.server import ServerClient, ServerProcess
 from trinity_lightning.explorer.models.server_pictures import PictureClient, PicturePrompts
 from trinity_lightning.explorer.models.server_requests import KEEPING
 from trinity_lightning.explorer.models.unfinished import UnfinishedSamples, resume_if_paused
-from trinity_lightning.explorer.models.vllm_engine import engine_args, with_end_tokens
+from trinity_lightning.explorer.models.vllm_engine import engine_args, requests_at_once, with_end_tokens
 from trinity_lightning.explorer.models.vllm_pictures import picture_arguments, picture_config
 from trinity_lightning.sync.files import MEMORY, WeightFolder
 from trinity_lightning.sync.servers import server_arguments
@@ -152,6 +152,7 @@ class VLLMServerEngine(LoadedEngine):
         if url is None:
             require_vllm()
         self._config = EngineConfig(**{**vars(config or EngineConfig()), **overrides})
+        self.most_requests = requests_at_once(self._config)
         check_vllm_args("engine", self._config, in_process=False)
         super().__init__(self._config.max_model_len)
         self._model = model
