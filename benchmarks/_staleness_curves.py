@@ -66,7 +66,7 @@ def record(model: str, seeds: Sequence[int], settings: Sequence[str], path: Path
     for seed in seeds:
         for setting in settings:
             points, weights[f"{setting} {seed}"] = trained(model, SETTINGS[setting], seed)
-            _append(path, [{"model": model, "setting": setting, "seed": seed, **point} for point in points])
+            append(path, [{"model": model, "setting": setting, "seed": seed, **point} for point in points])
             last[setting][str(seed)] = round(statistics.fmean(point["reward"] for point in points[-LAST:]), 3)
             print(model, setting, f"seed={seed}", last[setting][str(seed)], file=sys.stderr, flush=True)
     results: dict[str, Any] = {"reward_of_last_steps": last}
@@ -76,7 +76,7 @@ def record(model: str, seeds: Sequence[int], settings: Sequence[str], path: Path
     return results
 
 
-def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Add rows to the file; earlier ones of the same model, setting and seed are replaced."""
 
     def run_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -100,6 +100,9 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def plot(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     """Draw a panel a model: the mean reward by step, a thick line for the mean of the seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     models = [model for model in MODELS if any(row["model"] == model for row in rows)]
