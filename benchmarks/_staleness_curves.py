@@ -25,7 +25,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "smollm2": ("model=smollm2",),
 }
 LAST = 5  # steps whose mean says what a run has learned
-COLUMNS = ("model", "setting", "seed", "step", "reward", "staleness")
+COLUMNS: tuple[str, ...] = ("model", "setting", "seed", "step", "reward", "staleness")
 
 
 def trained(model: str, arguments: Sequence[str], seed: int) -> tuple[list[dict[str, Any]], str]:
@@ -83,11 +83,11 @@ def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         return str(row["model"]), str(row["setting"]), str(row["seed"])
 
     replaced = {run_of(row) for row in rows}
-    kept = [row for row in read(path) if run_of(row) not in replaced]
+    others = [row for row in read(path) if run_of(row) not in replaced]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows([*kept, *rows])
+        writer.writerows([*others, *rows])
 
 
 def read(path: Path) -> list[dict[str, str]]:
