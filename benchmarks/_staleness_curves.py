@@ -25,7 +25,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "smollm2": ("model=smollm2",),
 }
 LAST = 5  # steps whose mean says what a run has learned
-COLUMNS = ("model", "setting", "seed", "step", "reward", "staleness")
+COLUMNS: tuple[str, ...] = ("model", "setting", "seed", "step", "reward", "staleness")
 
 
 def trained(model: str, arguments: Sequence[str], seed: int) -> tuple[list[dict[str, Any]], str]:
@@ -66,7 +66,7 @@ def record(model: str, seeds: Sequence[int], settings: Sequence[str], path: Path
     for seed in seeds:
         for setting in settings:
             points, weights[f"{setting} {seed}"] = trained(model, SETTINGS[setting], seed)
-            _append(path, [{"model": model, "setting": setting, "seed": seed, **point} for point in points])
+            append(path, [{"model": model, "setting": setting, "seed": seed, **point} for point in points])
             last[setting][str(seed)] = round(statistics.fmean(point["reward"] for point in points[-LAST:]), 3)
             print(model, setting, f"seed={seed}", last[setting][str(seed)], file=sys.stderr, flush=True)
     results: dict[str, Any] = {"reward_of_last_steps": last}
@@ -76,18 +76,18 @@ def record(model: str, seeds: Sequence[int], settings: Sequence[str], path: Path
     return results
 
 
-def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Add rows to the file; earlier ones of the same model, setting and seed are replaced."""
 
     def run_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
         return str(row["model"]), str(row["setting"]), str(row["seed"])
 
     replaced = {run_of(row) for row in rows}
-    kept = [row for row in read(path) if run_of(row) not in replaced]
+    others = [row for row in read(path) if run_of(row) not in replaced]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows([*kept, *rows])
+        writer.writerows([*others, *rows])
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -100,6 +100,9 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def plot(rows: Sequence[Mapping[str, str]], path: Path) -> None:
     """Draw a panel a model: the mean reward by step, a thick line for the mean of the seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     models = [model for model in MODELS if any(row["model"] == model for row in rows)]

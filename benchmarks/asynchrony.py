@@ -11,10 +11,10 @@ comparison are processes that take turns step by step: each is stopped while ano
 they are measured beside the same other programs. The first three steps of a run are left out. Prints the tables as
 Markdown, and a JSON line.
 
-In a table: seconds a step (median, and all others between the two in brackets), trained tokens a second over all
-steps, their ratio to the synchronous run's, and what a step's time went into (medians). "again" are the tokens a step
-that the engine computed again because a sync changed its weights, as a share of the trained ones; "old" is the mean
-staleness. Short responses are trained on first: tokens a second are what to compare.
+In a table: seconds a step (mean, least and largest), trained tokens a second, their ratio to the synchronous run's, and
+the seconds of a step that went into rollouts (with a server: into waiting for them), training and syncs (means).
+"again" are the tokens that the engine computed again because a sync changed its weights, as a share of the trained
+ones; "old" is the mean staleness. Compare tokens a second: a step may have a long response that another one waited for.
 
 Learning: the rewards of runs with k = 0, 1, 2 (`_staleness_curves.py`), 24 steps each, as a JSON line, a CSV file and
 a picture.
@@ -150,10 +150,13 @@ class Run:
     Args:
         folder: the run's folder.
         arguments: its settings beside COMMON.
+
+    Attributes:
+        seconds: of each step after the first.
     """
 
     def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
-        self._folder = folder
+        self.folder = folder
         here = str(Path(__file__).parent)
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join((here, *filter(None, [os.environ.get("PYTHONPATH")])))
@@ -185,16 +188,17 @@ class Run:
         trainer = psutil.Process(self._side.pid)
         return [trainer, *trainer.children(recursive=True)]
 
-    def rows(self) -> list[dict[str, float]]:
-        """Metrics by step, those of warm-up steps left out; seconds are summed over the passes of a step."""
-        steps: dict[float, dict[str, float]] = {}
-        with (self._folder / "metrics.csv").open() as file:
-            for cells in csv.DictReader(file):
-                row = {name: float(value) for name, value in cells.items() if value}
-                known = steps.setdefault(row["explore_step"], {})
-                train = known.get("time/train", 0.0) + row.get("time/train", 0.0)
-                known |= row | {"time/train": train}
-        return list(steps.values())[WARM_UP:]
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    """Metrics by step, those of warm-up steps left out; seconds are summed over the passes of a step."""
+    steps: dict[float, dict[str, float]] = {}
+    with (folder / "metrics.csv").open() as file:
+        for cells in csv.DictReader(file):
+            row = {name: float(value) for name, value in cells.items() if value}
+            known = steps.setdefault(row["explore_step"], {})
+            train = known.get("time/train", 0.0) + row.get("time/train", 0.0)
+            known |= row | {"time/train": train}
+    return list(steps.values())[WARM_UP:]
 
 
 def compare(runs: Mapping[str, tuple[str, ...]], steps: int) -> dict[str, dict[str, Any]]:
@@ -212,18 +216,18 @@ def compare(runs: Mapping[str, tuple[str, ...]], steps: int) -> dict[str, dict[s
 
 
 def figures(run: Run) -> dict[str, Any]:
-    rows, seconds = run.rows(), run.seconds[WARM_UP - 1 :]
+    rows, seconds = rows_of(run.folder), run.seconds[WARM_UP - 1 :]
 
-    def median(name: str) -> float:
-        return statistics.median(row.get(name, 0.0) for row in rows)
+    def mean(name: str) -> float:
+        return statistics.fmean(row.get(name, 0.0) for row in rows)
 
     tokens = sum(row["response_length/mean"] * row["rollout/experiences"] for row in rows)
     return {
-        "seconds": spread(seconds, 2),
+        "seconds": {"mean": round(statistics.fmean(seconds), 2)} | spread(seconds, 2),
         "tokens_per_second": round(tokens / sum(seconds)),
-        "rollout": round(median("time/rollout") + median("time/wait_for_rollout"), 2),
-        "train": round(median("time/train"), 2),
-        "sync": round(median("time/sync_weight"), 3),
+        "rollout": round(mean("time/wait_for_rollout") or mean("time/rollout"), 2),
+        "train": round(mean("time/train"), 2),
+        "sync": round(mean("time/sync_weight"), 3),
         "again": round(sum(row.get("rollout/reprefilled_tokens", 0.0) for row in rows) / tokens, 2),
         "old": round(statistics.fmean(row.get("sample/staleness/mean", row["sample/lag/mean"]) for row in rows), 2),
     }
@@ -237,7 +241,7 @@ def table(title: str, results: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     base = results[SYNCHRONOUS]["tokens_per_second"]
     for name, result in results.items():
-        seconds = "{median} [{min}, {max}]".format(**result["seconds"])
+        seconds = "{mean} [{min}, {max}]".format(**result["seconds"])
         ratio = f"{result['tokens_per_second'] / base:.2f}"
         split = (str(result[part]) for part in ("rollout", "train", "sync", "again", "old"))
         lines.append(f"| {name} | {' | '.join((seconds, str(result['tokens_per_second']), ratio, *split))} |")

@@ -18,7 +18,7 @@ from trinity_lightning.common.optimizer_batch import OptimizerBatch
 from trinity_lightning.config.algorithm import Layout
 from trinity_lightning.config.models import load_tokenizer, resolve_model
 from trinity_lightning.config.registry import options
-from trinity_lightning.config.run import typed_config
+from trinity_lightning.config.run import typed_config, validate
 from trinity_lightning.trainer.layout import collate, cut
 from trinity_lightning.trainer.policy import PolicyModule
 
@@ -391,3 +391,49 @@ def test_vs_trl_refuses_sides_that_compute_something_else(
     assert compare_steps(same, same) == {"loss_difference": 0, "gradient_difference": 0}
     with pytest.raises(RuntimeError, match=r"something else|other parameters"):
         compare_steps({"loss": 0.5, "norms": norms}, same)
+
+
+@pytest.fixture
+def asynchrony(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module benchmarks/asynchrony.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("asynchrony")
+
+
+def test_settings_of_rollouts_that_do_not_wait_are_accepted(asynchrony: Any) -> None:
+    for comparisons in asynchrony.COMPARISONS.values():
+        for runs in comparisons.values():
+            for arguments in runs.values():
+                validate(composed(*asynchrony.COMMON, *arguments), here=False)
+    curves = importlib.import_module("_staleness_curves")
+    for settings in curves.SETTINGS.values():
+        validate(composed(*curves.COMMON, *curves.MODELS["tiny"], *settings), here=False)
+
+
+def test_a_few_responses_are_twenty_times_the_median(asynchrony: Any) -> None:
+    lengths = sorted(
+        asynchrony.length_of(batch, task, run) for batch in range(1, 51) for task in range(8) for run in range(4)
+    )
+    assert 14 <= lengths[len(lengths) // 2] <= 18
+    assert 0.002 < sum(length > 20 * asynchrony.MEDIAN for length in lengths) / len(lengths) < 0.02
+    assert max(lengths) <= asynchrony.LONGEST
+    assert asynchrony.length_of(3, 1, 2) == asynchrony.length_of(3, 1, 2)
+
+
+def test_metrics_of_a_step_with_several_passes_are_one_row(asynchrony: Any, tmp_path: Path) -> None:
+    rows = ["explore_step,time/train,time/rollout"]
+    rows += [f"{step},{seconds},{step if first else ''}" for step in range(1, 6) for first, seconds in ((1, 2), (0, 3))]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows))
+    assert asynchrony.rows_of(tmp_path) == [
+        {"explore_step": step, "time/train": 5.0, "time/rollout": step} for step in (4.0, 5.0)
+    ]
+
+
+def test_curves_of_a_run_replace_its_earlier_ones(asynchrony: Any, tmp_path: Path) -> None:
+    curves, path = importlib.import_module("_staleness_curves"), tmp_path / "curves.csv"
+    row = {"model": "tiny", "setting": "k=1", "seed": 1, "step": 1, "reward": 0.1, "staleness": 0.0}
+    for changes in ({}, {"seed": 2}, {"reward": 0.5}):
+        curves.append(path, [row | changes])
+    assert [(r["seed"], r["reward"]) for r in curves.read(path)] == [("2", "0.1"), ("1", "0.5")]
+    curves.plot(curves.read(path), tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000

@@ -77,6 +77,16 @@ def test_the_picture_has_everything(run: Path) -> None:
     assert reward.split()[1:] == ["▁▂▂▃▄▄▅▅▆▇▇█", "0.08333", "1", "0.08333", "1"]
 
 
+@pytest.mark.parametrize(("part", "batch"), [("rollout", "13"), ("evaluation", "12/held")])
+def test_no_number_in_flight_where_groups_of_later_steps_are_too(part: str, batch: str, tmp_path: Path) -> None:
+    now = time.time()
+    view = View(tmp_path, settings={"explorer": {"max_staleness": 1}}, state=State("running"))
+    view.progress = Progress(part, now - 65, 13, batch, 3, 8, now - 2), now
+    picture = "\n".join(drawn(frame(view, 100), 100))
+    assert "3 of 8 ended" in picture
+    assert ("5 in flight" in picture) == (part == "evaluation")
+
+
 def test_every_part_of_a_step_has_a_sign_of_its_own(tmp_path: Path) -> None:
     parts = ("rollout", "operators", "add_strategy", "train", "sync_weight")
     seconds = {f"time/{part}": 1.0 for part in parts} | {"time/step": 7.0, "eval/held/seconds": 1.0}

@@ -166,7 +166,9 @@ def _now(view: View) -> Text:
     if progress.total and (progress.done < progress.total or progress.part in ("rollout", "evaluation")):
         name = harmless(progress.batch.partition("/")[2] or f"step {progress.batch}")
         line.append(f"  tasks of {name}: {progress.done} of {progress.total} ended")
-        line.append(f", {progress.total - progress.done} in flight", "bold")
+        across_steps = view.setting("explorer.max_staleness") and progress.part != "evaluation"
+        if not across_steps:  # then those of later steps are in flight, too
+            line.append(f", {progress.total - progress.done} in flight", "bold")
         if progress.done:
             line.append(f", the last {format_seconds(max(now - progress.last, 0))} ago", "dim")
     return line
