@@ -65,6 +65,7 @@ class OneByOne(InProcessEngine):
         self.holds: Callable[[int], bool] = lambda requests: False  # tells long samples to wait
         self._samples: dict[str, list[tuple[int, int, Completion]]] = {}  # with seed and most tokens
         self._scored: dict[str, list[int]] = {}
+        self._model: Any = None
 
     def _load(self) -> None:
         from transformers import AutoModelForCausalLM
