@@ -1,5 +1,6 @@
 """Runs with groups under way across steps that an error or a signal ends: resumed, nothing is lost or there twice."""
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -61,8 +62,10 @@ class OneByOne(InProcessEngine):
 
     def __init__(self) -> None:
         super().__init__(max_model_len=320)
+        self.holds: Callable[[int], bool] = lambda requests: False  # tells long samples to wait
         self._samples: dict[str, list[tuple[int, int, Completion]]] = {}  # with seed and most tokens
         self._scored: dict[str, list[int]] = {}
+        self._model: Any = None
 
     def _load(self) -> None:
         from transformers import AutoModelForCausalLM
@@ -89,11 +92,14 @@ class OneByOne(InProcessEngine):
         return bool(self._samples or self._scored)
 
     def _step(self) -> Iterator[tuple[str, Any]]:
-        time.sleep(0.001)  # as long as a real engine takes; the loop is to see in time which groups are complete
+        time.sleep(0.001)  # as a real engine takes its time
         for request_id in list(self._scored):
             yield request_id, self._scores(self._scored.pop(request_id))
         for request_id, samples in list(self._samples.items()):
-            samples[:] = [(seed, most, self._longer(seed, most, sample)) for seed, most, sample in samples]
+            held = len(samples) > 1 and self.holds(len(self._samples))
+            for index, (seed, most, sample) in enumerate(samples):
+                if not (held and sample.token_ids and is_long(sample)):
+                    samples[index] = seed, most, self._longer(seed, most, sample)
             if all(sample.finish_reason for *_, sample in samples):
                 del self._samples[request_id]
                 yield request_id, [sample for *_, sample in samples]
@@ -103,13 +109,13 @@ class OneByOne(InProcessEngine):
         if sample.finish_reason:
             return sample
         written = len(sample.token_ids)
-        drawn = random.Random(f"{seed} {written} {self._weights}")
-        is_long = [*sample.prompt_token_ids, *sample.token_ids][-1] in LONG or (not written and drawn.random() < 1 / 8)
-        ends = not is_long and drawn.random() < 1 / 3
+        drawn = random.Random(f"b {seed} {written} {self._weights}")
+        long = is_long(sample) or (not written and drawn.random() < 1 / 8)
+        ends = not long and drawn.random() < 1 / 3
         present = ((0, self.model_version),)
         return replace(
             sample,
-            token_ids=[*sample.token_ids, drawn.choice(LONG) if is_long else drawn.randrange(20, 80)],
+            token_ids=[*sample.token_ids, drawn.choice(LONG) if long else drawn.randrange(20, 80)],
             logprobs=[*sample.logprobs, -4.0],
             finish_reason="stop" if ends else "length" if written + 1 == most else None,
             versions=joined_spans([(0, sample.versions), (written, present)]) if written else present,
@@ -137,6 +143,10 @@ class OneByOne(InProcessEngine):
         self._model = None
 
 
+def is_long(sample: Completion) -> bool:
+    return [*sample.prompt_token_ids, *sample.token_ids][-1] in LONG
+
+
 class Run:
     """A run of five steps with two optimizer steps each, whose groups may be two steps old."""
 
@@ -150,6 +160,8 @@ class Run:
         settings |= {"eval_on_startup": False, "eval_interval": 2, "max_retry_times": 0}
         self.engine = OneByOne()
         self.explorer = Explorer(ExplorerConfig(**(settings | explorer)), [self.engine], source, [heldout])
+        if self.explorer.config.max_staleness and self.explorer.config.in_flight == "continue":
+            self.engine.holds = self.holds
         self.callback = ExplorerCallback(
             self.explorer,
             SynchronizerConfig(check_interval=1000, drill=False),
@@ -160,6 +172,12 @@ class Run:
         algorithm = AlgorithmConfig(optimizer_steps=ITEMS)
         self.policy = PolicyModule("tiny", algorithm, OptimizerConfig(lr=1e-2), dtype="fp32")
         self.interrupted, self.done = (folder / "checkpoints" / f"{name}.ckpt" for name in ("interrupted", "done"))
+
+    def holds(self, requests: int) -> bool:
+        """True if long samples are to wait: for the loop, which has not seen all groups that ended, or for training."""
+        assert self.explorer.groups is not None
+        controller = self.explorer.groups.controller
+        return requests < controller.running or controller.ready()
 
     def fit(self, checkpoint: Path | None = None) -> "Run":
         settings = {"logger": MetricsCSVLogger(self.folder), "log_every_n_steps": 1, "enable_checkpointing": True}
@@ -206,25 +224,22 @@ def torn_after_an_evaluation(run: Run) -> None:
     run.explorer.eval = evaluated  # type: ignore[method-assign]
 
 
-def breaks(where: Callable[[Run], Any], name: str, number: int) -> Callable[[Run], None]:
-    """Let a method raise at its call of that number (from 1)."""
+def torn_within_a_step(run: Run) -> None:
+    """The second item of a step fails while rollouts are suspended."""
+    accumulate, items = run.policy.accumulate, itertools.count(1)
 
-    def break_it(run: Run) -> None:
-        method, calls = getattr(where(run), name), iter(range(1, 1000))
+    def accumulated(*args: Any) -> Any:
+        assert run.explorer.groups is not None
+        if next(items) % ITEMS == 0 and run.explorer.groups.controller.running:
+            raise TornError("torn")
+        return accumulate(*args)
 
-        def broken(*args: Any, **settings: Any) -> Any:
-            if next(calls) == number:
-                raise TornError("torn")
-            return method(*args, **settings)
-
-        setattr(where(run), name, broken)
-
-    return break_it
+    run.policy.accumulate = accumulated  # type: ignore[method-assign]
 
 
 WAYS: dict[str, Callable[[Run], None]] = {
     "rollouts": sigterm_while_rolling_out,
-    "second item of a step": breaks(lambda run: run.policy, "accumulate", 6),
+    "second item of a step": torn_within_a_step,
     "evaluation": torn_after_an_evaluation,
 }
 
