@@ -14,7 +14,7 @@ from trinity_lightning.buffer.pipeline import ExperiencePipeline
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.tidied import TidiedGroup
 from trinity_lightning.config.explorer import ExplorerConfig
-from trinity_lightning.errors import OperatorError, RewardError
+from trinity_lightning.errors import OperatorError, RewardError, StorageError
 from trinity_lightning.explorer.clock import CLOCK
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.groups import GroupBuffer
@@ -174,6 +174,24 @@ def test_an_operator_that_fails_ends_the_run() -> None:
     explored = explorer(Paced(lambda task: 1.0), source(8))
     with pytest.raises(OperatorError):
         within(explored, buffer, steps(explored, 1))
+
+
+def test_a_taskset_that_cannot_be_read_any_more_ends_the_run_after_the_steps_before() -> None:
+    train, buffer = source(12), Buffer()
+    next_tasks = train.next_tasks
+
+    def broken(n: int, repeat_times: int | None = None) -> Any:
+        tasks = next_tasks(n, repeat_times)
+        if index_of(tasks[0]) == 5:
+            raise StorageError("a disk is full")
+        return tasks
+
+    train.next_tasks = broken  # type: ignore[method-assign]
+    explored = explorer(Paced(lambda task: 1.0), train)
+    with pytest.raises(StorageError):
+        within(explored, buffer, steps(explored, 4))
+    assert explored.groups is not None
+    assert explored.step == explored.groups.controller.taken == len(buffer.steps) > 0
 
 
 def test_no_more_rollouts_are_under_way_than_allowed() -> None:

@@ -135,8 +135,14 @@ class GroupRollouts:
         self._admit()
 
     def _admit(self) -> None:
+        """Begin groups while there is room. An error is kept for `next_step`: nobody awaits the task of a group."""
         while self._admits and self._error is None and self.controller.may_begin():
-            task = self._next_task()
+            try:
+                task = self._next_task()
+            except Exception as error:
+                self._error = error
+                self._notify()
+                return
             if task is None:
                 self.controller.exhaust()
                 self._notify()
