@@ -14,7 +14,7 @@ from trinity_lightning.buffer.pipeline import ExperiencePipeline
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.tidied import TidiedGroup
 from trinity_lightning.config.explorer import ExplorerConfig
-from trinity_lightning.errors import OperatorError, RewardError
+from trinity_lightning.errors import OperatorError, RewardError, StorageError
 from trinity_lightning.explorer.clock import CLOCK
 from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.groups import GroupBuffer
@@ -164,8 +164,19 @@ def test_groups_that_fail_one_after_the_other_end_the_run() -> None:
         within(explored, Buffer(), steps(explored, 1))
 
 
-def test_an_operator_that_fails_ends_the_run() -> None:
-    buffer = Buffer()
+def test_a_run_that_ends_by_failures_names_these_alone() -> None:
+    def reward(response: str, task: Any) -> float:
+        if index_of(task) > 0:
+            raise ArithmeticError("cannot judge")
+        return 1.0
+
+    explored = explorer(Paced(lambda task: 1.0 + (task > 0)), source(8, reward))
+    with pytest.raises(RewardError, match="none of its 3 tasks gave an experience: reward"):
+        within(explored, Buffer(refused=[0]), steps(explored, 1))
+
+
+def test_an_operator_that_fails_ends_the_run_and_another_one_goes_on_with_its_group() -> None:
+    buffer, sound = Buffer(), Buffer()
 
     async def broken(experiences: list[Experience], batch: int) -> TidiedGroup:
         raise OperatorError("it is broken")
@@ -174,6 +185,26 @@ def test_an_operator_that_fails_ends_the_run() -> None:
     explored = explorer(Paced(lambda task: 1.0), source(8))
     with pytest.raises(OperatorError):
         within(explored, buffer, steps(explored, 1))
+    within(explored, sound, steps(explored, 4))
+    assert sound.tasks() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_taskset_that_cannot_be_read_any_more_ends_the_run_after_the_steps_before() -> None:
+    train, buffer = source(12), Buffer()
+    next_tasks = train.next_tasks
+
+    def broken(n: int, repeat_times: int | None = None) -> Any:
+        tasks = next_tasks(n, repeat_times)
+        if index_of(tasks[0]) == 5:
+            raise StorageError("a disk is full")
+        return tasks
+
+    train.next_tasks = broken  # type: ignore[method-assign]
+    explored = explorer(Paced(lambda task: 1.0), train)
+    with pytest.raises(StorageError):
+        within(explored, buffer, steps(explored, 4))
+    assert explored.groups is not None
+    assert explored.step == explored.groups.controller.taken == len(buffer.steps) > 0
 
 
 def test_no_more_rollouts_are_under_way_than_allowed() -> None:

@@ -198,6 +198,27 @@ def test_no_token_is_learnt_twice_or_for_a_request_that_has_ended() -> None:
     assert len(server.run(play)[0].token_ids) == 6
 
 
+def test_progress_that_comes_after_the_answer_adds_nothing_to_the_sample() -> None:
+    server = Server()
+
+    async def play(_: Any) -> None:
+        [sample, _other] = server.samples.under_way()
+        server.step(2)
+        server.answers_late = late_answer = asyncio.Event()
+        late = asyncio.create_task(server.samples._look(server.post))
+        await asyncio.sleep(0)
+        state = server.states[sample.name]
+        state["token_ids"] = [5, 6, 7, 8, 9, 10]
+        while len(server.samples.under_way()) == 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        late_answer.set()
+        await late
+        assert sample.written().token_ids == [5, 6, 7, 8, 9, 10]
+        server.step(6)
+
+    server.run(play, n=2)
+
+
 def test_a_server_is_paused_while_its_weights_change_and_its_requests_are_known() -> None:
     server = Server()
 

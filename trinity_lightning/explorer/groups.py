@@ -98,7 +98,7 @@ class GroupRollouts:
     on_experiences: Callable[[list[Experience]], None] = lambda experiences: None
     _admits: bool = field(default=False, init=False)
     _running: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
-    _restored: dict[int, Task] = field(default_factory=dict, init=False)  # under way when the checkpoint was written
+    _restored: dict[int, Task] = field(default_factory=dict, init=False)  # under way in a checkpoint, or cancelled
     _ended: dict[int, EndedGroup] = field(default_factory=dict, init=False)  # complete, and waiting for their step
     _given_up: list[EndedGroup] = field(default_factory=list, init=False)  # failed or filtered since the last step
     _cursors: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)  # of the taskset before each batch
@@ -129,14 +129,20 @@ class GroupRollouts:
         self.controller.sync()
         self._admits = self.overlaps or not self.controller.ready()
         self._taken_at = self._taken_at or time.perf_counter()
-        restored, self._restored = self._restored, {}
-        for number, task in restored.items():
+        restored, self._restored = ({}, self._restored) if self._error is not None else (self._restored, {})
+        for number, task in sorted(restored.items()):
             self._begin(number, task)
         self._admit()
 
     def _admit(self) -> None:
+        """Begin groups while there is room. An error is kept for `next_step`: nobody awaits the task of a group."""
         while self._admits and self._error is None and self.controller.may_begin():
-            task = self._next_task()
+            try:
+                task = self._next_task()
+            except Exception as error:
+                self._error = error
+                self._notify()
+                return
             if task is None:
                 self.controller.exhaust()
                 self._notify()
@@ -162,7 +168,10 @@ class GroupRollouts:
                 self.on_experiences(experiences)
                 tidied = await self.buffer.tidy(experiences, number // self.config.batch_size + 1)
             self._end(number, task, EndedGroup(status, tidied))
-        except Exception as error:
+        except BaseException as error:
+            self._restored[number] = task  # `synced` begins it again, if another fit follows
+            if not isinstance(error, Exception):
+                raise
             self._error = self._error or error
         finally:
             del self._running[number]
@@ -242,7 +251,7 @@ class GroupRollouts:
         if self._error is not None:
             raise self._error
         if self._without_success >= self.config.batch_size:
-            statuses = [group.status for group in self._given_up]
+            statuses = [group.status for group in self._given_up[-self._without_success :]]
             report_tasks("the last groups", statuses, len(statuses), nothing=True)
 
     def _take(self, chosen: Sequence[Group]) -> None:
@@ -280,18 +289,21 @@ class GroupRollouts:
     async def drain(self) -> None:
         """Wait until no group is under way; meanwhile none begins. Errors as `next_step`."""
         self._admits = False
-        while self.controller.running and not self._restored:
-            self.check()
+        self.check()
+        while self._running:
             await self._changed.wait()
+            self.check()
 
     async def close(self) -> None:
-        """Cancel the groups under way, and wait for their end."""
+        """Cancel the groups under way, and wait for their end; `synced` begins them again, also after an error."""
         self._admits = False
         running = list(self._running.values())
         for task in running:
             task.cancel()
         if running:
             await asyncio.wait(running)
+        self._error, self._without_success, self._taken_at = None, 0, None
+        self._notify()  # the next loop needs an event of its own
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 PROGRESS_SECONDS = 2.0  # between two requests for progress: a server that dies loses so many seconds of its tokens
 RESUME_SECONDS = 2.0  # limit for a server to go on after a weight sync that did not begin
 
+_NOTHING = Completion((), [], [], "", None)
 Post = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 
 
@@ -41,35 +42,37 @@ class UnfinishedSample:
     def __init__(self, prompt: Sequence[int], sampling: Mapping[str, Any]) -> None:
         self.name = ""
         self._sampling = sampling
-        self._before = Completion(prompt, [], [], "", None)  # what earlier requests have drawn
-        self._present = self._before
+        # What earlier requests have drawn, and what the present one has. Another thread reads both at once.
+        self._parts = (Completion(prompt, [], [], "", None), _NOTHING)
 
     def ask_again(self, name: str) -> None:
         """Begin another request, for the rest of the sample."""
-        self.name, self._before = name, self.written()
-        self._present = Completion((), [], [], "", None)
+        self.name, self._parts = name, (self.written(), _NOTHING)
 
     @property
     def drawn(self) -> int:
         """Number of known tokens of the present request."""
-        return len(self._present.token_ids)
+        return len(self._parts[1].token_ids)
 
     def rest(self) -> tuple[Sequence[int], dict[str, Any]]:
         """Prompt and settings of the present request."""
-        return rest_of(self._before.prompt_token_ids, self._before.token_ids, self._sampling)
+        before = self._parts[0]
+        return rest_of(before.prompt_token_ids, before.token_ids, self._sampling)
 
     def add(self, progress: Mapping[str, Any]) -> None:
         """Take the tokens that the present request has drawn since the last time."""
-        self._present = replace(
-            self._present,
-            token_ids=[*self._present.token_ids, *progress["token_ids"]],
-            logprobs=[*self._present.logprobs, *progress["logprobs"]],
+        before, present = self._parts
+        present = replace(
+            present,
+            token_ids=[*present.token_ids, *progress["token_ids"]],
+            logprobs=[*present.logprobs, *progress["logprobs"]],
             versions=spans_of(progress["versions"]),
         )
+        self._parts = (before, present)
 
     def end(self, choice: Mapping[str, Any], ends: Collection[int]) -> None:
         """Take the answer to the present request, given the tokens that end a response."""
-        self._present = Completion(
+        present = Completion(
             prompt_token_ids=(),
             token_ids=choice["token_ids"],
             logprobs=choice["logprobs"],
@@ -78,10 +81,11 @@ class UnfinishedSample:
             stop_reason=None if choice["stop_reason"] in ends else choice["stop_reason"],
             versions=spans_of(choice["versions"]),
         )
+        self._parts = (self._parts[0], present)
 
     def written(self) -> Completion:
         """The sample so far, without its text; it has a finish_reason once it has ended."""
-        return joined(self._before, self._present)
+        return joined(*self._parts)
 
 
 def spans_of(versions: Iterable[tuple[int, str]]) -> Spans:
@@ -184,9 +188,10 @@ class UnfinishedSamples:
         """Learn the tokens that the server has drawn since the last time; errors are those of `post`."""
         async with self._looking:
             by_name = {sample.name: sample for sample in self._samples}
-            progress = await post(PATH, {KNOWN: {name: sample.drawn for name, sample in by_name.items()}})
-            for name, new in progress.items():
-                if by_name[name].name == name:  # else another request has begun to ask for the rest
+            known = {name: sample.drawn for name, sample in by_name.items()}
+            for name, new in (await post(PATH, {KNOWN: known})).items():
+                # Else another request has begun to ask for the rest, or the answer to this one was quicker.
+                if by_name[name].name == name and by_name[name].drawn == known[name]:
                     by_name[name].add(new)
 
     def under_way(self) -> list[UnfinishedSample]:
