@@ -56,10 +56,12 @@ class AsyncRollouts(TrainingRollouts):
     def trainers_turn(self) -> None:
         if not self._groups.overlaps:
             self.explorer.clock.stop()
+            self.driver.suspended = True  # with an empty cache, a step would compute the prompts of all requests
         super().trainers_turn()
 
     def _engines_turn(self) -> None:
         super()._engines_turn()
+        self.driver.suspended = False
         self.explorer.clock.go()
 
     def explore_ahead(self, step: int, global_step: int, last: float) -> dict[str, float]:
