@@ -337,6 +337,23 @@ def test_a_run_goes_on_with_groups_and_without_them() -> None:
         without(batch_size=3).load_state_dict(state)
 
 
+def test_a_finished_run_goes_on_with_more_epochs_and_other_batches() -> None:
+    def with_epochs(epochs: int, **fields: Any) -> Explorer:
+        train = source(8)
+        train.taskset.tasksets["taskset"].epochs = epochs
+        return explorer(Paced(lambda task: 1.0), train, **fields)
+
+    whole, first, second = Buffer(), Buffer(), Buffer()
+    finished, resumed = with_epochs(1), with_epochs(2, batch_size=4)
+    assert len(within(finished, first, steps(finished, 9))) == 4
+    resumed.load_state_dict(finished.state_dict())
+    within(resumed, second, steps(resumed, 9))
+    assert second.tasks() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    whole.steps = first.steps + second.steps
+    ids = [group[0].eid.tid for step in whole.steps for group in step]
+    assert len(set(ids)) == len(ids) == 16
+
+
 async def _begun(explored: Explorer) -> Any:
     explored.begin_groups()
     return explored.state_dict()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import statistics
 import time
 from collections import deque
@@ -349,6 +350,10 @@ class GroupRollouts:
                 key="explorer.batch_size",
                 fix="resume with that value",
             )
+        if state["batch_size"] != self.config.batch_size:  # no number of a task in a batch comes twice
+            batches = math.ceil(self.controller.next_group / state["batch_size"])
+            self.controller.next_group = batches * self.config.batch_size
+        self.controller.exhausted = False  # the taskset says so again, unless it has more epochs now
         if not self.controller.is_feasible:
             raise ConfigError(
                 f"explorer.max_staleness={self.config.max_staleness} is too low for the groups that are under way in "
@@ -361,7 +366,7 @@ class GroupRollouts:
         if self.records is not None and state.get("calls"):
             self.records.load_state_dict(state["calls"])
         self.source.taskset.load_state_dict(state["cursor"])
-        self._draw_again(state["first"])
+        self._draw_again(state["first"] if self.controller.outstanding else self.controller.next_group)
         if self.records is not None:  # a group that ended while the checkpoint was written has calls in it
             self.records.keep((task.batch_id, task.task_id) for task in self._restored.values())
 
