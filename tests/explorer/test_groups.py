@@ -155,6 +155,15 @@ def test_failed_and_filtered_groups_free_their_places_and_the_last_step_is_short
     assert explored.step == 3
 
 
+def test_filters_that_leave_out_everything_fill_no_memory() -> None:
+    explored = explorer(Paced(lambda task: 1.0), source(50), max_concurrent=3)
+    assert explored.groups is not None
+    assert within(explored, Buffer(refused=range(50)), steps(explored, 1)) == []
+    given_up = explored.groups._given_up
+    assert len(given_up) == 50
+    assert 2 <= sum(bool(group.tidied.experiences) for group in given_up) <= 10  # 4 steps between two warnings
+
+
 def test_groups_that_fail_one_after_the_other_end_the_run() -> None:
     def reward(response: str, task: Any) -> float:
         raise ArithmeticError("cannot judge")

@@ -199,6 +199,8 @@ class GroupRollouts:
                 "are neither too easy nor too hard, or loosen the filter.",
                 self._left_out,
             )
+            for earlier in self._given_up[: -self.config.batch_size]:
+                earlier.tidied = TidiedGroup([])  # a step may never come: they must not fill the memory
 
     def _notify(self) -> None:
         self._changed.set()
