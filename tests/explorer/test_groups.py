@@ -1,6 +1,7 @@
 """Groups of rollouts that go on across steps, with a fake model, and the real scheduler, runners and controller."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -13,11 +14,15 @@ from support.fake_model import FakeModel, LeapingLoop
 from trinity_lightning.buffer.pipeline import ExperiencePipeline
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.tidied import TidiedGroup
+from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import OperatorError, RewardError, StorageError
+from trinity_lightning.explorer import driver as driver_module
+from trinity_lightning.explorer.async_rollouts import AsyncRollouts
 from trinity_lightning.explorer.clock import CLOCK
-from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.explorer import NOBODY, Explorer
 from trinity_lightning.explorer.groups import GroupBuffer
+from trinity_lightning.explorer.rollouts import PendingSteps, WeightVersions
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
@@ -384,6 +389,28 @@ def test_a_lower_staleness_than_the_groups_of_a_checkpoint_have_is_refused() -> 
 async def _after(explored: Explorer, number: int) -> Any:
     await steps(explored, number)()
     return explored.state_dict()
+
+
+def test_a_run_that_ends_because_a_workflow_blocks_the_loop_leaves_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.1)
+    explored, released, policy = explorer(Paced(lambda task: 1.0), source(8)), threading.Event(), Any
+    rollouts = AsyncRollouts(
+        *(explored, PendingSteps(), SynchronizerConfig(), policy, WeightVersions(), None, lambda: None, NOBODY)  # type: ignore[arg-type]
+    )
+    rollouts.driver.limit_blocking(0.2)
+
+    async def block() -> None:
+        released.wait(30)
+
+    rollouts.driver.start(block())
+    try:
+        assert rollouts.state(False)["groups"]["controller"]["next_group"] == 0
+        assert not released.is_set()
+    finally:
+        released.set()
+        rollouts.driver.close()
 
 
 def test_the_clock_of_time_outs_stands_still_while_engines_rest() -> None:
