@@ -380,7 +380,9 @@ class GroupRollouts:
             task = self._next_task()
             if task is None:
                 raise ConfigError(
-                    f"the taskset ends before group {number}, which is under way in the checkpoint", key="taskset"
+                    f"the taskset ends before task {number}, and the checkpoint has later ones",
+                    key="taskset",
+                    fix="resume with the tasks that the run had",
                 )
             self.controller.next_group = number + 1
             if number in self.controller.outstanding and not self.controller.outstanding[number].complete:
