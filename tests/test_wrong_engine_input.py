@@ -612,6 +612,7 @@ def test_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (*ELSEWHERE, URLS),
         (*ELSEWHERE, URLS, *ENDPOINT, "workflow=judge"),
+        (*MIX, "explorer.max_staleness=1", "algorithm.old_logprobs=engine", "algorithm.rollout_correction.level=none"),
         (*SERVER, "explorer.runner=ray", "explorer.ray_address=auto"),
         (*SERVER, "explorer.runner=ray", "explorer.ray_address=127.0.0.1:6379"),
         (*SERVER, "explorer.runner=ray", "explorer.runner_per_model=8", JUDGE, "workflow=judge"),
