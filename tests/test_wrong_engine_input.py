@@ -124,6 +124,44 @@ REFUSED = {
         (*SERVER, "explorer.max_staleness=1", f"engine.cpu_cores={CORES}"),
         "engine.cpu_cores",
     ),
+    # rollouts that do not wait
+    "weights that change under a rollout of the training model": (
+        ("engine=transformers", "explorer.max_staleness=1"),
+        "explorer.in_flight",
+    ),
+    "a critic of other weights than the rollouts": (
+        ("+recipe=ppo", "explorer.max_staleness=1"),
+        "algorithm.critic",
+    ),
+    "older weights, neither clipped nor corrected": (
+        (
+            "explorer.max_staleness=1",
+            "algorithm.policy_loss.name=reinforce",
+            "algorithm.rollout_correction.level=none",
+            "algorithm.old_logprobs=engine",
+        ),
+        "algorithm.policy_loss",
+    ),
+    "a ratio to the trainer's own weights alone": (
+        ("explorer.max_staleness=1", "algorithm.rollout_correction.level=none"),
+        "algorithm.policy_loss",
+    ),
+    "tasks by results that are not known yet": (
+        ("explorer.max_staleness=1", "taskset.order=by_difficulty"),
+        "taskset.order",
+    ),
+    "groups under way in engines of all ranks": (
+        ("explorer.max_staleness=1", "engine.per_rank=true", "trainer=ddp"),
+        "engine.per_rank",
+    ),
+    "fewer steps to the training than to the beginning": (
+        ("explorer.max_staleness=1", "explorer.run_ahead=2"),
+        "explorer.run_ahead",
+    ),
+    "adapters that requests keep": (
+        (*SERVER, "explorer.max_staleness=1", "model.lora.r=4", "synchronizer.lora=adapter"),
+        "synchronizer.lora",
+    ),
     "servers there and to be started": ((*SERVER, URLS, "engine.servers=2"), "engine.urls"),
     "GPUs of servers elsewhere": ((*SERVER, URLS, "engine.gpus=[0]"), "engine.urls"),
     "a host without a scheme": ((*SERVER, "engine.urls=[node7:8000]"), "engine.urls"),
@@ -574,6 +612,7 @@ def test_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (*ELSEWHERE, URLS),
         (*ELSEWHERE, URLS, *ENDPOINT, "workflow=judge"),
+        (*MIX, "explorer.max_staleness=1", "algorithm.old_logprobs=engine", "algorithm.rollout_correction.level=none"),
         (*SERVER, "explorer.runner=ray", "explorer.ray_address=auto"),
         (*SERVER, "explorer.runner=ray", "explorer.ray_address=127.0.0.1:6379"),
         (*SERVER, "explorer.runner=ray", "explorer.runner_per_model=8", JUDGE, "workflow=judge"),

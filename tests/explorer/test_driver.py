@@ -234,6 +234,17 @@ def test_a_run_ends_as_soon_as_its_coroutine_does(driver: Driver, monkeypatch: p
         driver.run(nothing())
 
 
+def test_requests_of_suspended_engines_rest_while_commands_are_run(driver: Driver, engine: CountingEngine) -> None:
+    request = driver.start(engine.generate([3], steps=3))
+    while not engine.left:
+        driver.pump(0.01)
+    steps, driver.suspended = engine.steps, True
+    driver.run(engine.sync_weights([("w", torch.ones(2))], 1))
+    assert (engine.model_version, engine.steps) == (1, steps)
+    driver.suspended = False
+    assert tokens(driver.wait(request)) == [3]
+
+
 def test_an_exception_of_the_coroutine_is_raised_here(driver: Driver) -> None:
     async def fail() -> None:
         raise LookupError("mine")

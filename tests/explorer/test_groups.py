@@ -1,6 +1,7 @@
 """Groups of rollouts that go on across steps, with a fake model, and the real scheduler, runners and controller."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -13,11 +14,15 @@ from support.fake_model import FakeModel, LeapingLoop
 from trinity_lightning.buffer.pipeline import ExperiencePipeline
 from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.tidied import TidiedGroup
+from trinity_lightning.config.engines import SynchronizerConfig
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import OperatorError, RewardError, StorageError
+from trinity_lightning.explorer import driver as driver_module
+from trinity_lightning.explorer.async_rollouts import AsyncRollouts
 from trinity_lightning.explorer.clock import CLOCK
-from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.explorer import NOBODY, Explorer
 from trinity_lightning.explorer.groups import GroupBuffer
+from trinity_lightning.explorer.rollouts import PendingSteps, WeightVersions
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.taskset import Taskset
 
@@ -153,6 +158,15 @@ def test_failed_and_filtered_groups_free_their_places_and_the_last_step_is_short
     assert (metrics[0]["rollout/tasks"], metrics[0]["rollout/failed_tasks"]) == (5, 1)
     assert metrics[0]["rollout/experiences"] == 12  # of the groups that the filter left out, too
     assert explored.step == 3
+
+
+def test_filters_that_leave_out_everything_fill_no_memory() -> None:
+    explored = explorer(Paced(lambda task: 1.0), source(50), max_concurrent=3)
+    assert explored.groups is not None
+    assert within(explored, Buffer(refused=range(50)), steps(explored, 1)) == []
+    given_up = explored.groups._given_up
+    assert len(given_up) == 50
+    assert 2 <= sum(bool(group.tidied.experiences) for group in given_up) <= 10  # 4 steps between two warnings
 
 
 def test_groups_that_fail_one_after_the_other_end_the_run() -> None:
@@ -337,6 +351,23 @@ def test_a_run_goes_on_with_groups_and_without_them() -> None:
         without(batch_size=3).load_state_dict(state)
 
 
+def test_a_finished_run_goes_on_with_more_epochs_and_other_batches() -> None:
+    def with_epochs(epochs: int, **fields: Any) -> Explorer:
+        train = source(8)
+        train.taskset.tasksets["taskset"].epochs = epochs
+        return explorer(Paced(lambda task: 1.0), train, **fields)
+
+    whole, first, second = Buffer(), Buffer(), Buffer()
+    finished, resumed = with_epochs(1), with_epochs(2, batch_size=4)
+    assert len(within(finished, first, steps(finished, 9))) == 4
+    resumed.load_state_dict(finished.state_dict())
+    within(resumed, second, steps(resumed, 9))
+    assert second.tasks() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    whole.steps = first.steps + second.steps
+    ids = [group[0].eid.tid for step in whole.steps for group in step]
+    assert len(set(ids)) == len(ids) == 16
+
+
 async def _begun(explored: Explorer) -> Any:
     explored.begin_groups()
     return explored.state_dict()
@@ -358,6 +389,28 @@ def test_a_lower_staleness_than_the_groups_of_a_checkpoint_have_is_refused() -> 
 async def _after(explored: Explorer, number: int) -> Any:
     await steps(explored, number)()
     return explored.state_dict()
+
+
+def test_a_run_that_ends_because_a_workflow_blocks_the_loop_leaves_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(driver_module, "BLOCKED_SECONDS", 0.1)
+    explored, released, policy = explorer(Paced(lambda task: 1.0), source(8)), threading.Event(), Any
+    rollouts = AsyncRollouts(
+        *(explored, PendingSteps(), SynchronizerConfig(), policy, WeightVersions(), None, lambda: None, NOBODY)  # type: ignore[arg-type]
+    )
+    rollouts.driver.limit_blocking(0.2)
+
+    async def block() -> None:
+        released.wait(30)
+
+    rollouts.driver.start(block())
+    try:
+        assert rollouts.state(False)["groups"]["controller"]["next_group"] == 0
+        assert not released.is_set()
+    finally:
+        released.set()
+        rollouts.driver.close()
 
 
 def test_the_clock_of_time_outs_stands_still_while_engines_rest() -> None:

@@ -10,7 +10,7 @@ from trinity_lightning.config.buffer import OnError
 from trinity_lightning.config.critic import critic_config
 from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.explorer import TEACHER_OPERATOR, ExplorerConfig
-from trinity_lightning.config.losses import LOSSES
+from trinity_lightning.config.losses import LOSSES, Loss
 from trinity_lightning.config.registry import FILTERING_STRATEGIES, PARTS, SINGLE_RESPONSE_WORKFLOWS
 from trinity_lightning.config.sections import Section, checked, part_config, section_of
 from trinity_lightning.config.values import AUTO, number, one_of, whole_number
@@ -425,19 +425,28 @@ def check_expert(run: "TrainConfig") -> None:
 # -- experiences of older weights --------------------------------------------------------------------------------------
 
 
+def _built_in_losses(algorithm: AlgorithmConfig) -> list[Loss]:
+    """The policy loss, or the losses that it mixes; none for a user's own loss, which is not judged here."""
+    losses = [algorithm.policy_loss.name]
+    if losses == ["mix"]:
+        losses = [algorithm.policy_loss.args.get("usual", "ppo")]
+    elif losses == ["streams"]:
+        losses = [stream.loss for stream in streams_of(algorithm).values()]
+    return [LOSSES[loss] for loss in losses if isinstance(loss, str) and loss in LOSSES]
+
+
 def needs_correction(algorithm: AlgorithmConfig) -> bool:
     """True if the policy loss is right only for experiences of the policy that is trained.
 
     `opmd` and `sft`, for example, are right for experiences of any policy. A user's loss may be too, and is not judged
     here. `mix` counts as the loss of its rollouts, and `streams` needs a correction if one of its losses does.
     """
-    losses = [algorithm.policy_loss.name]
-    if losses == ["mix"]:
-        losses = [algorithm.policy_loss.args.get("usual", "ppo")]
-    elif losses == ["streams"]:
-        losses = [stream.loss for stream in streams_of(algorithm).values()]
-    built_in = [LOSSES[loss] for loss in losses if isinstance(loss, str) and loss in LOSSES]
-    return any(not loss.needs.any_policy for loss in built_in)
+    return any(not loss.needs.any_policy for loss in _built_in_losses(algorithm))
+
+
+def bounds_ratio(algorithm: AlgorithmConfig) -> bool:
+    """True if each of its losses that needs a correction bounds the ratio to `old_logprobs`."""
+    return all(loss.needs.ratio or loss.needs.any_policy for loss in _built_in_losses(algorithm))
 
 
 def why_older(run: "TrainConfig") -> str:

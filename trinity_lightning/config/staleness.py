@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from trinity_lightning.config.algorithm import AlgorithmConfig, needs_correction
+from trinity_lightning.config.algorithm import AlgorithmConfig, bounds_ratio, needs_correction
 from trinity_lightning.config.engines import Capabilities
 from trinity_lightning.config.explorer import ExplorerConfig
-from trinity_lightning.config.losses import LOSSES
 from trinity_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,8 +76,8 @@ def _check_ratio(algorithm: AlgorithmConfig, steps: int) -> None:
 
     (tinker-cookbook, pull request 822: the KL divergence grew thirtyfold, while PPO's clip learned as without delay.)
     """
-    clips = algorithm.policy_loss.name in LOSSES and LOSSES[algorithm.policy_loss.name].needs.ratio
-    corrected = algorithm.rollout_correction.level != "none" or (algorithm.old_logprobs == "engine" and clips)
+    clips = algorithm.old_logprobs == "engine" and bounds_ratio(algorithm)
+    corrected = algorithm.rollout_correction.level != "none" or clips
     if needs_correction(algorithm) and not corrected:
         raise ConfigError(
             f"algorithm.policy_loss={algorithm.policy_loss.name} neither clips nor corrects for rollouts of older "

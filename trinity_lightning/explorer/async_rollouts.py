@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trinity_lightning.errors import WorkflowBlockedError
 from trinity_lightning.explorer.groups import GroupRollouts
 from trinity_lightning.explorer.rollouts import TrainingRollouts
 
@@ -56,10 +57,12 @@ class AsyncRollouts(TrainingRollouts):
     def trainers_turn(self) -> None:
         if not self._groups.overlaps:
             self.explorer.clock.stop()
+            self.driver.suspended = True  # with an empty cache, a step would compute the prompts of all requests
         super().trainers_turn()
 
     def _engines_turn(self) -> None:
         super()._engines_turn()
+        self.driver.suspended = False
         self.explorer.clock.go()
 
     def explore_ahead(self, step: int, global_step: int, last: float) -> dict[str, float]:
@@ -69,12 +72,16 @@ class AsyncRollouts(TrainingRollouts):
         """The explorer's state, taken between two turns of the loop on which groups go on.
 
         The calls under way are asked for first: a group that ends meanwhile is complete in the state, and needs none.
+        If a workflow blocks the loop, which ends the run, no group goes on, and this thread takes the state.
         """
         calls = self._groups.calls()
 
         async def take() -> dict[str, Any]:
             return self.explorer.state_dict(with_weights)
 
-        state = self.driver.run(take(), False)
+        try:
+            state = self.driver.run(take(), False)
+        except WorkflowBlockedError:
+            state = self.explorer.state_dict(with_weights)
         state["groups"]["calls"] = calls
         return state

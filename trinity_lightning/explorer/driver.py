@@ -47,11 +47,15 @@ class Driver:
     Args:
         engines: the engines to drive.
         interrupted: asked between steps; an exception that it returns (for SIGTERM, say) stops the coroutine.
+
+    Attributes:
+        suspended: True while engines run commands, and do not generate: their requests rest.
     """
 
     def __init__(
         self, engines: Sequence[Engine] = (), interrupted: Callable[[], BaseException | None] = lambda: None
     ) -> None:
+        self.suspended = False
         self._engines = list(engines)
         self._interrupted = interrupted
         self._wake = threading.Event()
@@ -181,7 +185,7 @@ class Driver:
         """Do a piece of each engine's work; if there is none, wait up to `seconds` for work or for the task to end."""
         self._wake.clear()  # before looking: what happens from here on sets it again
         self._collect()
-        worked = [engine.pump() for engine in self._engines]
+        worked = [engine.run_commands() if self.suspended else engine.pump() for engine in self._engines]
         if not any(worked) and not (task is not None and task.done):
             self._wake.wait(seconds)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import statistics
 import time
 from collections import deque
@@ -198,6 +199,8 @@ class GroupRollouts:
                 "are neither too easy nor too hard, or loosen the filter.",
                 self._left_out,
             )
+            for earlier in self._given_up[: -self.config.batch_size]:
+                earlier.tidied = TidiedGroup([])  # a step may never come: they must not fill the memory
 
     def _notify(self) -> None:
         self._changed.set()
@@ -349,6 +352,10 @@ class GroupRollouts:
                 key="explorer.batch_size",
                 fix="resume with that value",
             )
+        if state["batch_size"] != self.config.batch_size:  # no number of a task in a batch comes twice
+            batches = math.ceil(self.controller.next_group / state["batch_size"])
+            self.controller.next_group = batches * self.config.batch_size
+        self.controller.exhausted = False  # the taskset says so again, unless it has more epochs now
         if not self.controller.is_feasible:
             raise ConfigError(
                 f"explorer.max_staleness={self.config.max_staleness} is too low for the groups that are under way in "
@@ -361,7 +368,7 @@ class GroupRollouts:
         if self.records is not None and state.get("calls"):
             self.records.load_state_dict(state["calls"])
         self.source.taskset.load_state_dict(state["cursor"])
-        self._draw_again(state["first"])
+        self._draw_again(state["first"] if self.controller.outstanding else self.controller.next_group)
         if self.records is not None:  # a group that ended while the checkpoint was written has calls in it
             self.records.keep((task.batch_id, task.task_id) for task in self._restored.values())
 
@@ -373,7 +380,9 @@ class GroupRollouts:
             task = self._next_task()
             if task is None:
                 raise ConfigError(
-                    f"the taskset ends before group {number}, which is under way in the checkpoint", key="taskset"
+                    f"the taskset ends before task {number}, and the checkpoint has later ones",
+                    key="taskset",
+                    fix="resume with the tasks that the run had",
                 )
             self.controller.next_group = number + 1
             if number in self.controller.outstanding and not self.controller.outstanding[number].complete:

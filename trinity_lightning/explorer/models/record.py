@@ -42,18 +42,20 @@ class CallRecords:
         self.diverged = 0
         self._earlier: dict[_Key, dict[int, Call]] = {}  # of runs that have not begun again yet
         self._runs: dict[_Key, RunRecord] = {}
+        self._of_task: dict[tuple[str, str], set[_Key]] = {}  # keys of a task's runs, in either
 
     def begin(self, batch: int | str, task: int | str, run: int) -> "RunRecord":
         """The record of an attempt at a run. The first attempt is given an earlier process's calls, others none."""
         key = (str(batch), str(task), run)
+        self._of_task.setdefault(key[:2], set()).add(key)
         record = self._runs[key] = RunRecord(self, self._earlier.pop(key, {}))
         return record
 
     def forget(self, batch: int | str, task: int | str) -> None:
         """Drop the calls of all runs of a task, which has ended."""
-        for records in (self._earlier, self._runs):
-            for key in [key for key in list(records) if key[:2] == (str(batch), str(task))]:
-                del records[key]
+        for key in self._of_task.pop((str(batch), str(task)), ()):
+            self._earlier.pop(key, None)
+            self._runs.pop(key, None)
 
     def keep(self, tasks: Iterable[tuple[int | str, int | str]]) -> None:
         """Drop the calls of all tasks but these, (batch, task), which begin again in this process."""
@@ -95,9 +97,10 @@ class CallRecords:
             samples.append(Completion((), tokens, logprobs, "", finish_reason, stop_reason, spans))
             start += length
         remaining = iter(samples)
-        self._earlier, self._runs = {}, {}
+        self._earlier, self._runs, self._of_task = {}, {}, {}
         for batch, task, run, number, digest, count in state["calls"]:
             of_call = [next(remaining) for _ in range(count)]
+            self._of_task.setdefault((batch, task), set()).add((batch, task, run))
             self._earlier.setdefault((batch, task, run), {})[number] = Call.of(digest, of_call)
 
 
