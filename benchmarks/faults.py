@@ -91,7 +91,7 @@ async def run(workflow: type[Workflow], total: int) -> tuple[float, Ended, list[
         indices += [experience.info["index"] for experience in experiences]
         memory.append(resident_gb())
     seconds = time.perf_counter() - start
-    assert len(scheduler._idle) == RUNNERS, "a runner was lost"
+    assert scheduler.idle == RUNNERS, "a runner was lost"
     await scheduler.stop()
     return seconds, ended, indices, memory
 

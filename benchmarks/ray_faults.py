@@ -85,7 +85,7 @@ async def run(total: int, marks: Path) -> tuple[float, Ended, list[int], list[tu
         await asyncio.gather(*(runner.runner.ready() for runner in scheduler.runners))  # type: ignore[union-attr]
         memory.append(memory_mb())
     seconds = time.perf_counter() - start
-    assert len(scheduler._idle) == RUNNERS, "a runner was lost"
+    assert scheduler.idle == RUNNERS, "a runner was lost"
     await scheduler.stop()
     return seconds, ended, indices, memory
 

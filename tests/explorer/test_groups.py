@@ -120,6 +120,7 @@ def test_a_step_takes_the_groups_that_are_complete_and_the_slow_one_follows_in_t
     assert buffer.tasks()[0] == [1, 2]
     [step] = [number for number, tasks in enumerate(buffer.tasks()) if 0 in tasks]
     assert metrics[step]["sample/staleness/max"] == step <= 2
+    assert f"response_length/staleness_{step}/mean" in metrics[step]
     assert metrics[0]["rollout/suspended"] == 3.0  # the rollouts of the slow group; another one is complete
 
 

@@ -24,7 +24,7 @@ from support.errors import refuses
 from support.forked import fork_servers
 from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
-from support.under_way import check_spans, until_drawn
+from support.under_way import begun, check_spans, until_drawn
 
 from trinity_lightning.buffer.operators.auxiliary import TeacherTopK
 from trinity_lightning.common.experience import Experience
@@ -668,8 +668,8 @@ def test_requests_under_way_go_on_with_new_weights_and_say_which(
     async def sync_twice() -> tuple[list[Completion], Completion]:
         await engine.sync_weights(weight_stream(models[20]), 20)
         engine.reprefilled_tokens = 0
-        asked = [asyncio.create_task(ask(*request)) for request in ((0, 1), (1, 3), (2, 1))]
-        asked.append(asyncio.create_task(ask(3, 1, stop=[stop], temperature=1.0)))
+        calls = [ask(*request) for request in ((0, 1), (1, 3), (2, 1))]
+        asked = await begun(engine, 6, *calls, ask(3, 1, stop=[stop], temperature=1.0))
         for version in (21, 22):
             await until_drawn(engine, 6)
             start = time.perf_counter()
@@ -782,7 +782,7 @@ def test_a_server_that_dies_within_a_sync_is_started_again_with_the_new_weights(
 
     async def sync() -> list[Completion]:
         await engine.sync_weights(weight_stream(models[11]), 11)
-        samples = asyncio.create_task(engine.generate(PROMPT, n=3, seed=4, max_tokens=150, ignore_eos=True))
+        [samples] = await begun(engine, 3, engine.generate(PROMPT, n=3, seed=4, max_tokens=150, ignore_eos=True))
         await until_drawn(engine, 3)
         monkeypatch.setattr(engine, "_change", dying)
         await engine.sync_weights(weight_stream(models[12]), 12)

@@ -13,7 +13,7 @@ from support.picture_promises import VLLMPicturePromises, prompts
 from support.pictures import plain_logprobs, plain_model, prompt_of, random_picture
 from support.runs import Commands
 from support.tiny_model import train_a_little
-from support.under_way import check_spans, until_drawn
+from support.under_way import begun, check_spans, until_drawn
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.pictures.prompt import PicturePrompt
@@ -81,7 +81,7 @@ class TestPictures(VLLMPicturePromises):
         async def sync() -> list[list[Completion]]:
             await engine.sync_weights(weight_stream(models[30]), 30)
             asked = [engine.generate(prompt, seed=1, max_tokens=200, ignore_eos=True) for prompt in prompts(3, seed=90)]
-            samples = asyncio.gather(*asked)
+            samples = asyncio.gather(*await begun(engine, 3, *asked))
             await until_drawn(engine, 3)
             await engine.sync_weights(weight_stream(models[31]), 31)
             return await samples

@@ -1,13 +1,31 @@
 """Requests that are under way at a vLLM server while its weights change."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import pytest
 
 from trinity_lightning.common.inference import Completion
+from trinity_lightning.explorer.models.server_requests import KNOWN, PATH
 from trinity_lightning.explorer.models.unfinished import UnfinishedSample
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
+
+T = TypeVar("T")
+MOST_LOOKS = 3000  # a minute
+
+
+async def begun(engine: VLLMServerEngine, samples: int, *calls: Coroutine[Any, Any, T]) -> list[asyncio.Task[T]]:
+    """The tasks of calls at a paused server that has all of their samples, however late they came: none has a token."""
+    unfinished = engine._unfinished
+    await unfinished._post("/pause?mode=keep&clear_cache=false", {})
+    tasks = [asyncio.create_task(call) for call in calls]
+    for _ in range(MOST_LOOKS):
+        names = {sample.name: -1 for sample in unfinished.under_way()}
+        if len(await unfinished._post(PATH, {KNOWN: names})) == samples:
+            return tasks
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"the server has not got the {samples} samples")
 
 
 async def until_drawn(engine: VLLMServerEngine, samples: int, tokens: int = 4) -> None:
@@ -15,6 +33,7 @@ async def until_drawn(engine: VLLMServerEngine, samples: int, tokens: int = 4) -
     known: dict[UnfinishedSample, int] = {}
     post = engine._unfinished._post
     while len(known) < samples or any(sample.drawn < first + tokens for sample, first in known.items()):
+        assert len(engine._unfinished.under_way()) == samples, "a sample has ended already"
         await post("/resume", {})
         await asyncio.sleep(0.02)
         await post("/pause?mode=keep&clear_cache=false", {})

@@ -35,7 +35,7 @@ from trinity_lightning.config.run import TrainConfig, typed_config
 from trinity_lightning.engines import auxiliary_models_of, settle_dtypes
 from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.driver import Driver
-from trinity_lightning.explorer.explorer import Explorer
+from trinity_lightning.explorer.reports import report_tasks
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.plan.command import table
 from trinity_lightning.plan.gpu import with_memory_plan
@@ -154,7 +154,7 @@ def _first_step(
 @contextmanager
 def warnings_after_it() -> Iterator[None]:
     """Hold back what the explorer says of failed tasks; a RolloutError, by which all have failed, says it itself."""
-    log, records = logging.getLogger(Explorer.__module__), list[logging.LogRecord]()
+    log, records = logging.getLogger(report_tasks.__module__), list[logging.LogRecord]()
 
     def hold(record: logging.LogRecord) -> bool:
         records.append(record)

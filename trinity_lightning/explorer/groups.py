@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trinity_lightning.common.experience import Experience
-from trinity_lightning.common.runs import raw_copies, spans_of
+from trinity_lightning.common.runs import raw_copies, spans_of, written_tokens
 from trinity_lightning.common.tidied import TidiedGroup
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.errors import ConfigError
@@ -287,6 +287,7 @@ class GroupRollouts:
             "sample/versions_per_rollout": statistics.fmean(len(spans_of(experience)) for experience in experiences),
             "rollout/suspended": float(controller.running * self.config.repeat_times),
             "rollout/outstanding_groups": float(len(controller.outstanding) - len(chosen)),
+            **_lengths(ages, groups),
         }
 
     async def drain(self) -> None:
@@ -392,3 +393,11 @@ class GroupRollouts:
 
 def _experiences_of(groups: Iterable[EndedGroup]) -> list[Experience]:
     return [experience for group in groups for experience in group.tidied.experiences]
+
+
+def _lengths(ages: Sequence[float], groups: Sequence[EndedGroup]) -> dict[str, float]:
+    """Mean length of the responses of groups that began so many steps before, as metrics: long ones come later."""
+    lengths: dict[float, list[float]] = {}
+    for age, group in zip(ages, groups, strict=True):
+        lengths.setdefault(age, []).extend(float(written_tokens(experience)) for experience in group.tidied.experiences)
+    return {f"response_length/staleness_{age:.0f}/mean": statistics.fmean(values) for age, values in lengths.items()}
