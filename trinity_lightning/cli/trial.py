@@ -35,6 +35,7 @@ from trinity_lightning.config.run import TrainConfig, typed_config
 from trinity_lightning.engines import auxiliary_models_of, settle_dtypes
 from trinity_lightning.errors import RolloutError
 from trinity_lightning.explorer.driver import Driver
+from trinity_lightning.explorer.explorer import Explorer
 from trinity_lightning.explorer.reports import report_tasks
 from trinity_lightning.monitor.run_monitor import RunMonitor
 from trinity_lightning.plan.command import table
