@@ -20,7 +20,7 @@ check: style
 
 # A quarter of the time of all tests is waiting for limits and other processes, hence three processes for two cores.
 test: style
-	$(PYTEST) -n 3 $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # As on a CPU with AVX2 alone, which has no bfloat16 products either: for oneDNN, torch, MKL and vLLM.
 test-avx2: export ONEDNN_MAX_CPU_ISA = AVX2

@@ -24,7 +24,7 @@ from support.errors import refuses
 from support.forked import fork_servers
 from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
-from support.under_way import begun, check_spans, until_drawn
+from support.under_way import begun, check_spans, on_a_quiet_machine, until_drawn
 
 from trinity_lightning.buffer.operators.auxiliary import TeacherTopK
 from trinity_lightning.common.experience import Experience
@@ -656,6 +656,7 @@ def test_a_server_that_does_not_start_says_why(driver: Driver) -> None:
 # -- requests under way ------------------------------------------------------------------------------------------------
 
 
+@on_a_quiet_machine
 def test_requests_under_way_go_on_with_new_weights_and_say_which(
     engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -766,6 +767,7 @@ def test_a_server_that_is_killed_within_a_step_changes_nothing_of_the_step(
     driver.run(elsewhere.shutdown())
 
 
+@on_a_quiet_machine
 def test_a_server_that_dies_within_a_sync_is_started_again_with_the_new_weights(
     engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -802,7 +804,7 @@ def test_a_server_that_dies_within_a_sync_is_started_again_with_the_new_weights(
 def test_a_server_that_dies_too_often_is_given_up(  # the last one
     engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_server, "MAX_RESTARTS", 2)  # of the tests before
+    monkeypatch.setattr(vllm_server, "MAX_RESTARTS", engine.restarts)  # of the tests before
 
     async def killed() -> None:
         kill(engine, signal.SIGSTOP)  # so that it does not answer before it is killed, however slow this process is
