@@ -187,7 +187,8 @@ class Ahead:
 
     def begin(self, step: int = 1) -> None:
         """Begin the rollouts of a step; those of the steps before are waited for."""
-        self.rollouts.explore_ahead(step - 1, 0, last=step)
+        self.rollouts.limit_steps(step)
+        self.rollouts.explore_ahead(step - 1, 0)
 
     async def sink(self, experiences: list[Experience], step: int, more: Any) -> dict[str, float]:
         self.taken.append(len(experiences))

@@ -24,7 +24,7 @@ from support.errors import refuses
 from support.forked import fork_servers
 from support.runs import Commands
 from support.tiny_model import logprobs, tiny_model
-from support.under_way import begun, check_spans, on_a_quiet_machine, until_drawn
+from support.under_way import begun, check_spans, until_drawn, worker_of
 
 from trinity_lightning.buffer.operators.auxiliary import TeacherTopK
 from trinity_lightning.common.experience import Experience
@@ -656,12 +656,17 @@ def test_a_server_that_does_not_start_says_why(driver: Driver) -> None:
 # -- requests under way ------------------------------------------------------------------------------------------------
 
 
-@on_a_quiet_machine
 def test_requests_under_way_go_on_with_new_weights_and_say_which(
     engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = {version: tiny_model(scale) for version, scale in ((20, 1.0), (21, 1.5), (22, 0.7))}
     prompts, stop = [[7, 30, i] for i in range(5)], "no such text"
+    change, worker = engine._change, worker_of(engine)
+
+    def still_after_it(path: str, body: Any) -> Any:
+        if path == "/resume":
+            worker.suspend()  # until the samples are looked at again: none may end before
+        return change(path, body)
 
     async def ask(i: int, n: int, **sampling: Any) -> list[Completion]:
         return await engine.generate(prompts[i], n=n, seed=i, max_tokens=250, ignore_eos=True, **sampling)
@@ -673,9 +678,10 @@ def test_requests_under_way_go_on_with_new_weights_and_say_which(
         asked = await begun(engine, 6, *calls, ask(3, 1, stop=[stop], temperature=1.0))
         for version in (21, 22):
             await until_drawn(engine, 6)
+            monkeypatch.setattr(engine, "_change", still_after_it if version == 21 else change)
             start = time.perf_counter()
             await engine.sync_weights(weight_stream(models[version]), version)
-            assert 0 < engine.pause_seconds < time.perf_counter() - start
+            assert 0 < (engine.pause_seconds or 0) < time.perf_counter() - start
         (later,) = await ask(4, 1)
         return [completion for task in asked for completion in await task], later
 
@@ -767,7 +773,6 @@ def test_a_server_that_is_killed_within_a_step_changes_nothing_of_the_step(
     driver.run(elsewhere.shutdown())
 
 
-@on_a_quiet_machine
 def test_a_server_that_dies_within_a_sync_is_started_again_with_the_new_weights(
     engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -804,7 +809,7 @@ def test_a_server_that_dies_within_a_sync_is_started_again_with_the_new_weights(
 def test_a_server_that_dies_too_often_is_given_up(  # the last one
     engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_server, "MAX_RESTARTS", engine.restarts)  # of the tests before
+    monkeypatch.setattr(vllm_server, "MAX_RESTARTS", 0)
 
     async def killed() -> None:
         kill(engine, signal.SIGSTOP)  # so that it does not answer before it is killed, however slow this process is
@@ -816,5 +821,5 @@ def test_a_server_that_dies_too_often_is_given_up(  # the last one
 
     driver.run(killed())
     for _ in range(2):
-        with pytest.raises(RolloutError, match="died 3 times"):
+        with pytest.raises(RolloutError, match="died"):
             driver.run(engine.generate(PROMPT, max_tokens=3))

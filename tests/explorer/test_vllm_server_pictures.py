@@ -13,7 +13,7 @@ from support.picture_promises import VLLMPicturePromises, prompts
 from support.pictures import plain_logprobs, plain_model, prompt_of, random_picture
 from support.runs import Commands
 from support.tiny_model import train_a_little
-from support.under_way import begun, check_spans, on_a_quiet_machine, until_drawn
+from support.under_way import begun, check_spans, until_drawn
 
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.pictures.prompt import PicturePrompt
@@ -72,7 +72,6 @@ class TestPictures(VLLMPicturePromises):
         assert mine == its
         driver.run(copy.shutdown())
 
-    @on_a_quiet_machine
     def test_requests_with_pictures_go_on_with_another_tower(
         self, engine: VLLMServerEngine, driver: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:

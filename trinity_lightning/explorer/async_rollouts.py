@@ -26,7 +26,6 @@ class AsyncRollouts(TrainingRollouts):
         return self.explorer.groups
 
     def limit_steps(self, last: float) -> None:
-        """Begin no groups that would be trained after step `last`."""
         self._groups.controller.last = None if math.isinf(last) else int(last)
 
     def obtain(self, step: int, global_step: int, is_ready: Callable[[int], bool]) -> dict[str, float]:
@@ -65,7 +64,7 @@ class AsyncRollouts(TrainingRollouts):
         self.driver.suspended = False
         self.explorer.clock.go()
 
-    def explore_ahead(self, step: int, global_step: int, last: float) -> dict[str, float]:
+    def explore_ahead(self, step: int, global_step: int) -> dict[str, float]:
         return {}
 
     def state(self, with_weights: bool) -> dict[str, Any]:

@@ -220,7 +220,7 @@ class ExplorerCallback(StopCheckpoint):
         if not handed_over:
             self._hand_over(trainer, step)
         # Engines that take turns with the trainer roll out nothing ahead.
-        self.metrics |= rollouts.explore_ahead(step, trainer.global_step, last_step_of(trainer))
+        self.metrics |= rollouts.explore_ahead(step, trainer.global_step)
         trainer.strategy.barrier()  # other ranks wait here without a limit: within a step they would not
         self._step = step
         if not _items_done(trainer):

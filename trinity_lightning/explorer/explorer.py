@@ -344,7 +344,7 @@ class Explorer:
         if result is None:
             return False
         self.step += 1
-        self.metrics = result.metrics | self._restarted() | self._computed_again()
+        self.metrics = result.metrics | self._restarted() | self._cost_of_syncs()
         self._watcher.keep_completions(result.experiences, self.step, None)
         return True
 
@@ -359,11 +359,13 @@ class Explorer:
         before, self._restarts = self._restarts, sum(counts)
         return {"rollout/engine_restarts": float(self._restarts - before)} if counts else {}
 
-    def _computed_again(self) -> dict[str, float]:
-        """Metrics of what weight syncs and a resume made the engines compute again since the last call."""
+    def _cost_of_syncs(self) -> dict[str, float]:
+        """Metrics of what the last weight sync, or a resume, cost the rollouts under way."""
         engines, before = self.engines.models, self._prefilled_again
         self._prefilled_again = sum(engine.reprefilled_tokens for engine in engines)
         metrics = {"rollout/reprefilled_tokens": float(self._prefilled_again - before)}
+        pauses = [engine.pause_seconds for engine in engines if engine.pause_seconds is not None]
+        metrics |= {"time/sync_pause": max(pauses)} if pauses else {}
         if (records := self._scheduler.records) is not None:
             metrics["rollout/replay_diverged"], records.diverged = float(records.diverged), 0
         return metrics

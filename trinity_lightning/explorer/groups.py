@@ -86,6 +86,7 @@ class GroupRollouts:
         records: the calls of runs under way; None: a resumed run begins these runs anew.
         buffer: tidies groups and takes steps in; set before the first group begins.
         on_progress: called with the numbers of complete groups, and of those that a step needs.
+        on_experiences: called with the experiences of a group whose runs have ended.
     """
 
     config: ExplorerConfig
@@ -118,6 +119,12 @@ class GroupRollouts:
     def waits(self) -> bool:
         """True if a weight sync waits for rollouts under way."""
         return self.config.in_flight == "wait"
+
+    @property
+    def _buffer(self) -> GroupBuffer:
+        if self.buffer is None:
+            raise RuntimeError("prepare() the explorer with a GroupBuffer before it explores.")
+        return self.buffer
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
@@ -161,13 +168,12 @@ class GroupRollouts:
         self._running[number] = asyncio.create_task(self._run(number, task))
 
     async def _run(self, number: int, task: Task) -> None:
-        assert self.buffer is not None
         try:
             status, experiences = await self.run(task)
             tidied = TidiedGroup([])
             if experiences:
                 self.on_experiences(experiences)
-                tidied = await self.buffer.tidy(experiences, number // self.config.batch_size + 1)
+                tidied = await self._buffer.tidy(experiences, number // self.config.batch_size + 1)
             self._end(number, task, EndedGroup(status, tidied))
         except BaseException as error:
             self._restored[number] = task  # `synced` begins it again, if another fit follows
@@ -218,8 +224,6 @@ class GroupRollouts:
             RewardError: so they have, in their reward functions.
             OperatorError, StorageError: as the buffer.
         """
-        if self.buffer is None:
-            raise RuntimeError("prepare() the explorer with a buffer before it explores.")
         start = time.perf_counter()
         while (chosen := self._choice()) is None:
             self.on_progress(self._complete(), self.config.batch_size)
@@ -234,7 +238,7 @@ class GroupRollouts:
         given_up = list(self._given_up)
         report_tasks(f"explore step {step}", [group.status for group in (*groups, *given_up)], len(groups + given_up))
         filtered = [group.tidied for group in given_up if group.tidied.experiences]
-        piped = await self.buffer.fill([group.tidied for group in groups], filtered, step)
+        piped = await self._buffer.fill([group.tidied for group in groups], filtered, step)
         del self._given_up[: len(given_up)]
         metrics = self._metrics(chosen, groups, given_up, start) | piped
         self._take(chosen)

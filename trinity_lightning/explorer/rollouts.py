@@ -238,6 +238,7 @@ class TrainingRollouts(Watcher):
     watcher: Watcher
     # Start, and task, of rollouts that were begun ahead and not waited for yet.
     _begun: tuple[float, LoopTask[tuple[float, float]]] | None = field(default=None, init=False)
+    _last: float = field(default=math.inf, init=False)  # the last step that is rolled out
     _error: Exception | None = field(default=None, init=False)  # error of rollouts that were begun ahead and have ended
 
     def __post_init__(self) -> None:
@@ -327,6 +328,7 @@ class TrainingRollouts(Watcher):
 
     def limit_steps(self, last: float) -> None:
         """Begin no rollouts that would be trained after step `last`."""
+        self._last = last
 
     def state(self, with_weights: bool) -> dict[str, Any]:
         """The explorer's state for a checkpoint; see `Explorer.state_dict`."""
@@ -339,13 +341,13 @@ class TrainingRollouts(Watcher):
         """True if rollouts were begun ahead and not waited for yet."""
         return self._begun is not None
 
-    def explore_ahead(self, step: int, global_step: int, last: float) -> dict[str, float]:
+    def explore_ahead(self, step: int, global_step: int) -> dict[str, float]:
         """Begin the rollouts that go on while `step` is trained on, and return metrics of a sync before them.
 
         Nothing happens if they were begun already, or if there are none: with `sync_offset` 0, as for engines that take
-        turns with the trainer, or after step `last`.
+        turns with the trainer, or after the last step.
         """
-        offset = self.explorer.config.sync_offset
+        offset, last = self.explorer.config.sync_offset, self._last
         target = min(step + offset, last)
         if self.explorer.step >= target or self.under_way:
             return {}

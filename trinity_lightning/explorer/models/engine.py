@@ -78,9 +78,10 @@ class Engine(ABC):
     most_requests: int | None = None
     # Number of times that it died and was started again; None for an engine that dies only with the run.
     restarts: int | None = None
-    # Number of tokens that it has to compute again, because weights came while their requests were under way. Who reads
-    # the number sets it to 0.
+    # Number of tokens so far that it had to compute again, because weights came while their requests were under way.
     reprefilled_tokens = 0
+    # Seconds for which the last weight sync paused its requests under way; None: it does not pause them.
+    pause_seconds: float | None = None
     # Processor of a model that takes pictures, set by `load`; None: the model, or this engine, takes none.
     processor: PictureProcessor | None = None
     # Arguments of that processor (`model.processor_args`), set before `load`.

@@ -102,9 +102,6 @@ class VLLMServerEngine(LoadedEngine):
         keeps_requests: True if requests may be under way while weights change (explorer.max_staleness). A server of a
             url must then have been started with `--middleware` and the class `KeptRequests`.
 
-    Attributes:
-        pause_seconds: how long the last weight sync has paused the server.
-
     Raises:
         ConfigError: vLLM is not installed, and there is no url.
         ConfigError: (at the first use) it serves a shorter context, or was not started as it must be.
@@ -164,7 +161,6 @@ class VLLMServerEngine(LoadedEngine):
         self._gpus = gpus
         self._log = log
         self._keeps_requests = keeps_requests
-        self.pause_seconds = 0.0
         self._address: str | None = None  # socket of a server started here, for copies in other processes
         self._process: ServerProcess | None = None
         self._client: ServerClient | None = None
