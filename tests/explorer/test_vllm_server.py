@@ -181,6 +181,15 @@ def test_the_models_own_sampling_settings_are_not_taken(engine: VLLMServerEngine
     assert list(completion.logprobs) == pytest.approx(expected, abs=1e-4)
 
 
+def test_a_worker_without_work_leaves_its_core_to_the_trainer(engine: VLLMServerEngine, driver: Driver) -> None:
+    worker = worker_of(engine)
+    driver.run(engine.generate(PROMPT, max_tokens=8))
+    before = worker.cpu_times()
+    time.sleep(0.8)
+    after = worker.cpu_times()
+    assert (after.user + after.system) - (before.user + before.system) < 0.2  # vLLM's default: all of it
+
+
 def test_cancelling_a_call_aborts_its_request(engine: VLLMServerEngine, driver: Driver, log: Path) -> None:
     def requests_in_log(word: str) -> int:
         return len(re.findall(f"equest .*{word}|{word} request", log.read_text()))
@@ -341,12 +350,18 @@ def test_an_engine_of_this_process_does_not_cost_a_server_its_cores(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("method", "before", "expected"),
-    [("checkpoint", "", None), ("ipc", "", [ROOT]), ("ipc", "/else/where", [ROOT, "/else/where"])],
+    ("on_gpu", "method", "before", "expected"),
+    [
+        (True, "checkpoint", "", None),
+        (True, "ipc", "", [ROOT]),
+        (True, "ipc", "/else/where", [ROOT, "/else/where"]),
+        (False, "checkpoint", "", [ROOT]),
+    ],
 )
 def test_workers_that_import_this_package_find_it(
-    method: str, before: str, expected: list[str] | None, monkeypatch: pytest.MonkeyPatch
+    on_gpu: bool, method: str, before: str, expected: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     monkeypatch.setenv("PYTHONPATH", before)
     path = started_with(monkeypatch, sync_method=method)[1].get("PYTHONPATH")
     assert path == (None if expected is None else os.pathsep.join(expected))

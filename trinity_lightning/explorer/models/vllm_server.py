@@ -57,6 +57,7 @@ ENDING_SECONDS = 20.0  # time for a server that failed to end, or to answer agai
 LOOK_SECONDS = 0.05  # between two looks at a server that failed
 MAX_RESTARTS, RESTART_WINDOW = 3, 600.0  # most restarts of a server within so many seconds
 PROBE, PROBE_TEMPERATURE, PROBE_ROUNDING = "The answer is", 0.2, 0.05
+WORKER = "trinity_lightning.explorer.models.server_worker.Extension"
 MIDDLEWARE = f"{PicturePrompts.__module__}.{PicturePrompts.__name__}"
 # Set in every request, because a server elsewhere may take omitted settings from the model's generation_config.json.
 WHOLE_DISTRIBUTION = {"temperature": 1.0, **NEUTRAL_SAMPLING}
@@ -298,6 +299,8 @@ class VLLMServerEngine(LoadedEngine):
         arguments: dict[str, Any] = {"max_logprobs": -1}  # a teacher's top k may be any number
         if self._gpus and not set(PARALLEL) & set(self._config.args):  # split over all GPUs, unless args say how
             arguments["tensor_parallel_size"] = len(self._gpus)
+        if not torch.cuda.is_available():
+            arguments["worker_extension_cls"] = WORKER
         arguments |= engine_args(path, self._config, on_cpu=not torch.cuda.is_available())
         arguments |= server_arguments(self.sync_method)
         arguments |= picture_arguments(path, arguments, self.processor_args, self.most_pictures)
@@ -309,7 +312,7 @@ class VLLMServerEngine(LoadedEngine):
         environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
         # An engine in this process has set it to 0; vLLM's CPU build would then ignore the cores below.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        if "worker_extension_cls" in server_arguments(self.sync_method) or {MIDDLEWARE, KEEPING} & {*flags}:
+        if {"--worker-extension-cls", "--middleware"} & {*flags}:
             # The server or its workers import this package, which may be a checkout that is not installed.
             paths = [str(PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
