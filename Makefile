@@ -18,7 +18,6 @@ train: setup-train
 check: style
 	$(PYTEST) -m fast $(ARGS)
 
-# A quarter of the time of all tests is waiting for limits and other processes, hence three processes for two cores.
 test: style
 	$(PYTEST) $(ARGS)
 
