@@ -171,7 +171,18 @@ def test_filters_that_leave_out_everything_fill_no_memory() -> None:
     assert 2 <= sum(bool(group.tidied.experiences) for group in given_up) <= 10  # 4 steps between two warnings
 
 
-def test_groups_that_fail_one_after_the_other_end_the_run() -> None:
+def test_messages_name_failed_tasks_with_their_batches(caplog: pytest.LogCaptureFixture) -> None:
+    def reward(response: str, task: Any) -> float:
+        if index_of(task) in (1, 3):
+            raise ArithmeticError("cannot judge")
+        return 1.0
+
+    explored = explorer(Paced(lambda task: 1.0), source(8, reward))
+    within(explored, Buffer(), steps(explored, 1))
+    assert "explore step 1: 2 of 4 tasks failed (1/1, 2/1)" in caplog.text
+
+
+def test_a_batch_whose_groups_all_fail_ends_the_run() -> None:
     def reward(response: str, task: Any) -> float:
         raise ArithmeticError("cannot judge")
 
@@ -187,7 +198,7 @@ def test_a_run_that_ends_by_failures_names_these_alone() -> None:
         return 1.0
 
     explored = explorer(Paced(lambda task: 1.0 + (task > 0)), source(8, reward))
-    with pytest.raises(RewardError, match="none of its 3 tasks gave an experience: reward"):
+    with pytest.raises(RewardError, match="batch 2: none of its 2 tasks gave an experience: reward"):
         within(explored, Buffer(refused=[0]), steps(explored, 1))
 
 

@@ -105,8 +105,8 @@ class GroupRollouts:
     _ended: dict[int, EndedGroup] = field(default_factory=dict, init=False)  # complete, and waiting for their step
     _given_up: list[EndedGroup] = field(default_factory=list, init=False)  # failed or filtered since the last step
     _cursors: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)  # of the taskset before each batch
-    _failed: dict[int, Status] = field(default_factory=dict, init=False)  # statuses of groups without an experience
-    _without_success: list[Status] = field(default_factory=list, init=False)  # of those that failed in a row
+    _failed: dict[int, list[Status]] = field(default_factory=dict, init=False)  # of groups that failed, by batch
+    _failed_batch: int | None = field(default=None, init=False)  # all of whose groups failed
     _left_out: int = field(default=0, init=False)  # groups that filters left out in a row
     _error: Exception | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -179,6 +179,7 @@ class GroupRollouts:
     async def _run(self, number: int, task: Task) -> None:
         try:
             status, experiences = await self.run(task)
+            status = replace(status, task_id=f"{task.batch_id}/{task.task_id}")  # for messages: of several batches
             tidied = TidiedGroup([])
             if experiences:
                 self.on_experiences(experiences)
@@ -217,19 +218,15 @@ class GroupRollouts:
                 earlier.tidied = TidiedGroup([])  # a step may never come: they must not fill the memory
 
     def _note_failure(self, number: int, status: Status) -> None:
-        """Note a group without an experience, and those that failed in a row with it.
+        """Note a group without an experience, which ends the run if all others of its batch have none either.
 
-        They are in a row in the order of tasks. In the order of their ends, groups that fail at once come before all
-        others.
+        Those that failed one after the other say less: groups that fail at once end before all others.
         """
-        self._failed[number] = status
-        first, end = number, number + 1
-        while first - 1 in self._failed:
-            first -= 1
-        while end in self._failed:
-            end += 1
-        if end - first >= self.config.batch_size:
-            self._without_success = [self._failed[failed] for failed in range(first, end)]
+        batch = number // self.config.batch_size + 1
+        failed = self._failed.setdefault(batch, [])
+        failed.append(status)
+        if len(failed) == self.config.batch_size:
+            self._failed_batch = batch
 
     def _notify(self) -> None:
         self._changed.set()
@@ -243,8 +240,8 @@ class GroupRollouts:
         The step counts as taken only once the buffer has its experiences.
 
         Raises:
-            RolloutError: as many groups as a step has have failed in a row, in the order of tasks.
-            RewardError: so they have, in their reward functions.
+            RolloutError: all groups of a batch failed.
+            RewardError: so they did, in their reward functions.
             OperatorError, StorageError: as the buffer.
         """
         start = time.perf_counter()
@@ -277,11 +274,11 @@ class GroupRollouts:
         return min(len(self._ended), self.config.batch_size)
 
     def check(self) -> None:
-        """Raise the error of a group, or of too many groups that failed in a row."""
+        """Raise the error of a group, or of a batch whose groups all failed."""
         if self._error is not None:
             raise self._error
-        if statuses := self._without_success:
-            report_tasks("groups that failed in a row", statuses, len(statuses), nothing=True)
+        if (batch := self._failed_batch) is not None:
+            report_tasks(f"batch {batch}", self._failed[batch], len(self._failed[batch]), nothing=True)
 
     def _take(self, chosen: Sequence[Group]) -> None:
         self.controller.take(chosen)
@@ -289,8 +286,8 @@ class GroupRollouts:
             del self._ended[group.number]
         self._taken_at = time.perf_counter()
         oldest = min(self.controller.outstanding, default=self.controller.next_group)
-        recent = oldest - self.config.batch_size  # a row that goes back farther would have ended the run
-        self._failed = {number: status for number, status in self._failed.items() if number >= recent}
+        of_oldest = oldest // self.config.batch_size + 1
+        self._failed = {batch: statuses for batch, statuses in self._failed.items() if batch >= of_oldest}
         before = max((number for number in self._cursors if number <= oldest), default=0)
         self._cursors = {number: cursor for number, cursor in self._cursors.items() if number >= before}
         self._admits = self._admits and self.overlaps
@@ -338,8 +335,7 @@ class GroupRollouts:
         if running:
             await asyncio.wait(running)
         self._running.clear()  # those that were cancelled before their first step
-        self._failed, self._without_success = {}, []
-        self._error = self._taken_at = None
+        self._failed, self._failed_batch, self._error, self._taken_at = {}, None, None, None
         self._notify()  # the next loop needs an event of its own
 
     # -- state ---------------------------------------------------------------------------------------------------------
