@@ -198,8 +198,25 @@ def test_a_run_that_ends_by_failures_names_these_alone() -> None:
         return 1.0
 
     explored = explorer(Paced(lambda task: 1.0 + (task > 0)), source(8, reward))
-    with pytest.raises(RewardError, match="batch 2: none of its 2 tasks gave an experience: reward"):
+    with pytest.raises(RewardError, match="none of its 2 tasks gave an experience: reward"):
         within(explored, Buffer(refused=[0]), steps(explored, 1))
+
+
+def test_a_batch_that_fails_while_the_buffer_takes_a_step_ends_the_run_afterwards() -> None:
+    def reward(response: str, task: Any) -> float:
+        if index_of(task) in (2, 3):
+            raise ArithmeticError("cannot judge")
+        return 1.0
+
+    class Slow(Buffer):
+        async def fill(self, *args: Any) -> dict[str, float]:
+            await asyncio.sleep(1)
+            return await super().fill(*args)
+
+    explored = explorer(Paced(lambda task: 1.5 if task in (2, 3) else 1.0), source(8, reward))
+    with pytest.raises(RewardError, match="none of its 2 tasks gave an experience"):
+        within(explored, Slow(), steps(explored, 2))
+    assert explored.step == 1
 
 
 def test_groups_that_fail_at_once_do_not_end_a_run_whose_others_take_long() -> None:

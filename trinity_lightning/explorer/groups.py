@@ -106,7 +106,7 @@ class GroupRollouts:
     _given_up: list[EndedGroup] = field(default_factory=list, init=False)  # failed or filtered since the last step
     _cursors: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)  # of the taskset before each batch
     _failed: dict[int, list[Status]] = field(default_factory=dict, init=False)  # of groups that failed, by batch
-    _failed_batch: int | None = field(default=None, init=False)  # all of whose groups failed
+    _all_failed: list[Status] = field(default_factory=list, init=False)  # of a batch, if all of its groups did
     _left_out: int = field(default=0, init=False)  # groups that filters left out in a row
     _error: Exception | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -185,6 +185,7 @@ class GroupRollouts:
                 self.on_experiences(experiences)
                 tidied = await self._buffer.tidy(experiences, number // self.config.batch_size + 1)
             self._end(number, task, EndedGroup(status, tidied))
+            del self._tasks[number]
         except Exception as error:
             self._error = self._error or error
         finally:
@@ -194,7 +195,6 @@ class GroupRollouts:
 
     def _end(self, number: int, task: Task, ended: EndedGroup) -> None:
         """Keep a group for its step, or free its place."""
-        del self._tasks[number]
         if self.records is not None:
             self.records.forget(task.batch_id, task.task_id)
         self.source.forget_failed([task], ended.tidied.experiences)
@@ -222,11 +222,10 @@ class GroupRollouts:
 
         Those that failed one after the other say less: groups that fail at once end before all others.
         """
-        batch = number // self.config.batch_size + 1
-        failed = self._failed.setdefault(batch, [])
+        failed = self._failed.setdefault(number // self.config.batch_size + 1, [])
         failed.append(status)
         if len(failed) == self.config.batch_size:
-            self._failed_batch = batch
+            self._all_failed = failed
 
     def _notify(self) -> None:
         self._changed.set()
@@ -277,8 +276,8 @@ class GroupRollouts:
         """Raise the error of a group, or of a batch whose groups all failed."""
         if self._error is not None:
             raise self._error
-        if (batch := self._failed_batch) is not None:
-            report_tasks(f"batch {batch}", self._failed[batch], len(self._failed[batch]), nothing=True)
+        if statuses := self._all_failed:
+            report_tasks("a batch of groups", statuses, len(statuses), nothing=True)
 
     def _take(self, chosen: Sequence[Group]) -> None:
         self.controller.take(chosen)
@@ -335,7 +334,7 @@ class GroupRollouts:
         if running:
             await asyncio.wait(running)
         self._running.clear()  # those that were cancelled before their first step
-        self._failed, self._failed_batch, self._error, self._taken_at = {}, None, None, None
+        self._failed, self._all_failed, self._error, self._taken_at = {}, [], None, None
         self._notify()  # the next loop needs an event of its own
 
     # -- state ---------------------------------------------------------------------------------------------------------
