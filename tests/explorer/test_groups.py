@@ -209,9 +209,9 @@ def test_a_batch_that_fails_while_the_buffer_takes_a_step_ends_the_run_afterward
         return 1.0
 
     class Slow(Buffer):
-        async def fill(self, *args: Any) -> dict[str, float]:
+        async def fill(self, *args: Any, **named: Any) -> dict[str, float]:
             await asyncio.sleep(1)
-            return await super().fill(*args)
+            return await super().fill(*args, **named)
 
     explored = explorer(Paced(lambda task: 1.5 if task in (2, 3) else 1.0), source(8, reward))
     with pytest.raises(RewardError, match="none of its 2 tasks gave an experience"):
