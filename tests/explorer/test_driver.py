@@ -245,6 +245,21 @@ def test_requests_of_suspended_engines_rest_while_commands_are_run(driver: Drive
     assert tokens(driver.wait(request)) == [3]
 
 
+def test_requests_rest_while_a_coroutine_is_about_to_send_weights(driver: Driver, engine: CountingEngine) -> None:
+    request = driver.start(engine.generate([3], steps=3))
+    while not engine.left:
+        driver.pump(0.01)
+    steps = engine.steps
+
+    async def send() -> None:
+        await asyncio.sleep(0.1)  # before anything is posted, the engine is pumped a few times
+        await engine.sync_weights([("w", torch.ones(2))], 1)
+
+    driver.run(send(), resting=True)
+    assert (engine.model_version, engine.steps, driver.suspended) == (1, steps, False)
+    assert tokens(driver.wait(request)) == [3]
+
+
 def test_an_exception_of_the_coroutine_is_raised_here(driver: Driver) -> None:
     async def fail() -> None:
         raise LookupError("mine")

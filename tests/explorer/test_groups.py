@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -170,7 +171,18 @@ def test_filters_that_leave_out_everything_fill_no_memory() -> None:
     assert 2 <= sum(bool(group.tidied.experiences) for group in given_up) <= 10  # 4 steps between two warnings
 
 
-def test_groups_that_fail_one_after_the_other_end_the_run() -> None:
+def test_messages_name_failed_tasks_with_their_batches(caplog: pytest.LogCaptureFixture) -> None:
+    def reward(response: str, task: Any) -> float:
+        if index_of(task) in (1, 3):
+            raise ArithmeticError("cannot judge")
+        return 1.0
+
+    explored = explorer(Paced(lambda task: 1.0), source(8, reward))
+    within(explored, Buffer(), steps(explored, 1))
+    assert "explore step 1: 2 of 4 tasks failed (1/1, 2/1)" in caplog.text
+
+
+def test_a_batch_whose_groups_all_fail_ends_the_run() -> None:
     def reward(response: str, task: Any) -> float:
         raise ArithmeticError("cannot judge")
 
@@ -186,8 +198,37 @@ def test_a_run_that_ends_by_failures_names_these_alone() -> None:
         return 1.0
 
     explored = explorer(Paced(lambda task: 1.0 + (task > 0)), source(8, reward))
-    with pytest.raises(RewardError, match="none of its 3 tasks gave an experience: reward"):
+    with pytest.raises(RewardError, match="none of its 2 tasks gave an experience: reward"):
         within(explored, Buffer(refused=[0]), steps(explored, 1))
+
+
+def test_a_batch_that_fails_while_the_buffer_takes_a_step_ends_the_run_afterwards() -> None:
+    def reward(response: str, task: Any) -> float:
+        if index_of(task) in (2, 3):
+            raise ArithmeticError("cannot judge")
+        return 1.0
+
+    class Slow(Buffer):
+        async def fill(self, *args: Any, **named: Any) -> dict[str, float]:
+            await asyncio.sleep(1)
+            return await super().fill(*args, **named)
+
+    explored = explorer(Paced(lambda task: 1.5 if task in (2, 3) else 1.0), source(8, reward))
+    with pytest.raises(RewardError, match="none of its 2 tasks gave an experience"):
+        within(explored, Slow(), steps(explored, 2))
+    assert explored.step == 1
+
+
+def test_groups_that_fail_at_once_do_not_end_a_run_whose_others_take_long() -> None:
+    def reward(response: str, task: Any) -> float:
+        if index_of(task) % 2:
+            raise ArithmeticError("cannot judge")
+        return 1.0
+
+    buffer = Buffer()
+    explored = explorer(Paced(lambda task: 0.0 if task % 2 else 30.0), source(32, reward), batch_size=4)
+    assert len(within(explored, buffer, steps(explored, 9))) == 4
+    assert sorted(chain(*buffer.tasks())) == list(range(0, 32, 2))
 
 
 def test_an_operator_that_fails_ends_the_run_and_another_one_goes_on_with_its_group() -> None:
@@ -274,6 +315,64 @@ def test_in_process_two_steps_of_groups_begin_together_and_are_trained_one_after
     two = metrics[2:]  # the second of them finds its rollouts complete, in no time
     tokens = sum(step["response_length/mean"] * step["rollout/experiences"] for step in two)
     assert two[1]["rollout/tokens_per_second"] == pytest.approx(tokens / sum(step["time/rollout"] for step in two))
+
+
+def test_in_process_no_group_begins_once_the_next_step_is_complete() -> None:
+    explored = explorer(Paced(lambda task: 1.0, in_process=True), source(12), max_concurrent=3)
+    metrics = within(explored, buffer := Buffer(), steps(explored, 4))
+    assert [step["sample/staleness/max"] for step in metrics] == [0.0] * 4
+    assert buffer.tasks() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_the_groups_that_begin_before_a_sync_that_waits_do_not_depend_on_time() -> None:
+    """Neither on an evaluation, which drives the engine meanwhile, nor on the moment of a checkpoint."""
+
+    def waiting() -> tuple[Explorer, Buffer]:
+        model = Paced(lambda task: 1.0, in_process=True)
+        return explorer(model, source(20), max_concurrent=3, in_flight="wait"), Buffer()
+
+    async def four_steps(explored: Explorer, evaluated: float) -> list[float]:
+        metrics = []
+        for _ in range(4):
+            explored.begin_groups()
+            await asyncio.sleep(evaluated)
+            assert explored.groups is not None
+            await explored.groups.drain()
+            explored.begin_groups()
+            assert await explored.explore_step()
+            metrics.append(explored.metrics["sample/staleness/mean"])
+        return metrics
+
+    async def until_stopped(explored: Explorer, stopped: float) -> Any:
+        explored.begin_groups()
+        await asyncio.sleep(stopped)
+        return explored.state_dict()
+
+    ages = [0.0, 1.0, 0.0, 1.0]
+    for evaluated in (0.0, 1.5, 2.5, 9.0):
+        explored, buffer = waiting()
+        assert within(explored, buffer, partial(four_steps, explored, evaluated)) == ages
+    for stopped in (0.5, 2.5, 3.5):
+        explored, buffer = waiting()
+        state = within(explored, buffer, partial(until_stopped, explored, stopped))
+        resumed, buffer = waiting()
+        resumed.load_state_dict(state)
+        metrics = within(resumed, buffer, steps(resumed, 4))
+        assert [step["sample/staleness/mean"] for step in metrics] == ages
+
+
+def test_a_group_that_is_cancelled_before_its_first_step_begins_again() -> None:
+    explored, buffer = explorer(Paced(lambda task: 1.0), source(8)), Buffer()
+
+    async def body() -> Any:
+        explored.begin_groups()
+        assert explored.groups is not None
+        await explored.groups.close()  # in the same turn of the loop
+        await explored.groups.drain()
+        return await steps(explored, 9)()
+
+    assert len(within(explored, buffer, body)) == 4
+    assert buffer.tasks() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_a_sync_that_waits_finds_nothing_under_way() -> None:

@@ -63,6 +63,7 @@ class OneByOne(InProcessEngine):
     def __init__(self) -> None:
         super().__init__(max_model_len=320)
         self.holds: Callable[[int], bool] = lambda requests: False  # tells long samples to wait
+        self.check_weights: Callable[[], None] = lambda: None
         self._samples: dict[str, list[tuple[int, int, Completion]]] = {}  # with seed and most tokens
         self._scored: dict[str, list[int]] = {}
         self._model: Any = None
@@ -95,6 +96,8 @@ class OneByOne(InProcessEngine):
         time.sleep(0.001)  # as a real engine takes its time
         for request_id in list(self._scored):
             yield request_id, self._scores(self._scored.pop(request_id))
+        if self._samples:
+            self.check_weights()
         for request_id, samples in list(self._samples.items()):
             held = len(samples) > 1 and self.holds(len(self._samples))
             for index, (seed, most, sample) in enumerate(samples):
@@ -161,7 +164,7 @@ class Run:
         self.engine = OneByOne()
         self.explorer = Explorer(ExplorerConfig(**(settings | explorer)), [self.engine], source, [heldout])
         if self.explorer.config.max_staleness and self.explorer.config.in_flight == "continue":
-            self.engine.holds = self.holds
+            self.engine.holds, self.engine.check_weights = self.holds, self.check_weights
         self.callback = ExplorerCallback(
             self.explorer,
             SynchronizerConfig(check_interval=1000, drill=False),
@@ -178,6 +181,11 @@ class Run:
         assert self.explorer.groups is not None
         controller = self.explorer.groups.controller
         return requests < controller.running or controller.ready()
+
+    def check_weights(self) -> None:
+        """Refuse to draw tokens with weights that the trainer has changed since."""
+        assert self.callback._running is not None
+        assert self.callback._running.sync._synced_at == self.policy.trainer.global_step
 
     def fit(self, checkpoint: Path | None = None) -> "Run":
         settings = {"logger": MetricsCSVLogger(self.folder), "log_every_n_steps": 1, "enable_checkpointing": True}

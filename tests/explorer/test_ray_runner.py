@@ -27,16 +27,21 @@ from trinity_lightning.common.experience import EID, Experience
 from trinity_lightning.common.experience.fields import PLACES
 from trinity_lightning.common.inference import Completion
 from trinity_lightning.common.pictures.picture import Picture
+from trinity_lightning.common.tidied import TidiedGroup
 from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.run import validate
 from trinity_lightning.errors import PromptTooLongError, RolloutError
 from trinity_lightning.explorer import Scheduler, Status
 from trinity_lightning.explorer import ray as ray_runner_module
+from trinity_lightning.explorer.groups import GroupBuffer, GroupRollouts, StepOfGroups
 from trinity_lightning.explorer.models.transformers_engine import TransformersEngine
 from trinity_lightning.explorer.models.vllm_server import VLLMServerEngine
 from trinity_lightning.explorer.ray import RayRunner
 from trinity_lightning.explorer.rewards import resolve_rewards
+from trinity_lightning.explorer.staleness import StalenessController
+from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks import Task
+from trinity_lightning.explorer.tasks.taskset import Taskset
 from trinity_lightning.explorer.workflows import WORKFLOWS, Workflow
 
 Results = tuple[list[Status], list[Experience]]
@@ -186,6 +191,36 @@ def dying(folder: Path, times: int) -> Callable[[Any], Coroutine[Any, Any, list[
         return [an_experience()]
 
     return body
+
+
+def test_groups_go_on_across_steps(cluster: Cluster) -> None:
+    config = ExplorerConfig(runner="ray", batch_size=2, repeat_times=2, max_staleness=1, **SETTINGS)
+    tasks = Taskset([{"prompt": f"{i}?"} for i in range(6)], order="sequential", epochs=1)
+    controller = StalenessController(2, max_staleness=1, run_ahead=1, rollouts=2)
+    run_group = cluster.scheduler.run_group
+    groups = GroupRollouts(config, TaskSource(tasks, "simple", "contains_digits"), run_group, controller, overlaps=True)
+    steps: list[StepOfGroups | None] = []
+
+    async def tidy(experiences: list[Experience], batch: int) -> TidiedGroup:
+        return TidiedGroup(experiences)
+
+    async def fill(groups: Sequence[TidiedGroup], filtered: Sequence[TidiedGroup], step: int) -> dict[str, float]:
+        return {}
+
+    async def body() -> None:
+        for step in range(1, 5):
+            groups.synced()
+            steps.append(await groups.next_step(step))
+
+    groups.buffer = GroupBuffer(tidy, fill)
+    cluster.wait(body())
+    assert steps.pop() is None
+    trained = [e for step in steps if step is not None for e in step.experiences]
+    ids = {(e.eid.batch, e.eid.task, e.eid.run): e.info["task_index"]["index"] for e in trained}
+    assert len(trained) == 12
+    assert ids == {(i // 2 + 1, i % 2, run): i for i in range(6) for run in range(2)}
+    assert [e.info["trained_step"] for e in trained] == [1] * 4 + [2] * 4 + [3] * 4
+    cluster.assert_all_runners_work()
 
 
 def test_a_task_whose_worker_is_killed_is_tried_again_on_another(cluster: Cluster, tmp_path: Path) -> None:

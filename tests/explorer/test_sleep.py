@@ -141,10 +141,10 @@ def test_without_sleep_mode_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch)
 class Trained:
     """Rollouts of a run whose trainer changes its only weight, or does not, in every step."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, interval: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, interval: int, **explorer: Any) -> None:
         self.weight, self.step, self.built = 0.0, 0, LLMEngine()
         engine = loaded(monkeypatch, self.built)
-        config = ExplorerConfig(batch_size=1, repeat_times=1, sync_interval=interval)
+        config = ExplorerConfig(batch_size=1, repeat_times=1, sync_interval=interval, **explorer)
         source = TaskSource(Taskset([{"prompt": "1"}] * 9, name="sums"), "simple", "contains_digits")
         self.explorer = Explorer(config, [engine], source)
         self.rollouts: TrainingRollouts = training_rollouts(self.explorer, PendingSteps())
@@ -195,6 +195,20 @@ def test_engines_have_the_right_weights_whatever_was_trained(
     assert [call for call in run.built.calls if "sleep" in call] == [f"sleep {level}" for level in levels]
     assert not run.explorer.engines.lack_weights
     assert run.probed == [interval + 1]  # a probe proves once that a sync fills all weights
+
+
+@pytest.mark.parametrize(("in_flight", "level"), [("continue", 1), ("wait", 2)])
+def test_engines_keep_their_weights_if_rollouts_under_way_may_ask_for_more_before_the_sync(
+    in_flight: str, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Trained(monkeypatch, 1, max_staleness=1, in_flight=in_flight)
+    try:
+        run.roll_out()
+        run.train(1.0)
+        assert run.roll_out() == 1.0
+    finally:
+        run.rollouts.driver.close()
+    assert run.built.calls[1:3] == [f"sleep {level}", "wake up"]
 
 
 # -- an engine beside a policy in plain Python -------------------------------------------------------------------------

@@ -128,7 +128,7 @@ class EngineConfig(Section, key="engine"):
             leaves. Servers with GPUs of their own take the memory that vLLM finds free.
         sleep: (`vllm` on a GPU) give up vLLM's cache, and its weights or their place on the GPU, while the trainer
             trains: `auto` (only if the memory plan finds no room otherwise), `always` or `never`. Weights are dropped
-            if a weight sync follows, and otherwise wait in the host's memory.
+            if a weight sync follows, and otherwise, or with rollouts under way, wait in the host's memory.
         speculative: (vLLM on a GPU) n-gram speculative decoding. It proposes at most this many tokens at once: those
             that followed an earlier occurrence of the last few tokens. Proposals that the policy would not have drawn
             are dropped. By vLLM's source, distribution and log-probabilities stay the same; a seed draws other tokens

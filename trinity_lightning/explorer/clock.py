@@ -17,23 +17,25 @@ class EngineClock:
 
     def __init__(self) -> None:
         self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()
-        self._stopped_at: float | None = None
-        self._lost = 0.0  # seconds in which it stood still
+        # When it was stopped, and the seconds in which it stood still before. Another thread reads both at once.
+        self._state: tuple[float | None, float] = (None, 0.0)
 
     def time(self) -> float:
         """Seconds since some moment."""
-        return (self.now() if self._stopped_at is None else self._stopped_at) - self._lost
+        stopped_at, lost = self._state
+        return (self.now() if stopped_at is None else stopped_at) - lost
 
     def stop(self) -> None:
         """Stand still until `go`; calling it twice is allowed."""
-        if self._stopped_at is None:
-            self._stopped_at = self.now()
+        stopped_at, lost = self._state
+        if stopped_at is None:
+            self._state = self.now(), lost
 
     def go(self) -> None:
         """Go on, if it stands still."""
-        if self._stopped_at is not None:
-            self._lost += self.now() - self._stopped_at
-            self._stopped_at = None
+        stopped_at, lost = self._state
+        if stopped_at is not None:
+            self._state = None, lost + self.now() - stopped_at
 
 
 # The clock of the scheduler that runs the present asyncio task; one that always runs, outside a scheduler.

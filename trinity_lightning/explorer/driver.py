@@ -86,13 +86,22 @@ class Driver:
         """
         self._later.append(function)
 
-    def run(self, coroutine: Coroutine[Any, Any, T], interruptible: bool = True) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], interruptible: bool = True, resting: bool = False) -> T:
         """Run a coroutine and return its result; its exception is raised here.
 
         Ctrl-C, or an exception of `interrupted`, cancels the coroutine, lets it clean up (its requests are aborted in
         their engines), and is then raised. If the coroutine finished all the same, the next run raises that exception.
+
+        Args:
+            coroutine: the coroutine.
+            interruptible: False: neither of them ends it.
+            resting: True: engines run commands alone meanwhile, as while they are suspended.
         """
-        return self.wait(self.start(coroutine), interruptible)
+        before, self.suspended = self.suspended, self.suspended or resting
+        try:
+            return self.wait(self.start(coroutine), interruptible)
+        finally:
+            self.suspended = before
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> "LoopTask[T]":
         """Start a coroutine that runs beside the main thread's own work; it must not need an in-process engine."""

@@ -527,6 +527,8 @@ class Explorer:
         self.step = 0
         if self.groups is not None:
             self.groups = self._groups()
+        if self._scheduler.records is not None:
+            self._scheduler.records.keep(())
         self.engines.forget_restored()
 
     def state_dict(self, with_weights: bool = False) -> dict[str, Any]:

@@ -99,12 +99,14 @@ class GroupRollouts:
     on_progress: Callable[[int, int], None] = lambda done, total: None
     on_experiences: Callable[[list[Experience]], None] = lambda experiences: None
     _admits: bool = field(default=False, init=False)
+    # Tasks of groups under way, and the asyncio tasks that run them: none after a resume, or once they were cancelled.
+    _tasks: dict[int, Task] = field(default_factory=dict, init=False)
     _running: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
-    _restored: dict[int, Task] = field(default_factory=dict, init=False)  # under way in a checkpoint, or cancelled
     _ended: dict[int, EndedGroup] = field(default_factory=dict, init=False)  # complete, and waiting for their step
     _given_up: list[EndedGroup] = field(default_factory=list, init=False)  # failed or filtered since the last step
     _cursors: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)  # of the taskset before each batch
-    _without_success: int = field(default=0, init=False)  # groups that failed in a row
+    _failed: dict[int, list[Status]] = field(default_factory=dict, init=False)  # of groups that failed, by batch
+    _all_failed: list[Status] = field(default_factory=list, init=False)  # of a batch, if all of its groups did
     _left_out: int = field(default=0, init=False)  # groups that filters left out in a row
     _error: Exception | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -129,22 +131,28 @@ class GroupRollouts:
     # -- beginning -----------------------------------------------------------------------------------------------------
 
     def synced(self) -> None:
-        """Begin groups, restored ones first: the engines have the weights of all steps taken.
-
-        No others begin yet if the next step is complete already and the engine will rest while it is trained: their
-        prompts would be computed for nothing, and they would be a step older.
-        """
+        """Begin groups, restored ones first: the engines have the weights of all steps taken."""
         self.controller.sync()
-        self._admits = self.overlaps or not self.controller.ready()
+        self._admits = self._admits or self.overlaps or not self.controller.ready()
         self._taken_at = self._taken_at or time.perf_counter()
-        restored, self._restored = ({}, self._restored) if self._error is not None else (self._restored, {})
-        for number, task in sorted(restored.items()):
-            self._begin(number, task)
+        for number in sorted(self._tasks.keys() - self._running.keys()) if self._error is None else ():
+            self._begin(number, self._tasks[number])
         self._admit()
+
+    def _may_begin(self) -> bool:
+        """True if the next group may begin now.
+
+        It begins later if the next step is complete already and the engine will rest while it is trained: the prompt
+        would be computed for nothing, and the group would be a step older. If syncs wait for groups under way, all
+        groups that have room begin between two of them, so that nothing depends on the time that any of them takes.
+        """
+        if not self._admits or self._error is not None or not self.controller.may_begin():
+            return False
+        return self.overlaps or self.waits or not self.controller.ready()
 
     def _admit(self) -> None:
         """Begin groups while there is room. An error is kept for `next_step`: nobody awaits the task of a group."""
-        while self._admits and self._error is None and self.controller.may_begin():
+        while self._may_begin():
             try:
                 task = self._next_task()
             except Exception as error:
@@ -165,20 +173,20 @@ class GroupRollouts:
         return replace(tasks[0], batch_id=number // size + 1, task_id=number % size) if tasks else None
 
     def _begin(self, number: int, task: Task) -> None:
+        self._tasks[number] = task
         self._running[number] = asyncio.create_task(self._run(number, task))
 
     async def _run(self, number: int, task: Task) -> None:
         try:
             status, experiences = await self.run(task)
+            status = replace(status, task_id=f"{task.batch_id}/{task.task_id}")  # for messages: of several batches
             tidied = TidiedGroup([])
             if experiences:
                 self.on_experiences(experiences)
                 tidied = await self._buffer.tidy(experiences, number // self.config.batch_size + 1)
             self._end(number, task, EndedGroup(status, tidied))
-        except BaseException as error:
-            self._restored[number] = task  # `synced` begins it again, if another fit follows
-            if not isinstance(error, Exception):
-                raise
+            del self._tasks[number]
+        except Exception as error:
             self._error = self._error or error
         finally:
             del self._running[number]
@@ -190,7 +198,8 @@ class GroupRollouts:
         if self.records is not None:
             self.records.forget(task.batch_id, task.task_id)
         self.source.forget_failed([task], ended.tidied.experiences)
-        self._without_success = 0 if ended.tidied.experiences else self._without_success + 1
+        if not ended.tidied.experiences:
+            self._note_failure(number, ended.status)
         if ended.tidied.kept:
             self._left_out = 0
             self._ended[number] = ended
@@ -208,6 +217,16 @@ class GroupRollouts:
             for earlier in self._given_up[: -self.config.batch_size]:
                 earlier.tidied = TidiedGroup([])  # a step may never come: they must not fill the memory
 
+    def _note_failure(self, number: int, status: Status) -> None:
+        """Note a group without an experience, which ends the run if all others of its batch have none either.
+
+        Those that failed one after the other say less: groups that fail at once end before all others.
+        """
+        failed = self._failed.setdefault(number // self.config.batch_size + 1, [])
+        failed.append(status)
+        if len(failed) == self.config.batch_size:
+            self._all_failed = failed
+
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -220,8 +239,8 @@ class GroupRollouts:
         The step counts as taken only once the buffer has its experiences.
 
         Raises:
-            RolloutError: as many groups as a step has have failed in a row.
-            RewardError: so they have, in their reward functions.
+            RolloutError: all groups of a batch failed.
+            RewardError: so they did, in their reward functions.
             OperatorError, StorageError: as the buffer.
         """
         start = time.perf_counter()
@@ -254,12 +273,11 @@ class GroupRollouts:
         return min(len(self._ended), self.config.batch_size)
 
     def check(self) -> None:
-        """Raise the error of a group, or of too many groups that failed in a row."""
+        """Raise the error of a group, or of a batch whose groups all failed."""
         if self._error is not None:
             raise self._error
-        if self._without_success >= self.config.batch_size:
-            statuses = [group.status for group in self._given_up[-self._without_success :]]
-            report_tasks("the last groups", statuses, len(statuses), nothing=True)
+        if statuses := self._all_failed:
+            report_tasks("a batch of groups", statuses, len(statuses), nothing=True)
 
     def _take(self, chosen: Sequence[Group]) -> None:
         self.controller.take(chosen)
@@ -267,6 +285,8 @@ class GroupRollouts:
             del self._ended[group.number]
         self._taken_at = time.perf_counter()
         oldest = min(self.controller.outstanding, default=self.controller.next_group)
+        of_oldest = oldest // self.config.batch_size + 1
+        self._failed = {batch: statuses for batch, statuses in self._failed.items() if batch >= of_oldest}
         before = max((number for number in self._cursors if number <= oldest), default=0)
         self._cursors = {number: cursor for number, cursor in self._cursors.items() if number >= before}
         self._admits = self._admits and self.overlaps
@@ -295,8 +315,11 @@ class GroupRollouts:
         }
 
     async def drain(self) -> None:
-        """Wait until no group is under way; meanwhile none begins. Errors as `next_step`."""
-        self._admits = False
+        """Wait until no group is under way. Errors as `next_step`.
+
+        At servers no group begins meanwhile. In process all begin that have room: see `_may_begin`.
+        """
+        self._admits = self._admits and not self.overlaps
         self.check()
         while self._running:
             await self._changed.wait()
@@ -310,7 +333,8 @@ class GroupRollouts:
             task.cancel()
         if running:
             await asyncio.wait(running)
-        self._error, self._without_success, self._taken_at = None, 0, None
+        self._running.clear()  # those that were cancelled before their first step
+        self._failed, self._all_failed, self._error, self._taken_at = {}, [], None, None
         self._notify()  # the next loop needs an event of its own
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -326,6 +350,7 @@ class GroupRollouts:
         return {
             "controller": self.controller.state_dict(),
             "batch_size": self.config.batch_size,
+            "admits": self._admits,
             "ended": {number: group.state_dict() for number, group in self._ended.items()},
             "given_up": [group.state_dict() for group in self._given_up],
             "cursor": cursor,
@@ -370,16 +395,17 @@ class GroupRollouts:
             )
         self._ended = {number: EndedGroup.of(group) for number, group in state["ended"].items()}
         self._given_up = [EndedGroup.of(group) for group in state["given_up"]]
+        self._admits = state["admits"]
         if self.records is not None and state.get("calls"):
             self.records.load_state_dict(state["calls"])
         self.source.taskset.load_state_dict(state["cursor"])
         self._draw_again(state["first"] if self.controller.outstanding else self.controller.next_group)
         if self.records is not None:  # a group that ended while the checkpoint was written has calls in it
-            self.records.keep((task.batch_id, task.task_id) for task in self._restored.values())
+            self.records.keep((task.batch_id, task.task_id) for task in self._tasks.values())
 
     def _draw_again(self, first: int) -> None:
         """Draw the tasks from number `first` on again, up to the next group; keep those of groups under way."""
-        next_group, self._cursors = self.controller.next_group, {}
+        next_group, self._cursors, self._tasks = self.controller.next_group, {}, {}
         self.controller.next_group = first
         for number in range(first, next_group):
             task = self._next_task()
@@ -391,7 +417,7 @@ class GroupRollouts:
                 )
             self.controller.next_group = number + 1
             if number in self.controller.outstanding and not self.controller.outstanding[number].complete:
-                self._restored[number] = task
+                self._tasks[number] = task
         self.controller.next_group = next_group
 
 

@@ -66,14 +66,14 @@ class SyncPolicy:
         policy: the policy that is trained.
         config: settings of the weight syncs and their checks.
         versions: versions of the trainer's weights.
-        run: runs a coroutine to its end; if its second argument is False, Ctrl-C waits until then.
+        run: runs a coroutine to its end, see `Driver.run`.
     """
 
     explorer: Explorer
     policy: PolicyModule
     config: SynchronizerConfig
     versions: WeightVersions
-    run: Callable[[Coroutine[Any, Any, Any], bool], Any]
+    run: Callable[[Coroutine[Any, Any, Any], bool, bool], Any]
     _synced_at: int | None = field(default=None, init=False)  # global_step of the engines' weights; None: fresh engines
     _sending: int = field(default=0, init=False)  # version of the weights that are being sent
     _has_refilled: bool = field(default=False, init=False)  # true once engines had given up their weights
@@ -98,7 +98,8 @@ class SyncPolicy:
     @property
     def follows(self) -> bool:
         """True if weights will be sent before the engines' next request, once the trainer has trained this step."""
-        return self.explorer.need_sync()
+        groups = self.explorer.groups  # those under way may have requests at any time
+        return self.explorer.need_sync() and (groups is None or groups.waits)
 
     def sync_if_due(self, global_step: int) -> dict[str, float]:
         """Sync before the rollouts of a step, if a sync is due, and return its metrics.
@@ -117,7 +118,7 @@ class SyncPolicy:
         metrics = self.sync(global_step) if is_due or just_loaded or engines.lack_weights else {}
         if is_due:
             engines.forget_restored()
-        elif (just_loaded or decided_before) and self._run_in_time(engines.restore()):
+        elif (just_loaded or decided_before) and self._run_in_time(engines.restore(), resting=True):
             self._synced_at = _OLDER
         self.versions.synced_for = step
         return metrics
@@ -152,7 +153,7 @@ class SyncPolicy:
         token_ids = self._with_picture(token_ids)
         return Synchronizer(
             model.adapter.perturbed_alone if self.config.lora == "adapter" else partial(perturbed, model),
-            send=lambda: self._run_in_time(self.explorer.sync_weight(self._sending)),
+            send=lambda: self._run_in_time(self.explorer.sync_weight(self._sending), resting=True),
             trainer_logprobs=partial(policy.sequence_logprobs, token_ids),
             engine_logprobs=lambda: [self._run_in_time(engine.logprobs(token_ids)) for engine in engines],
             tolerance=Tolerance.of(
@@ -184,12 +185,16 @@ class SyncPolicy:
         )
         return token_ids[:room]
 
-    def _run_in_time(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a part of a weight sync within `sync_timeout`; Ctrl-C waits, lest servers have half of the weights."""
+    def _run_in_time(self, coroutine: Coroutine[Any, Any, Any], resting: bool = False) -> Any:
+        """Run a part of a weight sync within `sync_timeout`; Ctrl-C waits, lest servers have half of the weights.
+
+        While weights are sent, requests under way rest: with the old ones, all of them would be computed in vain.
+        """
         limit = self.config.sync_timeout
         try:
             with self._ranks.within(limit):
-                return self.run(asyncio.wait_for(coroutine, limit + GRACE_SECONDS * (self._ranks.size > 1)), False)
+                coroutine = asyncio.wait_for(coroutine, limit + GRACE_SECONDS * (self._ranks.size > 1))
+                return self.run(coroutine, False, resting)
         except TimeoutError as error:
             raise not_in_time(limit) from error
 
