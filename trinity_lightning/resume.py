@@ -15,11 +15,13 @@ from trinity_lightning.common.hardware import TORCH_DTYPES
 from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING, last_checkpoint, recorded_run
 from trinity_lightning.config.critic import critic_config
+from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.model import LoRAConfig, WeightDtype
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.errors import ConfigError, ForeignPositionError
+from trinity_lightning.explorer.staleness import check_resumed_groups
 from trinity_lightning.sync.files import saved_weights
 from trinity_lightning.trainer.checkpoint import check_freeze, check_lora, check_resumed
 
@@ -36,8 +38,9 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
 
     Raises:
         ConfigError: the file is no checkpoint; its run has rollouts and this one has none, or the reverse; the model,
-            critic, optimizer, seed, dtype or adapters differ; it was written in the middle of a step that is now
-            divided into other items; or its step is later than the last step of this run.
+            critic, optimizer, seed, dtype or adapters differ; groups under way in it need other settings; it was
+            written in the middle of a step that is now divided into other items; or its step is later than the last
+            step of this run.
     """
     path = last_checkpoint(folder) if config.ckpt_path == "last" else Path(str(config.ckpt_path))
     step, _ = saved_weights(path)
@@ -61,9 +64,12 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     check_lora(checkpoint, section_of("model.lora", LoRAConfig, config.model.lora))
     check_freeze(checkpoint, config.model.freeze)
     check_resumed_dtype(config, path)
+    explorer = checkpoint.get("callbacks", {}).get("ExplorerCallback", {}).get("explorer", {})
+    if "groups" in explorer:
+        check_resumed_groups(section_of("explorer", ExplorerConfig, config.explorer), explorer["groups"])
     if step == config.steps:
         logger.warning("nothing is left to do: all %d steps are done in '%s'. To go on, set steps=N.", step, path)
-    before = checkpoint.get("callbacks", {}).get("ExplorerCallback", {}).get("explorer", {}).get("seed", config.seed)
+    before = explorer.get("seed", config.seed)
     if before != config.seed:  # only in a new folder: a record in this one was compared above
         logger.warning("resuming with seed = %s; it was %s in '%s'", config.seed, before, path)
     return str(path)

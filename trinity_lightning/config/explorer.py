@@ -31,6 +31,7 @@ SYNCHRONOUS: dict[str, Any] = {
     **{"sync_interval": 1, "sync_offset": 0},
     **{"max_staleness": 0, "run_ahead": None, "in_flight": "continue", "max_concurrent": None},
 }
+MOST_AHEAD = 1000  # most steps whose groups are under way: they have a runner each
 MOST_OF_A_STEP = 100_000  # most prompts of a step, and most rollouts of a prompt; a whole step is held in memory
 # Settings that change the sampled distribution, each with the value that leaves the distribution as it is.
 NEUTRAL_SAMPLING = {
@@ -201,7 +202,9 @@ class ExplorerConfig(Section, key="explorer"):
     sync_interval: int = checked(1, whole_number, least=1)
     sync_offset: int = checked(0, whole_number, least=0)
     max_staleness: int = checked(0, whole_number, least=0)
-    run_ahead: int | None = checked(None, whole_number, least=0, optional=True, only_with="max_staleness")
+    run_ahead: int | None = checked(
+        None, whole_number, least=0, most=MOST_AHEAD, optional=True, only_with="max_staleness"
+    )
     in_flight: str = checked("continue", one_of, names=IN_FLIGHT, only_with="max_staleness")
     max_concurrent: int | None = checked(None, whole_number, least=1, optional=True, only_with="max_staleness")
     eval_interval: int | None = checked(0, whole_number, least=0, optional=True)

@@ -29,7 +29,7 @@ from trinity_lightning.explorer.models.engine import Engine
 from trinity_lightning.explorer.reports import report_tasks
 from trinity_lightning.explorer.rewards.workers import check_all_importable
 from trinity_lightning.explorer.scheduler import Scheduler
-from trinity_lightning.explorer.staleness import StalenessController
+from trinity_lightning.explorer.staleness import StalenessController, check_resumed_groups
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import Status
@@ -560,12 +560,6 @@ class Explorer:
 
     def _take_over(self, groups: Mapping[str, Any]) -> None:
         """Go on without `max_staleness` from a checkpoint that was written with it."""
-        if groups["controller"]["outstanding"]:
-            raise ConfigError(
-                "groups are under way in the checkpoint, or complete and not trained on, and explorer.max_staleness is "
-                "0 now",
-                key="explorer.max_staleness",
-                fix="resume with the value that the run had",
-            )
+        check_resumed_groups(self.config, groups)
         self._cursor = groups["cursor"]
         self._source.taskset.load_state_dict(self._cursor)

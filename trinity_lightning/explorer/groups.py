@@ -18,7 +18,7 @@ from trinity_lightning.errors import ConfigError
 from trinity_lightning.explorer.metrics import rollout_metrics
 from trinity_lightning.explorer.models.record import CallRecords
 from trinity_lightning.explorer.reports import report_tasks
-from trinity_lightning.explorer.staleness import Group, StalenessController
+from trinity_lightning.explorer.staleness import Group, StalenessController, check_resumed_groups
 from trinity_lightning.explorer.task_source import TaskSource
 from trinity_lightning.explorer.tasks.task import Task
 from trinity_lightning.explorer.workflow_runner import Status
@@ -208,14 +208,19 @@ class GroupRollouts:
         self.controller.give_up(number)
         self._given_up.append(ended)
         self._left_out += 1
-        if self._left_out % (IDLE_STEPS * self.config.batch_size) == 0:
+        if self._left_out % (often := IDLE_STEPS * self.config.batch_size) == 0:
+            self._note_left_out(self._left_out // often)
+
+    def _note_left_out(self, times: int) -> None:
+        """Warn that no group was kept for long, each time that it is twice as long, and free memory."""
+        if times.bit_count() == 1:
             logger.warning(
-                "%d groups in a row failed or were left out by filters, and others take their places: take tasks that "
-                "are neither too easy nor too hard, or loosen the filter.",
+                "%d groups in a row failed or were left out by filters, and others take their places until one is "
+                "kept: take tasks that are neither too easy nor too hard, or loosen the filter.",
                 self._left_out,
             )
-            for earlier in self._given_up[: -self.config.batch_size]:
-                earlier.tidied = TidiedGroup([])  # a step may never come: they must not fill the memory
+        for earlier in self._given_up[: -self.config.batch_size]:
+            earlier.tidied = TidiedGroup([])  # a step may never come: they must not fill the memory
 
     def _note_failure(self, number: int, status: Status) -> None:
         """Note a group without an experience, which ends the run if all others of its batch have none either.
@@ -350,6 +355,7 @@ class GroupRollouts:
         return {
             "controller": self.controller.state_dict(),
             "batch_size": self.config.batch_size,
+            "max_staleness": self.config.max_staleness,
             "admits": self._admits,
             "ended": {number: group.state_dict() for number, group in self._ended.items()},
             "given_up": [group.state_dict() for group in self._given_up],
@@ -372,27 +378,14 @@ class GroupRollouts:
         """Restore what `state_dict` returned; groups that were under way begin again with `synced`.
 
         Raises:
-            ConfigError: other settings than those of the checkpoint, with which its groups cannot be trained.
+            ConfigError: see `check_resumed_groups`; or the tasks are not those of the checkpoint.
         """
+        check_resumed_groups(self.config, state)
         self.controller.load_state_dict(state["controller"])
-        if self.controller.outstanding and state["batch_size"] != self.config.batch_size:
-            raise ConfigError(
-                f"explorer.batch_size was {state['batch_size']} when the checkpoint was written, and groups of such "
-                "batches are under way in it",
-                key="explorer.batch_size",
-                fix="resume with that value",
-            )
         if state["batch_size"] != self.config.batch_size:  # no number of a task in a batch comes twice
             batches = math.ceil(self.controller.next_group / state["batch_size"])
             self.controller.next_group = batches * self.config.batch_size
         self.controller.exhausted = False  # the taskset says so again, unless it has more epochs now
-        if not self.controller.is_feasible:
-            raise ConfigError(
-                f"explorer.max_staleness={self.config.max_staleness} is too low for the groups that are under way in "
-                "the checkpoint",
-                key="explorer.max_staleness",
-                fix="resume with the value that the run had",
-            )
         self._ended = {number: EndedGroup.of(group) for number, group in state["ended"].items()}
         self._given_up = [EndedGroup.of(group) for group in state["given_up"]]
         self._admits = state["admits"]

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Any
 
+from trinity_lightning.config.explorer import ExplorerConfig
+from trinity_lightning.errors import ConfigError
+
 
 @dataclass
 class Group:
@@ -183,3 +186,25 @@ class StalenessController:
         counts = accumulate(self._outstanding[number] for number in began)
         steps = [self._steps_to_go(number, self.taken) for number in began]
         return all(count <= left * self.batch_size for count, left in zip(counts, steps, strict=True))
+
+
+def check_resumed_groups(config: ExplorerConfig, groups: Mapping[str, Any]) -> None:
+    """Refuse settings with which the groups of a checkpoint, `GroupRollouts.state_dict()`, cannot be trained.
+
+    Raises:
+        ConfigError: groups are under way in it, or complete and not trained on, and `explorer.batch_size` differs, or
+            `explorer.max_staleness` is too low for them.
+    """
+    controller = StalenessController(groups["batch_size"], config.max_staleness, config.steps_ahead)
+    controller.load_state_dict(groups["controller"])
+    for key, is_possible in (
+        ("batch_size", config.max_staleness == 0 or groups["batch_size"] == config.batch_size),
+        ("max_staleness", config.max_staleness > 0 and controller.is_feasible),
+    ):
+        if controller.outstanding and not is_possible:
+            raise ConfigError(
+                f"explorer.{key} is {getattr(config, key)}, and the checkpoint, of a run with {groups[key]}, has groups"
+                " under way or not trained on yet, which need that",
+                key=f"explorer.{key}",
+                fix=f"resume with explorer.{key}={groups[key]}",
+            )
