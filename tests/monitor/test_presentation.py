@@ -12,6 +12,7 @@ from trinity_lightning.monitor.presentation import (
     format_step_line,
     headline_metrics,
     metric_globs,
+    step_seconds,
     summary_table,
 )
 
@@ -98,7 +99,7 @@ def test_the_line_has_what_people_look_at() -> None:
         "time/collate": 1.0,  # within training: not counted twice
         "custom": 1.0,
     }
-    assert format_step_line(metrics, step=3, total_steps=30) == (
+    assert format_step_line(metrics, 3, 30, pace=step_seconds(metrics)) == (
         "step 3/30  reward 0.42 ± 0.49  equal rewards 25%  length 11.4  logprob diff 0.021  grad norm 1.30  "
         "rollout 2.8s  train 8.0s  sync 0.3s  left 5m 0s"
     )
@@ -109,13 +110,13 @@ AHEAD = {"time/rollout": 7.0, "time/operators": 1.0, "time/wait_for_rollout": 0.
 
 @pytest.mark.parametrize(("metrics", "left"), [(AHEAD, "1m 25s"), (AHEAD | {"time/step": 9.0}, "1m 30s")])
 def test_rollouts_that_overlap_training_take_no_time_of_their_own(metrics: dict[str, float], left: str) -> None:
-    line = format_step_line(metrics, step=20, total_steps=30)
+    line = format_step_line(metrics, 20, 30, pace=step_seconds(metrics))
     assert line == f"step 20/30  rollout 7.0s  waited 0.5s  train 8.0s  left {left}"
 
 
 def test_what_was_not_measured_is_left_out() -> None:
-    assert format_step_line({}, step=1, total_steps=2) == "step 1/2"
-    assert format_step_line({"reward/mean": 1.0}, step=2, total_steps=2) == "step 2/2  reward 1.00"
+    assert format_step_line({}, 1, 2, pace=0) == "step 1/2"
+    assert format_step_line({"reward/mean": 1.0}, 2, 2, pace=0) == "step 2/2  reward 1.00"
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,15 @@ LOSSES = (
 )
 
 
-def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) -> str:
+def step_seconds(metrics: Mapping[str, float]) -> float:
+    """Seconds of an explore step by its metrics: `time/step`, or else the sum of its parts."""
+    return metrics.get("time/step", sum(metrics.get(name, 0.0) for name in times_in_turn(WAIT in metrics)))
+
+
+def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int, pace: float) -> str:
     """One line about an explore step, without the parts whose metrics are missing.
 
-    The time left assumes that every further step takes as long as this one (`time/step`, or else the sum of its parts).
+    The time left assumes that every further step takes `pace` seconds; with 0 it is left out.
 
     Example:
         step 3/30  reward 0.42 ± 0.49  equal rewards 25%  length 11.4  logprob diff 0.021  grad norm 1.30
@@ -117,9 +122,8 @@ def format_step_line(metrics: Mapping[str, float], step: int, total_steps: int) 
         parts.append("no rollout trained")
     elif trained < received / 4:
         parts.append(f"trained {trained:.0f} of {received:.0f}")
-    seconds = metrics.get("time/step", sum(metrics.get(name, 0.0) for name in times_in_turn(WAIT in metrics)))
-    if seconds > 0:
-        parts.append(f"left {format_seconds((total_steps - step) * seconds)}")
+    if pace > 0:
+        parts.append(f"left {format_seconds((total_steps - step) * pace)}")
     return "  ".join(parts)
 
 

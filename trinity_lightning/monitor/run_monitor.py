@@ -4,8 +4,10 @@ import json
 import logging
 import math
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import lightning as L
@@ -35,12 +37,14 @@ from trinity_lightning.monitor.presentation import (
     format_evaluation,
     format_step_line,
     metric_globs,
+    step_seconds,
 )
 from trinity_lightning.monitor.progress import ProgressFile
 from trinity_lightning.monitor.rows import STEP_METRIC
 from trinity_lightning.monitor.wandb_logger import STATE, RunLogger, record_id
 
 ALERTS, HELD_OUT, REASONS = "alerts", "held_out", "reasons"  # keys in RunMonitor's state in checkpoints, beside STATE
+PACE_STEPS = 4  # steps whose mean says how long the next ones take: with groups under way, one in two has no rollouts
 logger = logging.getLogger(__name__)
 # Logs the lines that are printed too. conf/train.yaml sends them to train.log alone: a terminal would show them twice.
 printed = logging.getLogger("trinity_lightning.printed")
@@ -74,6 +78,7 @@ class RunMonitor(L.Callback):
         self._progress = ProgressFile(self._folder)
         self._wandb: WandbLogger | None = None
         self._bar: tqdm[Any] | None = None
+        self._seconds: deque[float] = deque(maxlen=PACE_STEPS)  # of the last steps
         self._trained_at = -1  # global_step at the end of the last explore step
         self._load = CPULoad()
         self._threads = TrainingThreads(load)
@@ -206,7 +211,8 @@ class RunMonitor(L.Callback):
             logged = {n: value for n, value in logged.items() if not n.startswith(("actor/", "time/", "perf/"))}
         self._trained_at = trainer.global_step
         self._tell_alerts(logged | self._explored, step)
-        show(format_step_line(logged | self._explored, step, self._total_steps))
+        self._seconds.append(step_seconds(logged | self._explored))
+        show(format_step_line(logged | self._explored, step, self._total_steps, fmean(self._seconds)))
 
     def _tell_alerts(self, metrics: Mapping[str, float], step: int) -> None:
         """Warn of signs that the run goes wrong, in the terminal and by W&B, which sends them on to its user."""
