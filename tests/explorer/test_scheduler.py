@@ -202,6 +202,15 @@ def test_a_model_has_eight_runners_or_one_for_every_task(settings: dict[str, Any
     assert len(Scheduler(ExplorerConfig(**settings), [FakeModel(), FakeModel()]).runners) == 2 * runners
 
 
+@pytest.mark.parametrize(
+    ("settings", "runners"),
+    [({}, 64 + 16), ({"max_repeat_times_per_runner": 3}, 64 + 48), ({"runner_per_model": 8}, 8)],
+)
+def test_groups_under_way_have_a_runner_for_each_chunk(settings: dict[str, Any], runners: int) -> None:
+    config = {"runner_per_model": None, "batch_size": 8, "repeat_times": 8, "max_staleness": 1} | settings
+    assert len(Scheduler(ExplorerConfig(**config), [FakeModel()]).runners) == runners
+
+
 def test_runners_get_one_engine_of_each_auxiliary_model() -> None:
     a, b = [FakeModel(), FakeModel()], [FakeModel()]
     scheduler = Scheduler(ExplorerConfig(runner_per_model=4), [FakeModel()], [a, b])

@@ -1,5 +1,6 @@
 """Rollouts: sampling, the explore step, workflows, and the auxiliary models that workflows and operators ask."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -240,11 +241,12 @@ class ExplorerConfig(Section, key="explorer"):
     def runners_under_way(self) -> int:
         """Further runners, of all models together, for groups under way from one step to the next.
 
-        They are coroutines, one for each such group: evaluations need not wait for those.
+        They are coroutines, one for each chunk of such a group: evaluations need not wait for those.
         """
         if self.max_staleness == 0 or self.runner_per_model is not None or self.runner == "ray":
             return 0
-        return self.batch_size * (self.steps_ahead + 1)
+        chunks = math.ceil(self.repeat_times / (self.max_repeat_times_per_runner or self.repeat_times))
+        return self.batch_size * (self.steps_ahead + 1) * chunks
 
     @property
     def steps_ahead(self) -> int:
