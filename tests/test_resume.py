@@ -13,12 +13,14 @@ from support.errors import refuses
 from trinity_lightning.buffer.offline import OfflineExperienceDataModule
 from trinity_lightning.buffer.reader import create_reader
 from trinity_lightning.buffer.sql import SqlStorage
+from trinity_lightning.config import hydra as compose
 from trinity_lightning.config.algorithm import AlgorithmConfig
 from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.model import ModelConfig
 from trinity_lightning.config.models import resolve_model
 from trinity_lightning.config.run import TrainConfig
 from trinity_lightning.errors import StorageError
+from trinity_lightning.explorer.staleness import StalenessController
 from trinity_lightning.resume import OFFLINE, ONLINE, check_model, check_resumed_data, checkpoint_to_resume, log_changes
 
 
@@ -94,6 +96,27 @@ def test_a_step_is_finished_by_the_items_that_it_was_begun_with(items: tuple[int
     assert "algorithm.optimizer_steps=2 and algorithm.inner_epochs=2" in str(refused.value.fix)
     resume(written(tmp_path, position=4), items)  # the next step is a new one
     resume(written(tmp_path, position=3))
+
+
+def test_settings_that_groups_under_way_do_not_go_with_are_refused_with_those_that_do(tmp_path: Path) -> None:
+    controller = StalenessController(batch_size=2, max_staleness=3, run_ahead=1)
+    controller.begin()
+    controller.sync()
+    groups = {"controller": controller.state_dict(), "batch_size": 2, "max_staleness": 3}
+    checkpoint = written(tmp_path, callbacks={"ExplorerCallback": {"explorer": {"seed": 42, "groups": groups}}})
+    compose.register()
+
+    def resumed(batch_size: int, max_staleness: int) -> str:
+        settings = (f"explorer.batch_size={batch_size}", f"explorer.max_staleness={max_staleness}", "steps=2")
+        items = ("algorithm.optimizer_steps=2", "algorithm.inner_epochs=2", f"ckpt_path={checkpoint}")
+        config = compose.compose_run(["+recipe=grpo", "model=tiny", *items, *settings], str(tmp_path))
+        return checkpoint_to_resume(config, tmp_path)
+
+    assert resumed(2, 3) == resumed(2, 1) == checkpoint
+    for wrong, key in (((4, 3), "explorer.batch_size"), ((2, 0), "explorer.max_staleness")):
+        with refuses(key) as refused:
+            resumed(*wrong)
+        assert str({"explorer.batch_size": 2, "explorer.max_staleness": 3}[key]) in str(refused.value.fix)
 
 
 # -- the data ----------------------------------------------------------------------------------------------------------

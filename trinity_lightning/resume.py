@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 from omegaconf import DictConfig, OmegaConf
@@ -66,7 +66,7 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     check_resumed_dtype(config, path)
     explorer = checkpoint.get("callbacks", {}).get("ExplorerCallback", {}).get("explorer", {})
     if "groups" in explorer:
-        check_resumed_groups(section_of("explorer", ExplorerConfig, config.explorer), explorer["groups"])
+        check_resumed_groups(_explorer_of(config), explorer["groups"])
     if step == config.steps:
         logger.warning("nothing is left to do: all %d steps are done in '%s'. To go on, set steps=N.", step, path)
     before = explorer.get("seed", config.seed)
@@ -105,6 +105,14 @@ def check_model(name: str, saved_name: str, may_have_moved: bool = False) -> Non
             key="model.name",
             fix="choose that one",
         )
+
+
+def _explorer_of(config: TrainConfig | DictConfig) -> ExplorerConfig:
+    """The section `explorer`, whose values may refer to those of other sections."""
+    if isinstance(config, DictConfig):
+        values = cast(dict[str, Any], OmegaConf.to_container(config.explorer, resolve=True))
+        return section_of("explorer", ExplorerConfig, values)
+    return config.explorer
 
 
 def _check_kind(storage: str, checkpoint: Mapping[str, Any], path: Path) -> None:
