@@ -42,7 +42,8 @@ SIZE, ROLLOUTS, STALENESS = 4, 4, 2
 RUN = ("model=tiny", "model.dtype=fp32", "logger=csv", "buffer.keep=true", "optimizer.lr=1e-3", "ckpt_path=auto")
 RUN += (f"explorer.batch_size={SIZE}", f"explorer.repeat_times={ROLLOUTS}", f"explorer.max_staleness={STALENESS}")
 RUN += ("explorer.eval_on_startup=false", "explorer.eval_interval=3", "callbacks.checkpoint.every_n_epochs=1")
-RUN += ("sampling.max_tokens=120", "eval_sampling.max_tokens=8")
+RUN += ("engine.max_model_len=512", "eval_sampling.max_tokens=8")
+RUN += ("sampling.max_tokens=400",)  # few responses have as many: so some are under way while a step is trained
 RUNS = {
     "single": ("+recipe=grpo", "reward=contains_digits"),
     "turns": ("+recipe=multi_turn", "sampling.max_tokens=60"),
