@@ -1,5 +1,6 @@
 """`algorithm.max_tokens_per_micro_batch=auto` stands for tokens that fit into free memory, chosen once a run."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
@@ -173,6 +174,7 @@ def test_a_pass_takes_no_more_than_is_counted_and_not_much_less(
 
 def peak_of(work: Callable[[], Any]) -> int:
     """The most bytes that were allocated at once."""
+    gc.collect()  # or it frees what an earlier profile has seen, and this one counts as negative
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     events: Any = profiled.profiler
