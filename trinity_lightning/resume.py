@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 from omegaconf import DictConfig, OmegaConf
@@ -15,10 +15,9 @@ from trinity_lightning.common.hardware import TORCH_DTYPES
 from trinity_lightning.config.buffer import BufferConfig
 from trinity_lightning.config.checkpoints import NOT_OF_THE_TRAINING, last_checkpoint, recorded_run
 from trinity_lightning.config.critic import critic_config
-from trinity_lightning.config.explorer import ExplorerConfig
 from trinity_lightning.config.model import LoRAConfig, WeightDtype
 from trinity_lightning.config.models import resolve_model
-from trinity_lightning.config.run import TrainConfig
+from trinity_lightning.config.run import TrainConfig, typed_config
 from trinity_lightning.config.sections import section_of
 from trinity_lightning.errors import ConfigError, ForeignPositionError
 from trinity_lightning.explorer.staleness import check_resumed_groups
@@ -66,7 +65,8 @@ def checkpoint_to_resume(config: TrainConfig | DictConfig, folder: Path) -> str:
     check_resumed_dtype(config, path)
     explorer = checkpoint.get("callbacks", {}).get("ExplorerCallback", {}).get("explorer", {})
     if "groups" in explorer:
-        check_resumed_groups(_explorer_of(config), explorer["groups"])
+        typed = typed_config(config) if isinstance(config, DictConfig) else config
+        check_resumed_groups(typed.explorer, explorer["groups"])
     if step == config.steps:
         logger.warning("nothing is left to do: all %d steps are done in '%s'. To go on, set steps=N.", step, path)
     before = explorer.get("seed", config.seed)
@@ -105,14 +105,6 @@ def check_model(name: str, saved_name: str, may_have_moved: bool = False) -> Non
             key="model.name",
             fix="choose that one",
         )
-
-
-def _explorer_of(config: TrainConfig | DictConfig) -> ExplorerConfig:
-    """The section `explorer`, whose values may refer to those of other sections."""
-    if isinstance(config, DictConfig):
-        values = cast(dict[str, Any], OmegaConf.to_container(config.explorer, resolve=True))
-        return section_of("explorer", ExplorerConfig, values)
-    return config.explorer
 
 
 def _check_kind(storage: str, checkpoint: Mapping[str, Any], path: Path) -> None:
